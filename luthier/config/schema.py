@@ -1,0 +1,243 @@
+"""The typed run description: what a config file may say, with every default and the reason for it.
+
+Names are Hugging Face's where the thing is theirs. `luthier.config.loading.load_config` reads a YAML file into a
+`RunConfig`; this module only says what is allowed. It imports neither torch nor transformers.
+"""
+
+# ruff: noqa: RUF012 (pydantic copies defaults; the base class is in another file, so ruff cannot know)
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from luthier.config.choices import (
+    OPTIMIZERS,
+    SCHEDULERS,
+    TRACKERS,
+    AdapterType,
+    Count,
+    Format,
+    Natural,
+    NonEmpty,
+    NonNegative,
+    Overflow,
+    Packing,
+    PathLike,
+    Positive,
+    Precision,
+    Seed,
+    Share,
+    ShareOrCount,
+    Strategy,
+    Texts,
+    TrainOn,
+    Whole,
+    as_enum,
+    as_list,
+)
+from luthier.config.inputs import DataConfig, ModelConfig, Section, SourceConfig, TemplateConfig
+
+__all__ = [
+    "OPTIMIZERS",
+    "SCHEDULERS",
+    "TRACKERS",
+    "AdapterConfig",
+    "AdapterType",
+    "DataConfig",
+    "EvalConfig",
+    "Format",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OutputConfig",
+    "Overflow",
+    "Packing",
+    "Precision",
+    "RunConfig",
+    "RuntimeConfig",
+    "Section",
+    "SourceConfig",
+    "Strategy",
+    "TemplateConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "TrainOn",
+]
+
+
+class ObjectiveConfig(Section):
+    """What is minimised. ``objective: sft`` is short for ``objective: {name: sft}``."""
+
+    shorthand = "name"
+
+    name: Literal["sft", "pt"] = "sft"
+    """``sft``: cross-entropy on targets. ``pt``: the same on plain text, long documents split instead of dropped."""
+    label_smoothing: Share = 0.0
+    """Share of each target's probability that is spread over the vocabulary."""
+
+
+class AdapterConfig(Section):
+    """Which weights are trained. ``adapter: lora`` is short for ``adapter: {type: lora}``."""
+
+    shorthand = "type"
+
+    type: Annotated[AdapterType, as_enum(AdapterType)] = AdapterType.FULL
+    """``full``: all weights; ``freeze``: some layers; ``lora``, ``oft``: small matrices beside frozen weights."""
+    freeze_trainable_layers: Whole | None = None
+    """``freeze``: train the last n layers (negative: the first n)."""
+    freeze_trainable_modules: Texts = []
+    """``freeze``: patterns (``fnmatch`` on parameter names) of what is trained besides, such as ``*lm_head*``."""
+    r: Count = 16
+    """Rank of LoRA's matrices."""
+    lora_alpha: Positive | None = None
+    """Scale of LoRA's update; default twice the rank."""
+    lora_dropout: Share = 0.0
+    """Share of LoRA's inputs that is dropped in training."""
+    target_modules: Texts = ["all-linear"]
+    """``all-linear``, or patterns of module names."""
+    modules_to_save: Texts = []
+    """Modules trained in full and saved with the adapter, such as ``lm_head``."""
+    use_rslora: bool = False
+    """Scale by alpha over the root of the rank (rank-stabilized LoRA)."""
+    use_dora: bool = False
+    """Train the norm of each weight apart from its direction (DoRA)."""
+    init_lora_weights: bool | Literal["gaussian", "pissa", "pissa_niter_16", "olora", "orthogonal"] = True
+    """``pissa`` starts from the principal singular directions; converted to a plain LoRA when saved."""
+    loraplus_lr_ratio: Positive | None = None
+    """LoRA+: learning rate of B over that of A."""
+    oft_block_size: Count = 32
+    """``oft``: size of the orthogonal blocks."""
+    name_or_path: NonEmpty | None = None
+    """An existing adapter to go on from."""
+    merge: bool = False
+    """Also save the model with the adapter merged in, in ``merged/``."""
+
+
+class TrainConfig(Section):
+    """How it is learned; Hugging Face's names and meanings."""
+
+    num_train_epochs: Positive = 3.0
+    """Passes over the training data; 0.5 is half a pass."""
+    max_steps: Count | None = None
+    """Stop after this many optimizer steps; overrides ``num_train_epochs``."""
+    packing: Annotated[Packing, as_enum(Packing)] = Packing.BEST_FIT
+    """``best_fit``: sequences share rows of ``data.max_length`` tokens, isolated from each other; ``none``: padded."""
+    per_device_train_batch_size: Count = 1
+    """Rows (packs, or padded sequences) per device and micro-batch."""
+    gradient_accumulation_steps: Count = 1
+    """Micro-batches per optimizer step."""
+    learning_rate: Positive = 2e-5
+    """Highest learning rate of the schedule. LoRA usually wants about ten times the rate of full training."""
+    lr_scheduler_type: Literal[SCHEDULERS] = "cosine"  # type: ignore[valid-type]
+    """How the learning rate falls after the warmup."""
+    lr_scheduler_kwargs: dict[str, Any] = {}
+    """Further settings of the schedule, such as ``{min_lr_rate: 0.1}``."""
+    warmup_steps: ShareOrCount = 0.03
+    """Steps over which the learning rate rises: a share of all steps below 1, else a number of steps."""
+    optim: Literal[OPTIMIZERS] = "adamw_torch"  # type: ignore[valid-type]
+    """An optimizer by transformers' name."""
+    optim_args: NonEmpty | None = None
+    """Further settings of the optimizer, as ``key=value,key=value``."""
+    weight_decay: NonNegative = 0.0
+    """Decay of all weights but biases and norms."""
+    adam_beta1: Share = 0.9
+    """Adam's memory of gradients."""
+    adam_beta2: Share = 0.999
+    """Adam's memory of squared gradients."""
+    adam_epsilon: Positive = 1e-8
+    """Adam's guard against division by zero."""
+    max_grad_norm: NonNegative = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them alone."""
+    precision: Annotated[Precision, as_enum(Precision)] = Precision.AUTO
+    """Numeric type of the computation. ``auto``: bf16 where the device has it, else fp32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    neftune_noise_alpha: Positive | None = None
+    """Strength of noise on embeddings (NEFTune)."""
+    torch_compile: bool = False
+    """Compile the model with torch."""
+
+
+class EvalConfig(Section):
+    """When and how the model is evaluated on the held-out rows."""
+
+    strategy: Annotated[Strategy, as_enum(Strategy)] = Strategy.EPOCH
+    """When to evaluate, if there is eval data."""
+    steps: Count = 500
+    """Optimizer steps between evaluations, for ``strategy: steps``."""
+    per_device_eval_batch_size: Count = 1
+    """Rows per device in evaluation."""
+    generate_rows: Natural = 0
+    """Answer this many held-out rows by greedy generation, before and after training, and report exact match."""
+    max_new_tokens: Count = 256
+    """Longest answer in such a generation, in tokens."""
+    early_stopping_patience: Count | None = None
+    """Stop when ``metric_for_best_model`` has not improved for this many evaluations."""
+    early_stopping_threshold: NonNegative = 0.0
+    """How much better counts as an improvement."""
+    metric_for_best_model: Literal["loss", "perplexity", "token_accuracy"] = "loss"
+    """What decides which checkpoint is the best."""
+    load_best_model_at_end: bool = False
+    """End with the best checkpoint instead of the last."""
+
+
+class OutputConfig(Section):
+    """Where results go."""
+
+    dir: PathLike = Path("output")
+    """Folder of the run: checkpoints, the final model, logs, report."""
+    overwrite: bool = False
+    """Start anew in a folder that already holds a run."""
+    resume: NonEmpty = "auto"
+    """``auto``: go on from the newest whole checkpoint in ``dir``, if any; ``never``; or a checkpoint's path."""
+    save_strategy: Annotated[Strategy, as_enum(Strategy)] = Strategy.EPOCH
+    """When to save a checkpoint."""
+    save_steps: Count = 500
+    """Optimizer steps between checkpoints, for ``save_strategy: steps``."""
+    save_total_limit: Count | None = 3
+    """Keep this many checkpoints, the newest; ``null`` keeps all."""
+    save_only_model: bool = False
+    """Leave optimizer state out of checkpoints; such a run cannot be resumed."""
+
+
+class TrackingConfig(Section):
+    """What is logged, and where to."""
+
+    report_to: Annotated[list[Literal[TRACKERS]], BeforeValidator(as_list)] = []  # type: ignore[valid-type]
+    """Trackers by transformers' names: tensorboard, wandb, mlflow, comet_ml, trackio, swanlab …"""
+    run_name: NonEmpty | None = None
+    """Name of the run in trackers."""
+    logging_steps: Count = 1
+    """Optimizer steps between log lines."""
+    progress: bool = True
+    """Show a progress bar."""
+
+
+class RuntimeConfig(Section):
+    """The machine."""
+
+    seed: Seed = 42
+    """Fixes the order of rows, samples of rows, and random weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto``: a GPU if there is one."""
+    dataloader_num_workers: Natural = 0
+    """Processes that collate batches. Text batches cost less than a message between processes."""
+    threads: Count | None = None
+    """CPU threads for torch; default: all cores."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    data: DataConfig
+    template: TemplateConfig = TemplateConfig()
+    train: TrainConfig = TrainConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    eval: EvalConfig = EvalConfig()
+    output: OutputConfig = OutputConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    runtime: RuntimeConfig = RuntimeConfig()

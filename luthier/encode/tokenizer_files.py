@@ -1,0 +1,126 @@
+"""Finding and reading the files of a tokenizer, without any framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from luthier.errors import TemplateError, TokenizerError
+from luthier.presets import tokenizer_folder
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerFiles:
+    """What the files say: parsed, not yet interpreted. ``origin`` is the name the user gave."""
+
+    origin: str
+    folder: Path
+    tokenizer: dict[str, Any]
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    chat_template: str | None
+
+
+def find_files(name: str, *, chat_template: str | None, revision: str, cache_dir: Path | None) -> TokenizerFiles:
+    """Read a tokenizer's files from a local folder, ``preset:NAME`` or the Hub. Raises `TokenizerError`."""
+    folder = _folder(name, revision, cache_dir)
+    config = _read(folder, "tokenizer_config.json", name) or {}
+    names = _read(folder, "special_tokens_map.json", name) or {}
+    return TokenizerFiles(
+        origin=name,
+        folder=folder,
+        tokenizer=_tokenizer(folder, name),
+        config={**names, **config},
+        generation_config=_read(folder, "generation_config.json", name) or {},
+        chat_template=_given_template(chat_template) if chat_template else _own_template(folder, config, name),
+    )
+
+
+def _folder(name: str, revision: str, cache_dir: Path | None) -> Path:
+    if name.startswith("preset:"):
+        return tokenizer_folder(name.removeprefix("preset:"))
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise TokenizerError(
+            f"{name}: no such folder (tried {folder.absolute()})",
+            hint="name a folder that holds tokenizer.json, a Hub id (owner/name), or preset:tiny-qwen3",
+        )
+    return _download(name, revision, cache_dir)
+
+
+def _download(name: str, revision: str, cache_dir: Path | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise TokenizerError(f"{name} is a Hub id", hint="pip install 'luthier[hub]'") from error
+    try:
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=list(FILES)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise TokenizerError(
+            f"{name}: not found on the Hub, or the Hub cannot be reached: {error}",
+            hint="check the name, or give a local folder",
+        ) from error
+
+
+def _tokenizer(folder: Path, name: str) -> dict[str, Any]:
+    spec = _read(folder, "tokenizer.json", name)
+    if spec is None:
+        raise TokenizerError(
+            f"{name}: no tokenizer.json in {folder}",
+            hint="save it in the fast format once: AutoTokenizer.from_pretrained(…).save_pretrained(folder)",
+        )
+    if not isinstance(spec.get("model"), dict):
+        raise TokenizerError(f"{folder / 'tokenizer.json'}: no 'model' in it, so this is no tokenizer file")
+    return {"added_tokens": [], **spec}
+
+
+def _read(folder: Path, file: str, name: str) -> dict[str, Any] | None:
+    path = folder / file
+    if not path.is_file():
+        return None
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TokenizerError(
+            f"{path}: not valid JSON: {error}", hint=f"the file of {name} is damaged or cut off; fetch it again"
+        ) from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path}: holds a {type(content).__name__}, not an object")
+    return content
+
+
+def _own_template(folder: Path, config: dict[str, Any], name: str) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = (_read(folder, "chat_template.json", name) or {}).get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):  # several named templates; the default is the one for chat
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _given_template(given: str) -> str:
+    if "{" in given or "\n" in given:
+        return given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise TemplateError(
+            f"template.chat_template: no such file {path.absolute()}", hint="give a path or the template"
+        )
+    return path.read_text(encoding="utf-8")

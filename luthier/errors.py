@@ -1,0 +1,114 @@
+"""What can go wrong, as a tree.
+
+    LuthierError
+    ├── UserError (ValueError)        the user can mend it; the CLI prints it without a traceback, exit code 2
+    │   ├── ConfigError               a run description is wrong: holds all problems at once, each file:line
+    │   ├── SourceError               a file or a data set as a whole cannot be read
+    │   ├── TemplateError             a chat template cannot be used, or not proven
+    │   ├── TokenizerError            a tokenizer cannot be loaded or contradicts itself
+    │   ├── ModelError                a model cannot be loaded, adapted or packed
+    │   ├── StoreError                prepared data is damaged or of another version
+    │   ├── BudgetError               more rows were lost than the run allows
+    │   └── CheckpointError           a run cannot be resumed from where it points
+    └── RowError (ValueError)         one row is bad: it is quarantined under ``reason``, the run goes on
+        └── RowDropped                one row is fine but cannot be used: it is dropped under ``reason``
+
+A message is a small report: what, where (``file:row:field``), the two numbers that disagree, and the way out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from luthier.records import Address
+
+
+class LuthierError(Exception):
+    """The root of everything that Luthier raises on purpose."""
+
+
+class UserError(LuthierError, ValueError):
+    """A mistake that the user can mend. ``hint`` is the way out, printed on a line of its own."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One fault of a run description: where it stands, which key, what is wrong, and how to mend it."""
+
+    where: str  # "run.yaml:12", or "override" for a command-line override
+    key: str  # dotted, "train.learning_rate"
+    what: str
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.where} {self.key}: {self.what}" if self.key else f"{self.where}: {self.what}"
+        return text if self.hint is None else f"{text} ({self.hint})"
+
+
+class ConfigError(UserError):
+    """All faults of a run description, found in one go."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+class SourceError(UserError):
+    """A file or data set cannot be read as a whole."""
+
+
+class TemplateError(UserError):
+    """A chat template is missing, cannot be run, or cannot be proven right."""
+
+
+class TokenizerError(UserError):
+    """A tokenizer is missing, damaged, or contradicts itself."""
+
+
+class ModelError(UserError):
+    """A model cannot be loaded, adapted, or trained as asked."""
+
+
+class StoreError(UserError):
+    """Prepared data is damaged, incomplete, or was written by another version."""
+
+
+class BudgetError(UserError):
+    """More rows were dropped or quarantined than ``data.max_drop`` allows."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be used to resume this run."""
+
+
+class RowError(LuthierError, ValueError):
+    """One row is bad. ``reason`` is a short, countable name; ``field`` points into the row."""
+
+    def __init__(
+        self, reason: str, detail: str = "", *, address: Address | None = None, field: str | None = None
+    ) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+        self.address = address
+        self.field = field
+
+    def at(self, address: Address) -> RowError:
+        """The same error with the row's address."""
+        return type(self)(self.reason, self.detail, address=address, field=self.field)
+
+    def __str__(self) -> str:
+        where = ":".join(str(part) for part in (self.address, self.field) if part is not None)
+        return f"{where + ' ' if where else ''}{self.reason}{': ' + self.detail if self.detail else ''}"
+
+
+class RowDropped(RowError):
+    """One row is well-formed but cannot be trained on under this run's policies (too long, nothing to train …)."""

@@ -1,0 +1,107 @@
+"""What became of every row: read = trained + dropped + quarantined, always."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from luthier.errors import BudgetError, RowDropped, RowError
+
+MAX_EXAMPLES = 5  # addresses kept per reason, enough to look at; the quarantine file has them all
+
+
+@dataclass(kw_only=True, slots=True)
+class Ledger:
+    """Counts the fate of rows. Mutable on purpose: it is the account book of one pass over the data.
+
+    ``notes`` counts what happened to rows that are still trained (answers truncated, control strings in text …).
+    """
+
+    read: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    quarantined: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def keep(self) -> None:
+        """A row is read and will be trained."""
+        self.read += 1
+        self.trained += 1
+
+    def lose(self, error: RowError) -> None:
+        """A row is read and lost: dropped if the error says so, else quarantined."""
+        self.read += 1
+        self._book(error)
+
+    def lose_kept(self, error: RowError) -> None:
+        """A row that was counted as trained turns out to be lost (too long for this run, nothing left to train)."""
+        self.trained -= 1
+        self._book(error)
+
+    def note(self, what: str, count: int = 1) -> None:
+        """Count something worth knowing about rows that stay."""
+        self.notes[what] += count
+
+    def _book(self, error: RowError) -> None:
+        book = self.dropped if isinstance(error, RowDropped) else self.quarantined
+        book[error.reason] += 1
+        examples = self.examples.setdefault(error.reason, [])
+        if len(examples) < MAX_EXAMPLES:
+            examples.append(str(error))
+
+    @property
+    def lost(self) -> int:
+        """Rows that are not trained."""
+        return self.dropped.total() + self.quarantined.total()
+
+    def add(self, other: Ledger) -> None:
+        """Add another ledger's counts to this one."""
+        self.read += other.read
+        self.trained += other.trained
+        self.dropped.update(other.dropped)
+        self.quarantined.update(other.quarantined)
+        self.notes.update(other.notes)
+        for reason, examples in other.examples.items():
+            mine = self.examples.setdefault(reason, [])
+            mine.extend(examples[: MAX_EXAMPLES - len(mine)])
+
+    def check(self, *, max_drop: float) -> None:
+        """Assert the identity, and raise `BudgetError` if more than ``max_drop`` was lost.
+
+        ``max_drop`` below 1 is a share of the rows read, from 1 on a number of rows.
+        """
+        assert self.read == self.trained + self.lost, f"ledger: {self.read} read != {self.trained} + {self.lost}"
+        allowed = max_drop * self.read if max_drop < 1 else max_drop
+        if self.lost > allowed:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in (self.dropped + self.quarantined).most_common())
+            first = next((examples[0] for examples in self.examples.values() if examples), "")
+            raise BudgetError(
+                f"{self.lost} of {self.read} rows are lost, {allowed:g} may be (data.max_drop={max_drop:g}): {reasons}"
+                + (f"\n  first: {first}" if first else ""),
+                hint="mend the rows, choose another data.overflow, or raise data.max_drop",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict for reports; `from_json` reads it back."""
+        return {
+            "read": self.read,
+            "trained": self.trained,
+            "dropped": dict(self.dropped),
+            "quarantined": dict(self.quarantined),
+            "notes": dict(self.notes),
+            "examples": self.examples,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Ledger:
+        """Read what `to_json` wrote."""
+        return cls(
+            read=data["read"],
+            trained=data["trained"],
+            dropped=Counter(data["dropped"]),
+            quarantined=Counter(data["quarantined"]),
+            notes=Counter(data.get("notes", {})),
+            examples={reason: list(examples) for reason, examples in data.get("examples", {}).items()},
+        )

@@ -1,0 +1,342 @@
+"""The records that flow through Luthier, in the order in which they flow.
+
+    raw row (dict) -> Conversation | Document | Preference | Feedback     sources
+                   -> Rendered (paths of Pieces)                          rendering
+                   -> Sample (a token tree)                               encode
+                   -> Segment -> Pack                                     layout, packing
+                   -> Batch (tensors for ``model(**batch.model_inputs)``) collate
+
+Every record is frozen. A plain dict exists only at the two ends: the raw row, and the keyword arguments of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE_INDEX = -100  # the label that cross-entropy skips, PyTorch's default
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where a row came from: ``file:row``, rows counted from 1 (for line-oriented files this is the line)."""
+
+    file: str
+    row: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.row}"
+
+
+NOWHERE = Address(file="<memory>", row=1)
+
+
+# --------------------------------------------------------------------------------------------- parts of a message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """A run of text. ``train`` overrides the message's setting, ``weight`` multiplies it."""
+
+    text: str
+    train: bool | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thinking:
+    """What the assistant thought before it answered (``reasoning_content`` of chat templates)."""
+
+    text: str
+    train: bool | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """One call of a tool by the assistant. ``arguments`` is a JSON object; ``id`` links the result to the call."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+    train: bool | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Image:
+    """A picture by reference (path, URL, data URI, or bytes); never decoded here."""
+
+    source: str | bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Video:
+    """A video by reference: one file, or a sequence of frame files."""
+
+    source: str | bytes | tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Audio:
+    """A sound by reference."""
+
+    source: str | bytes
+
+
+Media = Image | Video | Audio
+Part = Text | Thinking | ToolCall | Image | Video | Audio
+
+
+# ------------------------------------------------------------------------------------------------- kinds of row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One turn. ``role`` is ``system``, ``user``, ``assistant`` or ``tool``.
+
+    ``train`` is what the row itself says of its loss (None: the run's policy decides); ``weight`` multiplies the loss
+    of this message's targets. ``name`` and ``tool_call_id`` belong to tool results.
+    """
+
+    role: str
+    parts: tuple[Part, ...]
+    train: bool | None = None
+    weight: float = 1.0
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The visible text of the message, parts joined."""
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """A list of messages with the tools that were on offer; the assistant's messages are what is learned.
+
+    ``tools`` are JSON-schema function declarations as chat templates take them:
+    ``{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}``.
+    ``train_on`` is the data set's own policy (a `TrainOn` value), if it has one.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    address: Address = NOWHERE
+    train_on: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """Plain text (with media, if any): every token is a target."""
+
+    parts: tuple[Part, ...]
+    address: Address = NOWHERE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preference:
+    """One history and two continuations, the first preferred over the second."""
+
+    prompt: tuple[Message, ...]
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    margin: float | None = None
+    address: Address = NOWHERE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feedback:
+    """One history, one continuation, and whether it was found desirable."""
+
+    prompt: tuple[Message, ...]
+    completion: tuple[Message, ...]
+    desirable: bool
+    tools: tuple[Mapping[str, Any], ...] = ()
+    address: Address = NOWHERE
+
+
+Row = Conversation | Document | Preference | Feedback
+
+
+# ---------------------------------------------------------------------------------------------------- rendered
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlPiece:
+    """A control token of the template (``<|im_start|>``, a stop token …). Only templates create these.
+
+    ``by_model``: at inference the model emits it. ``weight``: what it counts in the loss; 0.0 is no target.
+    """
+
+    token: str
+    by_model: bool = False
+    weight: float = 0.0
+    message: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextPiece:
+    """A run of rendered text with one owner; encoded with no control token reachable.
+
+    ``field`` names what the text came from (``content``, ``reasoning_content``, ``tool_calls`` …); None is the
+    template's own scaffold. Neighbouring pieces are encoded as one string unless ``by_model`` changes between them:
+    there lies the seam between what inference supplies and what the model emits.
+    """
+
+    text: str
+    by_model: bool = False
+    weight: float = 0.0
+    message: int | None = None
+    field: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaPiece:
+    """A slot that a media item fills; its tokens are counted from the item's header when it is encoded."""
+
+    media: Media
+    message: int | None = None
+
+
+Piece = ControlPiece | TextPiece | MediaPiece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """What one row renders to: one path per inference context.
+
+    A path is a full sequence of pieces, root to leaf, with the trained completions of that context marked
+    ``by_model``. A row whose template never rewrites history has one path with all its turns; where history is
+    rewritten (earlier thinking stripped) each such turn has a path of its own. `encode.tree` folds the paths into one
+    token tree, so shared prefixes are stored once.
+    """
+
+    paths: tuple[tuple[Piece, ...], ...]
+    address: Address = NOWHERE
+
+
+# ------------------------------------------------------------------------------------------------------ encoded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    """A node of a sample's token tree: it continues the branch ``parent`` (-1: it is a root) by ``length`` tokens."""
+
+    parent: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaItem:
+    """A media item of a sample: its reference and the first slot token it fills (index into ``input_ids``)."""
+
+    media: Media
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sample:
+    """One row as a token tree; T tokens, stored branch after branch, parents before children.
+
+    input_ids  int32[T]
+    target     bool[T]     the token itself is to be emitted by the model (not yet shifted)
+    weight     float32[T]  or None, which means 1.0 everywhere
+    branches               plain SFT has one; their lengths sum to T
+    """
+
+    input_ids: NDArray[np.int32]
+    target: NDArray[np.bool_]
+    weight: NDArray[np.float32] | None = None
+    branches: tuple[Branch, ...]
+    media: tuple[MediaItem, ...] = ()
+    address: Address = NOWHERE
+
+    def segments(self) -> list[Segment]:
+        """The root-to-leaf runs, in the order of their leaves; each target belongs to exactly one of them.
+
+        A target on a branch that several leaves share is counted in the first of them and is context in the others.
+        """
+        ends = np.cumsum([branch.length for branch in self.branches])
+        spans = [slice(end - branch.length, end) for end, branch in zip(ends, self.branches, strict=True)]
+        parents = {branch.parent for branch in self.branches}
+        claimed: set[int] = set()
+        segments = []
+        for leaf in range(len(self.branches)):
+            if leaf in parents:
+                continue
+            path = [leaf]
+            while (parent := self.branches[path[-1]].parent) >= 0:
+                path.append(parent)
+            path.reverse()
+            target = [
+                self.target[spans[node]] if node not in claimed else np.zeros_like(self.target[spans[node]])
+                for node in path
+            ]
+            claimed.update(path)
+            segments.append(
+                Segment(
+                    input_ids=np.concatenate([self.input_ids[spans[node]] for node in path]),
+                    target=np.concatenate(target),
+                    weight=None if self.weight is None else np.concatenate([self.weight[spans[node]] for node in path]),
+                    address=self.address,
+                )
+            )
+        return segments
+
+    def unroll(self) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """The plain sequences ``(input_ids, target)``, one per root-to-leaf run."""
+        return [(segment.input_ids, segment.target) for segment in self.segments()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Segment:
+    """A root-to-leaf run of a sample (or a cut of one): what shares attention. Same arrays as `Sample`."""
+
+    input_ids: NDArray[np.int32]
+    target: NDArray[np.bool_]
+    weight: NDArray[np.float32] | None = None
+    address: Address = NOWHERE
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pack:
+    """Segments that share a row of a batch. An unpacked row is a pack with one segment."""
+
+    segments: tuple[Segment, ...]
+
+    def __len__(self) -> int:
+        return sum(len(segment) for segment in self.segments)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """What the model gets in one micro-batch. B rows, T tokens a row.
+
+    model_inputs       keyword arguments of ``model(**model_inputs)``
+    labels_BT          int64, already shifted: ``labels[t]`` is the id that the logits at ``t`` must predict
+    weights_BT         float32 or None (1.0 everywhere), aligned with ``labels_BT``
+    num_targets        labels that are not IGNORE_INDEX
+    segment_starts     per row, where its segments begin
+    addresses          the rows that are in the batch, for error messages
+    """
+
+    model_inputs: dict[str, Any]
+    labels_BT: torch.Tensor
+    weights_BT: torch.Tensor | None = None
+    num_targets: int
+    segment_starts: tuple[tuple[int, ...], ...]
+    addresses: tuple[Address, ...] = field(default=())

@@ -1,0 +1,337 @@
+"""The Jinja environment that runs chat templates with tracked strings.
+
+It is the sandbox that transformers uses (same options, globals and filters), with three additions:
+
+- All output and all concatenation goes through `concatenate`, so shadows are joined as texts are.
+- `emit` stamps what is printed with the message that is being rendered at that moment (its *scope*). The scope follows
+  the template's own loops: each loop announces the object it stands at, and an object that is one of the conversation's
+  messages, by identity, is the scope until the loop ends.
+- Filters and methods that would lose track of content raise `LostProvenance` instead.
+
+Jinja's code generator is extended at documented seams (`code_generator_class`, `visit_*`); `tests/rendering` holds
+canaries that fail if a release of Jinja moves them.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from luthier.rendering.tracked import (
+    SCAFFOLD,
+    LostProvenance,
+    Tracked,
+    concatenate,
+    dump_json,
+    holds_tracked,
+    shadow_of,
+)
+
+# Filters that either leave strings alone or only call string methods, which `Tracked` mirrors.
+TRACEABLE_FILTERS = frozenset(
+    [
+        "abs",
+        "attr",
+        "batch",
+        "capitalize",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "first",
+        "float",
+        "groupby",
+        "int",
+        "items",
+        "join",
+        "last",
+        "length",
+        "list",
+        "lower",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "replace",
+        "reverse",
+        "round",
+        "safe",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+        "string",
+        "sum",
+        "tojson",
+        "trim",
+        "unique",
+        "upper",
+        "wordcount",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a character is: the message being rendered when it was printed, and the message's part it came from.
+
+    ``scope`` is None outside any message (a generation prompt, a preamble). ``message``, ``field`` and ``part`` are
+    None for the template's own text.
+    """
+
+    scope: int | None = None
+    message: int | None = None
+    field: str | None = None
+    part: int | None = None
+
+
+@dataclass(slots=True)
+class Trace:
+    """The state of one render: which owners exist, and which message is being rendered."""
+
+    message_of: dict[int, int] = field(default_factory=dict)  # id(message dict) -> index
+    owners: list[Owner] = field(default_factory=lambda: [Owner()])
+    numbers: dict[Owner, str] = field(default_factory=lambda: {Owner(): SCAFFOLD})
+    scope: int | None = None
+    loops: list[_Loop] = field(default_factory=list)
+    stamps: dict[int | None, dict[int, str]] = field(default_factory=dict)
+
+    def number(self, owner: Owner) -> str:
+        """The shadow character of an owner."""
+        char = self.numbers.get(owner)
+        if char is None:
+            char = self.numbers[owner] = chr(len(self.owners))
+            self.owners.append(owner)
+        return char
+
+    def stamp(self, text: str) -> Tracked:
+        """Text as printed now: whatever has no scope yet gets the present one."""
+        shadow = shadow_of(text)
+        if self.scope is None or not shadow:
+            return text if isinstance(text, Tracked) else Tracked(text, shadow)
+        table = self.stamps.setdefault(self.scope, {})
+        for char in set(shadow):
+            if ord(char) not in table:
+                owner = self.owners[ord(char)]
+                stamped = (
+                    owner if owner.scope is not None else Owner(self.scope, owner.message, owner.field, owner.part)
+                )
+                table[ord(char)] = self.number(stamped)
+        return Tracked(str.__str__(text), shadow.translate(table))
+
+
+@dataclass(slots=True)
+class _Loop:
+    outer_scope: int | None
+    at_message: bool = False
+    assigned: bool = False
+
+
+class TrackingCodeGenerator(CodeGenerator):
+    """Compiles output, ``~`` and loops so that the environment sees them."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concat((")
+        for part in node.nodes:
+            self.write("environment.to_text(")
+            self.visit(part, frame)
+            self.write("), ")
+        self.write("))")
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        node.body.insert(0, _announce("enter", node.target))
+        self.writeline("environment.open_loop()")
+        super().visit_For(node, frame)
+        self.writeline("environment.close_loop()")
+
+    def visit_Assign(self, node: nodes.Assign, frame: Frame) -> None:
+        super().visit_Assign(node, frame)
+        # `{% set message = messages[i] %}` in a loop over indices stands for `{% for message in messages %}`
+        if isinstance(node.target, nodes.Name):
+            self.visit(_announce("assign", node.target), frame)
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return f"environment.emit({''.join(str(part) for part in group)!r})"
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write("environment.emit(")
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write(")")
+
+
+class GenerationBlock(Extension):
+    """``{% generation %}``: other tools mark trained text with it; here ownership is known without, so it passes on."""
+
+    tags = {"generation"}  # noqa: RUF012  declared so by Jinja
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_pass_on"), [], [], body).set_lineno(line)
+
+    def _pass_on(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class TrackingEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of chat templates, with provenance. One environment renders one conversation at a time."""
+
+    code_generator_class = TrackingCodeGenerator
+    concat = staticmethod(concatenate)
+    intercepted_binops = frozenset({"%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+        self.trace = Trace()
+        for name, function in list(self.filters.items()):
+            if name not in TRACEABLE_FILTERS:
+                self.filters[name] = _untraceable(name, function)
+        self.filters["join"] = _join
+        _furnish(self)
+
+    # ------------------------------------------------------------------------- called by the compiled template
+
+    def emit(self, value: Any) -> Tracked:
+        """Print a value."""
+        return self.trace.stamp(self.to_text(value))
+
+    def to_text(self, value: Any) -> str:
+        """A value as it is printed. Content inside a list or dict is refused: its Python form is nobody's intent."""
+        if isinstance(value, str):
+            return value
+        if isinstance(value, dict | list | tuple) and holds_tracked(value):
+            raise LostProvenance(f"printing a {type(value).__name__} as Python writes it")
+        return str(value)
+
+    def open_loop(self) -> None:
+        self.trace.loops.append(_Loop(self.trace.scope))
+
+    def close_loop(self) -> None:
+        self.trace.scope = self.trace.loops.pop().outer_scope
+
+    def enter(self, *items: Any) -> None:
+        """A loop stands at these items now."""
+        trace, loop = self.trace, self.trace.loops[-1]
+        trace.scope, loop.assigned, loop.at_message = loop.outer_scope, False, False
+        for item in items:
+            if id(item) in trace.message_of:
+                trace.scope, loop.at_message = trace.message_of[id(item)], True
+
+    def assign(self, item: Any) -> None:
+        """A variable was set. In a loop over indices the first message taken into a variable is the loop's."""
+        loops = self.trace.loops
+        if loops and not loops[-1].at_message and not loops[-1].assigned and id(item) in self.trace.message_of:
+            self.trace.scope, loops[-1].assigned = self.trace.message_of[id(item)], True
+
+    # -------------------------------------------------------------------------------------- hooks of the sandbox
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls from the template. A method of a plain string given tracked ones is called on a tracked copy."""
+        owner = obj.__self__ if isinstance(obj, types.BuiltinMethodType) else None
+        if type(owner) is str and holds_tracked(args):
+            obj = getattr(Tracked(owner, SCAFFOLD * len(owner)), obj.__name__)
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if (
+            operator == "%"
+            and isinstance(left, str)
+            and holds_tracked(right if isinstance(right, tuple) else (left, right))
+        ):
+            raise LostProvenance("%-formatting")
+        return super().call_binop(context, operator, left, right)
+
+
+def plain_environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox that chat templates run in everywhere, without provenance."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    _furnish(environment)
+    return environment
+
+
+class TemplateDict:
+    """``dict`` for templates, without the type's own attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class TemplateNamespace(Namespace):
+    """``namespace`` for templates, closed to names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may name an attribute `self`
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            _refuse_private(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _furnish(environment: ImmutableSandboxedEnvironment) -> None:
+    environment.filters["tojson"] = dump_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = TemplateDict()
+    environment.globals["namespace"] = TemplateNamespace
+
+
+def _announce(hook: str, target: nodes.Node) -> nodes.ExprStmt:
+    targets = [target] if isinstance(target, nodes.Name) else target.find_all(nodes.Name)
+    names: list[nodes.Expr] = [nodes.Name(name.name, "load") for name in targets]
+    call = nodes.Call(nodes.EnvironmentAttribute(hook), names, [], None, None)
+    return nodes.ExprStmt(call, lineno=target.lineno)
+
+
+def _join(value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    if attribute is not None:
+        raise LostProvenance("join by attribute")
+    texts = [item if isinstance(item, str) else str(item) for item in value]
+    return Tracked(d, shadow_of(d)).join(texts)
+
+
+def _untraceable(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if holds_tracked(args) or holds_tracked(kwargs):
+            raise LostProvenance(f"the filter {name!r}")
+        return function(*args, **kwargs)
+
+    return guarded
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)  # local time, as chat templates expect
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(
+            f"a namespace cannot hold {name!r}: names may not begin with an underscore"
+        )
