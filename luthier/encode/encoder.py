@@ -99,12 +99,11 @@ class Encoder:
 def _code_version() -> str:
     """Digest of the source of the rooms that decide a sample: a change of code never meets samples of the old one."""
     digest = hashlib.sha256()
-    for room in (rendering, encode):
-        for path in sorted(Path(room.__path__[0]).glob("*.py")):
-            if path.stem not in STORAGE_ONLY:
-                digest.update(path.read_bytes())
+    files = [*Path(rendering.__path__[0]).glob("*.py"), *(Path(encode.__path__[0]) / f"{name}.py" for name in DECIDING)]
+    for path in sorted(files):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-# Modules of `encode` that keep samples but do not decide them.
-STORAGE_ONLY = frozenset({"store", "prepare", "segments"})
+# Modules of `encode` that decide a sample; the others keep and count samples.
+DECIDING = ("encoder", "pieces", "tokenizer", "tokenizer_files", "tree")

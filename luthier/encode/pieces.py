@@ -66,9 +66,9 @@ def _path(path: Sequence[_Run | ControlPiece], known: dict[str, NDArray[np.int32
         elif run.is_uniform:
             run_ids = known[run.text]
             run_weights = np.full(len(run_ids), run.weights[0], dtype=np.float32)
-        else:  # a token that reaches over two pieces counts as the one it begins in
-            run_ids, starts = tokenizer.encode_with_starts(run.text)
-            piece = np.searchsorted(np.array(run.starts), starts, side="right") - 1
+        else:  # a token that reaches over two pieces (" the") counts as the one it ends in
+            run_ids, last = tokenizer.encode_with_last(run.text)
+            piece = np.searchsorted(np.array(run.starts), last, side="right") - 1
             run_weights = np.array(run.weights, dtype=np.float32)[piece]
         ids.append(run_ids)
         weights.append(run_weights)

@@ -65,9 +65,10 @@ class Tokenizer:
             if files.chat_template is None
             else ChatTemplate(files.chat_template, special_tokens=self.special_tokens, kwargs=template_kwargs)
         )
-        self._ids = {token["content"]: int(token["id"]) for token in self._spec["added_tokens"]}
-        self._text = tokenizers.Tokenizer.from_str(json.dumps(_text_only(self._spec, self.control.tokens)))
-        self._whole = tokenizers.Tokenizer.from_str(json.dumps(self._spec))
+        self._whole = _build(self._spec, files)
+        self._ids = {entry["content"]: _id_of(self._whole, entry["content"]) for entry in self._spec["added_tokens"]}
+        self._text = _build(_text_only(self._spec, self.control.tokens), files)
+        self._true_id = self._renumbering()
         self._forbidden = np.zeros(self.vocab_size, dtype=np.bool_)
         self._forbidden[[self._ids[token] for token in self.control.tokens]] = True
         _check_bounds(self)
@@ -131,7 +132,7 @@ class Tokenizer:
             encodings = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:  # lone surrogates cannot cross into Rust
             raise RowError("invalid_unicode", "text holds half of a surrogate pair") from error
-        runs = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        runs = [self._true_id[encoding.ids] for encoding in encodings]
         for text, ids in zip(texts, runs, strict=True):
             if self._forbidden[ids].any():
                 raise RowError(
@@ -139,11 +140,11 @@ class Tokenizer:
                 )
         return runs
 
-    def encode_with_starts(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Ids of one run of text, and for each the character it begins at."""
-        encoding = self._text.encode(text, add_special_tokens=False)
-        starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
-        return np.array(encoding.ids, dtype=np.int32), starts
+    def encode_with_last(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Ids of one run of text, and for each the index of the last character it covers."""
+        (ids,) = self.encode_runs([text])
+        offsets = self._text.encode(text, add_special_tokens=False).offsets
+        return ids, np.array([end - 1 for _, end in offsets], dtype=np.int64)
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
         """Text of ids, control tokens included."""
@@ -153,6 +154,13 @@ class Tokenizer:
         """The vocabulary's own name of an id (``Ġthe``); `decode` gives text."""
         token = self._whole.id_to_token(token_id)
         return "" if token is None else str(token)
+
+    def _renumbering(self) -> NDArray[np.int32]:
+        # Loading a tokenizer without its control tokens gives the added tokens that stay new numbers.
+        true_id = np.arange(self.vocab_size, dtype=np.int32)
+        for token in self._ids.keys() - self.control.tokens:
+            true_id[_id_of(self._text, token)] = self._ids[token]
+        return true_id
 
     def _stop_tokens(self) -> set[str]:
         by_id = {number: token for token, number in self._ids.items()}
@@ -170,6 +178,21 @@ class Tokenizer:
                 hint=f"set {name} in tokenizer_config.json to a token of the vocabulary",
             )
         return int(number)
+
+
+def _build(spec: dict[str, Any], files: TokenizerFiles) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+    except Exception as error:
+        raise TokenizerError(
+            f"{files.folder / 'tokenizer.json'}: not a tokenizer: {error}", hint="fetch the file again"
+        ) from error
+
+
+def _id_of(tokenizer: tokenizers.Tokenizer, token: str) -> int:
+    number = tokenizer.token_to_id(token)
+    assert number is not None, f"{token!r} was added, so it has an id"
+    return int(number)
 
 
 def _with_added(spec: dict[str, Any], added: AddedTokens) -> dict[str, Any]:

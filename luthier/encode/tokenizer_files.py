@@ -84,8 +84,9 @@ def _tokenizer(folder: Path, name: str) -> dict[str, Any]:
             f"{name}: no tokenizer.json in {folder}",
             hint="save it in the fast format once: AutoTokenizer.from_pretrained(…).save_pretrained(folder)",
         )
-    if not isinstance(spec.get("model"), dict):
-        raise TokenizerError(f"{folder / 'tokenizer.json'}: no 'model' in it, so this is no tokenizer file")
+    model = spec.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab", {}), dict | list):
+        raise TokenizerError(f"{folder / 'tokenizer.json'}: no vocabulary in it, so this is no tokenizer file")
     return {"added_tokens": [], **spec}
 
 

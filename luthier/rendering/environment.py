@@ -7,9 +7,6 @@ It is the sandbox that transformers uses (same options, globals and filters), wi
   the template's own loops: each loop announces the object it stands at, and an object that is one of the conversation's
   messages, by identity, is the scope until the loop ends.
 - Filters and methods that would lose track of content raise `LostProvenance` instead.
-
-Jinja's code generator is extended at documented seams (`code_generator_class`, `visit_*`); `tests/rendering` holds
-canaries that fail if a release of Jinja moves them.
 """
 
 from __future__ import annotations
@@ -17,19 +14,17 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from luthier.rendering.codegen import GenerationBlock, TrackingCodeGenerator
+from luthier.rendering.trace import Loop, Trace
 from luthier.rendering.tracked import (
     SCAFFOLD,
     LostProvenance,
@@ -42,150 +37,10 @@ from luthier.rendering.tracked import (
 
 # Filters that either leave strings alone or only call string methods, which `Tracked` mirrors.
 TRACEABLE_FILTERS = frozenset(
-    [
-        "abs",
-        "attr",
-        "batch",
-        "capitalize",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "first",
-        "float",
-        "groupby",
-        "int",
-        "items",
-        "join",
-        "last",
-        "length",
-        "list",
-        "lower",
-        "map",
-        "max",
-        "min",
-        "reject",
-        "rejectattr",
-        "replace",
-        "reverse",
-        "round",
-        "safe",
-        "select",
-        "selectattr",
-        "slice",
-        "sort",
-        "string",
-        "sum",
-        "tojson",
-        "trim",
-        "unique",
-        "upper",
-        "wordcount",
-    ]
+    "abs attr batch capitalize count d default dictsort first float groupby int items join last length list lower map "  # noqa: SIM905
+    "max min reject rejectattr replace reverse round safe select selectattr slice sort string sum tojson trim unique "
+    "upper wordcount".split()
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose a character is: the message being rendered when it was printed, and the message's part it came from.
-
-    ``scope`` is None outside any message (a generation prompt, a preamble). ``message``, ``field`` and ``part`` are
-    None for the template's own text.
-    """
-
-    scope: int | None = None
-    message: int | None = None
-    field: str | None = None
-    part: int | None = None
-
-
-@dataclass(slots=True)
-class Trace:
-    """The state of one render: which owners exist, and which message is being rendered."""
-
-    message_of: dict[int, int] = field(default_factory=dict)  # id(message dict) -> index
-    owners: list[Owner] = field(default_factory=lambda: [Owner()])
-    numbers: dict[Owner, str] = field(default_factory=lambda: {Owner(): SCAFFOLD})
-    scope: int | None = None
-    loops: list[_Loop] = field(default_factory=list)
-    stamps: dict[int | None, dict[int, str]] = field(default_factory=dict)
-
-    def number(self, owner: Owner) -> str:
-        """The shadow character of an owner."""
-        char = self.numbers.get(owner)
-        if char is None:
-            char = self.numbers[owner] = chr(len(self.owners))
-            self.owners.append(owner)
-        return char
-
-    def stamp(self, text: str) -> Tracked:
-        """Text as printed now: whatever has no scope yet gets the present one."""
-        shadow = shadow_of(text)
-        if self.scope is None or not shadow:
-            return text if isinstance(text, Tracked) else Tracked(text, shadow)
-        table = self.stamps.setdefault(self.scope, {})
-        for char in set(shadow):
-            if ord(char) not in table:
-                owner = self.owners[ord(char)]
-                stamped = (
-                    owner if owner.scope is not None else Owner(self.scope, owner.message, owner.field, owner.part)
-                )
-                table[ord(char)] = self.number(stamped)
-        return Tracked(str.__str__(text), shadow.translate(table))
-
-
-@dataclass(slots=True)
-class _Loop:
-    outer_scope: int | None
-    at_message: bool = False
-    assigned: bool = False
-
-
-class TrackingCodeGenerator(CodeGenerator):
-    """Compiles output, ``~`` and loops so that the environment sees them."""
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.concat((")
-        for part in node.nodes:
-            self.write("environment.to_text(")
-            self.visit(part, frame)
-            self.write("), ")
-        self.write("))")
-
-    def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        node.body.insert(0, _announce("enter", node.target))
-        self.writeline("environment.open_loop()")
-        super().visit_For(node, frame)
-        self.writeline("environment.close_loop()")
-
-    def visit_Assign(self, node: nodes.Assign, frame: Frame) -> None:
-        super().visit_Assign(node, frame)
-        # `{% set message = messages[i] %}` in a loop over indices stands for `{% for message in messages %}`
-        if isinstance(node.target, nodes.Name):
-            self.visit(_announce("assign", node.target), frame)
-
-    def _output_const_repr(self, group: Iterable[Any]) -> str:
-        return f"environment.emit({''.join(str(part) for part in group)!r})"
-
-    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
-        self.write("environment.emit(")
-
-    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
-        self.write(")")
-
-
-class GenerationBlock(Extension):
-    """``{% generation %}``: other tools mark trained text with it; here ownership is known without, so it passes on."""
-
-    tags = {"generation"}  # noqa: RUF012  declared so by Jinja
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_pass_on"), [], [], body).set_lineno(line)
-
-    def _pass_on(self, caller: Callable[[], str]) -> str:
-        return caller()
 
 
 class TrackingEnvironment(ImmutableSandboxedEnvironment):
@@ -219,7 +74,7 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
         return str(value)
 
     def open_loop(self) -> None:
-        self.trace.loops.append(_Loop(self.trace.scope))
+        self.trace.loops.append(Loop(self.trace.scope))
 
     def close_loop(self) -> None:
         self.trace.scope = self.trace.loops.pop().outer_scope
@@ -296,13 +151,6 @@ def _furnish(environment: ImmutableSandboxedEnvironment) -> None:
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["dict"] = TemplateDict()
     environment.globals["namespace"] = TemplateNamespace
-
-
-def _announce(hook: str, target: nodes.Node) -> nodes.ExprStmt:
-    targets = [target] if isinstance(target, nodes.Name) else target.find_all(nodes.Name)
-    names: list[nodes.Expr] = [nodes.Name(name.name, "load") for name in targets]
-    call = nodes.Call(nodes.EnvironmentAttribute(hook), names, [], None, None)
-    return nodes.ExprStmt(call, lineno=target.lineno)
 
 
 def _join(value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
-from luthier.rendering.environment import Owner, Trace
+from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import Tracked
 
 # How one string of a message enters the template: (text, field, part) -> the string that stands there.

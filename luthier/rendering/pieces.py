@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from luthier.records import ControlPiece, Piece, TextPiece
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.environment import Owner
 from luthier.rendering.template import Traced
+from luthier.rendering.trace import Owner
 from luthier.rendering.tracked import runs
 from luthier.rendering.turns import Span, is_scaffold
 

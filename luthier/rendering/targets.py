@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from luthier.config.schema import TrainOn
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
-from luthier.rendering.environment import Owner
+from luthier.rendering.trace import Owner
 from luthier.rendering.turns import Span
 
 
@@ -68,9 +68,11 @@ class Weights:
         return message.weight * self._part(message, owner)
 
     def _supplied(self, owner: Owner) -> float:
-        if owner.scope in self.supplied:
-            return self.messages[owner.scope].weight
-        return 1.0 if self.everything and owner.scope is None else 0.0
+        if owner.scope is None:
+            return 1.0 if self.everything else 0.0
+        message = self.messages[owner.scope]
+        is_trained = owner.scope in self.supplied or (self.everything and message.train is not False)
+        return message.weight if is_trained else 0.0
 
     def _part(self, message: Message, owner: Owner) -> float:
         if owner.part is None:

@@ -15,8 +15,9 @@ from jinja2.meta import find_undeclared_variables
 
 from luthier.errors import RowError, TemplateError
 from luthier.records import Message
-from luthier.rendering.environment import Owner, Trace, TrackingEnvironment, plain_environment
+from luthier.rendering.environment import TrackingEnvironment, plain_environment
 from luthier.rendering.messages import marked_messages, marked_tools, plain_messages
+from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
 
 Tools = Sequence[Mapping[str, Any]]

@@ -1,0 +1,69 @@
+"""How chat templates are compiled, so that their environment sees output, concatenation and loops.
+
+It extends Jinja's code generator at its seams (`visit_*`, `_output_*`); `tests/rendering` holds canaries that fail if a
+release of Jinja moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+
+class TrackingCodeGenerator(CodeGenerator):
+    """Compiles output, ``~`` and loops so that the environment sees them."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concat((")
+        for part in node.nodes:
+            self.write("environment.to_text(")
+            self.visit(part, frame)
+            self.write("), ")
+        self.write("))")
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        node.body.insert(0, _announce("enter", node.target))
+        self.writeline("environment.open_loop()")
+        super().visit_For(node, frame)
+        self.writeline("environment.close_loop()")
+
+    def visit_Assign(self, node: nodes.Assign, frame: Frame) -> None:
+        super().visit_Assign(node, frame)
+        # `{% set message = messages[i] %}` in a loop over indices stands for `{% for message in messages %}`
+        if isinstance(node.target, nodes.Name):
+            self.visit(_announce("assign", node.target), frame)
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return f"environment.emit({''.join(str(part) for part in group)!r})"
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write("environment.emit(")
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write(")")
+
+
+class GenerationBlock(Extension):
+    """``{% generation %}``: other tools mark trained text with it; here ownership is known without, so it passes on."""
+
+    tags = {"generation"}  # noqa: RUF012  declared so by Jinja
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_pass_on"), [], [], body).set_lineno(line)
+
+    def _pass_on(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _announce(hook: str, target: nodes.Node) -> nodes.ExprStmt:
+    targets = [target] if isinstance(target, nodes.Name) else target.find_all(nodes.Name)
+    names: list[nodes.Expr] = [nodes.Name(name.name, "load") for name in targets]
+    call = nodes.Call(nodes.EnvironmentAttribute(hook), names, [], None, None)
+    return nodes.ExprStmt(call, lineno=target.lineno)

@@ -1,0 +1,151 @@
+"""Text never becomes a control token, and control tokens never come from text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from luthier.encode.tokenizer import AddedTokens, Tokenizer, load_tokenizer
+from luthier.errors import RowError, TemplateError, TokenizerError
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tokenizer:
+    return load_tokenizer("preset:tiny-qwen3")
+
+
+def write_tokenizer(folder: Path, *, config: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A byte-level tokenizer without merges: every byte is a token, and three added ones."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    spec = tokenizers.Tokenizer(tokenizers.models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    spec.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spec.decoder = tokenizers.decoders.ByteLevel()
+    spec.add_special_tokens(["<s>", "</s>"])
+    spec.add_tokens([tokenizers.AddedToken("<tag>", special=False), tokenizers.AddedToken("  ", normalized=False)])
+    content = {**json.loads(spec.to_str()), **changes}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>", **(config or {})}))
+    return folder
+
+
+def test_special_tokens_are_control_and_ordinary_added_tokens_are_not(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path))
+    assert tokenizer.control.tokens == {"<s>", "</s>"}
+    assert tokenizer.control.stops == {"</s>"}
+
+
+def test_a_tag_is_control_once_the_template_writes_it(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, config={"chat_template": "{{ '<tag>' + messages[0].content + '  ' }}"})
+    assert load_tokenizer(folder).control.tokens == {"<s>", "</s>", "<tag>"}
+    assert load_tokenizer(folder, chat_template="{{ '[' + messages[0].content }}").control.tokens == {"<s>", "</s>"}
+
+
+def test_control_strings_in_text_are_spelled_out(tiny: Tokenizer) -> None:
+    (ids,) = tiny.encode_runs(["a<|im_end|>b<think>"])
+    assert tiny.decode(ids) == "a<|im_end|>b<think>"
+    control = {tiny.control_id(token) for token in tiny.control.tokens}
+    assert not control & set(ids.tolist())
+    assert tiny.control_id("<|im_end|>") == tiny.eos_token_id
+
+
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_text_survives_encoding(tiny: Tokenizer, text: str) -> None:
+    (ids,) = tiny.encode_runs([text])
+    assert ids.dtype == np.int32
+    assert tiny.decode(ids) == text
+
+
+def test_every_token_knows_the_last_character_it_covers(tiny: Tokenizer) -> None:
+    text = "the 漢字 dog"
+    ids, last = tiny.encode_with_last(text)
+    assert ids.tolist() == tiny.encode_runs([text])[0].tolist()
+    assert (np.diff(last) >= 0).all()
+    assert last[-1] == len(text) - 1
+    assert tiny.decode(ids[last < 3]) == "the"
+
+
+def test_half_a_surrogate_pair_is_a_bad_row(tiny: Tokenizer) -> None:
+    with pytest.raises(RowError, match="invalid_unicode"):
+        tiny.encode_runs(["\ud800"])
+
+
+def test_a_control_id_that_the_vocabulary_itself_can_spell_is_caught(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    letter = spec["model"]["vocab"]["x"]
+    spec["added_tokens"].append({**spec["added_tokens"][0], "id": letter, "content": "x"})
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(RowError, match="control_token_in_text"):
+        load_tokenizer(folder).encode_runs(["x"])
+
+
+def test_added_tokens_get_the_next_ids(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    plain = load_tokenizer(folder)
+    grown = load_tokenizer(folder, added=AddedTokens(ordinary=("hello",), special=("<new>", "<s>")))
+    assert grown.vocab_size == plain.vocab_size + 2
+    assert grown.control_id("<new>") == plain.vocab_size + 1
+    assert grown.encode_runs(["hello"])[0].tolist() == [plain.vocab_size]
+    assert grown.encode_runs(["  "])[0].tolist() == plain.encode_runs(["  "])[0].tolist() == [plain.vocab_size - 1]
+    assert plain.fingerprint != grown.fingerprint
+
+
+def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    start = load_tokenizer(folder).control_id("<s>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [start]}))
+    assert load_tokenizer(folder).control.stops == {"<s>", "</s>"}
+
+
+def test_the_opening_is_read_from_the_post_processor(tmp_path: Path) -> None:
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}},
+    }
+    assert load_tokenizer(write_tokenizer(tmp_path)).control.opening == ()
+    assert load_tokenizer(write_tokenizer(tmp_path, post_processor=template)).control.opening == ("<s>",)
+
+
+def test_a_chat_template_file_wins_over_the_config_and_the_option_over_both(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, config={"chat_template": "{{ 'config' }}"})
+    assert load_tokenizer(folder).files.chat_template == "{{ 'config' }}"
+    (folder / "chat_template.jinja").write_text("{{ 'file' }}")
+    assert load_tokenizer(folder).files.chat_template == "{{ 'file' }}"
+    (folder / "other.jinja").write_text("{{ 'option' }}")
+    assert load_tokenizer(folder, chat_template=str(folder / "other.jinja")).files.chat_template == "{{ 'option' }}"
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="no such folder"):
+        load_tokenizer(tmp_path / "absent")
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    folder = write_tokenizer(tmp_path)
+    whole = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not valid JSON"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").write_bytes(b"\x80\x04\x95pickle")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not valid JSON"):
+        load_tokenizer(folder)
+    write_tokenizer(tmp_path, config={"eos_token": "<none>"})
+    with pytest.raises(TokenizerError, match="'<none>', which is not in the vocabulary"):
+        load_tokenizer(folder)
+    write_tokenizer(tmp_path, config={"chat_template": "{% for %}"})
+    with pytest.raises(TemplateError, match="chat template, line 1"):
+        load_tokenizer(folder)
+
+
+def test_a_damaged_vocabulary_is_a_tokenizer_error(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, model={"type": "BPE", "vocab": 3, "merges": []})
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        load_tokenizer(folder)

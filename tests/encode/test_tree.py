@@ -1,0 +1,64 @@
+"""Folding paths into a tree loses nothing: unrolling gives the paths back."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from luthier.encode.tree import TokenPath, fold
+from luthier.records import Branch
+
+
+def path(ids: list[int], targets: list[int] | None = None) -> TokenPath:
+    weights = np.zeros(len(ids), dtype=np.float32)
+    weights[targets or []] = 1
+    return TokenPath(ids=np.array(ids, dtype=np.int32), weights=weights)
+
+
+def test_paths_share_their_common_prefix_once() -> None:
+    sample = fold([path([1, 2, 3, 4], [3]), path([1, 2, 5], [2])])
+    assert sample.input_ids.tolist() == [1, 2, 3, 4, 5]
+    assert sample.branches == (Branch(parent=-1, length=2), Branch(parent=0, length=2), Branch(parent=0, length=1))
+    assert sample.target.tolist() == [False, False, False, True, True]
+
+
+def test_a_turn_whose_context_is_a_prefix_of_another_path_adds_no_branch() -> None:
+    sample = fold([path([1, 2, 3], [2]), path([1, 2, 3, 4, 5], [4])])
+    assert sample.branches == (Branch(parent=-1, length=3), Branch(parent=0, length=2))
+    [(ids, target)] = sample.unroll()
+    assert (ids.tolist(), target.tolist()) == ([1, 2, 3, 4, 5], [False, False, True, False, True])
+
+
+def test_two_continuations_that_begin_alike_stay_two_branches() -> None:
+    sample = fold([path([1, 7, 8], [1, 2]), path([1, 7, 9], [1, 2])])
+    assert sample.branches == (Branch(parent=-1, length=1), Branch(parent=0, length=2), Branch(parent=0, length=2))
+
+
+def test_a_target_shared_by_two_leaves_counts_once() -> None:
+    sample = fold([path([1, 2, 3], [1]), path([1, 2, 4], [2])])
+    assert sum(int(target.sum()) for _, target in sample.unroll()) == 2
+
+
+def test_weights_are_kept_and_left_out_where_they_are_all_one() -> None:
+    half = TokenPath(ids=np.array([1, 2], dtype=np.int32), weights=np.array([0, 0.5], dtype=np.float32))
+    weight = fold([half]).weight
+    assert weight is not None
+    assert weight.tolist() == [1.0, 0.5]
+    assert fold([path([1, 2], [1])]).weight is None
+
+
+IDS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
+
+
+@given(paths=st.lists(st.tuples(IDS, st.sets(st.integers(0, 7))), min_size=1, max_size=5))
+def test_every_path_and_every_target_is_found_again(paths: list[tuple[list[int], set[int]]]) -> None:
+    given_paths = [path(ids, sorted(t for t in targets if t < len(ids))) for ids, targets in paths]
+    sample = fold(given_paths)
+    assert sum(branch.length for branch in sample.branches) == len(sample.input_ids)
+    leaves = [tuple(ids.tolist()) for ids, _ in sample.unroll()]
+    for item in given_paths:
+        ids = tuple(item.ids.tolist())
+        assert any(leaf[: len(ids)] == ids for leaf in leaves)
+    trained = sum(int(target.sum()) for _, target in sample.unroll())
+    assert trained == int(sample.target.sum()) == sum(int((item.weights > 0).sum()) for item in given_paths)

@@ -1,0 +1,170 @@
+"""The walls of the house: which room may import which, and how large a thing may grow."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "luthier"
+
+# Lowest first. A room may import rooms of earlier lines, and itself; rooms of one line are blind to each other,
+# except for the records of line one.
+LINES = (
+    "records errors ledger",
+    "config presets",
+    "sources rendering layout",
+    "media packing",
+    "encode",
+    "collate objectives",
+    "train check",
+    "cli",
+)
+RANK = {room: rank for rank, rooms in enumerate(LINES) for room in rooms.split()}
+HEAVY = {"torch", "transformers", "peft", "accelerate", "datasets", "matplotlib"}
+DATA_PATH = {room for room, rank in RANK.items() if rank <= RANK["encode"]}
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 300, 60, 8
+# What is over budget, and why it is better so.
+EXCUSED_FILES = {
+    "records.py": "all records in one file, in the order in which they flow, is the table of contents of the house",
+}
+EXCUSED_FUNCTIONS: dict[str, str] = {}
+
+
+def modules(package: Path = PACKAGE) -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(package.rglob("*.py")):
+        yield path.relative_to(package).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def room_of(name: str) -> str:
+    return name.split("/")[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def upward_imports(package: Path) -> list[str]:
+    found = []
+    for name, tree in modules(package):
+        here = room_of(name)
+        if here == "__init__":
+            continue
+        for target in imports(tree):
+            if not target.startswith("luthier."):
+                continue
+            there = target.split(".")[1]
+            if there in RANK and there != here and RANK[there] >= max(RANK[here], 1):
+                found.append(f"{name}: {here} -> {there}")
+    return found
+
+
+def module_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements that run at import: not inside functions, nor under ``if TYPE_CHECKING``."""
+    for node in tree.body:
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield node
+
+
+def test_imports_point_down() -> None:
+    assert upward_imports(PACKAGE) == []
+
+
+def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
+    (tmp_path / "layout").mkdir()
+    (tmp_path / "layout" / "bad.py").write_text("from luthier.train.model import load_model\n")
+    assert upward_imports(tmp_path) == ["layout/bad.py: layout -> train"]
+
+
+def test_every_room_has_a_line() -> None:
+    rooms = {room_of(name) for name, _ in modules()} - {"__init__"}
+    assert rooms <= set(RANK), f"rooms without a place in LINES: {rooms - set(RANK)}"
+
+
+def test_the_data_path_imports_nothing_heavy_at_module_level() -> None:
+    found = [
+        f"{name}: {target}"
+        for name, tree in modules()
+        if room_of(name) in DATA_PATH
+        for node in module_level(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for target in imports(node)
+        if target.split(".")[0] in HEAVY
+    ]
+    assert found == []
+
+
+def test_import_luthier_is_light() -> None:
+    code = "import sys, luthier; sys.exit(bool({'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_files_stay_within_budget() -> None:
+    over = {
+        name: lines
+        for name, _ in modules()
+        if (lines := len((PACKAGE / name).read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
+    }
+    assert set(over) <= set(EXCUSED_FILES), f"over {MAX_FILE_LINES} lines: {over}"
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for name, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{name}:{node.name}", node
+
+
+def test_functions_stay_within_budget() -> None:
+    over = []
+    for name, node in functions():
+        size = (node.end_lineno or 0) - node.lineno + 1
+        arguments = len(node.args.args) + len(node.args.kwonlyargs)
+        if (size > MAX_FUNCTION_LINES or arguments > MAX_ARGUMENTS) and name not in EXCUSED_FUNCTIONS:
+            over.append(f"{name} ({size} lines, {arguments} arguments)")
+    assert over == []
+
+
+def test_no_excuse_outlives_its_reason() -> None:
+    for name in EXCUSED_FILES:
+        assert len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES, f"{name} fits by now"
+    assert set(EXCUSED_FUNCTIONS) <= {name for name, _ in functions()}
+
+
+@pytest.mark.parametrize("forbidden", ["utils", "helpers", "misc", "common"])
+def test_no_room_is_a_drawer(forbidden: str) -> None:
+    assert not [name for name, _ in modules() if Path(name).stem == forbidden]
+
+
+def dangers(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (target for target in imports(node) if target.split(".")[0] in {"pickle", "dill", "marshal"})
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec", "__import__"}:
+                yield node.func.id
+            for keyword in node.keywords:
+                is_true = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+                is_false = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if (keyword.arg in {"shell", "trust_remote_code"} and is_true) or (
+                    keyword.arg == "weights_only" and is_false
+                ):
+                    yield f"{keyword.arg}={is_true}"
+
+
+def test_nothing_that_executes_data_is_used() -> None:
+    assert {name: found for name, tree in modules() if (found := list(dangers(tree)))} == {}
+
+
+def test_each_danger_would_be_found() -> None:
+    code = "import pickle\neval('1')\nrun('x', shell=True)\nload(x, trust_remote_code=True)\nload(x, weights_only=False)"
+    assert len(list(dangers(ast.parse(code)))) == 5
