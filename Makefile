@@ -1,0 +1,52 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`. Both set up what they need.
+
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: setup quickstart test check format bench docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup       a virtual environment in .venv with all that is needed"
+	@echo "make quickstart  train a tiny model on embedded data, offline, and show that it learned"
+	@echo "make test        all tests"
+	@echo "make check       format, lint, types, and all tests"
+	@echo "make bench       benchmarks, one table each"
+	@echo "make docs        regenerate the pages that are generated from code"
+
+setup: $(READY)
+
+# uv installs in seconds; where it cannot be used, pip does the same.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet uv -c constraints.txt
+	$(RUN)/uv pip install --quiet --python $(RUN)/python -c constraints.txt -e '.[all,dev]' \
+	  || $(RUN)/python -m pip install --quiet -c constraints.txt -e '.[all,dev]'
+	@touch $(READY)
+
+quickstart: $(READY)
+	$(RUN)/luthier quickstart
+
+test: $(READY)
+	$(RUN)/python -m pytest
+
+check: $(READY)
+	$(RUN)/ruff format --check .
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+	$(RUN)/python -m pytest
+
+format: $(READY)
+	$(RUN)/ruff format .
+	$(RUN)/ruff check --fix .
+
+bench: $(READY)
+	@for script in benchmarks/*.py; do echo; $(RUN)/python $$script || exit 1; done
+
+docs: $(READY)
+	$(RUN)/python scripts/write_docs.py
+
+clean:
+	rm -rf $(VENV) build dist output .pytest_cache .mypy_cache .ruff_cache .hypothesis
