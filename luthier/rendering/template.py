@@ -7,6 +7,7 @@ import hashlib
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 import jinja2
@@ -74,8 +75,9 @@ class ChatTemplate:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Covers the template and everything it is given."""
-        return hashlib.sha256(repr((self.source, self.special_tokens, self.kwargs)).encode()).hexdigest()
+        """Covers the template and everything it is given; for a template that prints the date, the date too."""
+        today = date.today().isoformat() if "strftime_now" in self.source else None
+        return hashlib.sha256(repr((self.source, self.special_tokens, self.kwargs, today)).encode()).hexdigest()
 
     def render(
         self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: Any
