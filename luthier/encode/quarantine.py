@@ -1,0 +1,68 @@
+"""The file of lost rows: one JSON object a line, enough to find each row, mend it, and add it again."""
+
+from __future__ import annotations
+
+import json
+import os
+from io import TextIOWrapper
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from luthier.errors import RowDropped, RowError, UserError
+
+
+class Quarantine:
+    """Writes ``address, split, fate, reason, field, detail, raw`` for each lost row.
+
+    Appears under its name when it is closed, so several processes of one run may write it: each writes the same. A
+    file of an earlier preparation goes away when nothing is lost in this one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is written before the first row."""
+        self.path = path
+        self.num_rows = 0
+        self._temporary = path.with_name(f".{path.name}-{os.getpid()}.tmp")
+        self._file: TextIOWrapper | None = None
+
+    def add(self, error: RowError, *, split: str, raw: bytes | None) -> None:
+        """Write one row; ``raw`` None where the row could not even be read. Raises `UserError` if that fails."""
+        line = {
+            "address": str(error.address),
+            "split": split,
+            "fate": "dropped" if isinstance(error, RowDropped) else "quarantined",
+            "reason": error.reason,
+            "field": error.field,
+            "detail": error.detail,
+            "raw": None if raw is None else raw.decode("utf-8", "backslashreplace"),
+        }
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._temporary.open("w", encoding="utf-8")
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error_:
+            raise self._unwritable(error_) from error_
+        self.num_rows += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._file is None:
+                self.path.unlink(missing_ok=True)
+                return
+            self._file.close()
+            os.replace(self._temporary, self.path)
+        except OSError as error_:
+            raise self._unwritable(error_) from error_
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self.path}: lost rows cannot be written down: {error.strerror or error}",
+            hint="free space or mend the permissions there, or choose another output.dir",
+        )

@@ -1,0 +1,133 @@
+"""The one place that shortens anything: segments over ``max_length`` under the policy `Overflow`.
+
+Two rules keep counts exact and answers honest:
+
+- The first token of a segment is never a target: the shift pairs a target with the logits before it.
+- An answer that a cut leaves without its end does not have its last kept token as a target. (A document that is split
+  goes on in the next window, so its windows keep all targets but the first.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.config.schema import Overflow
+from luthier.errors import RowDropped, UserError
+from luthier.records import Address, Segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Tokens ``start:stop`` of a segment. ``open_end``: the cut is inside an answer, so the last token is no target."""
+
+    start: int
+    stop: int
+    open_end: bool
+    num_targets: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def cut_segment(segment: Segment, *, max_length: int, overflow: Overflow) -> list[Segment]:
+    """The segment as segments of at most ``max_length`` tokens, each with a target and none on its first token.
+
+    Raises `RowDropped` (``too_long``, or ``no_target_left``) where the policy leaves nothing to train on, and
+    `UserError` under ``Overflow.ERROR``.
+    """
+    windows = plan_windows(segment.target, max_length=max_length, overflow=overflow, address=segment.address)
+    kept = [take_window(segment, window) for window in windows if window.num_targets]
+    if not kept:
+        raise RowDropped("no_target_left", _no_target(len(segment), max_length), address=segment.address)
+    return kept
+
+
+def plan_windows(target: NDArray[np.bool_], *, max_length: int, overflow: Overflow, address: Address) -> list[Window]:
+    """Where to cut a segment with these targets (bool[T]); windows without targets are in the list too.
+
+    Raises `RowDropped` (``too_long``) under ``Overflow.DROP`` and `UserError` under ``Overflow.ERROR``.
+    """
+    assert max_length >= 1, f"max_length must be positive, got {max_length}"
+    if len(target) <= max_length:
+        return [_window(target, 0, len(target), open_end=False)]
+    match overflow:
+        case Overflow.ERROR:
+            raise UserError(
+                f"{address}: a sequence has {len(target)} tokens, data.max_length is {max_length}",
+                hint="raise data.max_length, or set data.overflow to drop, truncate or split",
+            )
+        case Overflow.DROP:
+            raise RowDropped("too_long", f"{len(target)} tokens, data.max_length is {max_length}", address=address)
+        case Overflow.TRUNCATE:
+            return [_window(target, 0, max_length, open_end=_inside_answer(target, max_length))]
+        case Overflow.SPLIT:
+            return _split(target, max_length)
+        case _:
+            raise AssertionError(f"unknown overflow policy {overflow!r}")
+
+
+def take_window(segment: Segment, window: Window) -> Segment:
+    """The segment's tokens in the window, with the targets that the two rules leave."""
+    whole = window.start == 0 and window.stop == len(segment)
+    if whole and not window.open_end and not (len(segment) and segment.target[0]):
+        return segment
+    span = slice(window.start, window.stop)
+    return replace(
+        segment,
+        input_ids=segment.input_ids[span],
+        target=_trim(segment.target[span], open_end=window.open_end),
+        weight=None if segment.weight is None else segment.weight[span],
+    )
+
+
+def without_targets(segment: Segment) -> Segment:
+    """The same tokens with nothing to learn: what fills the last step of a rank that has run out of rows."""
+    return replace(segment, target=np.zeros_like(segment.target), weight=None)
+
+
+def _split(target: NDArray[np.bool_], max_length: int) -> list[Window]:
+    num_tokens = len(target)
+    if target[1:].all():  # a document: windows one behind the other
+        starts = range(0, num_tokens, max_length)
+        return [_window(target, start, min(start + max_length, num_tokens), open_end=False) for start in starts]
+    # stops[i]: an answer's last target is at stops[i] - 1, so a window may end there
+    stops = np.flatnonzero(target[:-1] & ~target[1:]) + 1
+    windows = []
+    start = 0
+    while start < num_tokens:
+        limit = start + max_length
+        if limit >= num_tokens:
+            stop = num_tokens
+        else:
+            last = int(np.searchsorted(stops, limit, side="right")) - 1
+            # [q q A A q q q | A A]: the cut goes behind the second A, not to the limit
+            stop = int(stops[last]) if last >= 0 and stops[last] > start else limit
+        windows.append(_window(target, start, stop, open_end=_inside_answer(target, stop)))
+        start = stop
+    return windows
+
+
+def _window(target: NDArray[np.bool_], start: int, stop: int, *, open_end: bool) -> Window:
+    num_targets = int(np.count_nonzero(_trim(target[start:stop], open_end=open_end)))
+    return Window(start=start, stop=stop, open_end=open_end, num_targets=num_targets)
+
+
+def _trim(target: NDArray[np.bool_], *, open_end: bool) -> NDArray[np.bool_]:
+    trimmed = target.copy()
+    trimmed[:1] = False
+    if open_end:
+        trimmed[-1:] = False
+    return trimmed
+
+
+def _inside_answer(target: NDArray[np.bool_], stop: int) -> bool:
+    return bool(stop < len(target) and target[stop - 1] and target[stop])
+
+
+def _no_target(num_tokens: int, max_length: int) -> str:
+    if num_tokens <= max_length:
+        return f"none of its {num_tokens} tokens can be a target (a sequence's first token never is)"
+    return f"no target among what data.max_length={max_length} keeps of its {num_tokens} tokens"

@@ -1,0 +1,48 @@
+"""Reading one leaf of a sample's token tree without building the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from luthier.records import Branch, Sample, Segment
+
+
+def leaves(branches: Sequence[Branch]) -> list[int]:
+    """The branches that no other continues, in order; `Sample.segments` has one segment for each."""
+    parents = {branch.parent for branch in branches}
+    return [node for node in range(len(branches)) if node not in parents]
+
+
+def leaf_segment(sample: Sample, leaf: int) -> Segment:
+    """The root-to-leaf run of the ``leaf``-th leaf: equal to ``sample.segments()[leaf]``, in the time of one path."""
+    if len(sample.branches) == 1:
+        return Segment(input_ids=sample.input_ids, target=sample.target, weight=sample.weight, address=sample.address)
+    node = leaves(sample.branches)[leaf]
+    owner = _first_leaf_below(sample.branches)
+    ends = np.cumsum([branch.length for branch in sample.branches])
+    path = [node]
+    while (parent := sample.branches[path[-1]].parent) >= 0:
+        path.append(parent)
+    path.reverse()
+    spans = [slice(int(ends[n]) - sample.branches[n].length, int(ends[n])) for n in path]
+    return Segment(
+        input_ids=np.concatenate([sample.input_ids[span] for span in spans]),
+        # a target on a shared branch counts in the first leaf below it and is context in the others
+        target=np.concatenate([sample.target[s] & (owner[n] == node) for n, s in zip(path, spans, strict=True)]),
+        weight=None if sample.weight is None else np.concatenate([sample.weight[span] for span in spans]),
+        address=sample.address,
+    )
+
+
+def _first_leaf_below(branches: Sequence[Branch]) -> list[int]:
+    # parents stand before their children, so one backward pass sees every child before its parent
+    first = list(range(len(branches)))
+    seen = [False] * len(branches)
+    for node in range(len(branches) - 1, -1, -1):
+        parent = branches[node].parent
+        if parent >= 0:
+            first[parent] = min(first[parent], first[node]) if seen[parent] else first[node]
+            seen[parent] = True
+    return first
