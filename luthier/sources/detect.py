@@ -1,0 +1,156 @@
+"""The layout of a source: from what its config says, and from its first rows where the config is silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from luthier.config.schema import Format, SourceConfig
+from luthier.errors import SourceError
+from luthier.sources.formats.layout import TAG_NAMES, Layout, build_tags
+from luthier.sources.formats.table import COLUMN_ALIASES, COLUMN_NAMES, FORMATS, FormatRule
+from luthier.sources.nearest import nearest_names
+
+NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for rows of megabytes
+
+# Formats whose messages may be written as ShareGPT's or as OpenAI's; the rows show which.
+_EITHER_STYLE = (Format.PREFERENCE, Format.FEEDBACK, Format.PROMPT_COMPLETION)
+_VERDICTS = ("true", "false")  # as CSV files have them
+# `observation_tag` is LLaMA-Factory's name; people who write `role: tool` look for this one.
+_TAG_ALIASES = {"tool_tag": "observation_tag"}
+
+
+def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, Any]]) -> Layout:
+    """The layout of a source whose first rows are ``rows``.
+
+    Column and tag names of the config win; every other one keeps its default. Raises `SourceError` if the format is
+    ``auto`` and no format fits, and for column or tag names that do not exist.
+    """
+    given_columns = _known(config.columns, COLUMN_NAMES, COLUMN_ALIASES, what="column", path=config.path)
+    given_tags = _known(config.tags, TAG_NAMES, _TAG_ALIASES, what="tag", path=config.path)
+    seen = _columns_with_values(rows)
+    kind = config.format
+    if kind is Format.AUTO:
+        kind = _detect_format(config.path, rows, seen, given_columns, given_tags)
+    if kind is Format.TEXT and "prompt" in given_columns:  # how registries call the column of plain text
+        given_columns = {"text": given_columns["prompt"], **given_columns}
+    rule = FORMATS[kind]
+    columns = _resolve_columns(rule, given_columns, seen)
+    role, content = rule.role_key, rule.content_key
+    if kind in (Format.PREFERENCE, Format.FEEDBACK, Format.PROMPT_COMPLETION) and _is_from_value(
+        rows, columns.values()
+    ):
+        role, content = "from", "value"
+    return Layout(
+        format=kind,
+        columns=columns,
+        tags=build_tags(given_tags, role=role, content=content),
+        train_on=None if config.train_on is None else str(config.train_on),
+        media_root=None if config.media_root is None else str(config.media_root),
+    )
+
+
+def _detect_format(
+    path: str,
+    rows: Sequence[Mapping[str, Any]],
+    seen: Iterable[str],
+    given_columns: Mapping[str, str],
+    given_tags: Mapping[str, str],
+) -> Format:
+    """The first format, most specific first, all of whose needed columns are in the rows."""
+    seen = frozenset(seen)
+
+    def fits(kind: Format) -> bool:
+        rule = FORMATS[kind]
+        columns = _resolve_columns(rule, given_columns, seen)
+        return any(all(columns.get(name) in seen for name in names) for names in rule.needs)
+
+    has_messages = fits(Format.MESSAGES)
+    if fits(Format.PREFERENCE):
+        return Format.PREFERENCE
+    if fits(Format.FEEDBACK) and _is_verdict(rows, given_columns):
+        return Format.FEEDBACK
+    if has_messages:
+        column = _resolve_columns(FORMATS[Format.MESSAGES], given_columns, seen)["messages"]
+        is_sharegpt = given_tags.get("role_tag") == "from" or (
+            "role_tag" not in given_tags and _is_from_value(rows, [column])
+        )
+        return Format.SHAREGPT if is_sharegpt else Format.MESSAGES
+    for kind in (Format.ALPACA, Format.PROMPT_COMPLETION, Format.TEXT):
+        if fits(kind):
+            return kind
+    if set(given_columns) == {"prompt"} and given_columns["prompt"] in seen:
+        return Format.TEXT
+    raise _unrecognised(path, seen)
+
+
+def _resolve_columns(rule: FormatRule, given: Mapping[str, str], seen: Iterable[str]) -> dict[str, str]:
+    """Our names -> the file's. A default gives way where the config uses the same file column for something else.
+
+    {prompt: input, response: target} with Alpaca's default {query: input} -> no query column.
+    """
+    seen = frozenset(seen)
+    taken = set(given.values())
+    columns = {}
+    for name, candidates in rule.columns.items():
+        if name in given:
+            columns[name] = given[name]
+            continue
+        free = [candidate for candidate in candidates if candidate not in taken]
+        if free:
+            columns[name] = next((candidate for candidate in free if candidate in seen), free[0])
+    return columns
+
+
+def _columns_with_values(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Columns in the order seen; one that is null in all rows is none."""
+    return list(dict.fromkeys(name for row in rows for name, value in row.items() if value is not None))
+
+
+def _is_from_value(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> bool:
+    """Whether the first message found in any of these columns is written as ``from``/``value``."""
+    columns = list(columns)
+    for row in rows:
+        for column in columns:
+            value = row.get(column)
+            message = value[0] if isinstance(value, list) and value else value
+            if isinstance(message, dict) and ("from" in message or "role" in message):
+                return "from" in message
+            if isinstance(message, str) and message.startswith("[{") and '"from"' in message:
+                return True
+    return False
+
+
+def _is_verdict(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str]) -> bool:
+    """Whether the label column holds verdicts: the config says so, or all its values are true or false.
+
+    Numbers are more often classes: ``{"messages": …, "label": 1}`` is feedback only where the config calls it that.
+    """
+    if "kto_tag" in given:
+        return True
+    column = _resolve_columns(FORMATS[Format.FEEDBACK], given, _columns_with_values(rows))["kto_tag"]
+    values = [row[column] for row in rows if row.get(column) is not None]
+    return all(isinstance(value, bool) or (isinstance(value, str) and value.lower() in _VERDICTS) for value in values)
+
+
+def _known(
+    given: Mapping[str, str], names: Iterable[str], aliases: Mapping[str, str], *, what: str, path: str
+) -> dict[str, str]:
+    names = sorted(names)
+    resolved = {aliases.get(name, name): value for name, value in given.items()}
+    for name in resolved:
+        if name not in names:
+            close = nearest_names(name, [*names, *aliases])
+            hint = f"did you mean {close}?" if close else f"there are: {', '.join(names)}"
+            raise SourceError(f"{path}: there is no {what} called {name!r}", hint=hint)
+    return resolved
+
+
+def _unrecognised(path: str, seen: Iterable[str]) -> SourceError:
+    columns = ", ".join(sorted(seen)) or "none that has a value"
+    lines = [f"{path}: the format of the rows is not recognised", f"  columns seen: {columns}"]
+    for kind, rule in FORMATS.items():
+        needs = " | ".join(" + ".join("/".join(rule.columns[name]) for name in names) for names in rule.needs)
+        lines.append(f"  {kind} needs: {needs}")
+    hint = "say which columns are what: columns: {prompt: …, response: …}, or name a format"
+    return SourceError("\n".join(lines), hint=hint)

@@ -1,0 +1,203 @@
+"""Which files a local path means: a file, a glob, or a folder with one kind of data files, and the split asked for."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from luthier.config.schema import SourceConfig
+from luthier.errors import SourceError
+from luthier.sources.nearest import nearest_names
+
+
+class FileKind(StrEnum):
+    """How a file is written."""
+
+    JSON = "json"
+    JSONL = "jsonl"
+    CSV = "csv"
+    TSV = "tsv"
+    TXT = "txt"
+    PARQUET = "parquet"
+    ARROW = "arrow"
+
+
+_KIND_OF_SUFFIX = {
+    ".json": FileKind.JSON, ".jsonl": FileKind.JSONL, ".ndjson": FileKind.JSONL, ".csv": FileKind.CSV,
+    ".tsv": FileKind.TSV, ".txt": FileKind.TXT, ".text": FileKind.TXT, ".parquet": FileKind.PARQUET,
+    ".arrow": FileKind.ARROW, ".feather": FileKind.ARROW,
+}  # fmt: skip
+_COLUMNAR = (FileKind.PARQUET, FileKind.ARROW)
+# What lies beside the data in folders of the Hub and of `datasets`, and is none.
+_NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
+_SPLIT_NAMES = {
+    "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+}  # fmt: skip
+_SPLIT_WORD = re.compile("[-_. ]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFile:
+    """One file as it was found. ``size`` and ``mtime_ns`` tell whether it has changed since."""
+
+    path: str
+    kind: FileKind
+    is_gzip: bool
+    size: int
+    mtime_ns: int
+
+    def check_unchanged(self) -> None:
+        """Raises `SourceError` if the file vanished or was written to since it was found."""
+        try:
+            stat = Path(self.path).stat()
+        except OSError as error:
+            raise SourceError(f"{self.path}: the file has vanished ({error.strerror})") from error
+        if (stat.st_size, stat.st_mtime_ns) != (self.size, self.mtime_ns):
+            detail = f"{self.size:,} bytes when it was opened, {stat.st_size:,} now"
+            hint = "let the writer finish, then start again"
+            raise SourceError(f"{self.path}: the file changed while it was in use: {detail}", hint=hint)
+
+
+def find_files(config: SourceConfig) -> tuple[DataFile, ...]:
+    """The files of a local source, sorted by path; raises `SourceError` if there are none, or of two kinds."""
+    path = Path(config.path).expanduser()
+    if path.is_dir():
+        return _folder_files(path, config)
+    if path.exists():
+        if config.split != "train" or config.subset is not None:
+            wanted = f"split {config.split!r}" if config.subset is None else f"subset {config.subset!r}"
+            hint = "name the file of that part itself, or give the folder"
+            raise SourceError(f"{config.path}: one file has no parts to choose from, {wanted} is asked for", hint=hint)
+        return (_describe(path),)
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    found = [match for match in matches if match.is_file() and _kind(match) is not None]
+    if not found:
+        raise SourceError(f"{config.path}: no such file, folder or pattern", hint=_missing_hint(path))
+    return _of_one_kind(_of_split(found, path.parent, config), config.path)
+
+
+def _folder_files(folder: Path, config: SourceConfig) -> tuple[DataFile, ...]:
+    root = folder
+    if config.subset is not None:
+        root = folder / config.subset
+        if not root.is_dir():
+            raise SourceError(f"{config.path}: there is no subset {config.subset!r}", hint=_list_folders(folder))
+    if (saved := _saved_files(root, config)) is not None:
+        return saved
+    found = [path for path in sorted(root.rglob("*")) if _is_data_file(path, root)]
+    if not found:
+        kinds = ", ".join(sorted(_KIND_OF_SUFFIX))
+        raise SourceError(
+            f"{root}: the folder has no data files", hint=f"data files end in {kinds} (text forms also .gz)"
+        )
+    return _of_one_kind(_of_split(found, root, config), str(root))
+
+
+def _is_data_file(path: Path, root: Path) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+    return not hidden and path.name not in _NOT_DATA and _kind(path) is not None and path.is_file()
+
+
+def _saved_files(folder: Path, config: SourceConfig) -> tuple[DataFile, ...] | None:
+    """The arrow files of a folder that `datasets` wrote with ``save_to_disk``, in its own order; None for others."""
+    splits = folder / "dataset_dict.json"
+    if splits.is_file():
+        names = _read_json(splits).get("splits", [])
+        if config.split not in names:
+            hint = f"it has: {', '.join(map(str, names))}"
+            raise SourceError(f"{folder}: there is no split {config.split!r}", hint=hint)
+        folder = folder / config.split
+    state = folder / "state.json"
+    if not state.is_file():
+        return None
+    names = [entry.get("filename") for entry in _read_json(state).get("_data_files", []) if isinstance(entry, dict)]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise SourceError(f"{state}: names no data files", hint="save the data set again with save_to_disk")
+    return tuple(_describe(folder / str(name), FileKind.ARROW) for name in names)
+
+
+def _of_split(paths: list[Path], root: Path, config: SourceConfig) -> list[Path]:
+    """The files whose name, or folder's name, is that of the split. Files that name none are ``train``."""
+    splits = {path: _split_of(path, root, config.split) for path in paths}
+    names = sorted({name for name in splits.values() if name is not None})
+    wanted = {config.split, _SPLIT_NAMES.get(config.split, config.split)}
+    chosen = [path for path in paths if splits[path] in wanted]
+    if not chosen and config.split == "train":
+        chosen = [path for path in paths if splits[path] is None]
+    if not chosen:
+        hint = f"its files are named for: {', '.join(names)}" if names else "its files are not named for splits"
+        raise SourceError(f"{config.path}: there is no split {config.split!r}", hint=hint)
+    return chosen
+
+
+def _split_of(path: Path, root: Path, wanted: str) -> str | None:
+    """``test-00000-of-00001.parquet`` and ``test/0.parquet`` -> ``test``; the nearest name wins."""
+    try:
+        folders = path.relative_to(root).parts[:-1]
+    except ValueError:
+        folders = (path.parent.name,)
+    for name in (path.name, *reversed(folders)):
+        if name == wanted or (name.startswith(wanted) and _SPLIT_WORD.match(name[len(wanted) :])):
+            return wanted
+        word = _SPLIT_WORD.split(name, maxsplit=1)[0].lower()
+        if word in _SPLIT_NAMES:
+            return _SPLIT_NAMES[word]
+    return None
+
+
+def _of_one_kind(paths: list[Path], where: str) -> tuple[DataFile, ...]:
+    files = tuple(_describe(path) for path in paths)
+    kinds = Counter(str(file.kind) for file in files)
+    if len(kinds) > 1:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        raise SourceError(f"{where}: data files of several kinds: {counts}", hint=f"choose one: {where}/*.{min(kinds)}")
+    return files
+
+
+def _describe(path: Path, kind: FileKind | None = None) -> DataFile:
+    kind = kind or _kind(path)
+    if kind is None:
+        known = ", ".join(sorted(_KIND_OF_SUFFIX))
+        raise SourceError(f"{path}: the ending {path.suffix!r} names no kind of data file", hint=f"known are {known}")
+    is_gzip = path.suffix == ".gz"
+    if not path.is_file():
+        raise SourceError(f"{path}: not a file that can be read")
+    stat = path.stat()
+    if stat.st_size == 0:
+        raise SourceError(f"{path}: the file is empty")
+    return DataFile(path=str(path), kind=kind, is_gzip=is_gzip, size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+
+
+def _kind(path: Path) -> FileKind | None:
+    is_gzip = path.suffix.lower() == ".gz"
+    suffix = Path(path.stem).suffix if is_gzip else path.suffix
+    kind = _KIND_OF_SUFFIX.get(suffix.lower())
+    return None if is_gzip and kind in _COLUMNAR else kind
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise SourceError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise SourceError(f"{path}: not a JSON object")
+    return value
+
+
+def _missing_hint(path: Path) -> str | None:
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    close = nearest_names(path.name, (sibling.name for sibling in path.parent.iterdir()))
+    return f"near it: {close}" if close else None
+
+
+def _list_folders(folder: Path) -> str:
+    return "folders in it: " + (", ".join(sorted(child.name for child in folder.iterdir() if child.is_dir())) or "none")

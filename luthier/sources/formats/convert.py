@@ -1,0 +1,99 @@
+"""The converters: one row, seen through its layout, becomes one record. Each is a line of the table in `table.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from luthier.errors import RowError
+from luthier.records import Conversation, Document, Feedback, Message, Preference, Row
+from luthier.sources.formats.reading import Reading
+
+
+def convert_messages(reading: Reading) -> Row:
+    """ShareGPT and OpenAI: a list of messages, with ``chosen``/``rejected`` or a verdict if the row has them."""
+    if reading.has("chosen") and reading.has("rejected"):
+        return convert_preference(reading)
+    if not reading.has("messages"):
+        raise reading.missing("messages")
+    if reading.has("kto_tag"):
+        return convert_feedback(reading)
+    return reading.conversation(reading.prompt())
+
+
+def convert_alpaca(reading: Reading) -> Row:
+    """``instruction``, ``input``, ``output``: the user says the first two, joined by a newline."""
+    if reading.has("response"):
+        if reading.has("kto_tag"):
+            return convert_feedback(reading)
+        return _answered(reading, mark_prompt=False)
+    if reading.has("chosen") and reading.has("rejected"):
+        return convert_preference(reading)
+    raise reading.missing("response", "chosen")
+
+
+def convert_prompt_completion(reading: Reading) -> Row:
+    """A prompt and its completion, each text or messages. Only the completion is learned."""
+    if not reading.has("response"):
+        raise reading.missing("response")
+    return _answered(reading, mark_prompt=True)
+
+
+def convert_text(reading: Reading) -> Document:
+    """Plain text: every token is learned."""
+    if not reading.has("text"):
+        raise reading.missing("text")
+    text = reading.text("text")
+    if not text:
+        raise RowError("empty_text", "nothing to learn", field=reading.field("text"))
+    parts = tuple(reading.media.split(text))
+    reading.media.finish()
+    return Document(parts=parts, address=reading.address)
+
+
+def convert_preference(reading: Reading) -> Preference:
+    """A prompt with a better and a worse continuation; the prompt may also be what both continuations begin with."""
+    for name in ("chosen", "rejected"):
+        if not reading.has(name):
+            raise reading.missing(name)
+    chosen = reading.continuation("chosen", reading.media)
+    if chosen[0].role == "assistant":
+        return reading.preference(reading.prompt(), chosen, reading.continuation("rejected", reading.fresh_media()))
+    second = reading.fresh_media()
+    rejected = reading.continuation("rejected", second)
+    second.finish()
+    shared = _common_prefix(chosen, rejected)
+    if shared == 0:
+        raise RowError("no_common_prompt", "chosen and rejected share no beginning", field=reading.field("rejected"))
+    return reading.preference(reading.with_system(chosen[:shared]), chosen[shared:], rejected[shared:])
+
+
+def convert_feedback(reading: Reading) -> Feedback:
+    """A prompt, a completion and a verdict; or messages whose last one the verdict is about."""
+    if not reading.has("kto_tag"):
+        raise reading.missing("kto_tag")
+    if reading.has("messages"):
+        messages = reading.prompt()
+        if len(messages) < 2:
+            raise RowError("empty_prompt", "one message is no prompt and answer", field=reading.field("messages"))
+        return reading.feedback(messages[:-1], messages[-1:], reading.field("messages"))
+    if not reading.has("response"):
+        raise reading.missing("response")
+    return reading.feedback(reading.prompt(), reading.continuation("response"), reading.field("response"))
+
+
+def _answered(reading: Reading, *, mark_prompt: bool) -> Conversation:
+    prompt = reading.prompt()
+    if mark_prompt:
+        prompt = [_untrained(message) for message in prompt]
+    return reading.conversation([*prompt, *reading.continuation("response")])
+
+
+def _untrained(message: Message) -> Message:
+    """An assistant's message of the prompt is context, unless the row itself says that it is learned."""
+    return replace(message, train=False) if message.role == "assistant" and message.train is None else message
+
+
+def _common_prefix(first: list[Message], second: list[Message]) -> int:
+    """How many messages both lists begin with, leaving at least one for each."""
+    longest = min(len(first), len(second)) - 1
+    return next((index for index in range(longest) if first[index] != second[index]), longest)

@@ -1,0 +1,64 @@
+"""Where things stand in the rows of one source: its format, its columns' names, its tags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from luthier.config.schema import Format
+
+FUNCTION_CALL = "function_call"  # ShareGPT's role for an assistant's message whose value is a tool call
+ROLES = ("system", "user", "assistant", "tool")
+
+# What the field's data sets call our roles. A tag of the user replaces the names of its role.
+_ROLE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "model", "bot"),
+    "tool": ("tool", "observation", "function", "tool_response"),
+    FUNCTION_CALL: (FUNCTION_CALL,),
+}
+_ROLE_TAGS = {
+    "system_tag": "system",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": FUNCTION_CALL,
+}
+TAG_NAMES = ("role_tag", "content_tag", *_ROLE_TAGS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tags:
+    """How a message is written: the keys of role and content, and the file's role names with our role for each."""
+
+    role: str
+    content: str
+    roles: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """All that converting a row needs to know of its source. Small and picklable.
+
+    ``columns`` maps our column names to the file's; a name that is not there has no column in this source.
+    ``media_root`` is what relative media paths are joined with; None: the folder of the row's file.
+    """
+
+    format: Format
+    columns: Mapping[str, str]
+    tags: Tags
+    train_on: str | None = None
+    media_root: str | None = None
+
+
+def build_tags(overrides: Mapping[str, str], *, role: str, content: str) -> Tags:
+    """The default tags with the user's in their places: ``{user_tag: customer}`` changes no other role's names."""
+    names = dict(_ROLE_NAMES)
+    for tag, our_role in _ROLE_TAGS.items():
+        if tag in overrides:
+            names[our_role] = (overrides[tag],)
+    replaced = {overrides[tag] for tag in _ROLE_TAGS if tag in overrides}
+    roles = {name: our_role for our_role, aliases in names.items() for name in aliases if name not in replaced}
+    roles |= {overrides[tag]: our_role for tag, our_role in _ROLE_TAGS.items() if tag in overrides}
+    return Tags(role=overrides.get("role_tag", role), content=overrides.get("content_tag", content), roles=roles)

@@ -1,0 +1,210 @@
+"""One row seen through its source's layout: typed access to columns, and what all formats share."""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from luthier.errors import RowError
+from luthier.records import Address, Conversation, Feedback, Message, Preference, Text
+from luthier.sources.formats.layout import Layout
+from luthier.sources.formats.media import COLUMN_OF_KIND, MediaQueue, media_queue
+from luthier.sources.formats.tools import check_tool_results, read_tools
+from luthier.sources.formats.turns import read_message, read_messages
+from luthier.sources.rows import RawRow, json_kind
+from luthier.sources.strict_json import decode_text
+
+_LABEL_WORDS = {"true": True, "false": False, "1": True, "0": False}
+
+
+class Reading:
+    """A row, its layout and its media. ``field`` of the errors is the file's name of the column, not ours."""
+
+    def __init__(self, row: RawRow, layout: Layout) -> None:
+        self.data: dict[str, Any] = row.data
+        self.columns = layout.columns
+        self.layout = layout
+        self.address: Address = row.address
+        self._media_columns = {kind: self.column(name) for kind, name in COLUMN_OF_KIND.items() if self.has(name)}
+        self._root = layout.media_root if layout.media_root is not None else _folder_of(row.address.file)
+        self.media = self.fresh_media()
+
+    def fresh_media(self) -> MediaQueue:
+        """The row's media from the first on (a preference pair whose sides both hold the prompt reads them twice)."""
+        return media_queue(self._media_columns, self._root)
+
+    def column(self, name: str) -> Any:
+        """The value of our column ``name``; None if the row, or the source, has none."""
+        theirs = self.columns.get(name)
+        return None if theirs is None else self.data.get(theirs)
+
+    def has(self, name: str) -> bool:
+        """Whether the row has a value in our column ``name``."""
+        theirs = self.columns.get(name)
+        return theirs is not None and self.data.get(theirs) is not None
+
+    def field(self, name: str) -> str:
+        """The file's name of our column."""
+        return self.columns.get(name, name)
+
+    def text(self, name: str) -> str:
+        """The text of a column, ``""`` if it is absent; raises `RowError` if it is something else."""
+        value = self.column(name)
+        if value is None:
+            return ""
+        if type(value) is not str:
+            raise RowError("bad_content", f"text is needed, this is {json_kind(value)}", field=self.field(name))
+        return value
+
+    def missing(self, *names: str) -> RowError:
+        """The error for a row without any of these columns."""
+        wanted = " or ".join(repr(self.field(name)) for name in names)
+        seen = ", ".join(sorted(self.data)[:20])
+        return RowError(
+            "missing_column", f"format {self.layout.format} needs {wanted}; the row has {seen or 'nothing'}"
+        )
+
+    def messages(self, name: str, media: MediaQueue | None = None) -> list[Message]:
+        """The list of messages in our column ``name``."""
+        queue = self.media if media is None else media
+        return read_messages(self.column(name), field=self.field(name), tags=self.layout.tags, media=queue)
+
+    def continuation(self, name: str, media: MediaQueue | None = None) -> list[Message]:
+        """What an assistant says, in our column ``name``: text, one message, or a list of messages."""
+        value = self.column(name)
+        if type(value) is str and not _is_message_list(value):
+            return [Message(role="assistant", parts=(Text(text=value),))]
+        if type(value) is dict:
+            queue = self.media if media is None else media
+            try:
+                return [read_message(value, tags=self.layout.tags, media=queue)]
+            except RowError as error:
+                path = ".".join(part for part in (self.field(name), error.field) if part)
+                raise RowError(error.reason, error.detail, field=path) from None
+        return self.messages(name, media)
+
+    def prompt(self) -> list[Message]:
+        """What comes before the answer: from ``messages``, or from ``history``, ``prompt`` and ``query``.
+
+        A leading system message wins over the system column.
+        """
+        if self.has("messages"):
+            messages = self.messages("messages")
+        elif type(self.column("prompt")) in (list, dict) or _is_message_list(self.column("prompt")):
+            messages = self.messages("prompt")
+        else:
+            question = "\n".join(text for text in (self.text("prompt"), self.text("query")) if text)
+            if not question:
+                raise self._no_prompt()
+            messages = [*self._history(), Message(role="user", parts=tuple(self.media.split(question)))]
+        return self.with_system(messages)
+
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        """The messages after the system column's text, unless they bring a system message of their own."""
+        system = self.text("system")
+        if not system or messages[0].role == "system":
+            return messages
+        return [Message(role="system", parts=(Text(text=system),)), *messages]
+
+    def label(self) -> bool:
+        """The verdict of a feedback row; raises `RowError` if it is neither true nor false."""
+        value = self.column("kto_tag")
+        if type(value) in (bool, int) and value in (0, 1):
+            return bool(value)
+        if type(value) is str and value.lower() in _LABEL_WORDS:
+            return _LABEL_WORDS[value.lower()]
+        raise RowError("bad_label", f"a label is true or false, not {str(value)[:40]!r}", field=self.field("kto_tag"))
+
+    def conversation(self, messages: Sequence[Message]) -> Conversation:
+        """The conversation, its tools and media checked."""
+        tools = self._close(messages)
+        return Conversation(messages=tuple(messages), tools=tools, address=self.address, train_on=self.layout.train_on)
+
+    def preference(
+        self, prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]
+    ) -> Preference:
+        """The pair, both of its sides checked against the prompt."""
+        for name, side in (("chosen", chosen), ("rejected", rejected)):
+            self._check_answer(side, self.field(name))
+        tools = self._close([*prompt, *chosen], [*prompt, *rejected])
+        return Preference(
+            prompt=tuple(prompt),
+            chosen=tuple(chosen),
+            rejected=tuple(rejected),
+            tools=tools,
+            margin=self._margin(),
+            address=self.address,
+        )
+
+    def feedback(self, prompt: Sequence[Message], completion: Sequence[Message], field: str) -> Feedback:
+        """The continuation with its verdict."""
+        self._check_answer(completion, field)
+        tools = self._close([*prompt, *completion])
+        return Feedback(
+            prompt=tuple(prompt),
+            completion=tuple(completion),
+            desirable=self.label(),
+            tools=tools,
+            address=self.address,
+        )
+
+    def _close(self, *paths: Sequence[Message]) -> tuple[Mapping[str, Any], ...]:
+        for messages in paths:
+            check_tool_results(messages)
+        self.media.finish()
+        return read_tools(self.column("tools"))
+
+    def _check_answer(self, messages: Sequence[Message], field: str) -> None:
+        if messages[0].role != "assistant":
+            detail = f"an answer begins with an assistant's message, this with a {messages[0].role} message"
+            raise RowError("not_an_answer", detail, field=field)
+
+    def _no_prompt(self) -> RowError:
+        if not (self.has("prompt") or self.has("query")):
+            return self.missing("prompt") if "prompt" in self.columns else self.missing("messages")
+        return RowError("empty_prompt", "the question is empty", field=self.field("prompt"))
+
+    def _history(self) -> list[Message]:
+        """Earlier turns as pairs: ``[["Hi", "Hello!"], …]``."""
+        pairs = self.column("history")
+        if type(pairs) is str and pairs:
+            pairs = decode_text(pairs, reason="bad_history", field=self.field("history"))
+        if not pairs:
+            return []
+        if type(pairs) is not list or any(type(pair) is not list or len(pair) != 2 for pair in pairs):
+            raise RowError("bad_history", "history is a list of [user, assistant] pairs", field=self.field("history"))
+        messages = []
+        for index, (question, answer) in enumerate(pairs):
+            if type(question) is not str or type(answer) is not str:
+                field = f"{self.field('history')}[{index}]"
+                raise RowError(
+                    "bad_content", f"text is needed, this is {json_kind(question)}, {json_kind(answer)}", field=field
+                )
+            messages.append(Message(role="user", parts=tuple(self.media.split(question))))
+            messages.append(Message(role="assistant", parts=(Text(text=answer),)))
+        return messages
+
+    def _margin(self) -> float | None:
+        value = self.column("margin")
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not -1e6 <= value <= 1e6:
+            raise RowError("bad_margin", f"a margin is a number, not {str(value)[:40]!r}", field=self.field("margin"))
+        return float(value)
+
+
+@lru_cache(maxsize=1024)
+def _folder_of(file: str) -> str:
+    return os.path.dirname(file)
+
+
+def _is_message_list(value: Any) -> bool:
+    """Whether a text is a JSON list of objects, as CSV files hold messages; ``"[[1, 2]]"`` is an answer."""
+    return (
+        type(value) is str
+        and value.startswith("[{")
+        and value.endswith("}]")
+        and ('"role"' in value or '"from"' in value)
+    )

@@ -1,0 +1,110 @@
+"""The table of formats. A new format is a member of `Format` and a row here (docs/adding_a_format.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from luthier.config.schema import Format
+from luthier.records import Row
+from luthier.sources.formats.convert import (
+    convert_alpaca,
+    convert_feedback,
+    convert_messages,
+    convert_preference,
+    convert_prompt_completion,
+    convert_text,
+)
+from luthier.sources.formats.reading import Reading
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatRule:
+    """What a format is.
+
+    columns   our column name -> the names under which files have it, most usual first
+    needs     alternatives: a row must have all columns of one of them
+    convert   a row, seen through the layout, to a record; raises `RowError`
+    """
+
+    columns: Mapping[str, tuple[str, ...]]
+    needs: tuple[tuple[str, ...], ...]
+    convert: Callable[[Reading], Row]
+    role_key: str = "role"
+    content_key: str = "content"
+
+
+_MEDIA = {"images": ("images", "image"), "videos": ("videos", "video"), "audios": ("audios", "audio")}
+_SHARED = {"system": ("system", "system_prompt"), "tools": ("tools",), **_MEDIA}
+_PAIR = {
+    "chosen": ("chosen", "chosen_messages"),
+    "rejected": ("rejected", "rejected_messages"),
+    "margin": ("margin",),
+}
+_LABEL = {"kto_tag": ("kto_tag",)}
+_ALPACA = {"prompt": ("instruction",), "query": ("input",), "history": ("history",)}
+
+FORMATS: Mapping[Format, FormatRule] = {
+    Format.SHAREGPT: FormatRule(
+        columns={
+            "messages": ("conversations", "messages", "conversation"),
+            **_SHARED,
+            **_PAIR,
+            "kto_tag": ("kto_tag",),
+        },
+        needs=(("messages",),),
+        convert=convert_messages,
+        role_key="from",
+        content_key="value",
+    ),
+    Format.MESSAGES: FormatRule(
+        columns={
+            "messages": ("messages", "conversations", "conversation"),
+            **_SHARED,
+            **_PAIR,
+            "kto_tag": ("kto_tag",),
+        },
+        needs=(("messages",),),
+        convert=convert_messages,
+    ),
+    Format.ALPACA: FormatRule(
+        columns={**_ALPACA, "response": ("output",), **_SHARED, **_PAIR, **_LABEL},
+        needs=(("prompt", "response"), ("prompt", "chosen", "rejected")),
+        convert=convert_alpaca,
+    ),
+    Format.PROMPT_COMPLETION: FormatRule(
+        columns={"prompt": ("prompt", "question"), "response": ("completion", "response", "answer"), **_SHARED},
+        needs=(("prompt", "response"),),
+        convert=convert_prompt_completion,
+    ),
+    Format.PREFERENCE: FormatRule(
+        columns={
+            "messages": ("conversations", "messages"),
+            "prompt": ("prompt", "instruction", "question"),
+            "query": ("input",),
+            "history": ("history",),
+            **_SHARED,
+            **_PAIR,
+        },
+        needs=(("chosen", "rejected"),),
+        convert=convert_preference,
+    ),
+    Format.FEEDBACK: FormatRule(
+        columns={
+            "messages": ("messages", "conversations"),
+            "prompt": ("prompt", "instruction", "question"),
+            "query": ("input",),
+            "history": ("history",),
+            "response": ("completion", "response", "output"),
+            "kto_tag": ("label", "kto_tag"),
+            **_SHARED,
+        },
+        needs=(("messages", "kto_tag"), ("prompt", "response", "kto_tag")),
+        convert=convert_feedback,
+    ),
+    Format.TEXT: FormatRule(columns={"text": ("text",), **_MEDIA}, needs=(("text",),), convert=convert_text),
+}
+
+# Other names under which `columns` may speak of our columns.
+COLUMN_ALIASES = {"completion": "response", "label": "kto_tag", "conversations": "messages"}
+COLUMN_NAMES = frozenset(name for rule in FORMATS.values() for name in rule.columns)

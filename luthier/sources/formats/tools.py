@@ -1,0 +1,98 @@
+"""Tools: the declarations on offer in a row, and the calls in its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from luthier.errors import RowError
+from luthier.records import Message, ToolCall
+from luthier.sources.rows import json_kind
+from luthier.sources.strict_json import decode_text
+
+
+def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """Tool declarations in the form that chat templates take: ``{"type": "function", "function": {"name": …}}``.
+
+    ``value`` is a list of declarations, one declaration, or JSON text of either; a bare ``{"name": …}`` is wrapped.
+    Raises `RowError` (``bad_tools``).
+    """
+    if value is None or value == "":
+        return ()
+    if type(value) is str:
+        value = decode_text(value, reason="bad_tools", field="tools")
+    declarations = value if type(value) is list else [] if value is None else [value]
+    return tuple(_declaration(item, index) for index, item in enumerate(declarations))
+
+
+def read_calls(value: Any) -> list[ToolCall]:
+    """The calls in a ShareGPT ``function_call`` value or a ``tool_call`` part: JSON (text) of one call or a list."""
+    if type(value) is str:
+        value = decode_text(value, reason="bad_tool_call")
+    calls = value if type(value) is list else [value]
+    if not calls:
+        raise RowError("bad_tool_call", "an empty list of calls")
+    return [read_call(call) for call in calls]
+
+
+def read_call(call: Any) -> ToolCall:
+    """One call: ``{"name", "arguments"}``, bare or under ``function`` (OpenAI's), with an optional ``id``.
+
+    ``arguments`` is an object or JSON text of one; absent means none. Raises `RowError` (``bad_tool_call``).
+    """
+    if type(call) is not dict:
+        raise RowError("bad_tool_call", f"a call is an object with name and arguments, not {json_kind(call)}")
+    function = call.get("function")
+    body = function if type(function) is dict else call
+    name = body.get("name")
+    if type(name) is not str or not name:
+        raise RowError("bad_tool_call", f"a call needs a name, it has {sorted(map(str, body))}")
+    call_id = call.get("id")
+    if call_id is not None and type(call_id) is not str:
+        raise RowError("bad_tool_call", f"the id of a call is text, not {json_kind(call_id)}")
+    return ToolCall(name=name, arguments=_read_arguments(body, name), id=call_id)
+
+
+def check_tool_results(messages: Sequence[Message]) -> None:
+    """Every tool result answers something: it follows an assistant's message, and its id is the id of a call.
+
+    The message need not hold a `ToolCall`: in many data sets the call is written in the text. Raises `RowError`.
+    """
+    if all(message.role != "tool" for message in messages):
+        return
+    previous = ""
+    ids: set[str] = set()
+    for index, message in enumerate(messages):
+        if message.role == "tool":
+            if previous not in ("assistant", "tool"):
+                detail = f"a tool result must follow an assistant's message, this follows {previous or 'nothing'}"
+                raise RowError("tool_result_without_call", detail, field=f"messages[{index}]")
+            if message.tool_call_id and message.tool_call_id not in ids:
+                detail = f"no call before it has the id {message.tool_call_id!r}; there are {sorted(ids)}"
+                raise RowError("tool_result_without_call", detail, field=f"messages[{index}].tool_call_id")
+        elif message.role == "assistant":
+            ids.update(part.id for part in message.parts if type(part) is ToolCall and part.id is not None)
+        previous = message.role
+
+
+def _read_arguments(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    arguments = body.get("arguments")
+    if arguments is None:
+        return {}
+    if type(arguments) is str:
+        arguments = decode_text(arguments, reason="bad_tool_call")
+    if type(arguments) is not dict:
+        raise RowError("bad_tool_call", f"arguments of {name} are an object, not {json_kind(arguments)}")
+    return arguments
+
+
+def _declaration(item: Any, index: int) -> Mapping[str, Any]:
+    if type(item) is str:  # a list of JSON texts
+        item = decode_text(item, reason="bad_tools")
+    if type(item) is dict:
+        function = item.get("function")
+        if type(function) is dict and type(function.get("name")) is str:
+            return item if "type" in item else {"type": "function", **item}
+        if type(item.get("name")) is str:
+            return {"type": "function", "function": {key: value for key, value in item.items() if key != "type"}}
+    raise RowError("bad_tools", f"declaration {index} has no function name", field="tools")

@@ -1,0 +1,161 @@
+"""Where rows come from: local files, the Hugging Face Hub, or a data set that comes with Luthier.
+
+An origin is small and picklable: it opens what it needs when its rows are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from luthier.config.schema import SourceConfig
+from luthier.errors import RowError, SourceError
+from luthier.records import Address
+from luthier.sources.columnar import count_columnar_rows, encode_row, read_columnar_file, table_rows
+from luthier.sources.files import DataFile, FileKind, find_files
+from luthier.sources.rows import RowBytes
+from luthier.sources.text_files import read_text_file
+
+HUB = "hub:"
+PRESET = "preset:"
+_ROWS_PER_BATCH = 1000
+
+
+class Origin(Protocol):
+    """The rows of a source, always the same ones in the same order."""
+
+    def rows(self) -> Iterator[RowBytes | RowError]:
+        """All rows; raises `SourceError` if the origin cannot be read."""
+        ...
+
+    def count(self) -> int | None:
+        """How many rows there are; None if only reading a stream to its end would tell."""
+        ...
+
+
+def open_origin(config: SourceConfig) -> Origin:
+    """The origin that a source's path means; raises `SourceError` if there is nothing there."""
+    if config.path.startswith(HUB):
+        return _hub_origin(config)
+    if config.streaming:
+        raise SourceError(f"{config.path}: streaming is for the Hub", hint="local files are always read as a stream")
+    if config.path.startswith(PRESET):
+        return PresetRows(name=config.path.removeprefix(PRESET), split=config.split)
+    return LocalFiles(files=find_files(config))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalFiles:
+    """Files of one kind, read one after the other. A file that changes while it is in use is refused."""
+
+    files: tuple[DataFile, ...]
+
+    def rows(self) -> Iterator[RowBytes | RowError]:
+        """All rows of all files."""
+        for file in self.files:
+            file.check_unchanged()
+            yield from _read_file(file)
+            file.check_unchanged()
+
+    def count(self) -> int:
+        """Rows of all files, broken ones too."""
+        total = 0
+        for file in self.files:
+            file.check_unchanged()
+            total += count_columnar_rows(file) if _is_columnar(file) else sum(1 for _ in _read_file(file))
+        return total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubRows:
+    """A split of a data set of the Hub, through the `datasets` library."""
+
+    name: str
+    folder: str | None
+    subset: str | None
+    split: str
+    revision: str | None
+    streaming: bool
+
+    def rows(self) -> Iterator[RowBytes | RowError]:
+        """All rows; pictures and sounds stay encoded, for they are read as Arrow tables."""
+        row = 1
+        try:
+            for table in self._load().with_format("arrow").iter(batch_size=_ROWS_PER_BATCH):
+                yield from table_rows(table, f"{HUB}{self.name}[{self.split}]", first_row=row)
+                row += table.num_rows
+        except OSError as error:
+            raise SourceError(f"{HUB}{self.name}: the stream broke off after row {row - 1}: {error}") from error
+
+    def count(self) -> int | None:
+        """The size of the split; None for a stream."""
+        return None if self.streaming else int(self._load().num_rows)
+
+    def _load(self) -> Any:
+        try:
+            import datasets
+        except ImportError as error:
+            hint = "pip install 'luthier[hub]', or download the data set and give its folder"
+            raise SourceError(f"{HUB}{self.name}: the package 'datasets' is not installed", hint=hint) from error
+        try:
+            return datasets.load_dataset(
+                self.name,
+                name=self.subset,
+                data_dir=self.folder,
+                split=self.split,
+                revision=self.revision,
+                streaming=self.streaming,
+            )
+        except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+            hint = "check name, subset, split and the network; a downloaded folder works as a path too"
+            raise SourceError(f"{HUB}{self.name}: cannot be loaded: {error}", hint=hint) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PresetRows:
+    """A data set that comes with Luthier."""
+
+    name: str
+    split: str
+
+    def rows(self) -> Iterator[RowBytes | RowError]:
+        """All rows of the split."""
+        for row, data in enumerate(self._generate(), start=1):
+            yield encode_row(data, Address(file=f"{PRESET}{self.name}[{self.split}]", row=row))
+
+    def count(self) -> int:
+        """Rows of the split."""
+        return sum(1 for _ in self._generate())
+
+    def _generate(self) -> Iterator[dict[str, Any]]:
+        from luthier.presets.skills import skills_rows
+
+        if self.name != "skills":
+            raise SourceError(f"{PRESET}{self.name}: there is no such preset", hint="there is: preset:skills")
+        if self.split not in ("train", "test"):
+            raise SourceError(f"{PRESET}{self.name}: there is no split {self.split!r}", hint="there are: train, test")
+        return iter(skills_rows(self.split))
+
+
+def _is_columnar(file: DataFile) -> bool:
+    return file.kind in (FileKind.PARQUET, FileKind.ARROW)
+
+
+def _read_file(file: DataFile) -> Iterator[RowBytes | RowError]:
+    return read_columnar_file(file) if _is_columnar(file) else read_text_file(file)
+
+
+def _hub_origin(config: SourceConfig) -> HubRows:
+    """``hub:owner/name`` or ``hub:name``; a third component and on is a folder: ``hub:owner/name/python``."""
+    parts = config.path.removeprefix(HUB).split("/")
+    if not all(parts):
+        raise SourceError(f"{config.path}: a data set of the Hub is named hub:OWNER/NAME")
+    return HubRows(
+        name="/".join(parts[:2]),
+        folder="/".join(parts[2:]) or None,
+        subset=config.subset,
+        split=config.split,
+        revision=config.revision,
+        streaming=config.streaming,
+    )

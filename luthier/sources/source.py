@@ -1,0 +1,151 @@
+"""A source: the rows of one data set, and how each of them becomes a record.
+
+Reading and converting are apart so that they can be in different processes: the parent iterates `Source.row_bytes`,
+which decodes nothing, and sends the rows with `Source.reader` (a few hundred bytes) to workers, which decode and
+convert. `Source.rows` and `Source.convert` do the same in one process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from luthier.config.schema import Format, SourceConfig
+from luthier.errors import RowError, SourceError
+from luthier.records import Row
+from luthier.sources.detect import NUM_ROWS_SEEN, detect_layout
+from luthier.sources.formats.layout import Layout
+from luthier.sources.formats.reading import Reading
+from luthier.sources.formats.table import FORMATS
+from luthier.sources.origins import HUB, PRESET, Origin, open_origin
+from luthier.sources.rows import RawRow, RowBytes, decode_row, json_kind
+
+_COUNT_SUFFIX = re.compile(r"^(?P<path>.+)#(?P<count>[1-9][0-9]*)$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowReader:
+    """Decodes and converts the rows of a source without its files. Picklable."""
+
+    layout: Layout
+
+    def read(self, row: RowBytes) -> RawRow:
+        """Decode a row; raises `RowError`."""
+        return decode_row(row)
+
+    def convert(self, row: RawRow) -> Row:
+        """The record that a row says; raises `RowError` with address and field, never anything else."""
+        if type(row.data) is not dict:
+            detail = f"a row is a JSON object, this is a JSON {json_kind(row.data)}"
+            raise RowError("not_an_object", detail, address=row.address)
+        try:
+            return FORMATS[self.layout.format].convert(Reading(row, self.layout))
+        except RowError as error:
+            raise error.at(row.address) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """The rows of one data set. Immutable and picklable; every iteration starts anew and gives the same rows."""
+
+    config: SourceConfig
+    origin: Origin
+    reader: RowReader
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What the config calls it."""
+        return self.config.path
+
+    @property
+    def format(self) -> Format:
+        """The format of its rows: the config's, or the one that was detected."""
+        return self.reader.layout.format
+
+    def row_bytes(self) -> Iterator[RowBytes | RowError]:
+        """The rows as bytes, in the order of the files. Raises `SourceError` if a file as a whole cannot be read.
+
+        With ``max_rows`` a sample without replacement, which is a function of the seed and the number of rows alone;
+        of a stream, whose length nobody knows, the first ``max_rows``.
+        """
+        rows, limit = self.origin.rows(), self.config.max_rows
+        if limit is None:
+            return rows
+        count = self.origin.count()
+        if count is None:
+            return islice(rows, limit)
+        return _sample(rows, count, limit, self.seed) if limit < count else rows
+
+    def rows(self) -> Iterator[RawRow | RowError]:
+        """The rows, decoded. One that cannot be read comes as the `RowError` that says why, in its place."""
+        read = self.reader.read
+        for row in self.row_bytes():
+            if isinstance(row, RowError):
+                yield row
+                continue
+            try:
+                yield read(row)
+            except RowError as error:
+                yield error
+
+    def convert(self, row: RawRow) -> Row:
+        """The record that a row says; raises `RowError`."""
+        return self.reader.convert(row)
+
+
+def open_sources(sources: Sequence[SourceConfig], *, seed: int) -> list[Source]:
+    """Open data sets: find their files, read their first rows, and settle format and columns.
+
+    Raises `SourceError` for what is missing, empty, or of a format that cannot be recognised.
+    """
+    return [_open_source(config, seed) for config in sources]
+
+
+def _open_source(config: SourceConfig, seed: int) -> Source:
+    config = _take_count(config)
+    origin = open_origin(config)
+    layout = detect_layout(config, _first_rows(origin, config))
+    if layout.media_root is None and config.path.startswith((HUB, PRESET)):
+        layout = replace(layout, media_root="")  # there is no folder that paths could be relative to
+    return Source(config=config, origin=origin, reader=RowReader(layout=layout), seed=seed)
+
+
+def _take_count(config: SourceConfig) -> SourceConfig:
+    """``train.jsonl#1000`` -> ``train.jsonl`` with ``max_rows`` 1000, unless a file has that very name."""
+    match = _COUNT_SUFFIX.match(config.path)
+    if match is None or Path(config.path).exists():
+        return config
+    if config.max_rows is not None:
+        hint = "say it once"
+        raise SourceError(f"{config.path}: the number of rows is given in the path and as max_rows", hint=hint)
+    return config.model_copy(update={"path": match["path"], "max_rows": int(match["count"])})
+
+
+def _first_rows(origin: Origin, config: SourceConfig) -> list[dict[str, Any]]:
+    """The first rows that can be read; raises `SourceError` if there is no row, or none of the first can be read."""
+    rows: list[dict[str, Any]] = []
+    errors: list[RowError] = []
+    for row in islice(origin.rows(), NUM_ROWS_SEEN):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            rows.append(decode_row(row).data)
+        except RowError as error:
+            errors.append(error)
+    if not rows and not errors:
+        raise SourceError(f"{config.path}: there is no row in it")
+    if not rows:
+        raise SourceError(f"{config.path}: none of the first {len(errors)} rows can be read; the first: {errors[0]}")
+    return rows
+
+
+def _sample(rows: Iterator[RowBytes | RowError], count: int, size: int, seed: int) -> Iterator[RowBytes | RowError]:
+    chosen = set(np.random.default_rng(seed).choice(count, size=size, replace=False, shuffle=False).tolist())
+    return (row for index, row in enumerate(rows) if index in chosen)

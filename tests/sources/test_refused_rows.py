@@ -1,0 +1,125 @@
+"""Rows that mean nothing are refused with a reason and the path to the fault; odd ones that mean something are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from luthier.config.schema import Format, SourceConfig
+from luthier.errors import RowError
+from luthier.records import (
+    Address,
+    Conversation,
+    Message,
+    Row,
+    Text,
+)
+from luthier.sources import RawRow, RowReader
+from luthier.sources.detect import detect_layout
+
+ADDRESS = Address(file="data/rows.jsonl", row=1)
+
+
+def convert(row: Any, **fields: Any) -> Row:
+    layout = detect_layout(SourceConfig(path="data/rows.jsonl", **fields), [row] if isinstance(row, dict) else [])
+    return RowReader(layout=layout).convert(RawRow(raw=b"", data=row, address=ADDRESS))
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> Conversation:
+    row = convert({"messages": list(messages), **fields}, format=Format.MESSAGES)
+    assert isinstance(row, Conversation)
+    return row
+
+
+def said(role: str, text: str, **fields: Any) -> Message:
+    return Message(role=role, parts=(Text(text=text),), **fields)
+
+
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def calling(call: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason", "field"),
+    [
+        ({"role": "user", "content": "Hi"}, "not_messages", "messages"),
+        ("Hi", "not_messages", "messages"),
+        ([], "empty_messages", "messages"),
+        (["Hi"], "not_messages", "messages[0]"),
+        ([{"role": "user"}], "missing_content", "messages[0].content"),
+        ([USER, {"role": "assistant", "content": None}], "missing_content", "messages[1].content"),
+        ([{"role": "user", "content": 3}], "bad_content", "messages[0].content"),
+        ([{"role": "user", "content": True}], "bad_content", "messages[0].content"),
+        ([{"role": "narrator", "content": "Hi"}], "unknown_role", "messages[0].role"),
+        ([{"role": ["user"], "content": "Hi"}], "unknown_role", "messages[0].role"),
+        ([{"from": "human", "value": "Hi"}], "missing_role", "messages[0].role"),
+        ([{"role": "user", "content": [{"type": "hologram"}]}], "bad_part", "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "bad_content", "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "bad_media", "messages[0].content[0]"),
+        ([USER, ASSISTANT | {"weight": -1}], "bad_weight", "messages[1].weight"),
+        ([USER, ASSISTANT | {"weight": 10**400}], "bad_weight", "messages[1].weight"),
+        ([USER, ASSISTANT | {"train": "yes"}], "bad_weight", "messages[1].train"),
+        ([USER, calling({"name": "f", "arguments": "{"})], "bad_tool_call", "messages[1].tool_calls"),
+        ([USER, calling({"name": "f", "arguments": "[1]"})], "bad_tool_call", "messages[1].tool_calls"),
+        ([USER, calling({"arguments": {}})], "bad_tool_call", "messages[1].tool_calls"),
+        ([USER | {"tool_calls": [CALL]}], "bad_tool_call", "messages[0].tool_calls"),
+        ([USER, {"role": "tool", "content": "2"}, ASSISTANT], "tool_result_without_call", "messages[1]"),
+        ([{"role": "tool", "content": "2"}], "tool_result_without_call", "messages[0]"),
+        (
+            [USER, calling(CALL), {"role": "tool", "content": "2", "tool_call_id": "c9"}],
+            "tool_result_without_call",
+            "messages[2].tool_call_id",
+        ),
+    ],
+)  # fmt: skip
+def test_messages_that_mean_nothing_are_refused_with_the_path_into_the_row(
+    messages: Any, reason: str, field: str
+) -> None:
+    with pytest.raises(RowError) as caught:
+        convert({"messages": messages}, format=Format.MESSAGES)
+    assert (caught.value.reason, caught.value.field, caught.value.address) == (reason, field, ADDRESS)
+
+
+def test_an_unknown_role_lists_the_known_ones() -> None:
+    with pytest.raises(RowError, match=r"'narrator' is none of .*assistant.*system.*tool.*user"):
+        chat({"role": "narrator", "content": "Hi"})
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, USER, ASSISTANT],
+        [ASSISTANT, USER, ASSISTANT],
+        [USER],
+        [ASSISTANT],
+        [USER, {"role": "assistant", "content": " "}],
+    ],
+)
+def test_orders_that_only_a_template_can_judge_are_accepted_as_they_stand(messages: list[dict[str, Any]]) -> None:
+    assert [message.role for message in chat(*messages).messages] == [message["role"] for message in messages]
+
+
+@pytest.mark.parametrize("tools", ["not json", "[1]", [{"description": "nameless"}], 7, '[{"name": 3}]'])
+def test_tools_that_declare_nothing_are_refused(tools: Any) -> None:
+    with pytest.raises(RowError, match="bad_tools"):
+        chat(USER, ASSISTANT, tools=tools)
+
+
+@pytest.mark.parametrize("tools", [None, "", "[]", [], "null"])
+def test_no_tools_are_no_tools(tools: Any) -> None:
+    assert chat(USER, ASSISTANT, tools=tools).tools == ()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Format if kind is not Format.AUTO])
+def test_a_row_of_another_format_is_refused_with_the_columns_it_has(kind: Format) -> None:
+    with pytest.raises(RowError, match=rf"missing_column: format {kind} needs .*; the row has apple, pear"):
+        convert({"pear": "1", "apple": "2"}, format=kind)

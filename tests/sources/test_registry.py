@@ -1,0 +1,134 @@
+"""Registries of LLaMA-Factory, in both forms, mean here what they mean there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from luthier.config.schema import DataConfig, Format, SourceConfig
+from luthier.errors import SourceError
+from luthier.sources import resolve_sources
+from luthier.sources.registry import read_registry
+
+CHAT_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+
+
+def resolve(
+    tmp_path: Path, entry: dict[str, Any], name: str = "mine", registry: str = "dataset_info.json"
+) -> SourceConfig:
+    path = tmp_path / registry
+    path.write_text(json.dumps({"mine": entry, "other": {"file_name": "x.json"}}))
+    train, held_out = resolve_sources(DataConfig(registry=path, use=[name]))
+    assert held_out == []
+    [source] = train
+    return source
+
+
+def test_every_key_of_an_entry_arrives_in_the_source(tmp_path: Path) -> None:
+    entry = {
+        "file_name": "data/x.json",
+        "formatting": "sharegpt",
+        "ranking": True,
+        "columns": {"messages": "conversations", "kto_tag": "label"},
+        "tags": CHAT_TAGS,
+        "split": "test",
+        "subset": "en",
+        "num_samples": 50,
+    }
+    assert resolve(tmp_path, entry) == SourceConfig(
+        path=str(tmp_path / "data/x.json"),
+        format=Format.SHAREGPT,
+        columns={"messages": "conversations", "kto_tag": "label"},
+        tags=CHAT_TAGS,
+        split="test",
+        subset="en",
+        max_rows=50,
+    )
+
+
+def test_a_number_behind_the_name_takes_that_many_rows(tmp_path: Path) -> None:
+    assert resolve(tmp_path, {"file_name": "x.json", "num_samples": 50}, name="mine#7").max_rows == 7
+
+
+def test_hub_entries_name_the_hub_and_their_folder(tmp_path: Path) -> None:
+    assert resolve(tmp_path, {"hf_hub_url": "a/b", "ms_hub_url": "c/d", "folder": "python"}).path == "hub:a/b/python"
+    with pytest.raises(SourceError, match=r"only ms_hub_url[\s\S]*hf_hub_url"):
+        resolve(tmp_path, {"ms_hub_url": "c/d"})
+
+
+def test_alpaca_is_the_default_and_a_lone_prompt_column_leaves_the_question_to_the_rows(tmp_path: Path) -> None:
+    assert resolve(tmp_path, {"file_name": "x.json"}).format is Format.ALPACA
+    assert resolve(tmp_path, {"file_name": "x.json", "columns": {"prompt": "text"}}).format is Format.AUTO
+    columns = {"prompt": "question", "response": "answer"}
+    assert resolve(tmp_path, {"file_name": "x.json", "columns": columns}).format is Format.ALPACA
+
+
+def test_openai_formatting_is_messages(tmp_path: Path) -> None:
+    assert resolve(tmp_path, {"file_name": "x.json", "formatting": "openai"}).format is Format.MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"file_name": "x.json", "formating": "alpaca"}, r"no key 'formating'[\s\S]*did you mean formatting"),
+        ({"file_name": "x.json", "formatting": "shargpt"}, r"'shargpt' is unknown"),
+        ({}, "neither file_name nor hf_hub_url"),
+        ({"file_name": "x.json", "num_samples": -3}, "max_rows"),
+        ({"file_name": "x.json", "columns": {"prompt": None}}, r"columns\.prompt"),
+    ],
+)
+def test_entries_that_mean_nothing_are_refused_by_name(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(SourceError, match=message) as caught:
+        resolve(tmp_path, entry)
+    assert "dataset_info.json: mine" in str(caught.value)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"no data set called 'othr'[\s\S]*did you mean other"):
+        resolve(tmp_path, {"file_name": "x.json"}, name="othr")
+
+
+def test_names_without_a_registry_are_refused_and_listed_sources_come_first(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="there is no registry"):
+        resolve_sources(DataConfig(use=["mine"]))
+    path = tmp_path / "dataset_info.json"
+    path.write_text('{"a": {"file_name": "a.json"}, "b": {"file_name": "b.json"}}')
+    data = DataConfig(train=["t.jsonl"], eval=["e.jsonl"], registry=path, use=["a"], eval_use=["b"])
+    train, held_out = resolve_sources(data)
+    assert [Path(source.path).name for source in train] == ["t.jsonl", "a.json"]
+    assert [Path(source.path).name for source in held_out] == ["e.jsonl", "b.json"]
+
+
+def test_the_yaml_form_is_read_with_sizes_weights_and_local_paths(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "x.json").write_text("[]")
+    registry = folder / "info.yaml"
+    registry.write_text(
+        "mine:\n  path: data/x.json\n  source: local\n  converter: alpaca\n  size: 500\n  weight: 2\n"
+        "pairs:\n  path: owner/pairs\n  split: train_prefs\n  converter: pair\n  streaming: true\n"
+    )
+    train, _ = resolve_sources(DataConfig(registry=registry, use=["mine", "pairs"]))
+    assert train == [
+        SourceConfig(path=str(tmp_path / "data/x.json"), format=Format.ALPACA, max_rows=500, weight=2),
+        SourceConfig(path="hub:owner/pairs", format=Format.PREFERENCE, split="train_prefs", streaming=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("r.json", "{"),
+        ("r.json", '{"a": {}, "a": {}}'),
+        ("r.yaml", "a: [1"),
+        ("r.yaml", "a: 1\na: 2"),
+        ("r.json", "[]"),
+    ],
+)
+def test_a_damaged_registry_is_refused(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SourceError, match=r"r\.(json|yaml): "):
+        read_registry(tmp_path / name)

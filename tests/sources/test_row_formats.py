@@ -1,0 +1,294 @@
+"""What rows of each format mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from luthier.config.schema import Format, SourceConfig
+from luthier.errors import RowError
+from luthier.records import (
+    Address,
+    Conversation,
+    Document,
+    Feedback,
+    Image,
+    Message,
+    Preference,
+    Row,
+    Text,
+    Thinking,
+    ToolCall,
+)
+from luthier.sources import RawRow, RowReader
+from luthier.sources.detect import detect_layout
+
+ADDRESS = Address(file="data/rows.jsonl", row=1)
+
+
+def convert(row: Any, **fields: Any) -> Row:
+    layout = detect_layout(SourceConfig(path="data/rows.jsonl", **fields), [row] if isinstance(row, dict) else [])
+    return RowReader(layout=layout).convert(RawRow(raw=b"", data=row, address=ADDRESS))
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> Conversation:
+    row = convert({"messages": list(messages), **fields}, format=Format.MESSAGES)
+    assert isinstance(row, Conversation)
+    return row
+
+
+def said(role: str, text: str, **fields: Any) -> Message:
+    return Message(role=role, parts=(Text(text=text),), **fields)
+
+
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+# ------------------------------------------------------------------------------------------------------- alpaca
+
+
+def test_alpaca_joins_instruction_and_input_by_a_newline_after_system_and_history() -> None:
+    row = convert(
+        {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief.", "history": [["Hi", "Hello"]]}
+    )
+    assert row == Conversation(
+        messages=(
+            said("system", "Be brief."),
+            said("user", "Hi"),
+            said("assistant", "Hello"),
+            said("user", "Add.\n1 2"),
+            said("assistant", "3"),
+        ),
+        address=ADDRESS,
+    )
+
+
+def test_alpaca_with_an_empty_input_has_no_newline() -> None:
+    row = convert({"instruction": "Add.", "input": "", "output": "3"})
+    assert isinstance(row, Conversation)
+    assert row.messages == (said("user", "Add."), said("assistant", "3"))
+
+
+def test_alpaca_with_chosen_and_rejected_is_a_preference_and_with_a_tag_feedback() -> None:
+    pair = {"instruction": "Add.", "input": "1 2", "chosen": "3", "rejected": "4"}
+    expected = Preference(
+        prompt=(said("user", "Add.\n1 2"),),
+        chosen=(said("assistant", "3"),),
+        rejected=(said("assistant", "4"),),
+        address=ADDRESS,
+    )
+    assert convert(pair) == convert(pair, format=Format.ALPACA) == expected
+    verdict = convert({"instruction": "Add.", "output": "3", "kto_tag": False}, format=Format.ALPACA)
+    assert verdict == Feedback(
+        prompt=(said("user", "Add."),), completion=(said("assistant", "3"),), desirable=False, address=ADDRESS
+    )
+
+
+def test_a_partial_column_map_keeps_the_other_defaults() -> None:
+    row = {"question": "Add.", "input": "1 2", "output": "3", "note": "x"}
+    converted = convert(row, format=Format.ALPACA, columns={"prompt": "question"})
+    assert isinstance(converted, Conversation)
+    assert converted.messages == (said("user", "Add.\n1 2"), said("assistant", "3"))
+
+
+def test_a_default_gives_way_where_its_column_is_used_for_something_else() -> None:
+    converted = convert({"input": "Add.", "target": "3"}, columns={"prompt": "input", "response": "target"})
+    assert isinstance(converted, Conversation)
+    assert converted.messages == (said("user", "Add."), said("assistant", "3"))
+
+
+# ----------------------------------------------------------------------------------------------------- sharegpt
+
+
+def sharegpt(*turns: tuple[str, Any], **fields: Any) -> Conversation:
+    row = convert({"conversations": [{"from": role, "value": value} for role, value in turns], **fields})
+    assert isinstance(row, Conversation)
+    return row
+
+
+def test_sharegpt_calls_are_parts_parallel_ones_too_and_observations_are_tool_messages() -> None:
+    tool = {"name": "add", "description": "adds", "parameters": {}}
+    row = sharegpt(
+        ("human", "1+1 and 2+2?"),
+        ("function_call", '[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": "{\\"a\\": 2}"}]'),
+        ("observation", "2"),
+        ("observation", "4"),
+        ("gpt", "2 and 4"),
+        tools='[{"name": "add", "description": "adds", "parameters": {}}]',
+    )
+    assert [message.role for message in row.messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert row.messages[1].parts == (
+        ToolCall(name="add", arguments={"a": 1}),
+        ToolCall(name="add", arguments={"a": 2}),
+    )
+    assert row.tools == ({"type": "function", "function": tool},)
+
+
+def test_a_leading_system_message_wins_over_the_system_column() -> None:
+    row = sharegpt(("system", "A"), ("human", "Hi"), ("gpt", "Hello"), system="B")
+    assert row.messages[0] == said("system", "A")
+    assert len(row.messages) == 3
+    assert sharegpt(("human", "Hi"), ("gpt", "Hello"), system="B").messages[0] == said("system", "B")
+
+
+def test_tags_rename_keys_and_roles_and_leave_the_others_alone() -> None:
+    row = convert(
+        {"dialog": [{"who": "customer", "says": "Hi"}, {"who": "gpt", "says": "Hello"}]},
+        format=Format.SHAREGPT,
+        columns={"messages": "dialog"},
+        tags={"role_tag": "who", "content_tag": "says", "user_tag": "customer"},
+    )
+    assert isinstance(row, Conversation)
+    assert row.messages == (said("user", "Hi"), said("assistant", "Hello"))
+    with pytest.raises(RowError, match=r"'human' is none of .*customer"):
+        convert(
+            {"conversations": [{"from": "human", "value": "Hi"}]},
+            format=Format.SHAREGPT,
+            tags={"user_tag": "customer"},
+        )
+
+
+def test_sharegpt_ranking_and_verdicts() -> None:
+    turns = [{"from": "human", "value": "Hi"}]
+    good, bad = {"from": "gpt", "value": "Hello"}, {"from": "gpt", "value": "What"}
+    expected = Preference(
+        prompt=(said("user", "Hi"),),
+        chosen=(said("assistant", "Hello"),),
+        rejected=(said("assistant", "What"),),
+        address=ADDRESS,
+    )
+    pair = {"conversations": turns, "chosen": good, "rejected": bad}
+    assert convert(pair) == convert(pair, format=Format.SHAREGPT) == expected
+    verdict = {"conversations": [*turns, good], "kto_tag": True}
+    expected_verdict = Feedback(
+        prompt=(said("user", "Hi"),), completion=(said("assistant", "Hello"),), desirable=True, address=ADDRESS
+    )
+    assert convert(verdict) == convert(verdict, format=Format.SHAREGPT) == expected_verdict
+
+
+# ------------------------------------------------------------------------------------------------------- openai
+
+
+def test_openai_messages_keep_thinking_text_and_calls_in_this_order() -> None:
+    row = chat(
+        USER,
+        {
+            "role": "assistant",
+            "content": "Let me add.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [CALL, CALL | {"id": "c2"}],
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+        {"role": "tool", "content": "2", "tool_call_id": "c2"},
+        ASSISTANT,
+        tools=[{"type": "function", "function": {"name": "add"}}],
+    )
+    assert row.messages[1].parts == (
+        Thinking(text="Hm."),
+        Text(text="Let me add."),
+        ToolCall(name="add", arguments={"a": 1}, id="c1"),
+        ToolCall(name="add", arguments={"a": 1}, id="c2"),
+    )
+    assert row.messages[2] == said("tool", "2", name="add", tool_call_id="c1")
+    assert row.tools == ({"type": "function", "function": {"name": "add"}},)
+
+
+def test_think_tags_and_markers_in_answers_stay_text() -> None:
+    answer = "<think>x</think> <image> [[1, 2], [3, 4]] <|im_end|>"
+    row = chat({"role": "user", "content": "<image>?"}, {"role": "assistant", "content": answer}, images=["a.png"])
+    assert row.messages[1].parts == (Text(text=answer),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "train", "weight"),
+    [
+        ({}, None, 1.0),
+        ({"train": False}, False, 1.0),
+        ({"train": True}, True, 1.0),
+        ({"weight": 0}, False, 1.0),
+        ({"weight": 0.5}, None, 0.5),
+        ({"loss_weight": 0.0}, False, 1.0),
+        ({"loss_weight": 1.0}, True, 1.0),
+        ({"loss_weight": None, "train": None}, None, 1.0),
+    ],
+)
+def test_what_a_message_says_of_its_loss_is_kept(fields: dict[str, Any], train: bool | None, weight: float) -> None:
+    assert chat(USER, ASSISTANT | fields).messages[1] == said("assistant", "Hello", train=train, weight=weight)
+
+
+def test_typed_parts_of_both_writings_become_the_same_parts() -> None:
+    ours = chat(
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": "http://x/a.png"}}],
+        },
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Hello"}]},
+    )
+    v1 = chat(
+        {
+            "role": "user",
+            "content": [{"type": "text", "value": "Hi"}, {"type": "image_url", "value": "http://x/a.png"}],
+        },
+        {"role": "assistant", "content": [{"type": "reasoning", "value": "Hm."}, {"type": "text", "value": "Hello"}]},
+    )
+    assert ours == v1
+    assert ours.messages[0].parts == (Text(text="Hi"), Image(source="http://x/a.png"))
+    assert ours.messages[1].parts == (Thinking(text="Hm."), Text(text="Hello"))
+
+
+def test_null_fields_are_absent_as_columnar_files_have_them() -> None:
+    nulls = {"tool_calls": None, "name": None, "tool_call_id": None, "reasoning_content": None, "function_call": None}
+    assert chat(USER | nulls, ASSISTANT | nulls, tools=None, images=None) == chat(USER, ASSISTANT)
+
+
+# ---------------------------------------------------------------------------------------------------- the others
+
+
+def test_prompt_completion_marks_answers_of_the_prompt_as_context() -> None:
+    assert convert({"prompt": "Hi", "completion": "Hello"}) == Conversation(
+        messages=(said("user", "Hi"), said("assistant", "Hello")), address=ADDRESS
+    )
+    row = convert({"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]})
+    assert isinstance(row, Conversation)
+    assert [message.train for message in row.messages] == [None, False, None, None]
+
+
+def test_text_rows_are_documents() -> None:
+    assert convert({"text": "Once <image>"}) == Document(parts=(Text(text="Once <image>"),), address=ADDRESS)
+
+
+def test_only_a_prompt_column_that_the_user_named_is_plain_text() -> None:
+    expected = Document(parts=(Text(text="Once"),), address=ADDRESS)
+    assert convert({"content": "Once"}, columns={"prompt": "content"}) == expected
+    with pytest.raises(RowError, match=r"missing_column.*'output'"):
+        convert({"content": "Once"}, format=Format.ALPACA, columns={"prompt": "content"})
+
+
+def test_preference_rows_share_a_written_or_an_implied_prompt() -> None:
+    expected = Preference(
+        prompt=(said("user", "Hi"),),
+        chosen=(said("assistant", "Hello"),),
+        rejected=(said("assistant", "What"),),
+        address=ADDRESS,
+    )
+    rejected = {"role": "assistant", "content": "What"}
+    assert convert({"prompt": "Hi", "chosen": "Hello", "rejected": "What"}) == expected
+    assert convert({"prompt": [USER], "chosen": [ASSISTANT], "rejected": [rejected]}) == expected
+    assert convert({"chosen": [USER, ASSISTANT], "rejected": [USER, rejected]}) == expected
+    assert convert({"prompt": "Hi", "chosen": [USER, ASSISTANT], "rejected": [USER, rejected]}) == expected
+    assert convert({"chosen_messages": [USER, ASSISTANT], "rejected_messages": [USER, rejected]}) == expected
+
+
+def test_feedback_rows_have_a_prompt_or_messages() -> None:
+    expected = Feedback(
+        prompt=(said("user", "Hi"),), completion=(said("assistant", "Hello"),), desirable=True, address=ADDRESS
+    )
+    assert convert({"prompt": "Hi", "completion": "Hello", "label": True}) == expected
+    assert convert({"prompt": "Hi", "completion": "Hello", "label": "True"}) == expected
+    assert convert({"messages": [USER, ASSISTANT], "label": 1}, format=Format.FEEDBACK) == expected
+    assert isinstance(convert({"messages": [USER, ASSISTANT], "label": 1}), Conversation)
+    with pytest.raises(RowError, match="bad_label"):
+        convert({"prompt": "Hi", "completion": "Hello", "label": "good"}, format=Format.FEEDBACK)

@@ -1,0 +1,274 @@
+"""Files, folders, splits, columnar data and samples: which rows a source has, wherever they are stored."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from luthier.config.schema import Format, SourceConfig
+from luthier.errors import RowError, SourceError
+from luthier.records import Address, Conversation, Document, Row
+from luthier.sources import RowBytes, RowReader, Source, open_sources
+from luthier.sources.columnar import encode_row
+
+CALL = {"function": {"name": "add", "arguments": {"a": 1, "note": "x"}}}
+ROWS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": f"Question {index}?"}, {"role": "assistant", "content": "Yes"}]}
+    for index in range(7)
+] + [
+    {
+        "messages": [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "2"},
+        ]
+    }
+]
+
+
+def source_of(path: Path | str, **fields: Any) -> Source:
+    [source] = open_sources([SourceConfig(path=str(path), **fields)], seed=0)
+    return source
+
+
+def converted(source: Source) -> list[Row]:
+    rows = []
+    for row in source.rows():
+        assert not isinstance(row, RowError), row
+        rows.append(source.convert(row))
+    return rows
+
+
+def messages_of(source: Source) -> list[Any]:
+    return [row.messages for row in converted(source) if isinstance(row, Conversation)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(source: Source) -> list[str]:
+    return [row.parts[0].text for row in converted(source) if isinstance(row, Document)]  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------------------------------------------ columnar
+
+
+def write_as(kind: str, folder: Path) -> Path:
+    table = pa.Table.from_pylist(ROWS)
+    path = folder / f"rows.{kind.split('-')[-1]}"
+    match kind:
+        case "parquet":
+            pq.write_table(table, path, row_group_size=3)
+        case "file-arrow":
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=3)
+        case "stream-arrow":
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=3)
+        case "jsonl":
+            write_jsonl(path, ROWS)
+        case "json":
+            path.write_text(json.dumps(ROWS, indent=2))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["parquet", "file-arrow", "stream-arrow", "json"])
+def test_the_same_rows_mean_the_same_in_every_kind_of_file(tmp_path: Path, kind: str) -> None:
+    reference = messages_of(source_of(write_as("jsonl", tmp_path)))
+    source = source_of(write_as(kind, tmp_path))
+    assert source.format is Format.MESSAGES
+    assert messages_of(source) == reference
+    assert len(reference) == len(ROWS)
+    assert [row.address.row for row in source.rows() if row.address] == list(range(1, len(ROWS) + 1))
+
+
+def test_rows_of_columnar_files_have_canonical_bytes_that_say_all_of_the_row(tmp_path: Path) -> None:
+    rows = list(source_of(write_as("parquet", tmp_path)).rows())
+    again = list(source_of(write_as("stream-arrow", tmp_path)).rows())
+    assert [row.raw for row in rows] == [row.raw for row in again]  # type: ignore[union-attr]
+    assert all(row.data == json.loads(row.raw) for row in rows)  # type: ignore[union-attr]
+    assert b"null" not in rows[0].raw  # type: ignore[union-attr]
+
+
+def test_damaged_parquet_is_refused(tmp_path: Path) -> None:
+    path = write_as("parquet", tmp_path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(SourceError, match=r"rows\.parquet: cannot be read as parquet"):
+        source_of(path)
+
+
+def test_what_json_cannot_say_is_an_error_of_its_row() -> None:
+    error = encode_row({"a": {(1, 2): "x"}}, Address(file="f", row=3))
+    assert isinstance(error, RowError)
+    assert (error.reason, error.address) == ("not_json", Address(file="f", row=3))
+
+
+@pytest.mark.parametrize("in_dict", [False, True])
+def test_folders_of_save_to_disk_are_read_without_the_library_that_wrote_them(tmp_path: Path, in_dict: bool) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{"text": f"row {index}"} for index in range(20)])
+    if in_dict:
+        datasets.DatasetDict({"train": data.select([3, 1]), "test": data}).save_to_disk(str(tmp_path / "set"))
+        assert texts(source_of(tmp_path / "set")) == ["row 3", "row 1"]
+        assert len(texts(source_of(tmp_path / "set", split="test"))) == 20
+        with pytest.raises(SourceError, match=r"no split 'dev'[\s\S]*train, test"):
+            source_of(tmp_path / "set", split="dev")
+    else:
+        data.save_to_disk(str(tmp_path / "set"), num_shards=3)
+        assert texts(source_of(tmp_path / "set")) == [f"row {index}" for index in range(20)]
+
+
+# ---------------------------------------------------------------------------------------------- folders, splits
+
+
+def test_txt_files_have_a_document_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "wiki.txt"
+    path.write_bytes("First \u2028 line\r\n\n  second\n".encode())
+    assert texts(source_of(path)) == ["First \u2028 line", "  second"]
+
+
+def test_csv_cells_may_hold_json_where_a_list_is_needed_and_nowhere_else(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('instruction,input,output,history\nGo,,"[[1, 2], [3, 4]]","[[""Hi"", ""Hello""]]"\n')
+    [row] = converted(source_of(path))
+    assert isinstance(row, Conversation)
+    assert [message.text for message in row.messages] == ["Hi", "Hello", "Go", "[[1, 2], [3, 4]]"]
+    path = tmp_path / "rows.tsv"
+    path.write_text('messages\tid\n"[{""role"": ""user"", ""content"": ""Hi""}]"\t1\n')
+    [row] = converted(source_of(path, format=Format.MESSAGES))
+    assert isinstance(row, Conversation)
+    assert row.messages[0].text == "Hi"
+
+
+def test_a_folder_is_read_in_the_order_of_its_names_without_what_is_no_data(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "2"}])
+    write_jsonl(tmp_path / "a" / "x.jsonl", [{"text": "1"}])
+    write_jsonl(tmp_path / ".cache" / "x.jsonl", [{"text": "hidden"}])
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "README.md").write_text("read me")
+    assert texts(source_of(tmp_path)) == ["1", "2"]
+    assert texts(source_of(tmp_path / "*.jsonl")) == ["2"]
+    write_jsonl(tmp_path / "c.json", [{"text": "3"}])
+    with pytest.raises(SourceError, match="several kinds: 1 json, 2 jsonl"):
+        source_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"),
+        ("train/0.jsonl", "test/0.jsonl"),
+        ("data/train.jsonl", "data/test.jsonl"),
+        ("other.jsonl", "eval.jsonl"),
+    ],
+)
+def test_split_chooses_the_files_that_are_named_for_it(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name, text in zip(names, ("learn", "examine"), strict=True):
+        write_jsonl(tmp_path / name, [{"text": text}])
+    assert texts(source_of(tmp_path)) == ["learn"]
+    assert texts(source_of(tmp_path, split="test")) == ["examine"]
+    with pytest.raises(SourceError, match="no split 'validation'"):
+        source_of(tmp_path, split="validation")
+
+
+def test_a_single_file_is_read_whatever_its_name_and_has_no_other_split(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "test.jsonl", [{"text": "x"}])
+    assert texts(source_of(path)) == ["x"]
+    with pytest.raises(SourceError, match="split 'test' is asked for"):
+        source_of(path, split="test")
+
+
+def test_a_subset_is_a_folder(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "en" / "train.jsonl", [{"text": "yes"}])
+    write_jsonl(tmp_path / "fr" / "train.jsonl", [{"text": "oui"}])
+    assert texts(source_of(tmp_path, subset="fr")) == ["oui"]
+    with pytest.raises(SourceError, match=r"no subset 'de'[\s\S]*en, fr"):
+        source_of(tmp_path, subset="de")
+
+
+def test_a_missing_file_is_refused_with_the_nearest_names(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "identity.jsonl", [{"text": "x"}])
+    with pytest.raises(SourceError, match=r"no such file[\s\S]*near it: identity\.jsonl"):
+        source_of(tmp_path / "identiy.jsonl")
+    with pytest.raises(SourceError, match=r"ending '\.doc'"):
+        (tmp_path / "x.doc").write_text("x")
+        source_of(tmp_path / "x.doc")
+
+
+# ------------------------------------------------------------------------------------------------------ samples
+
+
+def test_max_rows_is_a_sample_in_file_order_that_the_seed_fixes(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": str(index)} for index in range(200)])
+
+    def sample(seed: int, where: str) -> list[int]:
+        [source] = open_sources([SourceConfig(path=where, max_rows=None if "#" in where else 20)], seed=seed)
+        return [int(text) for text in texts(source)]
+
+    first = sample(1, str(path))
+    assert len(set(first)) == 20
+    assert first == sorted(first) == sample(1, str(path)) == sample(1, f"{path}#20")
+    assert first != sample(2, str(path))
+    assert max(first) > 100
+    assert sample(1, f"{path}#1000") == list(range(200))
+
+
+def test_a_sample_does_not_depend_on_how_the_rows_are_stored(tmp_path: Path) -> None:
+    samples = [messages_of(source_of(write_as(kind, tmp_path), max_rows=3)) for kind in ("jsonl", "parquet", "json")]
+    assert samples[0] == samples[1] == samples[2]
+    assert len(samples[0]) == 3
+
+
+# -------------------------------------------------------------------------------------------- other ways to read
+
+
+def test_rows_read_in_another_process_are_the_rows_read_in_this_one(tmp_path: Path) -> None:
+    source = source_of(write_as("jsonl", tmp_path))
+    rows = [row for row in source.row_bytes() if isinstance(row, RowBytes)]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        remote = pool.starmap(read_and_convert, [(source.reader, row) for row in rows])
+        assert pool.apply(converted, (source,)) == remote
+    assert remote == converted(source)
+
+
+def read_and_convert(reader: RowReader, row: RowBytes) -> Row:
+    return reader.convert(reader.read(row))
+
+
+def test_the_hub_is_read_as_arrow_tables_with_the_names_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(path: str, **fields: Any) -> Any:
+        asked.append((path, fields["name"], fields["data_dir"], fields["split"], fields["revision"]))
+        data = datasets.Dataset.from_list(ROWS)
+        return data.to_iterable_dataset() if fields["streaming"] else data
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = source_of("hub:owner/name/python", subset="en", split="test", revision="abc")
+    expected = [row["messages"][0]["content"] for row in ROWS]
+    assert [messages[0].text for messages in messages_of(source)] == expected
+    assert set(asked) == {("owner/name", "en", "python", "test", "abc")}
+    assert str(next(iter(source.rows())).address) == "hub:owner/name[test]:1"
+    streamed = messages_of(source_of("hub:owner/name", streaming=True, max_rows=2))
+    assert [messages[0].text for messages in streamed] == expected[:2]
+
+
+def test_the_preset_has_rows_and_two_splits() -> None:
+    train, test = source_of("preset:skills#50"), source_of("preset:skills", split="test", max_rows=50)
+    assert train.format is Format.MESSAGES
+    assert len(converted(train)) == len(converted(test)) == 50
+    with pytest.raises(SourceError, match="no split 'dev'"):
+        source_of("preset:skills", split="dev")
+    with pytest.raises(SourceError, match="no such preset"):
+        source_of("preset:skils")
