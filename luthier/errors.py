@@ -9,7 +9,8 @@
     │   ├── ModelError                a model cannot be loaded, adapted or packed
     │   ├── StoreError                prepared data is damaged or of another version
     │   ├── BudgetError               more rows were lost than the run allows
-    │   └── CheckpointError           a run cannot be resumed from where it points
+    │   ├── CheckpointError           a run cannot be resumed from where it points
+    │   └── TrainingError             a run had to stop: the loss is no number any more
     └── RowError (ValueError)         one row is bad: it is quarantined under ``reason``, the run goes on
         └── RowDropped                one row is fine but cannot be used: it is dropped under ``reason``
 
@@ -19,8 +20,10 @@ A message is a small report: what, where (``file:row:field``), the two numbers t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from luthier.records import Address
+if TYPE_CHECKING:
+    from luthier.records import Address
 
 
 class LuthierError(Exception):
@@ -87,6 +90,10 @@ class BudgetError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint cannot be used to resume this run."""
+
+
+class TrainingError(UserError):
+    """Training had to stop before an update that would have spoilt the weights."""
 
 
 class RowError(LuthierError, ValueError):

@@ -1,0 +1,72 @@
+"""Checks of the adapter section: each type has its own keys, and some of them exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from luthier.config.choices import AdapterType
+from luthier.config.draft import Draft
+from luthier.config.tree import get, plain
+from luthier.config.words import known_keys
+from luthier.errors import Problem
+
+_SHARED = frozenset({"target_modules", "modules_to_save", "name_or_path", "merge"})
+_LORA = frozenset(
+    {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "loraplus_lr_ratio"}
+)
+
+# A key that does not belong to the chosen type is an error: ``adapter: {r: 8}`` without a type would train all weights.
+KEYS_OF_TYPE: dict[AdapterType, frozenset[str]] = {
+    AdapterType.FULL: frozenset(),
+    AdapterType.FREEZE: frozenset({"freeze_trainable_layers", "freeze_trainable_modules"}),
+    AdapterType.LORA: _SHARED | _LORA,
+    AdapterType.OFT: _SHARED | {"oft_block_size"},
+}
+
+
+def check_adapter(draft: Draft) -> Iterator[Problem]:
+    """Problems between the keys of ``adapter``, and with the optimizer."""
+    yield from _foreign_keys(draft)
+    yield from _nothing_trained(draft)
+    yield from _pissa_with_dora(draft)
+    yield from _loraplus_optimizer(draft)
+
+
+def _foreign_keys(draft: Draft) -> Iterator[Problem]:
+    chosen = draft.config.adapter.type
+    for name in known_keys(("adapter",)):
+        node = get(draft.tree, ("adapter", name))
+        if name == "type" or name in KEYS_OF_TYPE[chosen] or node is None or plain(node) in (None, False, []):
+            continue
+        owners = [kind.value for kind in AdapterType if name in KEYS_OF_TYPE[kind]]
+        what = f"this belongs to adapter.type {' or '.join(owners)}, and {draft.cite('adapter.type')} is {chosen}"
+        hint = f"set adapter.type: {owners[0]}, or remove the key; the override adapter={chosen} replaces the section"
+        yield draft.problem(f"adapter.{name}", what, hint)
+
+
+def _nothing_trained(draft: Draft) -> Iterator[Problem]:
+    adapter = draft.config.adapter
+    if adapter.type is not AdapterType.FREEZE:
+        return
+    if not adapter.freeze_trainable_layers and not adapter.freeze_trainable_modules:
+        layers = draft.cite("adapter.freeze_trainable_layers")
+        what = f"all weights are frozen: {layers} is {adapter.freeze_trainable_layers or 0}, and no modules are named"
+        yield draft.problem("adapter.type", what, "for example freeze_trainable_layers: 2, the last two layers")
+
+
+def _pissa_with_dora(draft: Draft) -> Iterator[Problem]:
+    adapter = draft.config.adapter
+    if adapter.use_dora and str(adapter.init_lora_weights).startswith("pissa"):
+        what = (
+            f"{adapter.init_lora_weights} is saved as a plain LoRA, which cannot hold the norms of "
+            f"{draft.cite('adapter.use_dora')}"
+        )
+        yield draft.problem("adapter.init_lora_weights", what, "keep one: use_dora: false, or init_lora_weights: true")
+
+
+def _loraplus_optimizer(draft: Draft) -> Iterator[Problem]:
+    adapter, optim = draft.config.adapter, str(draft.config.train.optim)
+    if adapter.loraplus_lr_ratio is not None and optim in ("lomo", "adalomo"):
+        # they update inside the backward pass and know one learning rate for all weights
+        what = f"LoRA+ gives B another learning rate, and {draft.cite('train.optim')}, {optim}, has one for all weights"
+        yield draft.problem("adapter.loraplus_lr_ratio", what, "set train.optim: adamw_torch")

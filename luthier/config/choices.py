@@ -1,0 +1,161 @@
+"""The words and kinds of value that a run description is made of: policies, names, number types.
+
+Policies are enums; names that belong to transformers are static tuples (importing transformers takes seconds), and
+a test compares them with the installed version.
+"""
+
+from __future__ import annotations
+
+import math
+import os.path
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+
+class Overflow(StrEnum):
+    """What becomes of a sequence longer than ``data.max_length``."""
+
+    ERROR = "error"
+    DROP = "drop"
+    TRUNCATE = "truncate"
+    SPLIT = "split"
+
+
+class Packing(StrEnum):
+    """How sequences share a row of a batch."""
+
+    NONE = "none"
+    BEST_FIT = "best_fit"
+
+
+class TrainOn(StrEnum):
+    """Which messages are learned, where the row itself does not say."""
+
+    ASSISTANT = "assistant"
+    LAST_ASSISTANT = "last_assistant"
+    COMPLETION = "completion"
+    ALL = "all"
+    NONE = "none"
+
+
+class Precision(StrEnum):
+    """Numeric type of the computation. ``auto``: bf16 where the device has it, else fp32."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class AdapterType(StrEnum):
+    """Which weights are trained."""
+
+    FULL = "full"
+    FREEZE = "freeze"
+    LORA = "lora"
+    OFT = "oft"
+
+
+class Strategy(StrEnum):
+    """When something periodic happens (Hugging Face's names)."""
+
+    NO = "no"
+    STEPS = "steps"
+    EPOCH = "epoch"
+
+
+class Format(StrEnum):
+    """How rows are written. ``auto`` looks at the rows."""
+
+    AUTO = "auto"
+    ALPACA = "alpaca"
+    SHAREGPT = "sharegpt"
+    MESSAGES = "messages"
+    PROMPT_COMPLETION = "prompt_completion"
+    TEXT = "text"
+    PREFERENCE = "preference"
+    FEEDBACK = "feedback"
+
+
+SCHEDULERS = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
+)  # fmt: skip
+
+OPTIMIZERS = (
+    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor", "adamw_anyprecision",
+    "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "sgd", "adagrad", "adamw_bnb_8bit", "adamw_8bit",
+    "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit",
+    "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit",
+    "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise",
+    "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo", "grokadamw",
+    "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "apollo_adamw", "apollo_adamw_layerwise",
+    "stable_adamw",
+)  # fmt: skip
+
+TRACKERS = (
+    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow", "neptune",
+    "swanlab", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
+
+MODEL_PRESETS = ("tiny-qwen3", "tiny-llama")
+DATA_PRESETS = ("skills",)
+
+LARGEST_SEED = 2**32 - 1  # numpy's generators take 32 bits
+
+
+def _int_as_float(value: Any) -> Any:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # the check for finite numbers then refuses it
+
+
+def _float_as_int(value: Any) -> Any:
+    # 1e3 -> 1000, as a person means it; 2.5 stays and is refused
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _share_or_count(value: Any) -> Any:
+    if isinstance(value, float) and value > 1:
+        value = _float_as_int(value)
+    if isinstance(value, float) and math.isfinite(value) and value >= 1:
+        raise ValueError("is neither a share (below 1) nor a count (a whole number)")
+    return value
+
+
+def _as_path(value: Any) -> Any:
+    return Path(os.path.expanduser(value)) if isinstance(value, str) and value else value
+
+
+def as_list(value: Any) -> Any:
+    """One entry may stand for a list of one."""
+    return [value] if isinstance(value, str | dict) else value
+
+
+def as_enum(kind: type[StrEnum]) -> BeforeValidator:
+    """Let the text of an enum's member stand for the member, under strict typing."""
+    return BeforeValidator(lambda value: kind(value) if isinstance(value, str) and value in list(kind) else value)
+
+
+# Bounds stand before the converters, so that they reach the JSON schema as minimum and maximum.
+Positive = Annotated[float, Field(gt=0), BeforeValidator(_int_as_float)]
+NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_int_as_float)]
+Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_int_as_float)]
+ShareOrCount = Annotated[
+    Annotated[float, Field(ge=0)] | Annotated[int, Field(ge=0)],
+    BeforeValidator(_share_or_count),
+]
+Whole = Annotated[int, BeforeValidator(_float_as_int)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_float_as_int)]
+TwoOrMore = Annotated[int, Field(ge=2), BeforeValidator(_float_as_int)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(_float_as_int)]
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED), BeforeValidator(_float_as_int)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+PathLike = Annotated[Path, BeforeValidator(_as_path)]
+Texts = Annotated[list[NonEmpty], BeforeValidator(as_list)]

@@ -1,0 +1,213 @@
+"""Checks between keys: what each may hold alone, and what together makes no sense.
+
+Each rule names the keys it reads; a rule is skipped while one of them is faulty, so that no fault is told twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from luthier.config.adapters import check_adapter
+from luthier.config.choices import Precision, Strategy, TrainOn
+from luthier.config.draft import Draft
+from luthier.config.inputs import SourceConfig
+from luthier.config.schema import Format
+from luthier.errors import Problem
+
+Check = Callable[[Draft], Iterator[Problem]]
+
+# formats whose rows cannot say themselves what is learned of them
+_SILENT_FORMATS = frozenset({Format.ALPACA, Format.PROMPT_COMPLETION})
+_SCHEDULE_NEEDS = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+
+
+def check_conflicts(draft: Draft) -> list[Problem]:
+    """All problems between keys that hold sound values."""
+    return [problem for keys, check in _RULES if draft.sound(*keys) for problem in check(draft)]
+
+
+def _training_data(draft: Draft) -> Iterator[Problem]:
+    data = draft.config.data
+    if not data.train and not data.use:
+        hint = "give data.train a file, or data.use a name from data.registry; for example data: {train: rows.jsonl}"
+        yield draft.problem("data.train", "no training data is named: neither data.train nor data.use", hint)
+
+
+def _registry(draft: Draft) -> Iterator[Problem]:
+    data = draft.config.data
+    for key, names in (("data.use", data.use), ("data.eval_use", data.eval_use)):
+        if names and data.registry is None:
+            what = f"{draft.cite(key)} names entries of a registry, and data.registry is not given"
+            yield draft.problem(key, what, "add data.registry: dataset_info.json, or name files in data.train")
+    if data.registry is not None and not data.use and not data.eval_use:
+        what = f"{draft.cite('data.registry')} is given, but neither data.use nor data.eval_use names an entry of it"
+        yield draft.problem("data.registry", what, "add data.use: [NAME], or remove the registry")
+
+
+def _eval_split(draft: Draft) -> Iterator[Problem]:
+    data = draft.config.data
+    if not data.eval_split:
+        return
+    for key, named in (("data.eval", data.eval), ("data.eval_use", data.eval_use)):
+        if named:
+            what = f"rows are held out ({data.eval_split:g}) although {draft.cite(key)} names eval data"
+            yield draft.problem("data.eval_split", what, f"keep one: remove data.eval_split or {key}")
+
+
+def _counted_rows(draft: Draft) -> Iterator[Problem]:
+    for key, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
+        for index, source in enumerate(sources):
+            if source.max_rows is not None and "#" in source.path and source.path.rsplit("#", 1)[1].isdecimal():
+                at = f"{key}[{index}]"
+                what = f"{source.max_rows} rows are asked for, and {draft.cite(f'{at}.path')} says {source.path}"
+                yield draft.problem(f"{at}.max_rows", what, "keep one of the two counts")
+
+
+def _has_eval_data(draft: Draft) -> bool:
+    data = draft.config.data
+    return bool(data.eval or data.eval_use or data.eval_split)
+
+
+def _needs_evaluation(draft: Draft) -> Iterator[Problem]:
+    config = draft.config
+    wanting = [
+        ("eval.load_best_model_at_end", config.eval.load_best_model_at_end),
+        ("eval.early_stopping_patience", config.eval.early_stopping_patience is not None),
+        ("train.lr_scheduler_type", config.train.lr_scheduler_type == "reduce_lr_on_plateau"),
+    ]
+    for key in (key for key, wants in wanting if wants):
+        if config.eval.strategy is Strategy.NO:
+            what = f"this needs evaluations, and {draft.cite('eval.strategy')} is no"
+            yield draft.problem(key, what, "set eval.strategy: epoch or steps")
+        if not _has_eval_data(draft):
+            what = "this needs evaluations, and there is no eval data (data.eval, data.eval_use, data.eval_split)"
+            yield draft.problem(key, what, "for example data.eval_split: 0.05")
+
+
+def _generation(draft: Draft) -> Iterator[Problem]:
+    if draft.config.eval.generate_rows and not _has_eval_data(draft):
+        what = "answers are generated for held-out rows, and there is no eval data"
+        yield draft.problem("eval.generate_rows", what, "for example data.eval_split: 0.05")
+
+
+def _best_checkpoint(draft: Draft) -> Iterator[Problem]:
+    evaluation, output = draft.config.eval, draft.config.output
+    if not evaluation.load_best_model_at_end or evaluation.strategy is Strategy.NO:
+        return
+    if output.save_strategy is not evaluation.strategy:
+        what = (
+            f"every evaluated model must be saved, but {draft.cite('eval.strategy')} is {evaluation.strategy} "
+            f"and {draft.cite('output.save_strategy')} is {output.save_strategy}"
+        )
+        hint = f"set output.save_strategy: {evaluation.strategy}"
+        yield draft.problem("eval.load_best_model_at_end", what, hint)
+    elif evaluation.strategy is Strategy.STEPS and output.save_steps % evaluation.steps:
+        what = (
+            f"every saved model must be evaluated, but {draft.cite('output.save_steps')} is {output.save_steps}, "
+            f"no multiple of {draft.cite('eval.steps')}: {evaluation.steps}"
+        )
+        yield draft.problem("eval.load_best_model_at_end", what, f"set output.save_steps: {evaluation.steps}")
+
+
+def _steps(draft: Draft) -> Iterator[Problem]:
+    train = draft.config.train
+    if train.max_steps is not None and train.warmup_steps >= 1 and train.warmup_steps > train.max_steps:
+        what = f"{train.warmup_steps} steps of warmup, and {draft.cite('train.max_steps')} is {train.max_steps}"
+        yield draft.problem("train.warmup_steps", what, f"at most {train.max_steps}, or a share such as 0.03")
+
+
+def _schedule(draft: Draft) -> Iterator[Problem]:
+    train = draft.config.train
+    needs = _SCHEDULE_NEEDS.get(train.lr_scheduler_type, ())
+    if needs and not any(name in train.lr_scheduler_kwargs for name in needs):
+        names = " or ".join(needs)
+        what = f"{train.lr_scheduler_type} needs {names} in {draft.cite('train.lr_scheduler_kwargs')}"
+        example = "{num_decay_steps: 100}" if "num_decay_steps" in needs else "{min_lr_rate: 0.1}"
+        yield draft.problem("train.lr_scheduler_type", what, f"for example lr_scheduler_kwargs: {example}")
+
+
+def _optimizer(draft: Draft) -> Iterator[Problem]:
+    optim: str = draft.config.train.optim
+    if optim.startswith(("galore_", "apollo_")):
+        what = f"{optim} projects the gradients of modules that have to be named, and there is no key for them here"
+        yield draft.problem("train.optim", what, "choose adamw_torch, or adapter.type: lora for little memory")
+
+
+def _on_cpu(draft: Draft) -> Iterator[Problem]:
+    config = draft.config
+    if config.runtime.device != "cpu":
+        return
+    on_cpu = f"{draft.cite('runtime.device')} is cpu"
+    if config.train.precision is Precision.FP16:
+        yield draft.problem("train.precision", f"fp16 needs a GPU, and {on_cpu}", "set train.precision: bf16 or fp32")
+    attention = str(config.model.attn_implementation)
+    if attention.startswith(("flash_attention", "flex_attention")):
+        what = f"{attention} needs a GPU, and {on_cpu}"
+        yield draft.problem("model.attn_implementation", what, "set model.attn_implementation: sdpa")
+    if config.model.use_liger_kernel is True:
+        what = f"Liger's kernels need a GPU, and {on_cpu}"
+        yield draft.problem("model.use_liger_kernel", what, "set model.use_liger_kernel: auto")
+
+
+def _resumption(draft: Draft) -> Iterator[Problem]:
+    output = draft.config.output
+    if output.resume in ("auto", "never"):
+        return
+    if output.overwrite:
+        what = f"start anew, and go on from {output.resume}: {draft.cite('output.resume')} says the opposite"
+        yield draft.problem("output.overwrite", what, "set output.overwrite: false, or output.resume: never")
+    if output.save_only_model:
+        what = f"{draft.cite('output.resume')} goes on from a checkpoint, and this run's own would not do for that"
+        yield draft.problem(
+            "output.save_only_model", what, "set output.save_only_model: false, or output.resume: never"
+        )
+
+
+def _something_to_learn(draft: Draft) -> Iterator[Problem]:
+    data, template = draft.config.data, draft.config.template
+    if template.train_on is not TrainOn.NONE or data.use or draft.config.objective.name == "pt":
+        return
+    if data.train and not any(_may_teach(source) for source in data.train):
+        what = "nothing is learned: no source has a train_on of its own, and its format has no train flags in rows"
+        yield draft.problem("template.train_on", what, "set template.train_on: assistant")
+
+
+def _may_teach(source: SourceConfig) -> bool:
+    if source.train_on is None:
+        return source.format not in _SILENT_FORMATS
+    return source.train_on is not TrainOn.NONE
+
+
+def _pairs(draft: Draft) -> Iterator[Problem]:
+    for name, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
+        for index, source in enumerate(sources):
+            if source.format in (Format.PREFERENCE, Format.FEEDBACK):
+                what = (
+                    f"rows of kind {source.format} need an objective for them, and "
+                    f"{draft.cite('objective.name')} is {draft.config.objective.name}"
+                )
+                hint = "give rows of messages; sft and pt are the objectives there are"
+                yield draft.problem(f"{name}[{index}].format", what, hint)
+
+
+_RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
+    (("data.train", "data.use"), _training_data),
+    (("data.registry", "data.use", "data.eval_use"), _registry),
+    (("data.eval_split", "data.eval", "data.eval_use"), _eval_split),
+    (("data.train", "data.eval"), _counted_rows),
+    (("data.eval", "data.eval_use", "data.eval_split", "eval", "train.lr_scheduler_type"), _needs_evaluation),
+    (("data.eval", "data.eval_use", "data.eval_split", "eval.generate_rows"), _generation),
+    (("eval", "output.save_strategy", "output.save_steps"), _best_checkpoint),
+    (("train.warmup_steps", "train.max_steps"), _steps),
+    (("train.lr_scheduler_type", "train.lr_scheduler_kwargs"), _schedule),
+    (("train.optim",), _optimizer),
+    (("runtime.device", "train.precision", "model"), _on_cpu),
+    (("output.resume", "output.overwrite", "output.save_only_model"), _resumption),
+    (("data.train", "data.use", "template.train_on", "objective.name"), _something_to_learn),
+    (("data.train", "data.eval", "objective.name"), _pairs),
+    (("adapter", "train.optim"), check_adapter),
+)

@@ -1,0 +1,211 @@
+"""What is wrong with values and keys, in our words: the value seen, what is expected, and the way out."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from pydantic_core import ErrorDetails
+
+from luthier.config.scalars import number_meant
+from luthier.config.suggest import nearest
+from luthier.config.synonyms import our_name
+from luthier.config.tree import Mapping, Node, Path, Scalar, Sequence, find, parse_path, show_path, show_value
+from luthier.config.words import JsonSchema, all_keys, choices, expected, kinds, known_keys, resolve, schema_at
+from luthier.errors import Problem
+
+MAX_CHOICES = 14  # names that a message lists
+_EXAMPLES = {
+    "model": "model: preset:tiny-qwen3",
+    "data": "data: {train: rows.jsonl}",
+    "name_or_path": "name_or_path: preset:tiny-qwen3",
+    "path": "path: rows.jsonl",
+}
+_FILLS = frozenset({"name_or_path", "path", "train", "use"})  # keys that a required section is there for
+_YES = frozenset({"yes", "on", "y", "true", "1"})
+_NO = frozenset({"no", "off", "n", "false", "0", "none"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explained:
+    """A problem, the path whose value cannot be used, and the path that was probably meant."""
+
+    problem: Problem
+    path: Path
+    meant: Path | None = None
+    is_missing: bool = False
+
+    def is_met_by(self, others: list[Explained]) -> bool:
+        """True if what is missing stands elsewhere: ``model_name_or_path: x`` is one mistake, no missing model too."""
+        names = [other.meant for other in others if other.meant is not None and other.meant[-1] in _FILLS]
+        return self.is_missing and any(meant[: len(self.path)] == self.path for meant in names)
+
+
+def explain(details: list[ErrorDetails], tree: Node, name: str) -> list[Explained]:
+    """One explanation per faulty path; a validator reports each member of a union, a person wants to hear it once."""
+    found: dict[Path, Explained] = {}
+    for detail in details:
+        location = tuple(detail["loc"])
+        match detail["type"]:
+            case "missing":
+                explained = _missing(location, tree, name)
+            case "extra_forbidden":
+                explained = _unknown(location, tree)
+            case "value_error":
+                explained = _unfit(location, tree, str(detail["ctx"]["error"]))
+            case _:
+                explained = _unfit(location, tree, None)
+        found.setdefault(explained.path, explained)
+    return list(found.values())
+
+
+def _missing(path: Path, tree: Node, name: str) -> Explained:
+    parent, reached = find(tree, path)
+    key = str(path[-1])
+    where = str(parent.where) if reached else name
+    hint = f"for example {_EXAMPLES[key]}" if key in _EXAMPLES else None
+    return Explained(
+        problem=Problem(where=where, key=show_path(path), what="this key is required and missing", hint=hint),
+        path=path,
+        is_missing=True,
+    )
+
+
+def _unknown(path: Path, tree: Node) -> Explained:
+    node, _ = find(tree, path)
+    section, key = path[:-1], str(path[-1])
+    hint, meant = _what_was_meant(section, key)
+    place = f"the section {show_path(section)} has no such key" if section else "there is no such section or key"
+    return Explained(
+        problem=Problem(where=str(node.where), key=show_path(path), what=place, hint=hint), path=path, meant=meant
+    )
+
+
+def _what_was_meant(section: Path, key: str) -> tuple[str, Path | None]:
+    here = known_keys(section)
+    if "." in key and key in all_keys():
+        head, tail = key.split(".", 1)
+        return f"nest it: write {tail} below {head}:", parse_path(key)
+    elsewhere = [full for full in all_keys() if full.rsplit(".", 1)[1] == key]
+    if elsewhere:
+        return f"{key} belongs in another section: {' or '.join(elsewhere)}", parse_path(elsewhere[0])
+    ours = our_name(key)
+    if ours is not None and (path := parse_path(ours)) is not None:
+        return f"Luthier's name for it is {ours}{_of(path)}", path
+    if (close := nearest(key, here)) is not None:
+        return f"did you mean {close}?", (*section, close)
+    by_name = {full.rsplit(".", 1)[1]: full for full in reversed(all_keys())}
+    if (close := nearest(key, by_name)) is not None:
+        return f"did you mean {by_name[close]}?", parse_path(by_name[close])
+    return f"allowed here: {', '.join(here)}", None
+
+
+def _of(path: Path) -> str:
+    schema = schema_at(path)
+    names = choices(schema) if schema is not None else ()
+    return f", one of {', '.join(names)}" if 0 < len(names) <= MAX_CHOICES else ""
+
+
+def _unfit(location: Path, tree: Node, reason: str | None) -> Explained:
+    node, path = find(tree, location)
+    schema = schema_at(path) or {}
+    what = f"{show_value(node)} {reason}" if reason else f"expected {expected(schema)}, got {show_value(node)}"
+    hint = _way_out(node, schema, path)
+    return Explained(problem=Problem(where=str(node.where), key=show_path(path), what=what, hint=hint), path=path)
+
+
+def _way_out(node: Node, schema: JsonSchema, path: Path) -> str:
+    hint: str | None = None
+    match node:
+        case Scalar(value=None):
+            hint = _for_nothing(schema)
+        case Scalar(value=bool()):
+            hint = _for_boolean(node, schema)
+        case Scalar(value=str()):
+            hint = _for_text(node, schema, path)
+        case Scalar() if "string" in kinds(schema) and not kinds(schema) & {"number", "integer"}:
+            hint = _for_choices(node.text, schema) or f'put it in quotes: "{node.text}"'
+        case Sequence() if "array" not in kinds(schema):
+            hint = "give one value, not a list"
+        case Scalar() if kinds(schema) & {"integer", "number"}:
+            hint = _for_number(node, schema, path)
+        case Mapping() if "array" in kinds(schema):
+            hint = "write a list: [a, b]"
+        case _:
+            pass
+    return hint or _for_example(schema, path)
+
+
+def _for_nothing(schema: JsonSchema) -> str:
+    if "properties" in schema:
+        return "write its keys below it, indented, or remove the line"
+    return "give it a value, or remove the line"
+
+
+def _for_boolean(node: Scalar, schema: JsonSchema) -> str | None:
+    allowed = kinds(schema)
+    if allowed & {"integer", "number"} and "string" not in allowed:
+        return f"{node.text} is not a number: write {int(bool(node.value))} if that is meant"
+    if names := _for_choices(node.text, schema):
+        return names
+    return f'put it in quotes: "{node.text}"' if "string" in allowed else None
+
+
+def _for_text(node: Scalar, schema: JsonSchema, path: Path) -> str | None:
+    text, allowed = node.text.strip(), kinds(schema)
+    if "boolean" in allowed and text.lower() in _YES | _NO and not choices(schema):
+        value = "true" if text.lower() in _YES else "false"
+        return f"remove the quotes: {value}" if node.quoted and text.lower() == value else "write true or false"
+    if "boolean" in allowed and text.lower() in _YES | _NO:
+        return f"write true or false, or {' or '.join(choices(schema))}"
+    if allowed & {"integer", "number"}:
+        if re.fullmatch(r"[-+]?0[0-9]+", text):
+            return f"{text} could be octal or decimal: write {int(text[:100])}" + _octal(text)
+        if (number := number_meant(text)) is not None:
+            return f"remove the quotes: {number}" if node.quoted and number == text else f"write {number}"
+    if "array" in allowed and (names := _for_choices(text, resolve(schema.get("items", {})))) is not None:
+        return f"write [] for none, or names; {names}" if text.lower() in _NO else names
+    if path == ("template",):
+        return "the model's own template is the default; for another write chat_template: FILE.jinja below template:"
+    if "properties" in schema and path and (ours := our_name(str(path[-1]))) is not None:
+        return f"to set {ours}, write {ours.rsplit('.', 1)[1]}: {text[:40]} below {path[-1]}:"
+    return _for_choices(text, schema)
+
+
+def _octal(text: str) -> str:
+    digits = text.lstrip("+-").lstrip("0")
+    return f", or 0o{digits} for octal" if re.fullmatch(r"[0-7]+", digits) else ""
+
+
+def _for_choices(text: str, schema: JsonSchema) -> str | None:
+    names = choices(schema)
+    if not names:
+        return None
+    close = nearest(text, names)
+    ask = f"did you mean {close}? " if close is not None else ""
+    if len(names) <= MAX_CHOICES:
+        return f"{ask}allowed: {', '.join(names)}"
+    return f"{ask}allowed: {', '.join(names[:6])} … all {len(names)} are in docs/config.md"
+
+
+def _for_example(schema: JsonSchema, path: Path) -> str:
+    default = schema.get("default")
+    key = next((step for step in reversed(path) if isinstance(step, str)), "")
+    if default is None or default in ([], {}):
+        example = _EXAMPLES.get(key)
+        return f"for example {example}" if example else "see docs/config.md"
+    shown = str(default).lower() if isinstance(default, bool) else f"{default}"
+    return f"the default is {shown}"
+
+
+def _for_number(node: Scalar, schema: JsonSchema, path: Path) -> str | None:
+    value = node.value
+    if isinstance(value, float) and math.isfinite(value) and "integer" in kinds(schema):
+        if value == 1:
+            return "write 1 for a count of one, or a share below 1"
+        low = max(math.floor(value), 0)
+        return f"write {low} or {low + 1}" if not value.is_integer() and abs(value) < 1e15 else None
+    if schema.get("default") is None:
+        return f"for example {path[-1]}: {'1' if 'integer' in kinds(schema) else '0.5'}, or null"
+    return None

@@ -1,0 +1,73 @@
+"""From a config file and overrides to a `RunConfig`, or to all that is wrong with them.
+
+    text -> tree (lines kept) -> shorthands written out -> overrides set -> values checked -> keys checked together
+
+Neither torch nor transformers is imported: a mistake is reported in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from luthier.config.conflicts import check_conflicts
+from luthier.config.draft import read_draft
+from luthier.config.files import check_files
+from luthier.config.overrides import apply_overrides
+from luthier.config.reading import parse_text, read_text
+from luthier.config.schema import RunConfig
+from luthier.config.shorthand import expand
+from luthier.config.tree import Mapping, Node, Where, show_value
+from luthier.config.yaml_text import Parsed
+from luthier.errors import ConfigError, Problem
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = (), *, check_paths: bool = True) -> RunConfig:
+    """Read a ``.yaml`` or ``.json`` run description; overrides such as ``train.max_steps=10`` win over it.
+
+    Raises ConfigError with every problem of the file and of the overrides. ``check_paths=False`` leaves the file
+    system alone, for descriptions of runs that were made elsewhere.
+    """
+    path = Path(os.path.expanduser(path))
+    return _build(parse_text(read_text(path), str(path)), str(path), overrides, check_paths=check_paths)
+
+
+def load_config_text(
+    text: str, name: str = "<text>", overrides: Sequence[str] = (), *, check_paths: bool = True
+) -> RunConfig:
+    """`load_config` for a text; ``name`` stands for the file in messages, and one in .json makes it JSON."""
+    return _build(parse_text(text.removeprefix("\ufeff"), name), name, overrides, check_paths=check_paths)
+
+
+def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: bool) -> RunConfig:
+    problems = list(parsed.problems)
+    tree = parsed.tree
+    if tree is not None and not isinstance(tree, Mapping):
+        problems.append(_no_mapping(tree))
+        tree = None
+    if tree is None:
+        _, more = apply_overrides(Mapping(where=Where(source=name)), overrides)
+        raise ConfigError([*problems, *more])
+    long_form, more = apply_overrides(expand(tree), overrides)
+    draft, wrong = read_draft(long_form, name)
+    problems += [*more, *wrong]
+    if draft is not None:
+        problems += check_conflicts(draft)
+        if check_paths:
+            problems += check_files(draft)
+        if not problems:
+            return draft.config
+    assert problems, "a description without a draft has problems"
+    raise ConfigError(sorted(problems, key=_line))
+
+
+def _no_mapping(tree: Node) -> Problem:
+    hint = "begin with lines such as model: NAME and data: {train: FILE}, with a blank after each colon"
+    return Problem(where=str(tree.where), key="", what=f"sections are needed, this is {show_value(tree)}", hint=hint)
+
+
+def _line(problem: Problem) -> tuple[bool, int]:
+    """File first, line by line; overrides last, in their order."""
+    line = problem.where.rpartition(":")[2]
+    return problem.where.startswith("override "), int(line) if line.isdecimal() else 0

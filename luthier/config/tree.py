@@ -1,0 +1,189 @@
+"""A configuration text as a tree that remembers where each value stands and how it was written.
+
+    train:
+      learning_rate: 1e-4     ->  Mapping{"train": Mapping{"learning_rate": Scalar(1e-4, text="1e-4", line 2)}}
+
+Paths into the tree are tuples, ``("data", "train", 0, "path")``, written ``data.train[0].path`` for people.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping as AbstractMapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Where:
+    """A place: a line of a source (a file), or the whole of it (``override a.b=1``) where ``line`` is None."""
+
+    source: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+    @property
+    def short(self) -> str:
+        """The place as seen from the same file: ``line 12``."""
+        return self.source if self.line is None else f"line {self.line}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scalar:
+    """A single value. ``text`` is what was written, without quotes."""
+
+    where: Where
+    value: bool | int | float | str | None
+    text: str
+    quoted: bool = False
+    size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequence:
+    """A list. ``size`` counts all nodes in it, aliases in full."""
+
+    where: Where
+    items: tuple[Node, ...]
+    size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mapping:
+    """A mapping; each value's ``where`` is the line of its key."""
+
+    where: Where
+    entries: AbstractMapping[str, Node] = field(default_factory=dict)
+    size: int = 1
+
+
+Node = Scalar | Sequence | Mapping
+
+
+def plain(node: Node) -> Any:
+    """The tree as dicts, lists and values."""
+    match node:
+        case Scalar():
+            return node.value
+        case Sequence():
+            return [plain(item) for item in node.items]
+        case Mapping():
+            return {key: plain(value) for key, value in node.entries.items()}
+        case _:
+            raise AssertionError(node)
+
+
+def find(node: Node, path: Path) -> tuple[Node, Path]:
+    """The deepest node on the way along ``path``, and how far that is.
+
+    Steps that are not in the tree are skipped if a later one is (validators put the names of union members between).
+    """
+    reached: Path = ()
+    for step in path:
+        child = _child(node, step)
+        if child is not None:
+            node, reached = child, (*reached, step)
+    return node, reached
+
+
+def get(node: Node, path: Path) -> Node | None:
+    """The node at ``path``, or None."""
+    for step in path:
+        child = _child(node, step)
+        if child is None:
+            return None
+        node = child
+    return node
+
+
+def put(node: Node, path: Path, value: Node) -> Node:
+    """The tree with ``value`` at ``path``; what is missing is made, a list grows by one at its end.
+
+    Raises LookupError with the reason where the path leads through a value, or past the end of a list.
+    """
+    if not path:
+        return value
+    step, rest = path[0], path[1:]
+    match node:
+        case Mapping():
+            child = node.entries.get(str(step))
+            if child is None or (isinstance(child, Scalar) and child.value is None):
+                child = _empty(rest, value.where)
+            return replace(node, entries={**node.entries, str(step): put(child, rest, value)})
+        case Sequence():
+            index = _index(step, len(node.items))
+            last = [] if index < len(node.items) else [_empty(rest, value.where)]
+            items = [*node.items, *last]
+            items[index] = put(items[index], rest, value)
+            return replace(node, items=tuple(items))
+        case Scalar():
+            raise LookupError(f"{show_value(node)} is a single value, there is nothing below it")
+        case _:
+            raise AssertionError(node)
+
+
+def show_path(path: Path) -> str:
+    """``("data", "train", 0, "path")`` -> ``data.train[0].path``."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text
+
+
+def parse_path(text: str) -> Path | None:
+    """``data.train[0].path`` or ``data.train.0.path`` -> ``("data", "train", 0, "path")``; None if it is no path."""
+    if not re.fullmatch(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d{1,6}\])*", text):
+        return None
+    steps = re.findall(r"[^.\[\]]+", text)
+    return tuple(int(step) if re.fullmatch(r"[0-9]{1,6}", step) else step for step in steps)
+
+
+def show_value(node: Node) -> str:
+    """What stands there, in words for an error message."""
+    match node:
+        case Scalar(value=None):
+            return "no value"
+        case Scalar(value=str(), quoted=True):
+            return f'the text "{_cut(node.text)}" (in quotes)'
+        case Scalar(value=str()):
+            return f'the text "{_cut(node.text)}"'
+        case Scalar():
+            return _cut(node.text)
+        case Sequence(items=items):
+            return f"a list of {len(items)}" if items else "an empty list"
+        case Mapping(entries=entries):
+            return f"a mapping ({_cut(', '.join(entries))})" if entries else "an empty mapping"
+        case _:
+            raise AssertionError(node)
+
+
+def _child(node: Node, step: str | int) -> Node | None:
+    match node:
+        case Mapping():
+            return node.entries.get(str(step))
+        case Sequence() if isinstance(step, int) and 0 <= step < len(node.items):
+            return node.items[step]
+        case _:
+            return None
+
+
+def _empty(rest: Path, where: Where) -> Node:
+    """What a path can go on into: a list where a number comes next, else a mapping."""
+    return Sequence(where=where, items=()) if rest and isinstance(rest[0], int) else Mapping(where=where)
+
+
+def _index(step: str | int, length: int) -> int:
+    if not isinstance(step, int):
+        raise LookupError(f"this is a list, so its entries have numbers, not names such as {step}")
+    if step > length:
+        raise LookupError(f"the list has {length} entries, so {length} is the next free number, not {step}")
+    return step
+
+
+def _cut(text: str, length: int = 60) -> str:
+    text = " ".join(text.split()) if "\n" in text else text
+    return text if len(text) <= length else text[: length - 1] + "…"

@@ -1,0 +1,225 @@
+"""YAML text -> tree, under limits, with no way to build anything but plain values.
+
+The parser's events are composed here rather than by the library, because a run description needs what its loaders
+do not keep: the line of every key, both lines of a duplicate, and how a value was written.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
+
+from luthier.config.scalars import read_plain
+from luthier.config.syntax import Fault, explain_syntax
+from luthier.config.tree import Mapping, Node, Path, Scalar, Sequence, Where, show_path, show_value
+from luthier.errors import Problem
+
+MAX_DEPTH = 64
+MAX_NODES = 10_000  # values in a file, with every alias written out: no run description comes near
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parsed:
+    """What became of a text: the tree (None if there is nothing to work with) and all that was wrong with it."""
+
+    tree: Node | None
+    problems: tuple[Problem, ...] = ()
+
+
+def parse_yaml(text: str, name: str, *, line_numbers: bool = True) -> Parsed:
+    """Read one YAML document. ``name`` is what messages call it; without ``line_numbers`` they name only that."""
+    composer = _Composer(text=text, name=name, line_numbers=line_numbers)
+    try:
+        return Parsed(tree=composer.document(), problems=tuple(composer.problems))
+    except _Refused as refusal:
+        return Parsed(tree=None, problems=(*composer.problems, refusal.problem))
+    except MarkedYAMLError as error:
+        mark, start = error.problem_mark, error.context_mark
+        fault = Fault(
+            what=f"{error.context or ''} {error.problem or ''}".strip(),
+            line=composer.line(mark.index if mark else 0),
+            start=composer.line(start.index) if start else None,
+        )
+    except (YAMLError, ValueError, OverflowError) as error:
+        # characters outside of Unicode: the reader and its escapes raise these without a mark
+        fault = Fault(what=str(error), line=composer.line(composer.position), start=None)
+    problems = explain_syntax(fault, text)
+    shown = [replace(problem, where=str(composer.at_line(int(problem.where)))) for problem in problems]
+    return Parsed(tree=None, problems=(*composer.problems, *shown))
+
+
+class _Refused(Exception):
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+
+@dataclass(kw_only=True)
+class _Composer:
+    """Events -> nodes. Mutable: holds the anchors seen, the node count and the position for one text."""
+
+    text: str
+    name: str
+    line_numbers: bool
+    problems: list[Problem] = field(default_factory=list)
+    anchors: dict[str, Node | None] = field(default_factory=dict)  # None: still open, an alias would be a loop
+    count: int = 0
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        self.line_starts = [0, *(i + 1 for i, char in enumerate(self.text) if char == "\n")]
+        self.events: Iterator[Event] = YAML(typ="safe", pure=True).parse(self.text)
+
+    def document(self) -> Node | None:
+        """The only document of the text; None where there is none."""
+        root: Node | None = None
+        for event in self.events:
+            if not isinstance(event, DocumentStartEvent):
+                continue
+            if root is not None:
+                raise self.refuse(event, "a second document begins here", "keep one document: remove `---` or `...`")
+            root = self.node(self.next(), ())
+        return root
+
+    def node(self, event: Event, path: Path) -> Node:
+        if isinstance(event, AliasEvent):
+            return self.alias(event)
+        assert isinstance(event, ScalarEvent | SequenceStartEvent | MappingStartEvent), event
+        if event.tag is not None:
+            tag = str(event.tag).replace("tag:yaml.org,2002:", "!!")
+            raise self.refuse(event, f"the tag {tag} is refused: a run description holds plain values only",
+                              "remove it; quotes make a text")  # fmt: skip
+        if len(path) > MAX_DEPTH:
+            raise self.refuse(event, f"values are nested more than {MAX_DEPTH} deep", "a run description needs about 5")
+        if event.anchor is not None:
+            self.anchors[event.anchor] = None
+        match event:
+            case ScalarEvent():
+                made: Node = self.scalar(event)
+            case SequenceStartEvent():
+                made = self.sequence(event, path)
+            case MappingStartEvent():
+                made = self.mapping(event, path)
+        self.spend(event, 1)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = made
+        return made
+
+    def scalar(self, event: ScalarEvent) -> Scalar:
+        text = self.sound_text(event)
+        is_plain = bool(event.implicit[0])
+        return Scalar(
+            where=self.where(event), value=read_plain(text) if is_plain else text, text=text, quoted=not is_plain
+        )
+
+    def sequence(self, start: SequenceStartEvent, path: Path) -> Sequence:
+        items: list[Node] = []
+        while not isinstance(event := self.next(), SequenceEndEvent):
+            items.append(self.node(event, (*path, len(items))))
+        return Sequence(where=self.where(start), items=tuple(items), size=1 + sum(item.size for item in items))
+
+    def mapping(self, start: MappingStartEvent, path: Path) -> Mapping:
+        entries: dict[str, Node] = {}
+        merged: dict[str, Node] = {}
+        while not isinstance(event := self.next(), MappingEndEvent):
+            key = self.node(event, (*path, "?"))
+            name = self.key_name(key, path)
+            value = self.node(self.next(), (*path, name or "?"))
+            if name == "<<" and isinstance(key, Scalar) and not key.quoted:
+                merged = {**self.merge(event, value), **merged}
+            elif name is not None and self.is_new(name, key, entries, path):
+                entries[name] = replace(value, where=key.where)
+        entries = {**merged, **entries}
+        return Mapping(
+            where=self.where(start), entries=entries, size=1 + sum(value.size + 1 for value in entries.values())
+        )
+
+    def key_name(self, key: Node, path: Path) -> str | None:
+        """The text of a key; None, and a problem, where it is none."""
+        if isinstance(key, Scalar) and isinstance(key.value, str):
+            return key.value
+        hint = f'put it in quotes: "{key.text}"' if isinstance(key, Scalar) else "write one word before the colon"
+        what = f"a key must be a text, this one is {show_value(key)}"
+        self.problems.append(Problem(where=str(key.where), key=show_path(path), what=what, hint=hint))
+        return None
+
+    def is_new(self, name: str, key: Node, entries: dict[str, Node], path: Path) -> bool:
+        """True, unless the key was there before: that is a problem."""
+        if (first := entries.get(name)) is None:
+            return True
+        what = f"the key is given twice, first on {first.where.short} and again on {key.where.short}"
+        key_path = show_path((*path, name))
+        self.problems.append(Problem(where=str(key.where), key=key_path, what=what, hint="keep one of the two"))
+        return False
+
+    def merge(self, event: Event, value: Node) -> dict[str, Node]:
+        """The entries that ``<<: *base`` or ``<<: [*a, *b]`` brings in; of equal keys, the first base's wins."""
+        bases = value.items if isinstance(value, Sequence) else (value,)
+        entries: dict[str, Node] = {}
+        for base in bases:
+            if not isinstance(base, Mapping):
+                raise self.refuse(
+                    event, f"<< merges mappings, this is {show_value(base)}", "write <<: *name_of_a_mapping"
+                )
+            entries = {**base.entries, **entries}
+        return entries
+
+    def alias(self, event: AliasEvent) -> Node:
+        name = event.anchor
+        if name not in self.anchors:
+            raise self.refuse(event, f"*{name} stands for a value marked &{name}, and there is none above",
+                              f'a text that begins with * needs quotes: "*{name}"')  # fmt: skip
+        target = self.anchors[name]
+        if target is None:
+            raise self.refuse(event, f"*{name} stands inside the value that it stands for", "write the value out")
+        self.spend(event, target.size)
+        return replace(target, where=self.where(event))
+
+    def spend(self, event: Event, size: int) -> None:
+        self.count += size
+        if self.count > MAX_NODES:
+            raise self.refuse(event, f"more than {MAX_NODES} values, with aliases written out",
+                              "a run description holds settings; rows belong in data files")  # fmt: skip
+
+    def sound_text(self, event: ScalarEvent) -> str:
+        text: str = event.value
+        if "\x00" in text:
+            raise self.refuse(event, "the text holds a NUL character", "remove the escape \\0 or \\x00")
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            try:  # JSON writes characters beyond U+FFFF as two escapes
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16")
+            except UnicodeDecodeError:
+                raise self.refuse(event, "the text holds half of a character (a lone surrogate)",
+                                  "write the character itself") from None  # fmt: skip
+        return text
+
+    def next(self) -> Event:
+        event = next(self.events)
+        self.position = event.start_mark.index
+        return event
+
+    def line(self, index: int) -> int:
+        # counted by newlines, as editors do; the parser's marks also count U+2028 and U+0085
+        return bisect.bisect_right(self.line_starts, index)
+
+    def at_line(self, line: int) -> Where:
+        return Where(source=self.name, line=line if self.line_numbers else None)
+
+    def where(self, event: Event) -> Where:
+        return self.at_line(self.line(event.start_mark.index))
+
+    def refuse(self, event: Event, what: str, hint: str) -> _Refused:
+        return _Refused(Problem(where=str(self.where(event)), key="", what=what, hint=hint))

@@ -1,0 +1,193 @@
+"""Keys that are fine alone and make no sense together: both are named, with their lines."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from luthier.config.choices import AdapterType
+from luthier.config.loading import load_config_text
+from luthier.errors import ConfigError
+
+GOOD = "model: preset:tiny-qwen3\ndata:\n  train: preset:skills\n"
+
+
+def told(lines: str, data: str = "") -> list[str]:
+    """All problems of the good description with more lines in ``data`` (from line 4 on) and after it."""
+    try:
+        load_config_text(f"{GOOD}{data}{lines}\n", "run.yaml", check_paths=False)
+    except ConfigError as error:
+        assert all(problem.hint for problem in error.problems)
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+EVAL = "  eval_split: 0.1\n"
+
+# (lines after data, lines in data, pieces of the only problem)
+CONFLICTS = [
+    ("", "  eval_split: 0.1\n  eval: x.jsonl\n", ("run.yaml:4 data.eval_split: ", "data.eval (line 5)", "keep one")),
+    ("", "  eval_split: 9\n  eval: [x.jsonl]\n", ("run.yaml:4 data.eval_split: ", "(9)")),
+    ("", "  use: [a]\n", ("run.yaml:4 data.use: ", "data.registry is not given", "dataset_info.json")),
+    ("", "  eval_use: a\n", ("run.yaml:4 data.eval_use: ", "data.registry is not given")),
+    ("", "  registry: r.json\n", ("run.yaml:4 data.registry: ", "neither data.use nor data.eval_use")),
+    (
+        "eval:\n  load_best_model_at_end: true",
+        "",
+        ("run.yaml:5 eval.load_best", "no eval data", "data.eval_split: 0.05"),
+    ),
+    ("eval:\n  early_stopping_patience: 2", "", ("run.yaml:5 eval.early_stopping_patience: ", "no eval data")),
+    (
+        "eval:\n  early_stopping_patience: 2\n  strategy: no",
+        EVAL,
+        ("run.yaml:6 eval.early_stopping_patience: ", "eval.strategy (line 7) is no", "epoch or steps"),
+    ),
+    ("eval: {generate_rows: 5}", "", ("run.yaml:4 eval.generate_rows: ", "no eval data")),
+    ("train: {lr_scheduler_type: reduce_lr_on_plateau}", "", ("run.yaml:4 train.lr_scheduler_type: ", "no eval data")),
+    (
+        "eval: {load_best_model_at_end: true}\noutput:\n  save_strategy: steps",
+        EVAL,
+        ("run.yaml:5 eval.load_best", "eval.strategy (default) is epoch", "output.save_strategy (line 7) is steps"),
+    ),
+    (
+        "eval: {load_best_model_at_end: true, strategy: steps, steps: 30}\n"
+        "output: {save_strategy: steps, save_steps: 50}",
+        EVAL,
+        ("run.yaml:5 eval.load_best", "output.save_steps (line 6) is 50", "eval.steps (line 5): 30", "save_steps: 30"),
+    ),
+    (
+        "train:\n  warmup_steps: 100\n  max_steps: 50",
+        "",
+        ("run.yaml:5 train.warmup_steps: ", "100 steps", "train.max_steps (line 6) is 50", "0.03"),
+    ),
+    (
+        "train: {lr_scheduler_type: cosine_with_min_lr}",
+        "",
+        ("run.yaml:4 train.lr_scheduler", "min_lr", "lr_scheduler_kwargs"),
+    ),
+    (
+        "train: {lr_scheduler_type: warmup_stable_decay}",
+        "",
+        ("run.yaml:4 train.lr_scheduler_type: ", "num_decay_steps"),
+    ),
+    ("train: {optim: galore_adamw}", "", ("run.yaml:4 train.optim: ", "galore_adamw", "adamw_torch")),
+    (
+        "runtime: {device: cpu}\ntrain: {precision: fp16}",
+        "",
+        ("run.yaml:5 train.precision: ", "runtime.device (line 4) is cpu", "bf16 or fp32"),
+    ),
+    (
+        "runtime: {device: cpu}\nmodel2: 1",
+        "",
+        ("run.yaml:5 model2: ", "model"),
+    ),
+    (
+        "adapter:\n  r: 8",
+        "",
+        ("run.yaml:5 adapter.r: ", "lora", "adapter.type (default) is full", "adapter.type: lora"),
+    ),
+    ("adapter: {type: full, lora_alpha: 8}", "", ("run.yaml:4 adapter.lora_alpha: ", "adapter.type (line 4) is full")),
+    ("adapter: {type: oft, r: 8}", "", ("run.yaml:4 adapter.r: ", "is oft")),
+    ("adapter: {type: oft, loraplus_lr_ratio: 8}", "", ("run.yaml:4 adapter.loraplus_lr_ratio: ", "lora", "is oft")),
+    (
+        "adapter: {type: lora, freeze_trainable_layers: 2}",
+        "",
+        ("run.yaml:4 adapter.freeze_trainable_layers: ", "freeze"),
+    ),
+    ("adapter: freeze", "", ("run.yaml:4 adapter.type: ", "all weights are frozen", "freeze_trainable_layers: 2")),
+    ("adapter: {type: freeze, freeze_trainable_layers: 0}", "", ("run.yaml:4 adapter.type: ", "(line 4) is 0")),
+    (
+        "adapter:\n  type: lora\n  init_lora_weights: pissa\n  use_dora: true",
+        "",
+        ("run.yaml:6 adapter.init_lora_weights: ", "adapter.use_dora (line 7)"),
+    ),
+    (
+        "adapter: {type: lora, loraplus_lr_ratio: 16}\ntrain: {optim: lomo}",
+        "",
+        ("run.yaml:4 adapter.loraplus_lr_ratio: ", "train.optim (line 5)", "lomo"),
+    ),
+    (
+        "output:\n  overwrite: true\n  resume: ./checkpoint",
+        "",
+        ("run.yaml:5 output.overwrite: ", "output.resume (line 6)", "resume: never"),
+    ),
+    (
+        "output:\n  resume: ./checkpoint\n  save_only_model: true",
+        "",
+        ("run.yaml:6 output.save_only_model: ", "output.resume (line 5)"),
+    ),
+    (
+        "objective: sft",
+        "  eval:\n    path: p.jsonl\n    format: preference\n",
+        ("run.yaml:6 data.eval[0].format: ", "sft"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("lines", "data", "pieces"), CONFLICTS)
+def test_a_conflict_names_both_keys_with_their_lines(lines: str, data: str, pieces: tuple[str, ...]) -> None:
+    problems = told(lines, data)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(pieces[0]) and all(piece in problems[0] for piece in pieces), problems[0]
+
+
+def test_what_belongs_together_is_accepted() -> None:
+    assert told("", "  registry: r.json\n  use: [a]\n  eval_use: [b]\n") == []
+    assert told("eval: {load_best_model_at_end: true, early_stopping_patience: 2}", EVAL) == []
+    steps = "eval: {load_best_model_at_end: true, strategy: steps, steps: 30}\n"
+    assert told(steps + "output: {save_strategy: steps, save_steps: 60}", EVAL) == []
+    assert told("train: {warmup_steps: 50, max_steps: 50}") == []
+    assert told("train: {lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 0.1}}") == []
+    assert told("adapter: {type: lora, r: 8, init_lora_weights: pissa, loraplus_lr_ratio: 16}") == []
+    assert told("adapter: {type: freeze, freeze_trainable_layers: -2}") == []
+    assert told("adapter: {type: freeze, freeze_trainable_modules: '*norm*'}") == []
+    assert told("adapter: {type: oft, oft_block_size: 8, merge: true}") == []
+    assert told("adapter: {type: full, merge: false, lora_alpha: null}") == []
+    assert told("output: {overwrite: true, resume: never, save_only_model: true}") == []
+    assert told("runtime: {device: cuda}\ntrain: {precision: fp16}") == []
+
+
+def test_gpu_kernels_are_refused_on_a_cpu() -> None:
+    text = "data: {train: preset:skills}\nruntime: {device: cpu}\nmodel:\n  name_or_path: preset:tiny-qwen3\n"
+    for line in (
+        "attn_implementation: flash_attention_2",
+        "attn_implementation: flex_attention",
+        "use_liger_kernel: true",
+    ):
+        with pytest.raises(ConfigError, match=r"run\.yaml:5 model\..*runtime\.device \(line 2\) is cpu"):
+            load_config_text(text + f"  {line}\n", "run.yaml")
+
+
+def test_learning_nothing_is_refused_unless_rows_or_sources_can_say_what_is_learned() -> None:
+    text = (
+        "model: preset:tiny-qwen3\ntemplate: {train_on: none}\ndata:\n  train:\n  - {path: x.jsonl, format: {}, %s}\n"
+    )
+
+    def load(format: str, more: str = "") -> None:
+        load_config_text((text % more).replace("{}", format), "run.yaml", check_paths=False)
+
+    with pytest.raises(ConfigError, match=r"run\.yaml:2 template\.train_on: nothing is learned"):
+        load("alpaca")
+    with pytest.raises(ConfigError, match="nothing is learned"):
+        load("messages", "train_on: none")
+    load("messages")
+    load("alpaca", "train_on: assistant")
+
+
+def test_two_counts_of_rows_are_refused() -> None:
+    text = "model: preset:tiny-qwen3\ndata:\n  train:\n  - path: x.jsonl#5\n    max_rows: 6\n"
+    with pytest.raises(ConfigError, match=r"run\.yaml:5 data\.train\[0\]\.max_rows: 6 rows .*path \(line 4\) says x"):
+        load_config_text(text, "run.yaml", check_paths=False)
+
+
+def test_every_adapter_key_belongs_to_a_type_and_is_refused_for_the_others() -> None:
+    values = {"r": "8", "use_dora": "true", "oft_block_size": "8", "target_modules": "[q_proj]", "merge": "true"}
+    owned_by = {
+        AdapterType.LORA: {"r", "use_dora", "target_modules", "merge"},
+        AdapterType.OFT: {"oft_block_size", "target_modules", "merge"},
+    }
+    for kind, (key, value) in itertools.product(AdapterType, values.items()):
+        owned = key in owned_by.get(kind, set())
+        more = ", freeze_trainable_layers: 2" if kind is AdapterType.FREEZE else ""
+        assert (told(f"adapter: {{type: {kind}, {key}: {value}{more}}}") == []) is owned, (kind, key)
