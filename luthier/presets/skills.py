@@ -1,0 +1,223 @@
+"""The data set ``preset:skills``: ten small skills in OpenAI messages form, learnable from nothing in two minutes.
+
+Every skill draws conversations at random, with a key for each question that names what must be generalised (names to
+sort, a style for a question, a new way of asking …). The key alone decides whether a question is held out, so what
+``test`` asks is never asked in ``train``. The last message of a row is the assistant's: in ``test`` it is the one
+right answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from random import Random
+from typing import Any
+from zlib import crc32
+
+from luthier.errors import SourceError
+from luthier.presets.tools import draw_tool_use, tools_for
+from luthier.presets.world import (
+    ANIMALS_BY_SIZE,
+    KINDS,
+    NAMES,
+    PEOPLE,
+    QUESTIONS,
+    STATEMENTS,
+    WORDS,
+)
+
+SPLITS = ("train", "test")
+_TEST_SHARE = 10  # one key in ten is held out
+
+Draw = tuple[list[str], list[dict[str, Any]]]  # a key for each question, and the messages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skill:
+    """One thing to learn: ``draw`` makes keys and a conversation; ``num_train`` and ``num_test`` are rows."""
+
+    name: str
+    draw: Callable[[Random], Draw]
+    num_train: int
+    num_test: int = 30
+
+
+def skills_rows(split: str) -> Iterator[dict[str, Any]]:
+    """The rows of a split, always the same: ``{"skill": NAME, "messages": [...], "tools": [...]}`` (tools if any).
+
+    ``train`` has its skills shuffled; ``test`` takes turns between them, so that its first rows show each skill.
+    Raises `SourceError` for another split.
+    """
+    if split not in SPLITS:
+        raise SourceError(f"preset:skills has no split {split!r}", hint=f"its splits are {' and '.join(SPLITS)}")
+    by_skill = [_rows_of(skill, split) for skill in SKILLS]
+    rows = [row for turn in zip_longest(*by_skill) for row in turn if row is not None]
+    if split == "train":
+        Random("order").shuffle(rows)
+    yield from rows
+
+
+def _rows_of(skill: Skill, split: str) -> list[dict[str, Any]]:
+    """As many distinct conversations of one skill as the split holds."""
+    rng = Random(f"{skill.name} {split}")
+    wanted = skill.num_train if split == "train" else skill.num_test
+    rows: dict[str, dict[str, Any]] = {}  # by the messages, which drops what was drawn before
+    while len(rows) < wanted:
+        keys, messages = skill.draw(rng)
+        if {_is_held_out(key) for key in keys} == {split == "test"}:
+            row: dict[str, Any] = {"skill": skill.name, "messages": messages}
+            rows.setdefault(json.dumps(messages), row | {"tools": tools} if (tools := tools_for(messages)) else row)
+    return list(rows.values())
+
+
+def _is_held_out(key: str) -> bool:
+    return crc32(key.encode()) % _TEST_SHARE == 0
+
+
+def _ask(*turns: str, system: str | None = None) -> list[dict[str, Any]]:
+    """Messages from alternating questions and answers."""
+    roles = ("user", "assistant")
+    messages: list[dict[str, Any]] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def _fact(rng: Random) -> tuple[str, str, str]:
+    """A question about a person, the sentence that answers it, and the value that it is about."""
+    person = rng.choice(PEOPLE)
+    attribute = rng.choice(list(QUESTIONS))
+    value = getattr(person, attribute)
+    question = rng.choice(QUESTIONS[attribute]).format(name=person.name)
+    return question, STATEMENTS[attribute].format(name=person.name, value=value), value
+
+
+def _draw_facts(rng: Random) -> Draw:
+    question, answer, _ = _fact(rng)
+    return [question], _ask(question, answer)
+
+
+def _draw_style(rng: Random) -> Draw:
+    """The same facts, told the way the system message wants them."""
+    question, answer, value = _fact(rng)
+    system, styled = rng.choice(
+        [
+            ("Answer with one word.", value),
+            ("Answer in JSON.", json.dumps({"answer": value})),
+            ("Begin each answer with: Dear friend", f"Dear friend, {answer}"),
+            ("End each answer with: Good day!", f"{answer} Good day!"),
+        ]
+    )
+    return [f"{system} {question}"], _ask(question, styled, system=system)
+
+
+def _draw_compare(rng: Random) -> Draw:
+    small, big = sorted(rng.sample(range(len(ANIMALS_BY_SIZE)), 2))
+    word, winner, loser = rng.choice([("bigger", big, small), ("smaller", small, big)])
+    first, second = rng.sample((small, big), 2)
+    question = rng.choice(["Which is {word}, the {a} or the {b}?", "Tell me which is {word}, the {a} or the {b}."])
+    question = question.format(word=word, a=ANIMALS_BY_SIZE[first], b=ANIMALS_BY_SIZE[second])
+    return [question], _ask(question, f"The {ANIMALS_BY_SIZE[winner]} is {word} than the {ANIMALS_BY_SIZE[loser]}.")
+
+
+def _draw_odd_one_out(rng: Random) -> Draw:
+    kind, other = rng.sample(list(KINDS), 2)
+    stranger = rng.choice(KINDS[other])
+    words = [*rng.sample(KINDS[kind], 3), stranger]
+    rng.shuffle(words)
+    question = rng.choice(["Which word does not belong here: {}?", "Find the odd one out: {}."])
+    return [" ".join(sorted(words))], _ask(
+        question.format(", ".join(words)), f"The odd one out is {stranger}. The others are {kind}."
+    )
+
+
+def _draw_pick(rng: Random) -> Draw:
+    kinds = rng.sample(list(KINDS), 4)
+    words = [rng.choice(KINDS[kind]) for kind in kinds]
+    index = rng.randrange(4)
+    kind = kinds[index].removesuffix("s")
+    question = rng.choice(["Which of these words is a {}: {}?", "Pick the {} from this list: {}."])
+    return [" ".join([kind, *sorted(words)])], _ask(
+        question.format(kind, ", ".join(words)), f"The {kind} is {words[index]}."
+    )
+
+
+def _draw_spell(rng: Random) -> Draw:
+    word = rng.choice(WORDS)
+    question = rng.choice(
+        [
+            "Spell the word {}.",
+            "How do you spell {}?",
+            "Can you spell {} for me?",
+            "Please write {} letter by letter.",
+            "What are the letters of {}?",
+            "I need the letters of the word {}.",
+            "How is {} written?",
+            "Letter by letter, what is {}?",
+        ]
+    ).format(word)
+    return [question], _ask(question, f"It is spelled {'-'.join(word)}.")
+
+
+def _draw_sort(rng: Random) -> Draw:
+    names = rng.sample(NAMES, 3)
+    question = rng.choice(["Sort these names: {}.", "Put these names in order: {}."])
+    return [" ".join(sorted(names))], _ask(question.format(", ".join(names)), f"In order: {', '.join(sorted(names))}.")
+
+
+def _draw_recall(rng: Random) -> Draw:
+    """Something that the user said of themselves, asked for later; now and then after a question about someone."""
+    visitor, drink = rng.choice(NAMES), rng.choice(KINDS["fruits"])
+    recall, recalled = rng.choice(
+        [
+            ("What is my name?", f"Your name is {visitor}."),
+            ("Which juice do I like?", f"You like {drink} juice."),
+        ]
+    )
+    greeting = rng.choice(
+        ["Hello, my name is {visitor} and I like {drink} juice.", "I like {drink} juice. My name is {visitor}."]
+    ).format(visitor=visitor, drink=drink)
+    key = f"{visitor} {drink}"
+    if rng.random() < 0.5:
+        return [key], _ask(greeting, f"Welcome, {visitor}!", recall, recalled)
+    question, answer, _ = _fact(rng)
+    return [question, key], _ask(greeting, f"Welcome, {visitor}!", question, answer, recall, recalled)
+
+
+def _draw_count(rng: Random) -> Draw:
+    """Counting letters, thought through first; now and then the second count of a conversation."""
+    question, thought, answer = _counted(rng)
+    keys, messages = [question], _ask(question, answer)
+    if rng.random() < 0.3:
+        earlier, earlier_thought, earlier_answer = _counted(rng)
+        keys, messages = [earlier, question], _ask(earlier, earlier_answer, question, answer)
+        messages[1]["reasoning_content"] = earlier_thought
+    messages[-1]["reasoning_content"] = thought
+    return keys, messages
+
+
+def _counted(rng: Random) -> tuple[str, str, str]:
+    word = rng.choice(WORDS)
+    question = rng.choice(
+        [
+            "How many letters does {} have?",
+            "Count the letters of {}.",
+            "How long is the word {}?",
+            "What is the number of letters in {}?",
+        ]
+    ).format(word)
+    return question, f"It is spelled {'-'.join(word)}.", f"The word has {len(word)} letters."
+
+
+SKILLS = (
+    Skill(name="facts", draw=_draw_facts, num_train=320),
+    Skill(name="style", draw=_draw_style, num_train=1000),
+    Skill(name="compare", draw=_draw_compare, num_train=460),
+    Skill(name="odd_one_out", draw=_draw_odd_one_out, num_train=1300),
+    Skill(name="pick", draw=_draw_pick, num_train=900),
+    Skill(name="spell", draw=_draw_spell, num_train=210, num_test=20),
+    Skill(name="sort", draw=_draw_sort, num_train=900),
+    Skill(name="recall", draw=_draw_recall, num_train=400),
+    Skill(name="count", draw=_draw_count, num_train=220, num_test=20),
+    Skill(name="tools", draw=draw_tool_use, num_train=450),
+)
