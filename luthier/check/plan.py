@@ -1,0 +1,128 @@
+"""What a run will cost, exactly, before any model is loaded: rows, tokens, targets, packs, steps, padding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from luthier.config.schema import Overflow, Packing, RunConfig
+from luthier.encode.segments import SegmentIndex
+from luthier.packing import PlanSettings, PlanSummary, describe, plan_epoch
+
+NUM_LONGEST = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongRow:
+    """A row among the longest: where it is, and the tokens and targets of its longest segment."""
+
+    address: str
+    tokens: int
+    targets: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPlan:
+    """One side of the data, cut to ``data.max_length``: ``epoch`` is what its first epoch consists of."""
+
+    rows: int
+    segments: int
+    tokens: int
+    targets: int
+    epoch: PlanSummary
+    longest: tuple[LongRow, ...]
+    ledger: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """The whole run on ``num_ranks`` devices."""
+
+    train: DataPlan
+    eval: DataPlan | None
+    packing: Packing
+    max_length: int
+    overflow: Overflow
+    num_ranks: int
+    rows_per_micro_batch: int
+    micro_batches_per_step: int
+    epochs: float
+    max_steps: int | None
+    total_steps: int
+    warmup_steps: int
+
+
+def train_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
+    """How training data is planned; a step is accumulation x ranks micro-batches."""
+    return PlanSettings(
+        packing=config.train.packing,
+        capacity=config.data.max_length,
+        rows_per_micro_batch=config.train.per_device_train_batch_size,
+        micro_batches_per_step=config.train.gradient_accumulation_steps * num_ranks,
+        num_ranks=num_ranks,
+        seed=config.runtime.seed,
+    )
+
+
+def plan_run(
+    config: RunConfig, train: SegmentIndex, held_out: SegmentIndex | None, *, total_steps: int, num_ranks: int = 1
+) -> RunPlan:
+    """The plan of a run over segments cut by `SegmentIndex`; ``total_steps`` comes from the trainer's schedule."""
+    settings = train_settings(config, num_ranks=num_ranks)
+    eval_settings = PlanSettings(
+        packing=config.train.packing,
+        capacity=config.data.max_length,
+        rows_per_micro_batch=config.eval.per_device_eval_batch_size,
+        micro_batches_per_step=num_ranks,
+        num_ranks=num_ranks,
+        seed=config.runtime.seed,
+    )
+    warmup = config.train.warmup_steps
+    return RunPlan(
+        train=plan_data(train, settings),
+        eval=None if held_out is None else plan_data(held_out, eval_settings),
+        packing=config.train.packing,
+        max_length=config.data.max_length,
+        overflow=config.data.overflow,
+        num_ranks=num_ranks,
+        rows_per_micro_batch=settings.rows_per_micro_batch,
+        micro_batches_per_step=settings.micro_batches_per_step,
+        epochs=config.train.num_train_epochs,
+        max_steps=config.train.max_steps,
+        total_steps=total_steps,
+        warmup_steps=math.ceil(warmup * total_steps) if warmup < 1 else int(warmup),
+    )
+
+
+def plan_data(index: SegmentIndex, settings: PlanSettings) -> DataPlan:
+    """One side of the data, planned for its first epoch."""
+    table = index.table()
+    return DataPlan(
+        rows=len(np.unique(index.row_ids)),
+        segments=len(index),
+        tokens=int(index.lengths.sum()),
+        targets=int(index.num_targets.sum()),
+        epoch=describe(plan_epoch(table, settings, epoch=0), table),
+        longest=longest_rows(index),
+        ledger=index.ledger.to_json(),
+    )
+
+
+def longest_rows(index: SegmentIndex, count: int = NUM_LONGEST) -> tuple[LongRow, ...]:
+    """The rows with the longest segments, longest first, each row once."""
+    found: dict[int, int] = {}  # row -> its longest segment; dicts keep the order
+    for segment in np.argsort(-index.lengths, kind="stable").tolist():
+        found.setdefault(int(index.row_ids[segment]), segment)
+        if len(found) == count:
+            break
+    return tuple(
+        LongRow(
+            address=str(index.prepared.address(row)),
+            tokens=int(index.lengths[segment]),
+            targets=int(index.num_targets[segment]),
+        )
+        for row, segment in found.items()
+    )

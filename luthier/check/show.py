@@ -1,0 +1,175 @@
+"""What the model sees, as data: each token with its text, target, weight, segment, position and label.
+
+A view is taken of what training uses itself: a pack's segments as they come from the store, or a batch as it comes
+from the collator. How it looks is the business of `check.show_terminal` and `check.show_html`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from luthier.check.tokens import Vocabulary, token_texts
+from luthier.records import IGNORE_INDEX, Batch, Pack, Sample, Segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenView:
+    """One token of a row. ``label`` is the id that must be predicted here (the next token), None where nothing is."""
+
+    index: int  # in the row of the batch, from 0
+    id: int
+    text: str  # a character split over tokens stands whole at the first of them
+    num_tokens: int  # that make up ``text``; 0: shown with an earlier token
+    name: str  # in the vocabulary
+    control: bool
+    target: bool
+    weight: float
+    segment: int  # from 0
+    position: int  # restarts in each segment
+    label: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentView:
+    """Where a segment came from and how many of its tokens are learned."""
+
+    address: str
+    num_tokens: int
+    num_targets: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowView:
+    """A row of a batch: a pack, or one sequence with its padding."""
+
+    title: str
+    segments: tuple[SegmentView, ...]
+    tokens: tuple[TokenView, ...]
+    num_padding: int = 0
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are learned."""
+        return sum(token.target for token in self.tokens)
+
+
+def show_sample(sample: Sample, vocabulary: Vocabulary, *, control: Collection[int] = ()) -> list[RowView]:
+    """The root-to-leaf runs of a sample before any cutting, a `RowView` each."""
+    segments = sample.segments()
+    views = []
+    for number, segment in enumerate(segments, start=1):
+        title = str(sample.address) if len(segments) == 1 else f"{sample.address}, run {number} of {len(segments)}"
+        views.append(show_pack(Pack(segments=(segment,)), vocabulary, title=title, control=control))
+    return views
+
+
+def show_pack(pack: Pack, vocabulary: Vocabulary, *, title: str, control: Collection[int] = ()) -> RowView:
+    """The tokens of a pack, segment after segment. ``control`` holds the ids of control tokens."""
+    columns = _Columns(
+        ids=[int(i) for segment in pack.segments for i in segment.input_ids],
+        labels=[label for segment in pack.segments for label in _labels(segment)],
+        weights=[weight for segment in pack.segments for weight in _weights(segment)],
+        positions=[position for segment in pack.segments for position in range(len(segment))],
+        starts=_starts([len(segment) for segment in pack.segments]),
+        addresses=[str(segment.address) for segment in pack.segments],
+        num_padding=0,
+    )
+    return _row_view(columns, vocabulary, title=title, control=control)
+
+
+def show_batch(batch: Batch, vocabulary: Vocabulary, *, title: str, control: Collection[int] = ()) -> list[RowView]:
+    """The rows of a collated batch, read back from its tensors: what the model is really given.
+
+    Targets and weights are read from the shifted labels, positions from ``position_ids``.
+    """
+    addresses = [str(address) for address in batch.addresses]
+    rows = []
+    for row, starts in enumerate(batch.segment_starts):
+        columns = _batch_columns(batch, row, addresses[: len(starts)])
+        addresses = addresses[len(starts) :]
+        rows.append(_row_view(columns, vocabulary, title=f"{title}, row {row + 1}", control=control))
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Columns:
+    """One row without its padding, as lists. ``labels`` and ``weights`` are shifted: they are of the next token."""
+
+    ids: list[int]
+    labels: list[int]
+    weights: list[float]
+    positions: list[int]
+    starts: list[int]
+    addresses: list[str]
+    num_padding: int
+
+
+def _labels(segment: Segment) -> list[int]:
+    ids, target = segment.input_ids.tolist(), segment.target.tolist()
+    return [*(i if wanted else IGNORE_INDEX for i, wanted in zip(ids[1:], target[1:], strict=True)), IGNORE_INDEX]
+
+
+def _weights(segment: Segment) -> list[float]:
+    return [1.0] * len(segment) if segment.weight is None else [*segment.weight.tolist()[1:], 1.0]
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[:number]) for number in range(len(lengths))]
+
+
+def _batch_columns(batch: Batch, row: int, addresses: list[str]) -> _Columns:
+    starts = list(batch.segment_starts[row])
+    positions = batch.model_inputs["position_ids"][row].tolist()
+    if "attention_mask" in batch.model_inputs:
+        size = int(batch.model_inputs["attention_mask"][row].sum())
+    else:  # packed: padding at the end is a segment that `segment_starts` does not name
+        size = next((i for i in range(starts[-1] + 1, len(positions)) if positions[i] == 0), len(positions))
+    return _Columns(
+        ids=batch.model_inputs["input_ids"][row, :size].tolist(),
+        labels=batch.labels_BT[row, :size].tolist(),
+        weights=[1.0] * size if batch.weights_BT is None else batch.weights_BT[row, :size].tolist(),
+        positions=positions[:size],
+        starts=starts,
+        addresses=addresses,
+        num_padding=len(positions) - size,
+    )
+
+
+def _row_view(columns: _Columns, vocabulary: Vocabulary, *, title: str, control: Collection[int]) -> RowView:
+    bounds = [*columns.starts, len(columns.ids)]
+    tokens: list[TokenView] = []
+    segments: list[SegmentView] = []
+    for number, address in enumerate(columns.addresses):
+        added = _segment_tokens(columns, range(bounds[number], bounds[number + 1]), number, vocabulary, control)
+        num_targets = sum(token.target for token in added)
+        segments.append(SegmentView(address=address, num_tokens=len(added), num_targets=num_targets))
+        tokens.extend(added)
+    return RowView(title=title, segments=tuple(segments), tokens=tuple(tokens), num_padding=columns.num_padding)
+
+
+def _segment_tokens(
+    columns: _Columns, span: range, number: int, vocabulary: Vocabulary, control: Collection[int]
+) -> list[TokenView]:
+    texts = token_texts(columns.ids[span.start : span.stop], vocabulary)
+    views = []
+    for index, text in zip(span, texts, strict=True):
+        # the label before a token is the token, if it is a target; a segment's first token never is
+        target = index > span.start and columns.labels[index - 1] != IGNORE_INDEX
+        label = columns.labels[index]
+        views.append(
+            TokenView(
+                index=index,
+                id=columns.ids[index],
+                text=text.text,
+                num_tokens=text.tokens,
+                name=vocabulary.token(columns.ids[index]),
+                control=columns.ids[index] in control,
+                target=target,
+                weight=columns.weights[index - 1] if target else 1.0,
+                segment=number,
+                position=columns.positions[index],
+                label=None if label == IGNORE_INDEX else label,
+            )
+        )
+    return views

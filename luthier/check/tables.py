@@ -1,0 +1,166 @@
+"""Plans, statistics and ledgers in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from luthier.check.plan import DataPlan, LongRow, RunPlan
+from luthier.check.stats import Distribution, SourceStats, Stats
+from luthier.config.schema import Packing
+
+BAR_WIDTH = 40
+
+
+def plan_table(plan: RunPlan) -> Group:
+    """The plan of a run: the two sides of the data, the steps, the ledger, the longest rows."""
+    parts: list[RenderableType] = [Text("Plan", style="bold"), Padding(_sides(plan), (0, 0, 1, 2))]
+    parts.append(Padding(_steps(plan), (0, 0, 1, 2)))
+    parts.append(Padding(ledger_line(plan.train.ledger), (0, 0, 1, 2)))
+    parts += [Text("Longest rows", style="bold"), Padding(_longest(plan.train.longest), (0, 0, 0, 2))]
+    return Group(*parts)
+
+
+def ledger_line(ledger: Mapping[str, Any]) -> Group:
+    """``read = trained + dropped + quarantined``, then each reason with its first examples."""
+    dropped, quarantined = sum(ledger["dropped"].values()), sum(ledger["quarantined"].values())
+    lines: list[RenderableType] = [
+        Text.assemble(
+            (f"{ledger['read']:,}", "bold"), " rows read = ",
+            (f"{ledger['trained']:,}", "bold green"), " trained + ",
+            (f"{dropped:,}", "bold yellow" if dropped else "dim"), " dropped + ",
+            (f"{quarantined:,}", "bold red" if quarantined else "dim"), " quarantined",
+        )
+    ]  # fmt: skip
+    for book, style in (("dropped", "yellow"), ("quarantined", "red")):
+        for reason, count in ledger[book].items():
+            lines.append(Text.assemble(f"  {count:,} {book}: ", (reason, style)))
+            lines.extend(Text(f"      {example}", style="dim") for example in ledger["examples"].get(reason, [])[:2])
+    lines.extend(Text(f"  note: {count:,} {what}", style="dim") for what, count in ledger["notes"].items())
+    return Group(*lines)
+
+
+def stats_table(found: Stats) -> Group:
+    """Lengths and targets per source, a histogram of all, and what fits into which ``data.max_length``."""
+    parts: list[RenderableType] = [
+        Text.assemble((f"{found.split} data", "bold"), ("  in tokens, before any cutting", "dim")),
+        Padding(_source_table(found), (0, 0, 1, 2)),
+        Text("Lengths", style="bold"),
+        Padding(_histogram(found.total.lengths), (0, 0, 1, 2)),
+        Text("Targets", style="bold"),
+        Padding(_histogram(found.total.targets_per_segment), (0, 0, 1, 2)),
+        Text("What fits", style="bold"),
+        Padding(_fitting(found), (0, 0, 1, 2)),
+        Text("Longest rows", style="bold"),
+        Padding(_longest(found.longest), (0, 0, 0, 2)),
+    ]
+    return Group(*parts)
+
+
+def _sides(plan: RunPlan) -> Table:
+    sides = {"train": plan.train} if plan.eval is None else {"train": plan.train, "eval": plan.eval}
+    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
+    table.add_column("per epoch", style="dim", no_wrap=True)
+    for name in sides:
+        table.add_column(name, justify="right", no_wrap=True)
+    packs = "packs" if plan.packing is Packing.BEST_FIT else "sequences"
+    names = ("rows", "segments", "tokens", "targets", packs, "micro-batches", "fill", "padding")
+    for name, *values in zip(names, *(_side(data) for data in sides.values()), strict=True):
+        table.add_row(name, *values)
+    return table
+
+
+def _side(data: DataPlan) -> list[str]:
+    epoch = data.epoch
+    counts = (data.rows, epoch.segments, epoch.tokens, epoch.targets, epoch.packs, epoch.micro_batches)
+    return [*(f"{count:,}" for count in counts), f"{epoch.fill:.1%}", f"{epoch.padding:.1%}"]
+
+
+def _steps(plan: RunPlan) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    per_step = plan.micro_batches_per_step
+    accumulation = per_step // plan.num_ranks
+    sharing = (
+        f"packed, {plan.max_length:,} tokens each" if plan.packing is Packing.BEST_FIT else "padded to the longest"
+    )
+    table.add_row("row of a batch", f"{sharing} (over {plan.max_length:,} tokens: {plan.overflow.value})")
+    ranks = "" if plan.num_ranks == 1 else f" × {plan.num_ranks} devices"
+    table.add_row("step", f"{plan.rows_per_micro_batch} rows × {accumulation} micro-batches{ranks}")
+    table.add_row("steps per epoch", f"{plan.train.epoch.steps:,}")
+    length = f"{plan.epochs:g} epochs" if plan.max_steps is None else f"train.max_steps={plan.max_steps}"
+    in_all = Text.assemble((f"{plan.total_steps:,}", "bold"), f"  ({length}, {plan.warmup_steps} of warm-up)")
+    table.add_row("steps in all", in_all)
+    return table
+
+
+def _longest(rows: Sequence[LongRow]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
+    table.add_column("tokens", justify="right")
+    table.add_column("targets", justify="right")
+    table.add_column("row", overflow="fold")
+    for row in rows:
+        table.add_row(f"{row.tokens:,}", f"{row.targets:,}", Text(row.address))
+    return table
+
+
+def _source_table(found: Stats) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("source", overflow="fold")
+    for name in ("rows", "tokens", "trained", "min", "p50", "p90", "p99", "max", f"over {found.max_length:,}"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for source in found.sources:
+        table.add_row(*_source_row(source))
+    if len(found.sources) > 1:
+        table.add_section()
+        table.add_row(*_source_row(found.total), style="bold")
+    return table
+
+
+def _source_row(source: SourceStats) -> list[RenderableType]:
+    lengths = source.lengths
+    name = source.name if source.weight == 1 else f"{source.name} ×{source.weight:g}"
+    numbers = (
+        lengths.minimum,
+        *(lengths.percentiles[p] for p in (50, 90, 99)),
+        lengths.maximum,
+        source.over_max_length,
+    )
+    return [
+        Text(name), f"{source.rows:,}", f"{source.tokens:,}", f"{source.share_trained:.1%}",
+        *(f"{number:,}" for number in numbers),
+    ]  # fmt: skip
+
+
+def _histogram(found: Distribution) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    most = max(found.counts)
+    for low, high, count in zip(found.edges[:-1], found.edges[1:], found.counts, strict=True):
+        label = f"{low:,}" if high == low + 1 else f"{low:,} – {high - 1:,}"
+        table.add_row(label, Text(_bar(count / most), style="cyan"), f"{count:,}")
+    return table
+
+
+def _bar(share: float) -> str:
+    """A bar of eighths: no count but zero has no bar."""
+    eighths = max(round(share * BAR_WIDTH * 8), 1 if share else 0)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _fitting(found: Stats) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
+    table.add_column("data.max_length", justify="right")
+    table.add_column("segments that fit", justify="right")
+    for limit, share in found.fitting.items():
+        mine = limit == found.max_length
+        table.add_row(f"{limit:,}", f"{share:.2%}" + (" ← now" if mine else "      "), style="bold" if mine else "")
+    return table

@@ -1,0 +1,102 @@
+"""Where a command prints: words for people, JSON for programs, never mixed.
+
+``--json -`` puts JSON alone on stdout and sends everything else, stray prints of libraries included, to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+
+from luthier.errors import ConfigError, UserError
+
+STDOUT = "-"
+
+JsonTarget = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; '-' is stdout, with words on stderr."),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """The two channels of a command: ``console`` for words, ``emit`` for the one JSON document."""
+
+    console: Console
+    json_target: str | None
+    json_stream: TextIO  # stdout as it was before prints were sent to stderr
+
+    def emit(self, data: dict[str, Any]) -> None:
+        """Write ``data`` to the JSON target, if one was asked for. Not a number becomes null, as JSON wants it."""
+        match self.json_target:
+            case None:
+                return
+            case "-":
+                print(to_json(data), file=self.json_stream, flush=True)
+            case path:
+                write_text(Path(path), to_json(data) + "\n")
+                self.console.print(f"[dim]JSON in[/] {path}", highlight=False)
+
+
+@contextlib.contextmanager
+def reporting(json_target: str | None) -> Iterator[Output]:
+    """The output of a command that reports; a user's mistake is also told as JSON, ``{"error": {…}}``."""
+    stdout = sys.stdout
+    with contextlib.ExitStack() as stack:
+        if json_target == STDOUT:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        output = Output(console=Console(), json_target=json_target, json_stream=stdout)
+        try:
+            yield output
+        except UserError as error:
+            output.emit({"error": error_as_json(error)})
+            raise
+
+
+def error_as_json(error: UserError) -> dict[str, Any]:
+    """An error for programs: its class, message, hint, and a config's problems one by one."""
+    told: dict[str, Any] = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+    if isinstance(error, ConfigError):
+        told["problems"] = [
+            {"where": problem.where, "key": problem.key, "what": problem.what, "hint": problem.hint}
+            for problem in error.problems
+        ]
+    return told
+
+
+def to_json(data: Any) -> str:
+    """JSON with two spaces of indent; raises ``TypeError`` where something is no JSON value."""
+    return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file at once or not at all; `UserError` where the place cannot be written to."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        hint = "name a file in a folder you may write to"
+        raise UserError(f"cannot write {path}: {error.strerror}", hint=hint) from error
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float() if value != value or value in (float("inf"), float("-inf")):
+            return None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value

@@ -1,0 +1,133 @@
+"""What most commands begin with: read the config, build the encoder, prepare the data, and say so."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from luthier.check.plan import RunPlan
+    from luthier.config.schema import RunConfig
+    from luthier.encode.encoder import Encoder
+    from luthier.encode.intake import Progress as Progressed
+    from luthier.encode.prepared import Prepared
+    from luthier.encode.segments import SegmentIndex
+
+ConfigFile = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="The run description, a YAML file.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Values that win over the file's: train.max_steps=10"),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Loaded:
+    """A run up to the point where a model would be needed. Segments are cut to ``data.max_length``."""
+
+    config: RunConfig
+    encoder: Encoder
+    prepared: Prepared
+    train: SegmentIndex
+    held_out: SegmentIndex | None
+    seconds: float  # that preparation took
+
+
+def read_config(path: str, overrides: Sequence[str] | None) -> RunConfig:
+    """The run description with its overrides; raises `ConfigError` before anything heavy is imported."""
+    from luthier.config.loading import load_config
+
+    return load_config(path, overrides or ())
+
+
+def prepare_data(config: RunConfig, console: Console) -> Loaded:
+    """Render and encode the run's rows, with a line of progress; raises what `encode.prepare` raises."""
+    from luthier.encode.encoder import Encoder
+    from luthier.encode.prepare import prepare
+    from luthier.encode.segments import SegmentIndex
+
+    started = time.perf_counter()
+    encoder = Encoder.from_config(config)
+    with _progress(console, wanted=config.tracking.progress) as on_progress:
+        prepared = prepare(config, encoder, on_progress=on_progress)
+    limit, overflow = config.data.max_length, config.data.overflow
+    held_out = prepared.eval
+    return Loaded(
+        config=config,
+        encoder=encoder,
+        prepared=prepared,
+        train=SegmentIndex(prepared.train, max_length=limit, overflow=overflow),
+        held_out=None if held_out is None else SegmentIndex(held_out, max_length=limit, overflow=overflow),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def plan_of(loaded: Loaded) -> RunPlan:
+    """The run's plan on the processes that were launched; raises `BudgetError` and `UserError` as training would."""
+    from luthier.check.plan import plan_run, train_settings
+    from luthier.errors import UserError
+    from luthier.train.schedule import Schedule
+
+    config = loaded.config
+    loaded.train.ledger.check(max_drop=config.data.max_drop)
+    if not len(loaded.train):
+        raise UserError(
+            f"no training row is left at data.max_length={config.data.max_length}",
+            hint="raise data.max_length, or set data.overflow: split",
+        )
+    settings = train_settings(config, num_ranks=num_processes())
+    schedule = Schedule(
+        loaded.train.table(), settings, num_epochs=config.train.num_train_epochs, max_steps=config.train.max_steps
+    )
+    return plan_run(
+        config, loaded.train, loaded.held_out, total_steps=schedule.total_steps, num_ranks=settings.num_ranks
+    )
+
+
+def num_processes() -> int:
+    """Processes that a launcher (torchrun, accelerate) started for this run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that prints and reports."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def tell_preparation(loaded: Loaded, console: Console) -> None:
+    """One line: how many rows, how many of them new, how long it took; and where the lost ones are."""
+    prepared = loaded.prepared
+    text = Text.assemble(
+        ("Prepared ", "bold"),
+        f"{prepared.num_encoded + prepared.num_reused:,} rows in {loaded.seconds:.1f} s",
+        (f"   {prepared.num_encoded:,} encoded, {prepared.num_reused:,} from the store", "dim"),
+    )
+    console.print(text)
+    if prepared.quarantine is not None:
+        console.print(Text.assemble(("  lost rows are in ", "yellow"), str(prepared.quarantine)))
+
+
+@contextmanager
+def _progress(console: Console, *, wanted: bool) -> Iterator[Callable[[Progressed], None]]:
+    if not wanted or not console.is_terminal:
+        yield lambda progress: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("preparing", total=None)
+
+        def show(now: Progressed) -> None:
+            lost = f", {now.lost:,} lost" if now.lost else ""
+            bar.update(task, description=f"preparing {now.split}: {now.read:,} rows, {now.encoded:,} encoded{lost}")
+
+        yield show

@@ -1,0 +1,116 @@
+"""Which row, pack or batch ``luthier show`` shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from luthier.check.plan import train_settings
+from luthier.check.show import RowView, show_batch, show_pack, show_sample
+from luthier.cli.pipeline import Loaded
+from luthier.config.schema import Packing
+from luthier.encode.segments import SegmentIndex
+from luthier.errors import UserError
+from luthier.packing import EpochPlan, plan_epoch
+from luthier.records import Pack
+
+
+class Kind(StrEnum):
+    """What is counted."""
+
+    ROW = "row"
+    PACK = "pack"
+    BATCH = "batch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """The ``number``-th row, pack or micro-batch of one side of the data, counted from 1."""
+
+    kind: Kind
+    number: int
+    held_out: bool
+
+    @classmethod
+    def of_options(cls, *, row: int | None, pack: int | None, batch: int | None, held_out: bool) -> Selection:
+        """At most one of the three may be given; raises `UserError` else. Nothing given is row 1."""
+        options = {Kind.ROW: row, Kind.PACK: pack, Kind.BATCH: batch}
+        given = {kind: number for kind, number in options.items() if number is not None} or {Kind.ROW: 1}
+        if len(given) > 1:
+            names = " and ".join(f"--{kind}" for kind in given)
+            raise UserError(f"{names} exclude each other", hint="give one of them")
+        ((kind, number),) = given.items()
+        return cls(kind=kind, number=number, held_out=held_out)
+
+    @property
+    def title(self) -> str:
+        """``pack 3 of the training data``."""
+        return f"{self.kind.value} {self.number} of the {'held-out' if self.held_out else 'training'} data"
+
+    def views(self, loaded: Loaded) -> list[RowView]:
+        """The rows to show; raises `UserError` where there is no such thing."""
+        index = loaded.held_out if self.held_out else loaded.train
+        if index is None:
+            raise UserError("this run has no held-out data", hint="name some with data.eval, or set data.eval_split")
+        tokenizer = loaded.encoder.tokenizer
+        control = frozenset(tokenizer.control_id(token) for token in tokenizer.control.tokens)
+        match self.kind:
+            case Kind.ROW:
+                return self._row(index, loaded, control)
+            case Kind.PACK:
+                plan = _plan(index, loaded, rows_per_micro_batch=1)
+                self._check(len(plan), "packs")
+                return [show_pack(self._packs(plan, index)[0], tokenizer, title=self.title, control=control)]
+            case Kind.BATCH:
+                return self._batch(index, loaded, control)
+            case _:
+                raise AssertionError(f"unknown kind {self.kind!r}")
+
+    def _row(self, index: SegmentIndex, loaded: Loaded, control: frozenset[int]) -> list[RowView]:
+        prepared, tokenizer = index.prepared, loaded.encoder.tokenizer
+        self._check(len(prepared), "rows")
+        row = self.number - 1
+        segments = [segment for segment in range(len(index)) if index.row_ids[segment] == row]
+        if not segments:  # cut away: show what it would have been
+            views = show_sample(prepared[row], tokenizer, control=control)
+            return [_retitled(view, f"{view.title} (not trained: over data.max_length)") for view in views]
+        title = str(prepared.address(row))
+        return [
+            show_pack(
+                Pack(segments=(index[segment],)),
+                tokenizer,
+                title=title if len(segments) == 1 else f"{title}, segment {number} of {len(segments)}",
+                control=control,
+            )
+            for number, segment in enumerate(segments, start=1)
+        ]
+
+    def _batch(self, index: SegmentIndex, loaded: Loaded, control: frozenset[int]) -> list[RowView]:
+        from luthier.collate import collate
+
+        config, tokenizer = loaded.config, loaded.encoder.tokenizer
+        rows = config.eval.per_device_eval_batch_size if self.held_out else config.train.per_device_train_batch_size
+        plan = _plan(index, loaded, rows_per_micro_batch=rows)
+        self._check(len(plan), "micro-batches")
+        packed = config.train.packing is Packing.BEST_FIT
+        batch = collate(self._packs(plan, index), packed=packed, pad_token_id=tokenizer.pad_token_id)
+        return show_batch(batch, tokenizer, title=self.title, control=control)
+
+    def _packs(self, plan: EpochPlan, index: SegmentIndex) -> list[Pack]:
+        packs = plan[self.number - 1].packs
+        return [Pack(segments=tuple(index[segment] for segment in pack)) for pack in packs]
+
+    def _check(self, count: int, what: str) -> None:
+        if self.number > count:
+            raise UserError(f"--{self.kind} {self.number}: there are {count} {what}", hint=f"choose 1 to {count}")
+
+
+def _plan(index: SegmentIndex, loaded: Loaded, *, rows_per_micro_batch: int) -> EpochPlan:
+    settings = replace(
+        train_settings(loaded.config), rows_per_micro_batch=rows_per_micro_batch, micro_batches_per_step=1
+    )
+    return plan_epoch(index.table(), settings, epoch=0)
+
+
+def _retitled(view: RowView, title: str) -> RowView:
+    return replace(view, title=title)

@@ -1,0 +1,101 @@
+"""``luthier train``: a run from its config to its report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from luthier.cli.output import JsonTarget, reporting
+from luthier.cli.pipeline import (
+    ConfigFile,
+    Loaded,
+    Overrides,
+    is_main_process,
+    plan_of,
+    prepare_data,
+    read_config,
+    tell_preparation,
+)
+
+if TYPE_CHECKING:
+    from luthier.check.show import RowView
+    from luthier.config.schema import RunConfig
+    from luthier.train.report import Report
+
+MAX_TOKENS_SHOWN = 400  # of the sample in the terminal; `luthier show` has all
+
+
+def train(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = None) -> None:
+    """Train as the config says; use it when `luthier show` and `luthier plan` look right.
+
+    Prints the plan and one sample with its targets in green, trains, and
+    leaves model, checkpoints, report.html, report.json and loss.png in
+    output.dir. Ctrl-C finishes the step and saves a checkpoint; the same
+    command goes on from there.
+
+    [dim]Example[/]   luthier train run.yaml
+    [dim]Example[/]   luthier train run.yaml train.max_steps=10 --json -
+    [dim]Example[/]   torchrun --nproc-per-node 8 -m luthier.cli.main train run.yaml
+    """
+    with reporting(json) as output:
+        run = read_config(config, overrides)
+        console = output.console if is_main_process() else Console(quiet=True)
+        report = run_and_report(run, console)
+        if is_main_process():
+            output.emit(report.to_json())
+    if report.result.exit_code:
+        raise typer.Exit(report.result.exit_code)
+
+
+def run_and_report(config: RunConfig, console: Console, *, quickstart: bool = False) -> Report:
+    """Prepare, plan, show one sample, train and report; what is raised is what the stages raise."""
+    loaded = prepare_data(config, console)
+    tell_preparation(loaded, console)
+    report_parts = _tell_plan_and_sample(loaded, console)
+
+    from luthier.train.fit import fit
+    from luthier.train.report import Report, summary, write_report
+
+    result = fit(config, loaded.encoder, loaded.prepared)
+    report = Report(result=result, quickstart=quickstart, **report_parts)
+    if is_main_process():
+        files = write_report(report)
+        console.print()
+        console.print(summary(report, files))
+    return report
+
+
+def _tell_plan_and_sample(loaded: Loaded, console: Console) -> dict[str, Any]:
+    import msgspec
+
+    from luthier.check.show_html import tokens_html
+    from luthier.check.show_terminal import coloured_text
+    from luthier.check.tables import plan_table
+
+    plan = plan_of(loaded)
+    console.print()
+    console.print(plan_table(plan))
+    sample = _first_sample(loaded)
+    console.print()
+    console.print("[bold]The first sample[/] [dim]as the model sees it; luthier show has the others[/]")
+    console.print(coloured_text(sample, max_tokens=MAX_TOKENS_SHOWN))
+    return {
+        "plan": msgspec.to_builtins(plan),
+        "sample": tokens_html([sample]),
+        "fingerprints": {
+            "encoder": loaded.encoder.fingerprint,
+            "tokenizer": loaded.encoder.tokenizer.fingerprint,
+        },
+    }
+
+
+def _first_sample(loaded: Loaded) -> RowView:
+    from luthier.check.show import show_pack
+    from luthier.records import Pack
+
+    tokenizer = loaded.encoder.tokenizer
+    control = frozenset(tokenizer.control_id(token) for token in tokenizer.control.tokens)
+    segment = loaded.train[0]
+    return show_pack(Pack(segments=(segment,)), tokenizer, title=str(segment.address), control=control)

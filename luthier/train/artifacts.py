@@ -1,0 +1,156 @@
+"""Files that a run leaves for others to load: model or adapter, tokenizer, chat template, model card."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from peft import PeftModel
+from transformers import AutoTokenizer, PreTrainedModel
+
+from luthier.config.schema import AdapterType, Packing, RunConfig
+from luthier.encode.tokenizer import Tokenizer
+from luthier.errors import TokenizerError
+from luthier.train.adapters import save_adapter
+from luthier.train.result import RunResult
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+def save_model(
+    model: PreTrainedModel | PeftModel, folder: Path, tokenizer: Tokenizer, *, initial: Path | None = None
+) -> None:
+    """Write what ``AutoModelForCausalLM`` (or PEFT) and ``AutoTokenizer`` load from ``folder``.
+
+    Weights are safetensors; the generation settings and the chat template that was trained with go along. ``initial``
+    is the folder of `keep_initial_adapter`, for adapters that need the conversion.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, PeftModel):
+        save_adapter(model, folder, initial=initial)
+        model.get_base_model().generation_config.save_pretrained(str(folder))
+    else:
+        model.save_pretrained(str(folder))
+    save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Copy the tokenizer's own files, byte for byte; with added tokens, transformers writes them anew.
+
+    Raises `TokenizerError` if transformers gave an added token another id than the run trained with.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    source = tokenizer.files.folder
+    added = [*tokenizer.added.ordinary, *tokenizer.added.special]
+    if added:
+        theirs = AutoTokenizer.from_pretrained(str(source))
+        theirs.add_tokens(list(tokenizer.added.ordinary))
+        theirs.add_tokens(list(tokenizer.added.special), special_tokens=True)
+        for token in added:
+            number = theirs.convert_tokens_to_ids(token)
+            if tokenizer.token(number) != token:
+                raise TokenizerError(
+                    f"added token {token!r} is id {number} in transformers; "
+                    f"in this run that id is {tokenizer.token(number)!r}"
+                )
+        theirs.save_pretrained(str(folder))
+    else:
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+    if tokenizer.files.chat_template is not None:
+        (folder / TEMPLATE_FILE).write_text(tokenizer.files.chat_template, encoding="utf-8")
+
+
+def write_model_card(result: RunResult, config: RunConfig, folder: Path) -> None:
+    """``README.md``: what was trained from what, on what, how, and what was measured; nothing that was not."""
+    (folder / "README.md").write_text(model_card(result, config), encoding="utf-8")
+
+
+def model_card(result: RunResult, config: RunConfig) -> str:
+    """The text of the card, with the Hub's metadata block."""
+    is_adapter = config.adapter.type in (AdapterType.LORA, AdapterType.OFT)
+    base = config.model.name_or_path
+    title = result.path.resolve().name
+    library = "peft" if is_adapter else "transformers"
+    head = ["---", f"library_name: {library}", "pipeline_tag: text-generation", "tags: [luthier]"]
+    if _is_hub_id(base):
+        head.append(f"base_model: {base}")
+    lines = [*head, "---", "", f"# {title}", "", *_intro(result, base, is_adapter=is_adapter), ""]
+    for heading, rows in (
+        ("Data", _data(result)),
+        ("Training", _training(result, config)),
+        ("Results", _results(result)),
+    ):
+        lines += [f"## {heading}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
+    lines += [
+        "The held-out rows are of the same sources as the training rows unless the configuration names others; the",
+        "results say nothing of other data. Nothing else was evaluated.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~", "preset:")) and not Path(name).exists()
+
+
+def _intro(result: RunResult, base: str, *, is_adapter: bool) -> list[str]:
+    random = any(note.startswith("random weights") for note in result.model.notes)
+    start = f"`{base}` with random weights" if random else f"`{base}`"
+    what = f"A {result.adapter} adapter for {start}" if is_adapter else f"{start}, trained ({result.adapter})"
+    ended = "" if result.ended == "completed" else f" Training was {result.ended.replace('_', ' ')}."
+    return [f"{what}, made with Luthier {result.versions.get('luthier', '')}.{ended}"]
+
+
+def _data(result: RunResult) -> list[tuple[str, str]]:
+    ledger, data = result.ledger, result.train_data
+    rows = []
+    if ledger:
+        lost = sum(ledger["dropped"].values()) + sum(ledger["quarantined"].values())
+        rows.append(("rows read", f"{ledger['read']} ({ledger['trained']} used, {lost} dropped or quarantined)"))
+    rows += [
+        ("training sequences", str(data.segments)),
+        ("training tokens", f"{data.tokens}, of which {data.target_tokens} are targets"),
+    ]
+    if result.eval_data is not None:
+        rows.append(("held-out sequences", f"{result.eval_data.segments} ({result.eval_data.target_tokens} targets)"))
+    return rows
+
+
+def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
+    train, adapter = config.train, config.adapter
+    rows_per_step = train.per_device_train_batch_size * train.gradient_accumulation_steps * result.world_size
+    unit = "packs" if train.packing is Packing.BEST_FIT else "sequences"
+    rows = [
+        ("parameters", f"{result.model.parameters} ({result.model.trainable_parameters} trained)"),
+        ("steps", f"{result.global_step} ({result.epochs:g} epochs)"),
+        ("batch", f"{rows_per_step} {unit} of up to {config.data.max_length} tokens"),
+        ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type}, warmup {train.warmup_steps:g}"),
+        (
+            "optimizer",
+            f"{train.optim}, weight decay {train.weight_decay:g}, gradients clipped at {train.max_grad_norm:g}",
+        ),
+        ("precision", f"{result.model.precision}, weights in {result.model.dtype}"),
+        ("objective", config.objective.name),
+        ("seed", str(config.runtime.seed)),
+    ]
+    if adapter.type is AdapterType.LORA:
+        rows.insert(1, ("LoRA", f"rank {adapter.r}, targets {', '.join(adapter.target_modules)}"))
+    return rows
+
+
+def _results(result: RunResult) -> list[tuple[str, str]]:
+    rows = []
+    if result.final_loss is not None:
+        rows.append(("training loss, last logged", f"{result.final_loss:.4f}"))
+    for name, record in (("first", result.evals[:1]), ("last", result.evals[1:][-1:])):
+        rows += [
+            (f"held-out, {name} (step {e.step})", f"loss {e.loss:.4f}, token accuracy {e.token_accuracy:.2%}")
+            for e in record
+        ]
+    for done in result.generations:
+        right = sum(record.equal for record in done.records)
+        rows.append((f"greedy answers exactly right at step {done.step}", f"{right} of {len(done.records)}"))
+    return rows

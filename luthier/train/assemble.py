@@ -1,0 +1,234 @@
+"""Putting a run together: streams, model with adapter, trainer."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, TrainerCallback, set_seed
+
+from luthier.config.schema import AdapterType, RunConfig, Strategy
+from luthier.encode.tokenizer import Tokenizer
+from luthier.objectives import objective_named
+from luthier.packing import PlanSettings
+from luthier.train import adapters, artifacts, run_folder
+from luthier.train.arguments import run_precision, training_arguments
+from luthier.train.callbacks import EarlyStopping, Flow, Journal, Meter
+from luthier.train.data import RunData
+from luthier.train.events import Listener, Note
+from luthier.train.loader import CollateSettings, EvalStream, LoaderState, TrainStream, is_packed
+from luthier.train.model import LoadedModel, Vocabulary, load_model
+from luthier.train.result import ModelSummary
+from luthier.train.schedule import Schedule
+from luthier.train.signals import StopSignals
+from luthier.train.trainer import LuthierTrainer, TrainerParts
+
+BASE_FOLDER = "base"  # a base model with random weights, which an adapter would be lost without
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """This process among the ranks."""
+
+    rank: int
+    size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks."""
+        return self.rank == 0
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """As torchrun says; alone without it."""
+        return cls(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunModel:
+    """The model as it is trained. ``initial`` is set where saving the adapter needs a conversion."""
+
+    model: PreTrainedModel | PeftModel
+    loaded: LoadedModel
+    initial: Path | None
+    use_cache: bool  # what the saved config is to say; training has it off
+
+    def save(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """Write it for others to load."""
+        text_config = self.model.config
+        during, text_config.use_cache = text_config.use_cache, self.use_cache
+        artifacts.save_model(self.model, folder, tokenizer, initial=self.initial)
+        text_config.use_cache = during
+
+
+def make_schedule(config: RunConfig, data: RunData, world: World) -> Schedule:
+    """All steps of the run."""
+    settings = PlanSettings(
+        packing=config.train.packing,
+        capacity=config.data.max_length,
+        rows_per_micro_batch=config.train.per_device_train_batch_size,
+        micro_batches_per_step=config.train.gradient_accumulation_steps * world.size,
+        num_ranks=world.size,
+        seed=config.runtime.seed,
+    )
+    return Schedule(
+        data.train_table, settings, num_epochs=config.train.num_train_epochs, max_steps=config.train.max_steps
+    )
+
+
+def loader_state(schedule: Schedule, data: RunData, step: int) -> LoaderState:
+    """The place after ``step`` steps."""
+    settings = schedule.settings
+    return LoaderState(
+        seed=settings.seed,
+        epoch=int(schedule.epoch_after(min(step, schedule.total_steps))),
+        step=step,
+        micro_batches_per_step=settings.micro_batches_per_step,
+        rows_per_micro_batch=settings.rows_per_micro_batch,
+        max_length=settings.capacity,
+        packing=settings.packing.value,
+        data=data.fingerprint,
+    )
+
+
+def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Listener) -> RunModel:
+    """Load the model, put the adapter on, and say what was decided; the same weights on all ranks, at every start."""
+    vocabulary = Vocabulary(
+        size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    loaded = load_model(config, vocabulary)
+    for note in loaded.notes:
+        tell(Note(text=f"model: {note}"))
+    use_cache = bool(loaded.model.config.use_cache)
+    is_adapter = config.adapter.type in (AdapterType.LORA, AdapterType.OFT)
+    if is_adapter and loaded.random_weights:
+        base = (config.output.dir / BASE_FOLDER).resolve()
+        if world.is_main:
+            artifacts.save_model(loaded.model, base, tokenizer)
+        loaded.model.name_or_path = str(base)  # what the adapter will name as its base
+        tell(Note(text=f"model: the random base weights are saved in {BASE_FOLDER}/, for the adapter to be used with"))
+    set_seed(config.runtime.seed)  # the adapter's initial values
+    model = adapters.apply_adapter(loaded.model, config.adapter)
+    initial = None
+    if adapters.mutates_base(config.adapter) and isinstance(model, PeftModel):
+        initial = config.output.dir / run_folder.INITIAL_ADAPTER
+        if world.is_main:
+            adapters.keep_initial_adapter(model, initial)
+    total, trainable = adapters.count_parameters(model)
+    tell(Note(text=f"model: {trainable:,} of {total:,} parameters are trained ({trainable / total:.2%})"))
+    return RunModel(model=model, loaded=loaded, initial=initial, use_cache=use_cache)
+
+
+def make_trainer(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    data: RunData,
+    run_model: RunModel,
+    schedule: Schedule,
+    *,
+    resumed: bool,
+    hooks: Hooks,
+) -> LuthierTrainer:
+    """The trainer, ready to run."""
+    world = hooks.stop.world
+    evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
+    meter = Meter()
+    flow = Flow(config, schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed)
+    callbacks: list[TrainerCallback] = [flow, Journal(meter, hooks.tell)]
+    if evaluates and config.eval.early_stopping_patience is not None:
+        callbacks.append(EarlyStopping(config.eval, hooks.tell))
+    collating = _collating(config, tokenizer, run_model.loaded)
+
+    def save_state(folder: Path, step: int) -> None:
+        loader_state(schedule, data, step).save(folder)
+        run_folder.write_run_config(config, folder)
+
+    parts = TrainerParts(
+        stream=TrainStream(data.train, schedule, collating, rank=world.rank),
+        eval_stream=_eval_stream(config, data, collating, world),
+        loss=objective_named(config.objective.name).loss,
+        label_smoothing=config.objective.label_smoothing,
+        loraplus_lr_ratio=config.adapter.loraplus_lr_ratio if config.adapter.type is AdapterType.LORA else None,
+        save_total_limit=config.output.save_total_limit,
+        keep_best=config.eval.load_best_model_at_end,
+        meter=meter,
+        # a checkpoint holds the adapter as it is trained; the conversion is for the final one
+        save_model=lambda folder: artifacts.save_model(run_model.model, folder, tokenizer),
+        save_state=save_state,
+    )
+    arguments = training_arguments(
+        config, max_steps=schedule.total_steps, evaluates=evaluates, evaluates_first=evaluates and not resumed
+    )
+    return LuthierTrainer(run_model.model, arguments, parts, callbacks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hooks:
+    """How a run talks, and how it is told to stop."""
+
+    tell: Listener
+    stop: StopAgreement
+
+
+class StopAgreement:
+    """Whether any rank got a signal: all ranks must leave the loop after the same step."""
+
+    def __init__(self, signals: StopSignals, world: World) -> None:
+        self.signals = signals
+        self.world = world
+        self.signal: int | None = None
+
+    def agreed(self) -> bool:
+        """Asked once after each step, on all ranks. ``signal`` is what was agreed on."""
+        received = self.signals.received or 0
+        if self.world.size > 1:
+            device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+            flag = torch.tensor(received, device=device)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+            received = int(flag)
+        if received:
+            self.signal = received
+        return self.signal is not None
+
+
+def eval_settings(config: RunConfig, world: World) -> PlanSettings:
+    """How the held-out segments share rows."""
+    return PlanSettings(
+        packing=config.train.packing,
+        capacity=config.data.max_length,
+        rows_per_micro_batch=config.eval.per_device_eval_batch_size,
+        micro_batches_per_step=world.size,
+        num_ranks=world.size,
+        seed=config.runtime.seed,
+    )
+
+
+def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrainer) -> ModelSummary:
+    """The model in words and numbers."""
+    plain = run_model.loaded.model
+    total, trainable = adapters.count_parameters(run_model.model)
+    return ModelSummary(
+        name=config.model.name_or_path,
+        architecture=type(plain).__name__,
+        parameters=total,
+        trainable_parameters=trainable,
+        dtype=str(plain.dtype).removeprefix("torch."),
+        precision=run_precision(config).value,
+        attn_implementation=run_model.loaded.attn_implementation,
+        device=str(trainer.args.device),
+        notes=run_model.loaded.notes,
+    )
+
+
+def _collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel) -> CollateSettings:
+    packed = is_packed(config.train.packing)
+    return CollateSettings(packed=packed, pad_token_id=tokenizer.pad_token_id, varlen=packed and loaded.varlen)
+
+
+def _eval_stream(config: RunConfig, data: RunData, how: CollateSettings, world: World) -> EvalStream | None:
+    if data.eval is None or data.eval_table is None:
+        return None
+    return EvalStream(data.eval, data.eval_table, eval_settings(config, world), how, rank=world.rank)

@@ -1,0 +1,77 @@
+"""A run's data as training sees it: segments with random access, their table, and a fingerprint of the whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from luthier.config.schema import RunConfig
+from luthier.encode.prepared import Prepared, PreparedSet
+from luthier.encode.segments import SegmentIndex
+from luthier.errors import UserError
+from luthier.packing import PlanSettings, SegmentTable, describe, plan_epoch
+from luthier.train.loader import Segments
+from luthier.train.result import DataSummary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunData:
+    """Both sides of the data. ``fingerprint`` covers the content of the training segments and their order."""
+
+    train: Segments
+    train_table: SegmentTable
+    eval: Segments | None
+    eval_table: SegmentTable | None
+    fingerprint: str
+    ledger: dict[str, Any]
+
+
+def open_run_data(config: RunConfig, prepared: Prepared, *, encoder_fingerprint: str) -> RunData:
+    """The segments of a run, cut to ``data.max_length``.
+
+    Raises `BudgetError` if cutting loses more rows than ``data.max_drop`` allows, `UserError` if a side is left empty
+    or a segment is too long under ``data.overflow: error``.
+    """
+    max_length, overflow = config.data.max_length, config.data.overflow
+    train = SegmentIndex(prepared.train, max_length=max_length, overflow=overflow)
+    train.ledger.check(max_drop=config.data.max_drop)
+    held_out = None
+    if prepared.eval is not None:
+        held_out = SegmentIndex(prepared.eval, max_length=max_length, overflow=overflow)
+    for side, index in (("training", train), ("evaluation", held_out)):
+        if index is not None and len(index) == 0:
+            raise UserError(
+                f"no {side} row is left at data.max_length={max_length}",
+                hint="raise data.max_length, or set data.overflow: split",
+            )
+    return RunData(
+        train=train,
+        train_table=train.table(),
+        eval=held_out,
+        eval_table=None if held_out is None else held_out.table(),
+        fingerprint=_fingerprint(prepared.train, train.table(), encoder_fingerprint),
+        ledger=train.ledger.to_json(),
+    )
+
+
+def summarise(table: SegmentTable, settings: PlanSettings) -> DataSummary:
+    """The sizes of the first epoch."""
+    found = describe(plan_epoch(table, settings, epoch=0), table)
+    return DataSummary(
+        segments=found.segments,
+        tokens=found.tokens,
+        target_tokens=found.targets,
+        micro_batches=found.micro_batches,
+        fill=1 - found.padding,
+    )
+
+
+def _fingerprint(prepared: PreparedSet, table: SegmentTable, encoder_fingerprint: str) -> str:
+    digest = hashlib.sha256(encoder_fingerprint.encode())
+    digest.update(prepared.store.keys[prepared.sample_ids].tobytes())
+    for array in (table.lengths, table.num_targets, table.row_ids, table.source_ids):
+        digest.update(array.tobytes())
+    digest.update(json.dumps(table.source_weights).encode())
+    return digest.hexdigest()

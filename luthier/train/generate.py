@@ -1,0 +1,131 @@
+"""Greedy answers to held-out rows, compared with the answers that the rows hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from peft import PeftModel
+from transformers import GenerationConfig, PreTrainedModel
+
+from luthier.encode.tokenizer import Tokenizer
+from luthier.records import Address, Segment
+from luthier.train.loader import Segments
+from luthier.train.result import GenerationRecord, GenerationRound
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Question:
+    """``prompt`` is all that stands before the last trained run, as inference supplies it; ``answer`` is that run
+    without its stop token."""
+
+    prompt: Ids
+    answer: Ids
+    address: Address
+
+
+def question_of(segment: Segment, stops: frozenset[int]) -> Question | None:
+    """The last trained run of a segment as a question; None if the run lacks its stop token (it was cut) or a prompt.
+
+    ``u u [A A stop]`` -> prompt ``u u``, answer ``A A``; what follows the run is left out.
+    """
+    trained = np.flatnonzero(segment.target)
+    if len(trained) == 0:
+        return None
+    end = int(trained[-1]) + 1
+    breaks = np.flatnonzero(np.diff(trained) > 1)
+    start = int(trained[breaks[-1] + 1]) if len(breaks) else int(trained[0])
+    if start == 0 or int(segment.input_ids[end - 1]) not in stops:
+        return None
+    return Question(
+        prompt=segment.input_ids[:start], answer=segment.input_ids[start : end - 1], address=segment.address
+    )
+
+
+def choose_questions(segments: Segments, count: int, stops: frozenset[int]) -> list[Question]:
+    """One question a row, of the first ``count`` rows: the row's last answer, which is in the last of its segments."""
+    chosen: dict[Address, Question] = {}
+    for index in range(len(segments)):
+        question = question_of(segments[index], stops)
+        if question is None:
+            continue
+        if len(chosen) == count and question.address not in chosen:
+            break
+        chosen[question.address] = question
+    return list(chosen.values())
+
+
+def answer_all(
+    model: PreTrainedModel | PeftModel,
+    questions: Sequence[Question],
+    tokenizer: Tokenizer,
+    *,
+    step: int,
+    batch_size: int,
+    max_new_tokens: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> GenerationRound:
+    """Answer by greedy search, ``batch_size`` questions at a time. The model is left in the mode it was in."""
+    begun = time.perf_counter()
+    training = model.training
+    model.eval()
+    order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))  # little padding
+    records: dict[int, GenerationRecord] = {}
+    for start in range(0, len(order), batch_size):
+        chunk = order[start : start + batch_size]
+        answers = _greedy(model, [questions[i].prompt for i in chunk], tokenizer, max_new_tokens)
+        for index, got in zip(chunk, answers, strict=True):
+            records[index] = _record(questions[index], got, tokenizer)
+        tell(f"answered {len(records)} of {len(questions)}")
+    model.train(training)
+    return GenerationRound(
+        step=step,
+        records=tuple(records[index] for index in range(len(questions))),
+        seconds=time.perf_counter() - begun,
+    )
+
+
+@torch.no_grad()
+def _greedy(
+    model: PreTrainedModel | PeftModel, prompts: list[Ids], tokenizer: Tokenizer, max_new_tokens: int
+) -> list[list[int]]:
+    """New ids of each prompt, up to and without the stop token."""
+    device = next(model.parameters()).device
+    width = max(len(prompt) for prompt in prompts)
+    ids_BT = torch.full((len(prompts), width), tokenizer.pad_token_id, dtype=torch.int64)
+    mask_BT = torch.zeros_like(ids_BT)
+    for row, prompt in enumerate(prompts):
+        # left padding: what is generated follows the prompt's last token
+        ids_BT[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+        mask_BT[row, width - len(prompt) :] = 1
+    stops = list(tokenizer.stop_token_ids)
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=stops,
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,
+    )
+    out_BT = model.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), generation_config=settings)
+    answers = []
+    for row in out_BT[:, width:].tolist():
+        end = next((at for at, token in enumerate(row) if token in stops), len(row))
+        answers.append(row[:end])
+    return answers
+
+
+def _record(question: Question, got: list[int], tokenizer: Tokenizer) -> GenerationRecord:
+    expected, generated = tokenizer.decode(question.answer), tokenizer.decode(got)
+    return GenerationRecord(
+        address=str(question.address),
+        prompt=tokenizer.decode(question.prompt),
+        expected=expected,
+        generated=generated,
+        equal=generated == expected,
+    )

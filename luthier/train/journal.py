@@ -1,0 +1,61 @@
+"""``log.jsonl``: one line per logging step and per evaluation, and reading it back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from luthier.train.events import Event
+from luthier.train.result import EvalRecord, GenerationRound, StepRecord
+
+_KINDS: dict[str, type[StepRecord] | type[EvalRecord] | type[GenerationRound]] = {
+    "train": StepRecord,
+    "eval": EvalRecord,
+    "generation": GenerationRound,
+}
+
+
+class LogFile:
+    """A listener that appends records to ``log.jsonl``, flushed line by line.
+
+    Opened at ``step`` of a resumed run it first drops the lines of later steps: they will be written again.
+    """
+
+    def __init__(self, path: Path, *, step: int) -> None:
+        self.path = path
+        _truncate(path, step)
+
+    def __call__(self, event: Event) -> None:
+        for kind, record_type in _KINDS.items():
+            if isinstance(event, record_type):
+                line = msgspec.json.encode({"kind": kind, **msgspec.to_builtins(event)})
+                with self.path.open("ab") as file:
+                    file.write(line + b"\n")
+
+
+def read_log(path: Path) -> tuple[tuple[StepRecord, ...], tuple[EvalRecord, ...], tuple[GenerationRound, ...]]:
+    """The records of ``log.jsonl`` by kind; empty if there is no file. A line cut off by a kill is left out."""
+    found: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
+    for line in _whole_lines(path):
+        kind = line.pop("kind")
+        found[kind].append(msgspec.convert(line, _KINDS[kind]))
+    return tuple(found["train"]), tuple(found["eval"]), tuple(found["generation"])
+
+
+def _truncate(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.writelines(msgspec.json.encode(line) + b"\n" for line in _whole_lines(path) if line["step"] <= step)
+    os.replace(partial, path)
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    # what follows the last newline was cut off
+    return [msgspec.json.decode(line) for line in path.read_bytes().split(b"\n")[:-1] if line]

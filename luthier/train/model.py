@@ -1,0 +1,262 @@
+"""Loading the model: a folder, a Hub id, or a preset with random weights. Each decision is noted with its reason."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from luthier.config.schema import AdapterType, ModelConfig, RunConfig
+from luthier.errors import ModelError
+from luthier.presets import model_folder
+
+PRESET = "preset:"
+FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """What the model must know of the tokenizer. ``size`` is its highest id plus one, added tokens included."""
+
+    size: int
+    eos_token_id: int
+    pad_token_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A model in training mode, on the CPU, and how it came to be. ``source`` is what was loaded from."""
+
+    model: PreTrainedModel
+    source: str
+    attn_implementation: str
+    random_weights: bool
+    notes: tuple[str, ...]
+
+    @property
+    def varlen(self) -> bool:
+        """Whether packed batches need the boundaries of their segments as cumulative lengths."""
+        return self.attn_implementation in FLASH
+
+
+def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
+    """Load or build the model that ``config.model`` describes, and fit its embeddings to the vocabulary.
+
+    Raises `ModelError` for a model that cannot be found or read, unknown ``config_overrides``, an attention
+    implementation that this model or machine does not have, and a vocabulary smaller than the tokenizer's.
+    """
+    section = config.model
+    source, random_init = _source(section)
+    notes: list[str] = []
+    model_config = _model_config(section, source)
+    attention = _attention(section, notes)
+    dtype = _dtype(config, model_config, notes)
+    if random_init:
+        # the seed is set here, not earlier: the weights must not depend on what drew random numbers before
+        torch.manual_seed(config.runtime.seed)
+        model = _build(section, model_config, attention, dtype)
+        notes.append(f"random weights, seed {config.runtime.seed}")
+    else:
+        model = _load(section, source, model_config, attention, dtype)
+    _fit_vocabulary(model, section, vocabulary, notes)
+    _fit_generation(model, vocabulary, notes)
+    model.train()
+    return LoadedModel(
+        model=model,
+        source=source,
+        attn_implementation=str(model.config._attn_implementation),
+        random_weights=random_init,
+        notes=tuple(notes),
+    )
+
+
+def use_liger(section: ModelConfig) -> bool:
+    """Whether Liger's kernels are used. Raises `ModelError` if they are demanded where they cannot run."""
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    match section.use_liger_kernel:
+        case "auto":
+            return installed and torch.cuda.is_available()
+        case True:
+            if not (installed and torch.cuda.is_available()):
+                missing = "no CUDA device is there" if installed else "liger-kernel is not installed"
+                raise ModelError(f"model.use_liger_kernel is true, but {missing}", hint="set it to auto or false")
+            return True
+        case False:
+            return False
+        case _:
+            raise AssertionError(section.use_liger_kernel)
+
+
+def run_device(config: RunConfig) -> str:
+    """``cuda`` or ``cpu``. Raises `ModelError` if CUDA is asked for and absent."""
+    if config.runtime.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.runtime.device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("runtime.device is cuda, but torch sees no CUDA device", hint="set runtime.device: auto")
+    return config.runtime.device
+
+
+def _source(section: ModelConfig) -> tuple[str, bool]:
+    """Where to load from, and whether the weights are random."""
+    if section.name_or_path.startswith(PRESET):
+        return str(model_folder(section.name_or_path.removeprefix(PRESET))), True
+    return section.name_or_path, section.random_init
+
+
+def _hub_arguments(section: ModelConfig, source: str) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"trust_remote_code": section.trust_remote_code, "cache_dir": section.cache_dir}
+    if not Path(source).is_dir():
+        arguments["revision"] = section.revision
+    return arguments
+
+
+def _model_config(section: ModelConfig, source: str) -> PretrainedConfig:
+    try:
+        found = AutoConfig.from_pretrained(source, **_hub_arguments(section, source))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model.name_or_path {section.name_or_path!r}: {_first_line(error)}",
+            hint="name a folder with config.json, a Hub id, or preset:NAME",
+        ) from error
+    return _overridden(found, section, source) if section.config_overrides else found
+
+
+def _overridden(found: PretrainedConfig, section: ModelConfig, source: str) -> PretrainedConfig:
+    """The config as if its file had said so: entries that follow from others (``layer_types``) are made anew."""
+    known = found.to_dict()
+    unknown = sorted(set(section.config_overrides) - set(known))
+    if unknown:
+        raise ModelError(
+            f"model.config_overrides: {type(found).__name__} has no {', '.join(unknown)}",
+            hint=f"it has {', '.join(sorted(known))}",
+        )
+    written, _ = type(found).get_config_dict(source, **_hub_arguments(section, source))
+    try:
+        changed = type(found).from_dict({**written, **section.config_overrides})
+        changed.validate()
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise ModelError(f"model.config_overrides: {_last_line(error)}") from error
+    changed.name_or_path = found.name_or_path
+    return changed
+
+
+def _attention(section: ModelConfig, notes: list[str]) -> str | None:
+    """The implementation to ask transformers for; None lets it take sdpa, or eager for models that have no sdpa."""
+    asked = section.attn_implementation
+    on_gpu = torch.cuda.is_available()
+    if asked == "auto":
+        if on_gpu and importlib.util.find_spec("flash_attn") is not None:
+            notes.append("attention flash_attention_2: flash-attn is installed and a GPU is there")
+            return "flash_attention_2"
+        notes.append("attention by transformers' choice: " + ("flash-attn is not installed" if on_gpu else "no GPU"))
+        return None
+    if asked in FLASH | {"flex_attention"} and not on_gpu:
+        # flex_attention has no backward on the CPU
+        raise ModelError(
+            f"model.attn_implementation {asked} trains on a GPU only, and torch sees none",
+            hint="set model.attn_implementation: auto",
+        )
+    return asked
+
+
+def _dtype(config: RunConfig, model_config: PretrainedConfig, notes: list[str]) -> torch.dtype:
+    asked = config.model.dtype
+    if asked != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[asked]
+    if config.adapter.type in (AdapterType.FULL, AdapterType.FREEZE):
+        notes.append("weights in float32: the optimizer's updates are too small for 16 bits")
+        return torch.float32
+    stored = model_config.dtype
+    return stored if isinstance(stored, torch.dtype) else torch.float32
+
+
+def _build(
+    section: ModelConfig, model_config: PretrainedConfig, attention: str | None, dtype: torch.dtype
+) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_config(
+            model_config, attn_implementation=attention, dtype=dtype, trust_remote_code=section.trust_remote_code
+        )
+    except (ValueError, ImportError) as error:
+        raise ModelError(f"model.name_or_path {section.name_or_path!r}: {_first_line(error)}") from error
+
+
+def _load(
+    section: ModelConfig, source: str, model_config: PretrainedConfig, attention: str | None, dtype: torch.dtype
+) -> PreTrainedModel:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=model_config,
+            attn_implementation=attention,
+            dtype=dtype,
+            output_loading_info=True,
+            use_safetensors=True,  # never a pickle
+            **_hub_arguments(section, source),
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ModelError(
+            f"model.name_or_path {section.name_or_path!r}: {_first_line(error)}",
+            hint="weights must be safetensors; for random weights set model.random_init: true",
+        ) from error
+    problems = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "mismatched_keys") if info[kind]}
+    if problems:
+        listed = "; ".join(f"{kind}: {len(keys)} ({', '.join(keys[:5])} …)" for kind, keys in problems.items())
+        raise ModelError(
+            f"the weights in {source} do not fill {type(model).__name__}: {listed}",
+            hint="the parts without weights would be random; check model.config_overrides, or set model.random_init",
+        )
+    return model
+
+
+def _fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Vocabulary, notes: list[str]) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if vocabulary.size <= rows:
+        return  # more rows than ids is usual: tables are padded to round sizes
+    if not (section.add_tokens or section.add_special_tokens):
+        raise ModelError(
+            f"the tokenizer has {vocabulary.size} ids, the embedding of {section.name_or_path} has {rows} rows",
+            hint="name the model's own tokenizer, or add tokens through model.add_tokens, which resizes the embedding",
+        )
+    model.resize_token_embeddings(vocabulary.size, mean_resizing=False)
+    tables = {
+        id(module.weight): module.weight
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module
+    }
+    with torch.no_grad():
+        for table in tables.values():  # one, where they are tied
+            table[rows:] = table[:rows].mean(dim=0)
+    notes.append(f"embedding resized from {rows} to {vocabulary.size} rows; each new one is the mean of the old ones")
+
+
+def _fit_generation(model: PreTrainedModel, vocabulary: Vocabulary, notes: list[str]) -> None:
+    """See that the saved model stops where this tokenizer says, and that its generation settings can be saved."""
+    settings: GenerationConfig = model.generation_config
+    declared = settings.eos_token_id
+    stops = [declared] if isinstance(declared, int) else list(declared or [])
+    if vocabulary.eos_token_id not in stops:
+        stops.append(vocabulary.eos_token_id)
+        notes.append(f"generation stops at id {vocabulary.eos_token_id} too, the tokenizer's eos")
+    settings.eos_token_id = stops if len(stops) > 1 else stops[0]
+    if settings.pad_token_id is None:
+        settings.pad_token_id = vocabulary.pad_token_id
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        # some checkpoints set temperature or top_p without do_sample; transformers reads that but will not write it
+        settings.do_sample = True
+        notes.append("generation_config: do_sample set to true, since sampling settings are given")
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1].strip()

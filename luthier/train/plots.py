@@ -1,0 +1,198 @@
+"""Curves: as SVG for the page, as a PNG, as a line of blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from luthier.train.result import RunResult
+
+MAX_POINTS = 800  # of a curve on the page: more than a screen has pixels to show it
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """A named series over optimizer steps; ``look`` is a class of the page's style sheet."""
+
+    name: str
+    look: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    dots: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """A mark of an axis: where (in SVG units) and what it says."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A curve in SVG units. ``path`` is the ``d`` of a path, ``dots`` are circles."""
+
+    name: str
+    look: str
+    path: str
+    dots: tuple[tuple[float, float, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Everything a template needs to draw a chart of ``width`` x ``height`` units."""
+
+    title: str
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    lines: tuple[Line, ...]
+
+
+def chart(title: str, curves: Sequence[Curve], *, width: int = 720, height: int = 240) -> Chart | None:
+    """Lay curves out on common axes; values that are no numbers are left out. None if nothing is left."""
+    finite = [_finite_part(curve) for curve in curves]
+    points = [point for curve in finite for point in zip(curve.steps, curve.values, strict=True)]
+    if not points:
+        return None
+    x_low, x_high = _range([x for x, _ in points])
+    y_low, y_high = _range([y for _, y in points])
+    y_marks = ticks(y_low, y_high)
+    y_low, y_high = min(y_low, y_marks[0]), max(y_high, y_marks[-1])
+    left, right, top, bottom = 62, 14, 12, 26
+
+    def x_of(step: float) -> float:
+        return round(left + (step - x_low) / (x_high - x_low) * (width - left - right), 2)
+
+    def y_of(value: float) -> float:
+        return round(height - bottom - (value - y_low) / (y_high - y_low) * (height - top - bottom), 2)
+
+    lines = []
+    for curve in finite:
+        thin = _thinned(curve)
+        at = [(x_of(step), y_of(value)) for step, value in zip(thin.steps, thin.values, strict=True)]
+        dots = tuple(
+            (x, y, f"step {step:g}: {value:.4g}")
+            for (x, y), step, value in zip(at, thin.steps, thin.values, strict=True)
+            if curve.dots or len(at) == 1
+        )
+        path = "M" + "L".join(f"{x:g},{y:g}" for x, y in at) if len(at) > 1 else ""
+        lines.append(Line(name=curve.name, look=curve.look, path=path, dots=dots))
+    x_marks = [mark for mark in ticks(x_low, x_high, 7) if x_low <= mark <= x_high and mark.is_integer()]
+    return Chart(
+        title=title, width=width, height=height, left=left, right=width - right, top=top, bottom=height - bottom,
+        x_ticks=tuple(Tick(at=x_of(mark), label=f"{mark:g}") for mark in x_marks),
+        y_ticks=tuple(Tick(at=y_of(v), label=_number(v)) for v in y_marks),
+        lines=tuple(lines),
+    )  # fmt: skip
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About ``count`` round numbers that cover ``low … high``: ``(0.13, 3.9) -> [0, 1, 2, 3, 4]``."""
+    raw = (high - low) / max(1, count - 1)
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(nice * magnitude for nice in (1, 2, 2.5, 5, 10) if nice * magnitude >= raw * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{number * step:.10g}") for number in range(first, last + 1)]
+
+
+def smoothed(values: Sequence[float], radius: int) -> list[float]:
+    """The mean of ``radius`` neighbours on each side, fewer at the ends: unlike a running average it does not lag.
+
+    ``([4, 1, 4], 1) -> [4, 3, 4]``. Not-a-numbers are passed over; where there is nothing else, they stay.
+    """
+    sums, counts = [0.0], [0]
+    for value in values:
+        finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    result = []
+    for index, value in enumerate(values):
+        reach = min(radius, index, len(values) - 1 - index)
+        low, high = index - reach, index + reach + 1
+        count = counts[high] - counts[low]
+        result.append((sums[high] - sums[low]) / count if count else value)
+    return result
+
+
+def smoothing_radius(count: int) -> int:
+    """A fortieth of the curve, at most 50 points; 0 means that there is nothing to smooth."""
+    return min(50, count // 40)
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """Values as a line of blocks, the mean of each of ``width`` stretches: ``[0, 1, 2] -> "▁▅█"``."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    bounds = [len(finite) * n // count for n in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[int((mean - low) * scale + 0.5)] for mean in means)
+
+
+def save_loss_png(result: RunResult, path: Path) -> None:
+    """The loss curve with its smoothing and the evaluations, drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps = [step.step for step in result.steps]
+    losses = [step.loss for step in result.steps]
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    marker = "." if len(steps) == 1 else ""
+    axes.plot(steps, losses, color="#9db7e8", linewidth=1, label="loss per target", marker=marker)
+    axes.plot(steps, smoothed(losses, smoothing_radius(len(losses))), color="#2456b8", linewidth=2, label="smoothed")
+    if result.evals:
+        evals = result.evals
+        axes.plot([e.step for e in evals], [e.loss for e in evals], "o-", color="#c4690a", markersize=5, label="eval")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.set_title(result.model.name, parse_math=False)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _finite_part(curve: Curve) -> Curve:
+    pairs = [(s, v) for s, v in zip(curve.steps, curve.values, strict=True) if math.isfinite(v)]
+    return replace(curve, steps=[s for s, _ in pairs], values=[v for _, v in pairs])
+
+
+def _thinned(curve: Curve) -> Curve:
+    if len(curve.steps) <= MAX_POINTS:
+        return curve
+    # the highest and the lowest of each stretch: spikes stay visible
+    keep = {0, len(curve.steps) - 1}
+    stretch = len(curve.steps) * 2 / MAX_POINTS
+    for number in range(MAX_POINTS // 2):
+        inside = range(round(number * stretch), min(round((number + 1) * stretch), len(curve.steps)))
+        if inside:
+            keep |= {min(inside, key=curve.values.__getitem__), max(inside, key=curve.values.__getitem__)}
+    chosen = sorted(keep)
+    return replace(curve, steps=[curve.steps[i] for i in chosen], values=[curve.values[i] for i in chosen])
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if low < high:
+        return low, high
+    return (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
+
+
+def _number(value: float) -> str:
+    """``0.00002 -> "2e-5"``."""
+    return f"{value:g}".replace("e-0", "e-").replace("e+0", "e")

@@ -1,0 +1,242 @@
+"""What a person and a program want to know of a run when it is over.
+
+output.dir/
+  report.json   all numbers           report.html   a page that needs nothing else
+  loss.png      the curve, to paste somewhere
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from luthier.train.plots import save_loss_png, sparkline
+from luthier.train.report_html import report_page
+from luthier.train.result import Ended, GenerationRound, RunResult
+
+REPORT_JSON, REPORT_HTML, LOSS_PNG = "report.json", "report.html", "loss.png"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A run's result with what was known before it began.
+
+    plan          `check.plan.RunPlan` in JSON types
+    fingerprints  of what decides the data: encoder, tokenizer
+    sample        the first sample in colour, HTML that is safe to embed
+    quickstart    whether this was ``luthier quickstart``, whose JSON says how exact the answers were
+    """
+
+    result: RunResult
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    sample: Markup = field(default_factory=Markup)
+    quickstart: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of ``report.json``; ``ledger`` holds numbers, with read = trained + dropped + quarantined."""
+        result = self.result
+        told: dict[str, Any] = {
+            "ended": result.ended.value,
+            "started_at": result.started_at,
+            "seconds": result.seconds,
+            "steps": result.global_step,
+            "max_steps": result.max_steps,
+            "epochs": result.epochs,
+            "tokens": sum(step.tokens for step in result.steps),
+            "target_tokens": sum(step.target_tokens for step in result.steps),
+            "tokens_per_second": tokens_per_second(result),
+            "losses": [step.loss for step in result.steps],
+            "final_loss": result.final_loss,
+            "curve": [asdict(step) for step in result.steps],
+            "eval": [asdict(one) for one in result.evals],
+            "exact_match": [
+                {"step": one.step, "share": one.exact_match, "rows": len(one.records)} for one in result.generations
+            ],
+            "generations": [asdict(one) for one in result.generations],
+            "best_checkpoint": result.best_checkpoint,
+            "best_metric": result.best_metric,
+            "ledger": ledger_numbers(result.ledger),
+            "plan": dict(self.plan),
+            "model": asdict(result.model),
+            "adapter": result.adapter,
+            "peak_memory_bytes": result.peak_memory_bytes,
+            "world_size": result.world_size,
+            "resumed_from": result.resumed_from,
+            "fingerprints": dict(self.fingerprints),
+            "versions": result.versions,
+            "config": result.config,
+            "files": {"output_dir": result.output_dir, "model_dir": result.model_dir, "merged_dir": result.merged_dir},
+        }
+        if self.quickstart:
+            told["quickstart"] = exact_match_change(result)
+        return told
+
+
+def exact_match_change(result: RunResult) -> dict[str, float | None]:
+    """Share of held-out rows answered exactly by the first and by the last round; None without two rounds."""
+    rounds = result.generations
+    return {
+        "exact_match_before": rounds[0].exact_match if len(rounds) > 1 else None,
+        "exact_match_after": rounds[-1].exact_match if len(rounds) > 1 else None,
+    }
+
+
+def ledger_numbers(ledger: Mapping[str, Any]) -> dict[str, Any]:
+    """`Ledger.to_json` with totals in place of the counts per reason, which move to ``reasons``."""
+    dropped, quarantined = ledger.get("dropped", {}), ledger.get("quarantined", {})
+    return {
+        "read": ledger.get("read", 0),
+        "trained": ledger.get("trained", 0),
+        "dropped": sum(dropped.values()),
+        "quarantined": sum(quarantined.values()),
+        "reasons": {"dropped": dict(dropped), "quarantined": dict(quarantined)},
+        "notes": dict(ledger.get("notes", {})),
+        "examples": dict(ledger.get("examples", {})),
+    }
+
+
+def tokens_per_second(result: RunResult) -> float | None:
+    """Tokens without padding, over the time that steps took; None if there was no step."""
+    seconds = sum(step.seconds for step in result.steps)
+    return sum(step.tokens for step in result.steps) / seconds if seconds else None
+
+
+def write_report(report: Report) -> list[Path]:
+    """Write the three files into the run's folder and name them, the page first."""
+    folder = report.result.path
+    folder.mkdir(parents=True, exist_ok=True)
+    told = report.to_json()
+    page, numbers, picture = folder / REPORT_HTML, folder / REPORT_JSON, folder / LOSS_PNG
+    _replace(numbers, json.dumps(_finite(told), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    _replace(page, report_page(report.result, told, sample=report.sample))
+    written = [page, numbers]
+    if report.result.steps:
+        save_loss_png(report.result, picture)
+        written.append(picture)
+    return written
+
+
+def summary(report: Report, files: list[Path]) -> Group:
+    """The end of a run in a terminal: what became of loss, answers and rows, and where everything is."""
+    result = report.result
+    head = Text.assemble(
+        (_HEADLINES[result.ended], "bold green" if result.ended is not Ended.INTERRUPTED else "bold yellow"),
+        (f"  {result.model.name}", "bold"),
+        (f"   {result.global_step:,} steps, {result.epochs:.3g} epochs in {duration(result.seconds)}", "dim"),
+    )
+    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, content in _facts(report):
+        table.add_row(name, content)
+    parts: list[RenderableType] = [head, Padding(table, (1, 0, 1, 2))]
+    if report.quickstart:
+        parts.append(Padding(_quickstart_words(result), (0, 0, 1, 2)))
+    names = [*files, *([result.path / result.model_dir] if result.model_dir is not None else [])]
+    parts.extend(Padding(Text(str(name), style="cyan"), (0, 0, 0, 2)) for name in names)
+    return Group(*parts)
+
+
+_HEADLINES = {
+    Ended.COMPLETED: "Trained",
+    Ended.EARLY_STOPPED: "Stopped early",
+    Ended.INTERRUPTED: "Interrupted",
+}
+
+
+def duration(seconds: float) -> str:
+    """``75.3 -> "1 min 15 s"``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _facts(report: Report) -> list[tuple[str, RenderableType]]:
+    result = report.result
+    facts: list[tuple[str, RenderableType]] = []
+    if result.steps:
+        losses = [step.loss for step in result.steps]
+        curve = (f"   {sparkline(losses)}", "cyan")
+        facts.append(("loss", Text.assemble(f"{losses[0]:.3f} → ", (f"{losses[-1]:.3f}", "bold"), curve)))
+    if result.evals:
+        first, last = result.evals[0], result.evals[-1]
+        before = "" if first is last else f"{first.loss:.3f} → "
+        words = f"   perplexity {last.perplexity:.2f}, {last.token_accuracy:.1%} of {last.num_targets:,} targets right"
+        facts.append(("eval loss", Text.assemble(before, (f"{last.loss:.3f}", "bold"), (words, "dim"))))
+    if result.generations:
+        facts.append(("exact answers", _exact(result.generations)))
+    speed = tokens_per_second(result)
+    if speed is not None:
+        tokens = sum(step.tokens for step in result.steps)
+        targets = sum(step.target_tokens for step in result.steps)
+        facts.append(("tokens", f"{tokens:,}, of which {targets:,} targets   {speed:,.0f} a second"))
+    facts.append(("rows", _rows(ledger_numbers(result.ledger))))
+    if result.resumed_from is not None:
+        facts.append(("resumed from", result.resumed_from))
+    if result.ended is Ended.INTERRUPTED:
+        begins_anew = result.config.get("output", {}).get("overwrite", False)
+        again = "run it again with output.overwrite=false" if begins_anew else "run the same command again"
+        facts.append(
+            ("to go on", again if not report.quickstart else "the quickstart begins anew when it is run again")
+        )
+    return facts
+
+
+def _exact(rounds: tuple[GenerationRound, ...]) -> Text:
+    last = rounds[-1]
+    before = "" if len(rounds) == 1 else f"{rounds[0].exact_match:.0%} → "
+    rows = f"   of {len(last.records)} held-out rows, answered greedily"
+    return Text.assemble(before, (f"{last.exact_match:.0%}", "bold"), (rows, "dim"))
+
+
+def _rows(ledger: Mapping[str, Any]) -> Text:
+    dropped, quarantined = ledger["dropped"], ledger["quarantined"]
+    return Text.assemble(
+        f"{ledger['read']:,} read = {ledger['trained']:,} trained + ",
+        (f"{dropped:,} dropped", "yellow" if dropped else ""), " + ",
+        (f"{quarantined:,} quarantined", "red" if quarantined else ""),
+    )  # fmt: skip
+
+
+def _quickstart_words(result: RunResult) -> Text:
+    change = exact_match_change(result)
+    before, after = change["exact_match_before"], change["exact_match_after"]
+    if before is None or after is None:
+        return Text("The run ended before the answers could be compared.")
+    count = len(result.generations[-1].records)
+    return Text.assemble(
+        f"Of {count} questions it had never seen, the model answered ", (f"{before:.0%}", "bold"),
+        " exactly before training and ", (f"{after:.0%}", "bold green"), " after it.",
+    )  # fmt: skip
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _finite(value: Any) -> Any:
+    # a loss that is no number is null: JSON has no word for it
+    match value:
+        case float() if value != value or value in (float("inf"), float("-inf")):
+            return None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value

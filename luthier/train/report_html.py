@@ -1,0 +1,78 @@
+"""``report.html``: one page with its style, curves and data inside. Every text is escaped by the template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from luthier.train.plots import Chart, Curve, chart, smoothed, smoothing_radius
+from luthier.train.result import GenerationRound, RunResult
+
+MAX_EXAMPLES = 12  # answers on the page; report.json has all
+
+
+def report_page(result: RunResult, told: Mapping[str, Any], *, sample: Markup) -> str:
+    """The page. ``told`` is the content of ``report.json``; ``sample`` is HTML that is safe to embed."""
+    loader = PackageLoader("luthier.train")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["count"] = lambda number: f"{number:,}"
+    environment.filters["share"] = lambda number: f"{number:.1%}"
+    environment.filters["short"] = lambda number: f"{number:.4g}"
+    environment.filters["time"] = _time
+    return environment.get_template("report.html.jinja").render(
+        result=result,
+        told=told,
+        loss_chart=_loss_chart(result),
+        small_charts=_small_charts(result),
+        answers=_answers(result.generations),
+        num_answers=len(result.generations[-1].records) if result.generations else 0,
+        sample=sample,
+        config=json.dumps(told["config"], indent=2, ensure_ascii=False),
+    )
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)} min {rest:.0f} s" if minutes else f"{rest:.1f} s"
+
+
+def _loss_chart(result: RunResult) -> Chart | None:
+    steps = [step.step for step in result.steps]
+    losses = [step.loss for step in result.steps]
+    radius = smoothing_radius(len(losses))
+    look = "raw" if radius else "main"  # nothing to smooth: the curve itself is the main one
+    curves = [Curve(name="loss per target", look=look, steps=steps, values=losses)]
+    if radius:
+        curves.append(Curve(name="smoothed", look="main", steps=steps, values=smoothed(losses, radius)))
+    if result.evals:
+        evals = result.evals
+        values = [one.loss for one in evals]
+        curves.append(Curve(name="eval", look="eval", steps=[one.step for one in evals], values=values, dots=True))
+    return chart("loss", curves, width=960, height=320)
+
+
+def _small_charts(result: RunResult) -> list[Chart]:
+    steps = [step.step for step in result.steps]
+    measured = [step for step in result.steps if step.grad_norm is not None]
+    norms = [step.grad_norm for step in measured if step.grad_norm is not None]
+    curves = {
+        "learning rate": Curve(name="", look="main", steps=steps, values=[step.learning_rate for step in result.steps]),
+        "gradient norm": Curve(name="", look="main", steps=[step.step for step in measured], values=norms),
+        "tokens a second": Curve(
+            name="", look="main", steps=steps, values=[step.tokens_per_second for step in result.steps]
+        ),
+    }
+    charts = [chart(title, [curve], width=380, height=190) for title, curve in curves.items()]
+    return [one for one in charts if one is not None]
+
+
+def _answers(rounds: tuple[GenerationRound, ...]) -> list[dict[str, Any]]:
+    """One entry per row: what was asked and expected, and what came before and after (one of them, if one round)."""
+    if not rounds:
+        return []
+    before = {record.address: record for record in rounds[0].records} if len(rounds) > 1 else {}
+    return [{"after": record, "before": before.get(record.address)} for record in rounds[-1].records[:MAX_EXAMPLES]]

@@ -1,0 +1,172 @@
+"""What a run leaves behind to be reported: one frozen record, and its JSON form.
+
+output.dir/
+  result.json     this record                       log.jsonl     one line per logging step and per evaluation
+  run_config.json the resolved run description      model/        the trained model (or adapter), ready to load
+  checkpoint-N/   to resume from                    merged/       with ``adapter.merge``: the adapter merged in
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from luthier.train.signals import exit_code
+
+RESULT_FILE = "result.json"
+LOG_FILE = "log.jsonl"
+
+
+class Ended(StrEnum):
+    """Why training ended."""
+
+    COMPLETED = "completed"
+    EARLY_STOPPED = "early_stopped"
+    INTERRUPTED = "interrupted"  # a signal; a checkpoint was saved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One line of ``log.jsonl`` with ``"kind": "train"``: the logging interval that ends at ``step``."""
+
+    step: int  # optimizer steps done, from 1
+    epoch: float
+    loss: float  # per target, over the targets of the interval
+    grad_norm: float | None  # of the last step of the interval, before clipping
+    learning_rate: float
+    tokens: int  # without padding, in the interval, all ranks
+    target_tokens: int
+    seconds: float  # wall time of the interval
+    tokens_per_second: float
+    target_tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalRecord:
+    """One line of ``log.jsonl`` with ``"kind": "eval"``: one pass over the held-out segments."""
+
+    step: int  # 0: before training
+    epoch: float
+    loss: float  # per target, over the whole set
+    perplexity: float  # exp(loss)
+    token_accuracy: float  # share of targets that are the argmax
+    num_targets: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRecord:
+    """One held-out row answered greedily, up to the stop token. ``equal``: the texts are, control tokens included."""
+
+    address: str
+    prompt: str
+    expected: str
+    generated: str
+    equal: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRound:
+    """All of `eval.generate_rows` at one point of the run."""
+
+    step: int  # 0: before training
+    records: tuple[GenerationRecord, ...]
+    seconds: float
+
+    @property
+    def exact_match(self) -> float:
+        """Share of rows answered exactly; a round is never empty."""
+        return sum(record.equal for record in self.records) / len(self.records)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSummary:
+    """The sizes of one side (train or eval) of the data, after cutting: what an epoch consists of."""
+
+    segments: int
+    tokens: int
+    target_tokens: int
+    micro_batches: int  # per epoch, all ranks
+    fill: float  # tokens / (rows of batches x their length) over one epoch: 1.0 is no padding at all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSummary:
+    """The model as it was trained."""
+
+    name: str
+    architecture: str  # class name
+    parameters: int
+    trainable_parameters: int
+    dtype: str  # of the stored weights
+    precision: str  # of the computation
+    attn_implementation: str
+    device: str
+    notes: tuple[str, ...] = ()  # decisions taken at load, each with its reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """Everything a report says of a run; ``result.json`` is its JSON form.
+
+    Paths are strings relative to ``output_dir``. ``steps`` holds the whole curve, also of the part before a resume.
+    """
+
+    output_dir: str
+    model_dir: str | None  # "model": the final model or adapter; None if the run was interrupted
+    merged_dir: str | None = None
+    adapter: str  # an `AdapterType` value
+    ended: Ended
+    signal: int | None = None  # what interrupted it
+    started_at: str  # ISO 8601, UTC
+    seconds: float  # of this process, from loading the model to the last file
+    epochs: float
+    global_step: int
+    max_steps: int  # planned
+    world_size: int
+    resumed_from: str | None = None  # "checkpoint-20"
+    steps: tuple[StepRecord, ...] = ()
+    evals: tuple[EvalRecord, ...] = ()
+    generations: tuple[GenerationRound, ...] = ()
+    best_checkpoint: str | None = None
+    best_metric: float | None = None
+    train_data: DataSummary
+    eval_data: DataSummary | None = None
+    model: ModelSummary
+    peak_memory_bytes: int  # of the device for CUDA, else of the process
+    ledger: dict[str, Any] = field(default_factory=dict)  # `Ledger.to_json` of the preparation
+    versions: dict[str, str] = field(default_factory=dict)  # python, torch, transformers, peft, luthier
+    config: dict[str, Any] = field(default_factory=dict)  # the resolved `RunConfig`, in JSON types
+
+    @property
+    def exit_code(self) -> int:
+        """What a process that made this run should exit with: 0, or 128 + the signal (SIGTERM 143, SIGINT 130)."""
+        return 0 if self.signal is None else exit_code(self.signal)
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return Path(self.output_dir)
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last logged training loss."""
+        return self.steps[-1].loss if self.steps else None
+
+    def save(self) -> Path:
+        """Write ``result.json`` into the run's folder, at once or not at all."""
+        target = self.path / RESULT_FILE
+        partial = target.with_suffix(".json.partial")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+        os.replace(partial, target)
+        return target
+
+    @classmethod
+    def load(cls, output_dir: str | Path) -> RunResult:
+        """Read what `save` wrote. Raises ``FileNotFoundError`` or ``msgspec.ValidationError``."""
+        return msgspec.json.decode((Path(output_dir) / RESULT_FILE).read_bytes(), type=cls)

@@ -1,0 +1,152 @@
+"""The run's folder: what is in it already, whether this run may go on from it, and where from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from luthier.config.schema import RunConfig
+from luthier.errors import CheckpointError
+from luthier.train import checkpoint as checkpoints
+from luthier.train.result import LOG_FILE, RESULT_FILE
+
+RUN_CONFIG = "run_config.json"
+MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapter"
+OPTIMIZER_FILE = "optimizer.pt"
+
+# What may differ between a run and the run that goes on from it: places, views, and how a step is shared out (that the
+# steps are the same is checked against the loader's state).
+FREE = (
+    "output", "tracking", "eval", "runtime.device", "runtime.dataloader_num_workers", "runtime.threads",
+    "data.workers", "data.store", "data.max_drop", "train.gradient_accumulation_steps",
+    "train.per_device_train_batch_size", "runtime.seed", "data.max_length", "train.packing",
+)  # fmt: skip
+
+
+def open_run_folder(config: RunConfig, report: Callable[[str], None]) -> Path | None:
+    """Prepare ``output.dir`` (main process only) and return the checkpoint to go on from, if any.
+
+    Raises `CheckpointError` where the folder holds a run with another configuration or a finished run without
+    checkpoints, and where ``output.resume`` names a checkpoint that cannot be used.
+    """
+    run = config.output.dir
+    run.mkdir(parents=True, exist_ok=True)
+    checkpoints.clean_leftovers(run)
+    if config.output.overwrite:
+        _clear(run)
+        found = None
+    elif config.output.resume == "never":
+        _refuse_existing(run)
+        found = None
+    elif config.output.resume == "auto":
+        found = _resume_auto(config, run, report)
+    else:
+        found = _resume_named(Path(config.output.resume).expanduser(), run, report)
+    write_run_config(config, run)
+    return found
+
+
+def write_run_config(config: RunConfig, folder: Path) -> None:
+    """Write the resolved run description."""
+    checkpoints.write_json(folder / RUN_CONFIG, config.model_dump(mode="json"))
+
+
+def _resume_auto(config: RunConfig, run: Path, report: Callable[[str], None]) -> Path | None:
+    newest = checkpoints.newest_whole(run, report)
+    finished = (run / RESULT_FILE).exists()
+    if newest is None and not finished:
+        return None  # a run that failed or was killed before its first checkpoint holds nothing worth keeping
+    differing = differences(_read_run_config(run), config.model_dump(mode="json"))
+    if differing:
+        lines = "\n".join(f"  {key}: {there!r} there, {here!r} here" for key, there, here in differing)
+        raise CheckpointError(
+            f"{run} holds a run with another configuration:\n{lines}",
+            hint="output.overwrite: true starts anew there (its checkpoints are deleted); or choose another "
+            "output.dir; or name the checkpoint to go on from in output.resume",
+        )
+    if newest is None:
+        raise CheckpointError(
+            f"{run} holds a finished run and no checkpoint to go on from",
+            hint="output.overwrite: true starts anew there; or choose another output.dir",
+        )
+    _check_resumable(newest)
+    return newest
+
+
+def _resume_named(checkpoint: Path, run: Path, report: Callable[[str], None]) -> Path:
+    fault = checkpoints.damage(checkpoint) if checkpoint.is_dir() else "no such folder"
+    if fault is not None:
+        raise CheckpointError(
+            f"output.resume: {checkpoint} cannot be used: {fault}",
+            hint="name a whole checkpoint-N folder, or set output.resume: auto",
+        )
+    checkpoints.checkpoint_step(checkpoint)
+    _check_resumable(checkpoint)
+    if checkpoint.resolve().parent == run.resolve():
+        for aside in checkpoints.set_aside_newer(checkpoint):
+            report(f"going on from {checkpoint.name}: a later one is set aside as {aside.name}")
+    return checkpoint
+
+
+def _check_resumable(checkpoint: Path) -> None:
+    if not (checkpoint / OPTIMIZER_FILE).exists():
+        raise CheckpointError(
+            f"{checkpoint} has no optimizer state (it was saved with output.save_only_model)",
+            hint="start anew with output.overwrite: true, or set model.name_or_path to it in another output.dir",
+        )
+
+
+def _refuse_existing(run: Path) -> None:
+    present = [name for name in (RESULT_FILE, LOG_FILE) if (run / name).exists()]
+    present += [path.name for path in checkpoints.checkpoints(run)]
+    if present:
+        raise CheckpointError(
+            f"output.resume is never, but {run} holds a run: {', '.join(present)}",
+            hint="output.overwrite: true starts anew there; or choose another output.dir",
+        )
+
+
+def _clear(run: Path) -> None:
+    """Delete what a run leaves, by name; anything else in the folder stays."""
+    for folder in [*run.glob("checkpoint-*"), *(run / name for name in (MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER))]:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    for name in (RUN_CONFIG, RESULT_FILE, LOG_FILE):
+        (run / name).unlink(missing_ok=True)
+
+
+def _read_run_config(run: Path) -> dict[str, Any]:
+    path = run / RUN_CONFIG
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{run} holds a run, but its {RUN_CONFIG} cannot be read: {error}",
+            hint="output.overwrite: true starts anew there; or choose another output.dir",
+        ) from error
+    assert isinstance(content, dict), f"{path} holds a {type(content).__name__}"
+    return content
+
+
+def differences(there: dict[str, Any], here: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """``(dotted key, value there, value here)`` of every setting that differs and is not free to."""
+    first, second = _flatten(there), _flatten(here)
+    keys = [key for key in dict.fromkeys([*first, *second]) if not _is_free(key)]
+    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(free + ".") for free in FREE)
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

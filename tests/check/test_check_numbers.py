@@ -1,0 +1,141 @@
+"""Plans and statistics equal a naive recount."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from luthier.check.plan import RunPlan, longest_rows, plan_run, train_settings
+from luthier.check.stats import Distribution, distribution, stats
+from luthier.check.tables import plan_table, stats_table
+from luthier.config.schema import RunConfig
+from luthier.encode.encoder import Encoder
+from luthier.encode.prepare import prepare
+from luthier.encode.prepared import Prepared
+from luthier.encode.segments import SegmentIndex
+from luthier.packing import plan_epoch
+
+
+def config_in(folder: Path, **changes: dict[str, object]) -> RunConfig:
+    base: dict[str, dict[str, object]] = {
+        "model": {"name_or_path": "preset:tiny-qwen3"},
+        "data": {
+            "train": [{"path": "preset:skills", "max_rows": 60}, {"path": "preset:skills", "split": "test"}],
+            "eval_split": 20, "max_length": 64, "max_drop": 0.9, "store": str(folder / "store"), "workers": 0,
+        },
+        "train": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "num_train_epochs": 2},
+        "output": {"dir": str(folder / "out")},
+    }  # fmt: skip
+    for section, values in changes.items():
+        base[section] = {**base.get(section, {}), **values}
+    return RunConfig.model_validate(base)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Prepared]:
+    config = config_in(tmp_path_factory.mktemp("numbers"))
+    return config, prepare(config, Encoder.from_config(config))
+
+
+def cut(config: RunConfig, prepared: Prepared) -> SegmentIndex:
+    return SegmentIndex(prepared.train, max_length=config.data.max_length, overflow=config.data.overflow)
+
+
+def made(config: RunConfig, prepared: Prepared) -> RunPlan:
+    return plan_run(config, cut(config, prepared), None, total_steps=11)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_plan_equals_a_naive_recount(prepared: tuple[RunConfig, Prepared], packing: str, tmp_path: Path) -> None:
+    config = config_in(tmp_path, train={"packing": packing})
+    index = cut(config, prepared[1])
+    plan = made(config, prepared[1]).train
+    segments = [index[number] for number in range(len(index))]
+    assert plan.segments == len(segments)
+    assert plan.tokens == sum(len(segment.input_ids) for segment in segments)
+    assert plan.targets == sum(int(segment.target.sum()) for segment in segments)
+    assert plan.rows == len({str(segment.address) for segment in segments})
+    batches = [batch.packs for batch in plan_epoch(index.table(), train_settings(config), epoch=0)]
+    packs = [pack for batch in batches for pack in batch]
+    assert sorted(i for pack in packs for i in pack) == list(range(len(segments)))
+    assert plan.epoch.packs == len(packs)
+    assert plan.epoch.micro_batches == len(batches)
+    assert plan.epoch.steps == -(-len(batches) // 2)
+    widths = [[sum(len(segments[i]) for i in pack) for pack in batch] for batch in batches]
+    slots = sum(max(batch) * len(batch) for batch in widths)
+    assert plan.epoch.padding == pytest.approx(1 - plan.tokens / slots)
+    assert plan.epoch.fill == pytest.approx(plan.tokens / (len(packs) * config.data.max_length))
+
+
+def test_plan_ledger_counts_rows_that_cutting_lost(prepared: tuple[RunConfig, Prepared]) -> None:
+    config, data = prepared
+    ledger = made(config, data).train.ledger
+    assert ledger["dropped"]["too_long"] > 0
+    assert ledger["read"] == ledger["trained"] + sum(ledger["dropped"].values()) + sum(ledger["quarantined"].values())
+    assert ledger["trained"] == made(config, data).train.rows
+
+
+def test_longest_rows_are_distinct_and_descend(prepared: tuple[RunConfig, Prepared]) -> None:
+    index = cut(*prepared)
+    rows = longest_rows(index, 8)
+    assert rows[0].tokens == index.lengths.max()
+    assert [row.tokens for row in rows] == sorted((row.tokens for row in rows), reverse=True)
+    assert len({row.address for row in rows}) == 8
+
+
+def test_warm_up_is_a_share_below_one_and_a_number_from_one_on(prepared: tuple[RunConfig, Prepared]) -> None:
+    config, data = prepared
+    assert made(config, data).warmup_steps == 1  # 0.03 of 11 steps, rounded up as transformers does
+    fixed = config.model_copy(update={"train": config.train.model_copy(update={"warmup_steps": 7})})
+    assert made(fixed, data).warmup_steps == 7
+
+
+def test_stats_equal_a_naive_recount_per_source(prepared: tuple[RunConfig, Prepared]) -> None:
+    config, data = prepared
+    found = stats(data.train, split="train", max_length=config.data.max_length)
+    per_source: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+    for row in range(len(data.train)):
+        for segment in data.train[row].segments():
+            per_source[int(data.train.source_ids[row])].append((len(segment), int(segment.target[1:].sum())))
+    assert len(found.sources) == 2
+    for number, source in enumerate(found.sources):
+        lengths = [length for length, targets in per_source[number] if targets]
+        assert source.segments == len(lengths)
+        assert source.tokens == sum(lengths)
+        assert source.targets == sum(targets for _, targets in per_source[number])
+        assert source.over_max_length == sum(length > config.data.max_length for length in lengths)
+        assert (source.lengths.minimum, source.lengths.maximum) == (min(lengths), max(lengths))
+        assert sum(source.lengths.counts) == len(lengths)
+    assert found.total.tokens == sum(source.tokens for source in found.sources)
+    assert found.fitting[64] == pytest.approx(1 - found.total.over_max_length / found.total.segments)
+
+
+@pytest.mark.parametrize("values", [[5], [1, 1, 1], list(range(100)), [3, 100_000], [7, 8]])
+def test_a_histogram_counts_every_value_once_in_its_bin(values: list[int]) -> None:
+    found: Distribution = distribution(np.array(values, dtype=np.int64))
+    for low, high, count in zip(found.edges[:-1], found.edges[1:], found.counts, strict=True):
+        assert count == sum(low <= value < high for value in values)
+    assert sum(found.counts) == len(values)
+    assert len(found.counts) <= 17
+    assert all(value in values for value in found.percentiles.values())
+
+
+def test_percentiles_are_values_at_their_rank() -> None:
+    assert distribution(np.arange(1, 101, dtype=np.int64)).percentiles == {50: 50, 90: 90, 95: 95, 99: 99}
+
+
+def test_tables_print_in_eighty_columns(prepared: tuple[RunConfig, Prepared]) -> None:
+    config, data = prepared
+    plan = made(config, data)
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(plan_table(plan))
+    console.print(stats_table(stats(data.train, split="train", max_length=64)))
+    text = console.export_text()
+    for number in (plan.train.tokens, plan.train.targets, plan.train.epoch.packs):
+        assert f"{number:,}" in text
+    assert "too_long" in text
+    assert "←" in text

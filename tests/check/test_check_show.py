@@ -1,0 +1,138 @@
+"""Views agree with the segments they show, however they were made; and no text becomes markup."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+
+import numpy as np
+import pytest
+from markupsafe import Markup
+from rich.console import Console
+
+from luthier.check.show import RowView, show_batch, show_pack, show_sample
+from luthier.check.show_html import page_html, tokens_html
+from luthier.check.show_terminal import coloured_text, token_table
+from luthier.records import Address, Branch, Pack, Sample, Segment
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+class Characters:
+    """A token per character, 1 is a control token."""
+
+    def decode(self, ids) -> str:
+        return "".join("<|end|>" if i == 1 else chr(i) for i in map(int, ids))
+
+    def token(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+
+def segment(context: str, answer: str, *, row: int = 1, weight: float | None = None) -> Segment:
+    ids = [*map(ord, context), *map(ord, answer), 1]
+    target = [False] * len(context) + [True] * (len(answer) + 1)
+    return Segment(
+        input_ids=np.array(ids, dtype=np.int32),
+        target=np.array(target),
+        weight=None if weight is None else np.full(len(ids), weight, dtype=np.float32),
+        address=Address(file="rows.jsonl", row=row),
+    )
+
+
+def view_of(*segments: Segment) -> RowView:
+    return show_pack(Pack(segments=segments), Characters(), title="pack 1", control=frozenset([1]))
+
+
+def test_label_is_the_next_token_where_that_is_a_target_and_never_crosses_a_segment() -> None:
+    view = view_of(segment("qq", "a"), segment("q", "b", row=2))
+    assert [token.label for token in view.tokens] == [None, ord("a"), 1, None, ord("b"), 1, None]
+    assert [token.target for token in view.tokens] == [False, False, True, True, False, True, True]
+    assert [token.position for token in view.tokens] == [0, 1, 2, 3, 0, 1, 2]
+    assert [token.segment for token in view.tokens] == [0, 0, 0, 0, 1, 1, 1]
+    assert [(s.address, s.num_tokens, s.num_targets) for s in view.segments] == [
+        ("rows.jsonl:1", 4, 2),
+        ("rows.jsonl:2", 3, 2),
+    ]
+
+
+def test_weights_belong_to_the_token_that_is_learned() -> None:
+    view = view_of(segment("q", "ab", weight=0.5))
+    assert [token.weight for token in view.tokens if token.target] == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_collated_batch_shows_the_same_tokens_as_its_packs(packed: bool) -> None:
+    collate = pytest.importorskip("luthier.collate").collate
+    rows = [[segment("qq", "abc", weight=2.0), segment("q", "b", row=2)], [segment("q", "a", row=3)]]
+    if not packed:
+        rows = [[one] for row in rows for one in row]
+    packs = [Pack(segments=tuple(row)) for row in rows]
+    batch = collate(packs, packed=packed, pad_token_id=0)
+    shown = show_batch(batch, Characters(), title="batch 1", control=frozenset([1]))
+    for pack, row in zip(packs, shown, strict=True):
+        expected = show_pack(pack, Characters(), title="", control=frozenset([1]))
+        assert row.tokens == expected.tokens
+        assert row.segments == expected.segments
+        assert row.num_padding == max(len(one) for one in packs) - len(pack)
+    assert sum(row.num_targets for row in shown) == batch.num_targets
+
+
+def test_each_run_of_a_sample_is_shown_with_its_own_context() -> None:
+    sample = Sample(
+        input_ids=np.array([*map(ord, "qab")], dtype=np.int32),
+        target=np.array([False, True, True]),
+        branches=(Branch(parent=-1, length=1), Branch(parent=0, length=1), Branch(parent=0, length=1)),
+        address=Address(file="rows.jsonl", row=7),
+    )
+    views = show_sample(sample, Characters())
+    assert ["".join(token.text for token in view.tokens) for view in views] == ["qa", "qb"]
+    assert views[1].title == "rows.jsonl:7, run 2 of 2"
+
+
+def test_user_text_never_becomes_markup() -> None:
+    whole = Segment(
+        input_ids=np.array([2], dtype=np.int32), target=np.array([False]), address=Address(file=SCRIPT, row=1)
+    )
+
+    class Hostile(Characters):
+        def decode(self, ids) -> str:
+            return SCRIPT + '" onload="x' if len(ids) else ""
+
+    view = show_pack(Pack(segments=(whole,)), Hostile(), title=SCRIPT)
+    page = page_html([view], title=SCRIPT)
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 4  # title, heading, address, token
+    assert '" onload=' not in page
+
+
+def test_the_markup_check_can_fail() -> None:
+    # what claims to be safe HTML is not escaped
+    assert "<script" in page_html([view_of(segment("q", "a"))], title=Markup(SCRIPT))
+
+
+def test_the_page_needs_nothing_else() -> None:
+    page = page_html([view_of(segment("q", "a"))], title="t")
+    assert not re.search(r"https?://|<link|<script|@import|url\(", page)
+
+
+def test_the_page_marks_targets_and_only_them() -> None:
+    html = tokens_html([view_of(segment("q", "a"))])
+    spans = re.findall(r'<span class="t ([a-z ]+)" title="[^"]*">([^<]+)</span>', html)
+    assert spans == [("context", "q"), ("target", "a"), ("target control", "&lt;|end|&gt;")]
+
+
+def test_terminal_shows_text_and_numbers_and_never_reads_markup() -> None:
+    view = view_of(segment("[red]q[/]\n", "é"))
+    console = Console(width=120, record=True, force_terminal=True, color_system="truecolor", file=StringIO())
+    console.print(coloured_text(view))
+    console.print(token_table(view))
+    text = console.export_text()
+    assert "[red]q[/]↵" in text
+    assert "rows" not in text.splitlines()[0]
+    assert re.search(rf"\b10\s+{ord('é')}\s+é\s+0\s+10\s+target\s+1\s+1\b", text)
+
+
+def test_long_rows_are_cut_and_the_rest_is_counted() -> None:
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(coloured_text(view_of(segment("q" * 50, "a")), max_tokens=10))
+    assert "… 42 more tokens" in console.export_text()

@@ -1,0 +1,309 @@
+"""The command line: what it prints where, what it exits with, and that mistakes are told without a traceback."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import luthier
+from luthier.cli import main as edge
+from luthier.cli.main import app, run
+from luthier.cli.pipeline import read_config
+from luthier.errors import RowError
+
+ROOT = Path(luthier.__file__).parent
+REPOSITORY = ROOT.parent
+COMMANDS = ("train", "quickstart", "prepare", "show", "plan", "stats", "config show", "config schema", "env", "version")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    answer = {"role": "assistant", "content": "Hallo 🙂!"}
+    rows = [{"messages": [{"role": "user", "content": f"Was heißt 你好 {n}?"}, answer]} for n in range(12)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (folder / "rows.jsonl").write_text("\n".join([*lines, '{"messages": [']) + "\n", encoding="utf-8")
+    text = f"""\
+model: preset:tiny-qwen3
+data:
+  train: {folder / "rows.jsonl"}
+  eval_split: 2
+  max_length: 128
+  max_drop: 0.5
+  workers: 0
+  store: {folder / "store"}
+train: {{max_steps: 2, precision: fp32}}
+eval: {{generate_rows: 1, max_new_tokens: 4}}
+output: {{dir: {folder / "out"}, overwrite: true}}
+tracking: {{progress: false}}
+runtime: {{threads: 1}}
+"""
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def luthier_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "luthier.cli.main", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "100", **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=250, check=False)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_has_an_example(command: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "100", "NO_COLOR": "1"})
+    assert result.exit_code == 0
+    assert re.search(rf"Example\s+(luthier|torchrun).*{command.split()[-1]}", result.output)
+
+
+def test_the_list_of_commands_is_complete() -> None:
+    known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    assert known == {command.split()[0] for command in COMMANDS}
+
+
+def test_light_commands_import_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from luthier.cli.main import run\n"
+        "for arguments in (['--help'], ['version'], ['config', 'schema']):\n"
+        "    assert run(arguments) == 0, arguments\n"
+        "heavy = {'torch', 'transformers', 'numba', 'matplotlib', 'pyarrow', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_is_alone_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["version"]) == 0
+    assert capsys.readouterr().out == f"{luthier.__version__}\n"
+
+
+def test_env_lists_packages_whether_they_are_there_or_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["env", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["luthier"] == luthier.__version__ and told["packages"]["numpy"] and told["cpu_count"] >= 1
+    assert "deepspeed" in told["packages"]
+    assert "python" in err
+
+
+def test_a_wrong_config_is_told_whole_without_traceback_before_heavy_imports(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("model: preset:tiny-qwen3\ndata: {train: preset:skills}\ntrain: {learning_rat: 1, max_steps: -2}\n")
+    done = luthier_process("train", str(path))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "learning_rat" in done.stderr and "max_steps" in done.stderr
+    assert f"{path}:3" in done.stderr.replace("\n", "")
+    assert done.stdout == ""
+
+
+def test_a_mistake_is_told_as_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("model: preset:tiny-qwen3\ndata: {train: preset:skills}\ntrain: {max_steps: -2}\n")
+    assert run(["plan", str(path), "--json", "-"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["type"] == "ConfigError"
+    assert [problem["key"] for problem in error["problems"]] == ["train.max_steps"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "CONFIG", "--row", "1", "--pack", "1"], "exclude each other"),
+        (["show", "CONFIG", "--row", "99"], "there are 10 rows"),
+        (["show", "CONFIG", "--pack", "99"], "packs"),
+        (["plan", "CONFIG", "data.max_length=3"], "rows are lost"),
+        (["plan", "absent.yaml"], "absent.yaml"),
+        (["config", "show", "CONFIG", "train.nonsense=1"], "nonsense"),
+        (["plan", "CONFIG", "--json", "/proc/none/x.json"], "cannot write"),
+    ],
+)
+def test_mistakes_exit_with_two_and_say_how_to_go_on(
+    config: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([str(config) if part == "CONFIG" else part for part in arguments]) == 2
+    err = capsys.readouterr().err
+    assert "error" in err and words in err and "Traceback" not in err
+
+
+def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan"]) == 2
+    assert "CONFIG" in capsys.readouterr().err
+
+
+def test_a_bug_says_so_with_its_traceback(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("oops [/]")
+
+    monkeypatch.setattr("luthier.cli.inspection.read_config", broken)
+    assert run(["plan", str(config)]) == 1
+    err = capsys.readouterr().err
+    assert "this is a bug" in err and "Traceback" in err and "oops [/]" in err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (edge.Terminated(), 143, "terminated"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 2, "luthier[train]"),
+        (ModuleNotFoundError("No module named 'x'", name="x"), 1, "this is a bug"),
+        (RowError("bad_part", "a detail"), 2, "bad_part: a detail"),
+    ],
+)
+def test_what_is_raised_decides_the_exit_code(
+    raised: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("luthier.cli.inspection.read_config", failing)
+    assert run(["plan", "any.yaml"]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_show_prints_split_characters_whole_and_writes_page_and_json(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, numbers = tmp_path / "row.html", tmp_path / "row.json"
+    assert run(["show", str(config), "--html", str(page), "--json", str(numbers)]) == 0
+    out = capsys.readouterr().out
+    assert "你" in out and "🙂" in out and "�" not in out
+    assert "你" in page.read_text() and "🙂" in page.read_text() and "�" not in page.read_text()
+    (row,) = json.loads(numbers.read_text())["rows"]
+    text = "".join(token["text"] for token in row["tokens"] if token["target"])
+    assert text == "Hallo 🙂!<|im_end|>"
+
+
+@pytest.mark.parametrize("selection", [["--row", "2"], ["--pack", "1"], ["--batch", "1"], ["--split", "eval"]])
+def test_show_of_every_kind_counts_its_targets(
+    config: Path, selection: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["show", str(config), *selection, "--json", "-"]) == 0
+    for row in json.loads(capsys.readouterr().out)["rows"]:
+        assert sum(token["target"] for token in row["tokens"]) == sum(one["num_targets"] for one in row["segments"]) > 0
+        assert sum(token["label"] is not None for token in row["tokens"]) == sum(t["target"] for t in row["tokens"])
+
+
+def test_show_of_a_row_that_is_too_long_says_that_it_is_not_trained(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["show", str(config), "data.max_length=8", "data.max_drop=0.99"]) == 0
+    assert "not trained" in capsys.readouterr().out
+
+
+def test_plan_stats_and_prepare_agree_and_print_json_alone(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = {}
+    for command in ("plan", "stats", "prepare"):
+        assert run([command, str(config), "--json", "-"]) == 0
+        told[command] = json.loads(capsys.readouterr().out)
+    plan, stats, prepared = told["plan"], told["stats"], told["prepare"]
+    assert plan["total_steps"] == 2
+    assert plan["train"]["tokens"] == stats["train"]["total"]["tokens"]
+    assert plan["train"]["targets"] == stats["train"]["total"]["targets"]
+    assert prepared["ledger"] == plan["train"]["ledger"] == stats["ledger"]
+    assert prepared["ledger"]["quarantined"] == {"truncated_json": 1}
+    assert prepared["encoded"] == 0 and prepared["reused"] >= 12
+
+
+def test_config_show_prints_yaml_that_loads_to_the_same(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["config", "show", str(config), "train.learning_rate=1e-4"]) == 0
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(capsys.readouterr().out)
+    assert run(["config", "show", str(resolved), "--json", "-"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["train"]["learning_rate"] == 1e-4 and again["data"]["max_length"] == 128
+
+
+def test_config_schema_is_json_schema(tmp_path: Path) -> None:
+    out = tmp_path / "schema.json"
+    assert run(["config", "schema", "--out", str(out)]) == 0
+    assert {"model", "data"} <= set(json.loads(out.read_text())["properties"])
+
+
+def test_train_prints_json_alone_and_leaves_its_report(config: Path) -> None:
+    done = luthier_process("train", str(config), "--json", "-")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["steps"] == 2 and len(told["losses"]) == 2
+    ledger = told["ledger"]
+    assert ledger["read"] == ledger["trained"] + ledger["dropped"] + ledger["quarantined"]
+    assert "Plan" in done.stderr and "Trained" in done.stderr
+    folder = config.parent / "out"
+    assert json.loads((folder / "report.json").read_text()) == told
+    assert (folder / "report.html").exists() and (folder / "loss.png").exists()
+
+
+def test_quickstart_reports_exact_answers_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = (
+        "data.train=preset:skills#40", f"data.store={tmp_path / 'store'}", "data.workers=0", "train.max_steps=1",
+        "eval.generate_rows=2", "eval.max_new_tokens=3", "runtime.threads=1", "tracking.progress=false",
+    )  # fmt: skip
+    monkeypatch.setattr("luthier.cli.quickstart.read_config", lambda path, given: read_config(path, [*given, *short]))
+    assert run(["quickstart", "--out", str(tmp_path / "out"), "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["quickstart"] == {"exact_match_before": 0.0, "exact_match_after": 0.0}
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["quickstart"]["exact_match_after"] == 0.0
+    assert "questions it had never seen" in " ".join(err.split())
+
+
+def test_sigterm_exits_with_143(config: Path) -> None:
+    command = [sys.executable, "-m", "luthier.cli.main", "train", str(config), "train.max_steps=100000"]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step " in line and "/100000" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+    assert process.returncode == 143, rest
+    assert "Interrupted" in rest and "Traceback" not in rest
+
+
+def test_the_packaged_quickstart_is_the_example() -> None:
+    assert (ROOT / "cli" / "quickstart.yaml").read_bytes() == (REPOSITORY / "examples" / "quickstart.yaml").read_bytes()
+
+
+def reasons_in(source: str) -> set[str]:
+    """Every reason that a module gives to `RowError` or `RowDropped` as a literal."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("RowError", "RowDropped")]
+    first = [call.args[0] for call in named if call.args]
+    return {one.value for one in first if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+
+
+def test_every_reason_is_documented() -> None:
+    used = {reason for path in ROOT.rglob("*.py") for reason in reasons_in(path.read_text(encoding="utf-8"))}
+    page = (REPOSITORY / "docs" / "errors.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `([a-z_0-9]+)` \|", page, re.MULTILINE))
+    assert len(used) > 30
+    assert used - documented == set()
+    assert documented - used - {"held_out", "repeated", "window_without_target"} == set()
+
+
+def test_the_search_for_reasons_finds_them() -> None:
+    assert reasons_in("raise RowError(\n  'a_reason', 'detail')\nRowDropped(name)") == {"a_reason"}
+
+
+def test_every_error_class_is_documented() -> None:
+    from luthier import errors
+
+    text = (REPOSITORY / "docs" / "errors.md").read_text()
+    classes = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert classes and all(name in text for name in classes)

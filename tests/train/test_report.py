@@ -1,0 +1,216 @@
+"""The report of a run: whole, honest about rows, escaped, and self-contained."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markupsafe import Markup
+from rich.console import Console
+
+from luthier.train.plots import Curve, chart, smoothed, smoothing_radius, sparkline, ticks
+from luthier.train.report import Report, duration, summary, write_report
+from luthier.train.result import (
+    DataSummary,
+    Ended,
+    EvalRecord,
+    GenerationRecord,
+    GenerationRound,
+    ModelSummary,
+    RunResult,
+    StepRecord,
+)
+
+SCRIPT = "<script>alert(1)</script>"
+LEDGER = {
+    "read": 10, "trained": 7, "dropped": {"too_long": 2}, "quarantined": {"invalid_json": 1}, "notes": {"held_out": 3},
+    "examples": {"too_long": [f"{SCRIPT}:3 too_long"], "invalid_json": ["rows.jsonl:9 invalid_json"]},
+}  # fmt: skip
+
+
+def step(number: int, loss: float) -> StepRecord:
+    return StepRecord(
+        step=number, epoch=number / 10, loss=loss, grad_norm=None if number == 1 else 1.0, learning_rate=1e-3,
+        tokens=100, target_tokens=40, seconds=0.5, tokens_per_second=200.0, target_tokens_per_second=80.0,
+    )  # fmt: skip
+
+
+def generation(at: int, *equal: bool) -> GenerationRound:
+    records = tuple(
+        GenerationRecord(address=f"e.jsonl:{n}", prompt=SCRIPT, expected="yes", generated=f"no {SCRIPT}", equal=ok)
+        for n, ok in enumerate(equal, start=1)
+    )
+    return GenerationRound(step=at, records=records, seconds=1.0)
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> RunResult:
+    return RunResult(
+        output_dir=str(tmp_path / "run"), model_dir="model", adapter="full", ended=Ended.COMPLETED,
+        started_at="2030-01-01T00:00:00+00:00", seconds=75.0, epochs=1.5, global_step=20, max_steps=20, world_size=1,
+        steps=tuple(step(n, 4 / n) for n in range(1, 21)),
+        evals=(EvalRecord(step=0, epoch=0, loss=3, perplexity=20.1, token_accuracy=0.1, num_targets=50, seconds=1),
+               EvalRecord(step=20, epoch=1.5, loss=1, perplexity=2.72, token_accuracy=0.7, num_targets=50, seconds=1)),
+        generations=(generation(0, False, False), generation(20, True, False)),
+        train_data=DataSummary(segments=7, tokens=700, target_tokens=280, micro_batches=7, fill=0.9),
+        model=ModelSummary(name=f"tiny {SCRIPT}", architecture="Tiny", parameters=10, trainable_parameters=10,
+                           dtype="float32", precision="fp32", attn_implementation="sdpa", device="cpu"),
+        peak_memory_bytes=2**30, ledger=LEDGER, versions={"luthier": "0"}, config={"model": {"name": SCRIPT}},
+    )  # fmt: skip
+
+
+def read_json(result: RunResult, **more: Any) -> dict[str, Any]:
+    write_report(Report(result=result, **more))
+    content: dict[str, Any] = json.loads((result.path / "report.json").read_text())
+    return content
+
+
+def test_report_json_sums_the_steps_and_keeps_the_identity_of_the_ledger(result: RunResult) -> None:
+    told = read_json(result, plan={"total_steps": 20}, fingerprints={"encoder": "ab"})
+    assert (told["steps"], told["tokens"], told["target_tokens"]) == (20, 2000, 800)
+    assert told["tokens_per_second"] == 200
+    assert told["losses"] == [4 / n for n in range(1, 21)]
+    ledger = told["ledger"]
+    assert ledger["read"] == ledger["trained"] + ledger["dropped"] + ledger["quarantined"] == 10
+    assert ledger["reasons"] == {"dropped": {"too_long": 2}, "quarantined": {"invalid_json": 1}}
+    assert told["eval"][-1]["perplexity"] == 2.72
+    assert told["exact_match"] == [{"step": 0, "share": 0, "rows": 2}, {"step": 20, "share": 0.5, "rows": 2}]
+    assert told["plan"] == {"total_steps": 20} and told["fingerprints"] == {"encoder": "ab"}
+    assert "quickstart" not in told
+
+
+def test_quickstart_reports_exact_match_before_and_after(result: RunResult) -> None:
+    told = read_json(result, quickstart=True)
+    assert told["quickstart"] == {"exact_match_before": 0.0, "exact_match_after": 0.5}
+
+
+def test_quickstart_that_was_interrupted_claims_nothing(result: RunResult) -> None:
+    told = read_json(replace(result, generations=result.generations[:1]), quickstart=True)
+    assert told["quickstart"] == {"exact_match_before": None, "exact_match_after": None}
+
+
+def test_a_loss_that_is_no_number_is_null_and_the_page_is_still_drawn(result: RunResult) -> None:
+    steps = (*result.steps[:3], step(4, math.nan), step(5, math.inf))
+    told = read_json(replace(result, steps=steps))
+    assert told["losses"][3:] == [None, None]
+    assert (result.path / "report.html").stat().st_size > 1000
+
+
+def test_nothing_of_the_data_becomes_markup_on_the_page(result: RunResult) -> None:
+    write_report(Report(result=result))
+    page = (result.path / "report.html").read_text()
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") >= 6  # model, prompt, answers, ledger, config
+
+
+def test_the_sample_is_embedded_as_it_is(result: RunResult) -> None:
+    write_report(Report(result=result, sample=Markup("<mark>sample</mark>")))
+    assert "<mark>sample</mark>" in (result.path / "report.html").read_text()
+
+
+def test_the_page_needs_nothing_else(result: RunResult) -> None:
+    write_report(Report(result=result))
+    page = (result.path / "report.html").read_text()
+    assert not re.search(r"https?://|<link|<script|@import|url\(|src=", page)
+    assert page.count("<svg") == 4
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_loss_png_is_a_picture(result: RunResult) -> None:
+    files = write_report(Report(result=result))
+    assert [file.name for file in files] == ["report.html", "report.json", "loss.png"]
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_steps_is_reported_without_curves(result: RunResult) -> None:
+    files = write_report(Report(result=replace(result, steps=(), evals=(), generations=())))
+    assert [file.name for file in files] == ["report.html", "report.json"]
+    assert "<svg" not in files[0].read_text()
+
+
+def summary_text(report: Report) -> str:
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(summary(report, [Path("run/report.html")]))
+    return console.export_text()
+
+
+def test_summary_says_what_became_of_loss_answers_and_rows(result: RunResult) -> None:
+    text = summary_text(Report(result=result, quickstart=True))
+    assert "4.000 → 0.200" in text
+    assert "0% → 50%" in text
+    assert "10 read = 7 trained + 2 dropped + 1 quarantined" in text
+    assert "0% exactly before training and 50% after it" in text
+    assert "run/report.html" in text
+
+
+def test_an_interrupted_run_says_how_to_go_on(result: RunResult) -> None:
+    text = summary_text(Report(result=replace(result, ended=Ended.INTERRUPTED, model_dir=None)))
+    assert text.startswith("Interrupted") and "run the same command again" in text
+    anew = replace(result, ended=Ended.INTERRUPTED, model_dir=None, config={"output": {"overwrite": True}})
+    assert "output.overwrite=false" in summary_text(Report(result=anew))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0.13, 3.9, [0, 1, 2, 3, 4]), (0, 1, [0, 0.25, 0.5, 0.75, 1]), (1e-5, 9e-5, [0, 2e-5, 4e-5, 6e-5, 8e-5, 1e-4])],
+)
+def test_ticks_are_round_and_cover_the_range(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_a_chart_puts_values_where_its_ticks_say() -> None:
+    drawn = chart("c", [Curve(name="a", look="main", steps=[0, 10], values=[0.0, 4.0], dots=True)])
+    assert drawn is not None
+    marks = {tick.label: tick.at for tick in drawn.y_ticks}
+    assert [y for _, y, _ in drawn.lines[0].dots] == [marks["0"], marks["4"]]
+    assert [x for x, _, _ in drawn.lines[0].dots] == [drawn.left, drawn.right]
+
+
+@pytest.mark.parametrize("values", [[2.0], [2.0, 2.0], [0.0, 0.0], [-1.0, 1.0], [1e-9, 2e-9], [1.0, math.nan]])
+def test_any_values_can_be_drawn_inside_the_chart(values: list[float]) -> None:
+    drawn = chart("c", [Curve(name="a", look="main", steps=list(range(len(values))), values=values, dots=True)])
+    assert drawn is not None
+    assert all(drawn.top <= y <= drawn.bottom for _, y, _ in drawn.lines[0].dots)
+
+
+def test_nothing_but_not_a_number_is_no_chart() -> None:
+    assert chart("c", [Curve(name="a", look="main", steps=[1], values=[math.nan])]) is None
+
+
+def test_thinning_keeps_spikes() -> None:
+    values = [1.0] * 10_000
+    values[7_777] = 60.0
+    drawn = chart("c", [Curve(name="a", look="main", steps=list(range(10_000)), values=values)])
+    assert drawn is not None
+    points = [float(point.split(",")[1]) for point in drawn.lines[0].path[1:].split("L")]
+    assert len(points) <= 802
+    assert min(points) == next(tick.at for tick in drawn.y_ticks if tick.label == "60")
+
+
+def test_smoothing_does_not_lag_and_passes_over_not_a_number() -> None:
+    line = [float(n) for n in range(50)]
+    assert smoothed(line, 5) == pytest.approx(line)
+    assert smoothed([4.0, 1.0, 4.0], 1) == [4.0, 3.0, 4.0]
+    assert smoothed([4.0, math.nan, 2.0], 1) == [4.0, 3.0, 2.0]
+    assert (smoothing_radius(10), smoothing_radius(400), smoothing_radius(10_000)) == (0, 10, 50)
+
+
+def test_labels_of_small_numbers_are_exact() -> None:
+    drawn = chart("c", [Curve(name="a", look="main", steps=[0, 1], values=[0.0, 1e-3])])
+    assert drawn is not None
+    assert [float(tick.label) for tick in drawn.y_ticks] == [0, 0.00025, 0.0005, 0.00075, 0.001]
+
+
+def test_sparkline_spans_lowest_to_highest() -> None:
+    assert sparkline([0, 1, 2]) == "▁▅█"
+    assert sparkline([]) == "" and len(sparkline(list(range(1000)), width=32)) == 32
+
+
+def test_durations_read_naturally() -> None:
+    assert [duration(s) for s in (5.25, 75.3, 3 * 3600 + 61)] == ["5.2 s", "1 min 15 s", "3 h 1 min"]

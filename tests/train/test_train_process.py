@@ -1,0 +1,107 @@
+"""What only a process of its own can show: power cuts, exit codes, two ranks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import make_config, make_data, make_segments
+
+from luthier.encode.tokenizer import Tokenizer
+from luthier.train.fit import fit_data
+from luthier.train.result import RunResult
+
+Train = Callable[..., RunResult]
+DATA = make_data(make_segments(13), make_segments(5, seed=8))
+SAVING = {"train__max_steps": 7, "output__save_strategy": "steps", "output__save_steps": 2}
+PROGRAM = Path(__file__).with_name("tiny_process.py")
+
+
+RANKS = {
+    "train__max_steps": None, "train__num_train_epochs": 2, "eval__strategy": "epoch", "output__save_strategy": "epoch",
+}  # fmt: skip
+JOBS: dict[str, dict[str, Any]] = {
+    "kill_in_step_5": {"changes": SAVING},
+    "kill_while_saving": {"changes": SAVING},
+    "one_signal": {"changes": {"train__max_steps": 7}},
+    "two_signals": {"changes": {"train__max_steps": 7}},
+    "quiet": {"changes": {**RANKS, "train__gradient_accumulation_steps": 2}, "ranks": 2},
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    folder: Path
+    codes: list[int]
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """What became of every job, by mode."""
+    root = tmp_path_factory.mktemp("jobs")
+    jobs = [{"ranks": 1, **job, "mode": mode, "folder": str(root / mode)} for mode, job in JOBS.items()]
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(jobs)], capture_output=True, text=True, timeout=250, check=True
+    )
+    codes = json.loads(done.stdout)
+    return {
+        mode: Ended(root / mode, code, (root / f"{mode}.stderr").read_text())
+        for mode, code in zip(JOBS, codes, strict=True)
+    }
+
+
+@pytest.mark.parametrize(("mode", "newest"), [("kill_in_step_5", 4), ("kill_while_saving", 2)])
+def test_a_killed_run_goes_on_from_the_newest_whole_checkpoint_with_the_same_losses(
+    ended: dict[str, Ended], train: Train, tmp_path: Path, tokenizer: Tokenizer, mode: str, newest: int
+) -> None:
+    whole = train(DATA, folder="whole", **SAVING)
+    killed = ended[mode]
+    assert killed.codes == [-signal.SIGKILL], killed.errors
+    resumed = fit_data(make_config(killed.folder, **SAVING), tokenizer, DATA)
+    assert resumed.resumed_from == f"checkpoint-{newest}"
+    assert [step.loss for step in resumed.steps] == [step.loss for step in whole.steps]
+    assert [step.grad_norm for step in resumed.steps] == [step.grad_norm for step in whole.steps]
+    assert not list(killed.folder.glob(".saving-*"))
+    weights = Path("model") / "model.safetensors"
+    assert (killed.folder / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+
+
+@pytest.mark.parametrize(("mode", "checkpoints"), [("one_signal", 1), ("two_signals", 0)])
+def test_sigterm_exits_with_143_and_a_second_one_does_not_wait(
+    ended: dict[str, Ended], mode: str, checkpoints: int
+) -> None:
+    assert ended[mode].codes == [143], ended[mode].errors
+    assert "SIGTERM: finishing the step, then saving" in ended[mode].errors
+    assert len(list(ended[mode].folder.glob("checkpoint-*"))) == checkpoints
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_two_ranks_train_as_one_and_one_goes_on_where_two_stopped(
+    ended: dict[str, Ended], train: Train, tokenizer: Tokenizer
+) -> None:
+    """Thirteen rows, four micro-batches a step: the last step of each epoch is smaller, and one rank has a dummy."""
+    one = train(DATA, train__gradient_accumulation_steps=4, **RANKS)
+    assert ended["quiet"].codes == [0, 0], ended["quiet"].errors
+    folder = ended["quiet"].folder
+    two = RunResult.load(folder)
+    assert (one.world_size, two.world_size) == (1, 2)
+    assert [s.loss for s in two.steps] == pytest.approx([s.loss for s in one.steps], rel=1e-5)
+    assert [s.grad_norm for s in two.steps] == pytest.approx([s.grad_norm for s in one.steps], rel=1e-4)
+    assert [s.target_tokens for s in two.steps] == [s.target_tokens for s in one.steps]
+    assert [s.tokens for s in two.steps] == [s.tokens for s in one.steps]
+    assert [e.loss for e in two.evals] == pytest.approx([e.loss for e in one.evals], rel=1e-5)
+    assert [e.num_targets for e in two.evals] == [e.num_targets for e in one.evals]
+    # half of it again, on one rank
+    (folder / "checkpoint-8" / "manifest.json").unlink()
+    again = fit_data(make_config(folder, train__gradient_accumulation_steps=4, **RANKS), tokenizer, DATA)
+    assert again.resumed_from == "checkpoint-4"
+    assert [s.loss for s in again.steps] == pytest.approx([s.loss for s in one.steps], rel=1e-5)

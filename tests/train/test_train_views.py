@@ -1,0 +1,145 @@
+"""What a run says: the log file, the lines, the bar; and small decisions that need no model."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny_runs import make_config
+
+from luthier.config.schema import Precision
+from luthier.errors import ConfigError, ModelError
+from luthier.train.arguments import run_precision, training_arguments
+from luthier.train.callbacks import evaluations_without_gain
+from luthier.train.events import Finished, Note, Saved, Started, StepDone
+from luthier.train.journal import LogFile, read_log
+from luthier.train.progress import PlainLines, ProgressBar
+from luthier.train.result import EvalRecord, GenerationRecord, GenerationRound, StepRecord
+from luthier.train.run_folder import differences
+
+
+def _step(step: int) -> StepRecord:
+    return StepRecord(
+        step=step,
+        epoch=step / 10,
+        loss=2.0 / step,
+        grad_norm=None if step == 3 else 1.0,
+        learning_rate=1e-4,
+        tokens=100,
+        target_tokens=40,
+        seconds=0.5,
+        tokens_per_second=200.0,
+        target_tokens_per_second=80.0,
+    )
+
+
+EVAL = EvalRecord(step=2, epoch=0.2, loss=1.5, perplexity=4.5, token_accuracy=0.25, num_targets=8, seconds=0.1)
+ANSWER = GenerationRecord(address="f:1", prompt="p", expected="e", generated="e", equal=True)
+ROUND = GenerationRound(step=2, records=(ANSWER,), seconds=0.1)
+
+
+def test_the_log_reads_back_as_what_was_written(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "log.jsonl", step=-1)
+    for event in (Started(step=0, max_steps=4), _step(1), StepDone(step=1), _step(2), EVAL, ROUND, Note(text="n")):
+        log(event)
+    assert read_log(tmp_path / "log.jsonl") == ((_step(1), _step(2)), (EVAL,), (ROUND,))
+    assert read_log(tmp_path / "none.jsonl") == ((), (), ())
+
+
+def test_a_resumed_log_drops_later_steps_and_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = LogFile(path, step=-1)
+    for step in range(1, 5):
+        log(_step(step))
+    with path.open("ab") as file:
+        file.write(b'{"kind": "train", "step": 5, "lo')
+    LogFile(path, step=2)(_step(3))
+    assert read_log(path)[0] == (_step(1), _step(2), _step(3))
+
+
+def test_lines_are_printed_at_intervals_and_the_last_step_always() -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    lines = PlainLines(stream, clock=lambda: now[0])
+    lines(Started(step=0, max_steps=20))
+    for step in range(1, 21):
+        now[0] += 4.0
+        lines(_step(step))
+    lines(EVAL)
+    lines(ROUND)
+    lines(Saved(step=20, name="checkpoint-20"))
+    lines(Finished(step=20))
+    printed = stream.getvalue().splitlines()
+    # every 10 s at 4 s a step is every third step
+    assert [line.split()[1] for line in printed if line.startswith("step")] == [
+        "1/20", "4/20", "7/20", "10/20", "13/20", "16/20", "19/20", "20/20",
+    ]  # fmt: skip
+    assert printed[1].endswith("loss 0.5000  lr 1.00e-04  grad norm 1.000  200 tok/s  80 target tok/s  ETA 0:01:04")
+    assert printed[-3:] == [
+        "eval at step 2: loss 1.5000, perplexity 4.500, token accuracy 25.00% of 8 targets",
+        "answers at step 2: 1 of 1 exactly right",
+        "saved checkpoint-20",
+    ]
+
+
+def test_the_bar_shows_the_numbers_and_is_closed() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    bar = ProgressBar(console)
+    bar(Note(text="model: [odd] markup"))
+    bar(Started(step=0, max_steps=4))
+    bar(_step(2))
+    bar(StepDone(step=3))
+    bar(Finished(step=3))
+    bar.close()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "model: [odd] markup" in shown
+    assert "loss 1.0000" in shown and "80 target tok/s" in shown and "3/4" in shown
+
+
+@pytest.mark.parametrize(
+    ("values", "threshold", "greater", "waited"),
+    [
+        ([], 0.0, False, 0),
+        ([3.0, 2.0, 1.0], 0.0, False, 0),
+        ([3.0, 2.0, 2.1, 2.0], 0.0, False, 2),
+        ([3.0, 2.9, 2.8], 0.5, False, 2),
+        ([0.1, 0.2, 0.2], 0.0, True, 1),
+        ([float("inf"), 3.0], 0.0, False, 0),
+    ],
+)
+def test_patience_counts_evaluations_since_the_best(
+    values: list[float], threshold: float, greater: bool, waited: int
+) -> None:
+    assert evaluations_without_gain(values, threshold=threshold, greater=greater) == waited
+
+
+def test_differences_name_what_matters_and_leave_views_free() -> None:
+    there = {"train": {"learning_rate": 1.0, "optim": "a"}, "tracking": {"progress": True}, "data": {"workers": 1}}
+    here = {"train": {"learning_rate": 2.0, "optim": "a"}, "tracking": {"progress": False}, "data": {"workers": 2}}
+    assert differences(there, here) == [("train.learning_rate", 1.0, 2.0)]
+    assert differences(there, {**there, "tracking": {}}) == []
+
+
+def test_precision_is_what_is_asked_and_fp32_by_itself_on_a_cpu(tmp_path: Path) -> None:
+    assert run_precision(make_config(tmp_path)) is Precision.FP32
+    assert run_precision(make_config(tmp_path, train__precision="bf16")) is Precision.BF16
+
+
+def test_values_that_only_transformers_knows_to_be_wrong_are_config_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plateau = make_config(tmp_path, train__lr_scheduler_type="reduce_lr_on_plateau")
+    with pytest.raises(ConfigError, match="requires an eval strategy"):
+        training_arguments(plateau, max_steps=1, evaluates=False, evaluates_first=False)
+    monkeypatch.setattr("luthier.train.arguments.get_available_reporting_integrations", lambda: ["mlflow"])
+    absent = make_config(tmp_path, tracking__report_to=["wandb"])
+    with pytest.raises(ConfigError, match=r"tracking.report_to: 'wandb' is not installed \(there is mlflow\)"):
+        training_arguments(absent, max_steps=1, evaluates=False, evaluates_first=False)
+
+
+def test_cuda_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ModelError, match="torch sees no CUDA device"):
+        run_precision(make_config(tmp_path, runtime__device="cuda"))

@@ -1,0 +1,101 @@
+"""Runs in processes of their own, for `test_train_process`: ``python tiny_process.py JOBS``.
+
+``JOBS`` is a JSON list of ``{"folder", "mode", "ranks", "changes"}``. Each job is forked, one process a rank, from this
+one, which has imported everything once. Prints the exit codes, a list for each job; standard error goes to
+``FOLDER.stderr``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_runs import make_config, make_data, make_segments
+
+from luthier.encode.tokenizer import load_tokenizer
+from luthier.train.events import Event, Saved, StepDone
+from luthier.train.fit import fit_data
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    codes = [_ranks(job) for job in json.loads(sys.argv[1])]
+    sys.stdout.write(json.dumps(codes))
+
+
+def _ranks(job: dict[str, Any]) -> list[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [_fork(job, rank, port) for rank in range(job["ranks"])]
+    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+
+
+def _fork(job: dict[str, Any], rank: int, port: int) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        if job["ranks"] > 1:  # what torchrun sets
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+        error_file = os.open(job["folder"] + ".stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(error_file, 2)
+        config = make_config(Path(job["folder"]), **job["changes"])
+        data = make_data(make_segments(13), make_segments(5, seed=8))
+        code = fit_data(config, load_tokenizer("preset:tiny-qwen3"), data, on_event=LISTENERS[job["mode"]]).exit_code
+    except BaseException:  # noqa: BLE001  the edge of a process
+        traceback.print_exc()
+    os._exit(code)
+
+
+def kill_in_step_5(event: Event) -> None:
+    """Power cut after step 5 is computed and before anything of it is saved."""
+    if isinstance(event, StepDone) and event.step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_while_saving(event: Event) -> None:
+    """Power cut while checkpoint-4 is written: its folder has most files, and no manifest."""
+    if isinstance(event, Saved) and event.step == 2:
+        real = os.fsync
+
+        def die(descriptor: int) -> None:
+            if "manifest" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(descriptor)
+
+        os.fsync = die
+
+
+def two_signals(event: Event) -> None:
+    """An impatient user."""
+    if isinstance(event, StepDone) and event.step == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def one_signal(event: Event) -> None:
+    """A patient one."""
+    if isinstance(event, StepDone) and event.step == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+LISTENERS = {
+    "quiet": None,
+    "kill_in_step_5": kill_in_step_5,
+    "kill_while_saving": kill_while_saving,
+    "two_signals": two_signals,
+    "one_signal": one_signal,
+}
+
+if __name__ == "__main__":
+    main()
