@@ -166,5 +166,7 @@ def test_nothing_that_executes_data_is_used() -> None:
 
 
 def test_each_danger_would_be_found() -> None:
-    code = "import pickle\neval('1')\nrun('x', shell=True)\nload(x, trust_remote_code=True)\nload(x, weights_only=False)"
+    code = (
+        "import pickle\neval('1')\nrun('x', shell=True)\nload(x, trust_remote_code=True)\nload(x, weights_only=False)"
+    )
     assert len(list(dangers(ast.parse(code)))) == 5

@@ -136,7 +136,8 @@ def _draw_pick(rng: Random) -> Draw:
     words = [rng.choice(KINDS[kind]) for kind in kinds]
     index = rng.randrange(4)
     kind = kinds[index].removesuffix("s")
-    question = rng.choice(["Which of these words is a {}: {}?", "Pick the {} from this list: {}."])
+    article = "an" if kind[0] in "aeiou" else "a"
+    question = rng.choice([f"Which of these words is {article} {{}}: {{}}?", "Pick the {} from this list: {}."])
     return [" ".join([kind, *sorted(words)])], _ask(
         question.format(kind, ", ".join(words)), f"The {kind} is {words[index]}."
     )

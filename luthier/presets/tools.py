@@ -25,6 +25,7 @@ TOOLS = (
 )
 
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_RESULTS = (3, 5, 8)  # few numbers, so that a small model sees each of them often enough to learn to copy it
 _SKIES = ("sunny", "cloudy", "rainy", "windy", "snowy")
 
 
@@ -48,7 +49,7 @@ def draw_tool_use(rng: Random) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def _weather(rng: Random) -> tuple[str, str, dict[str, Any], dict[str, Any], str]:
-    village, day, sky, degrees = rng.choice(VILLAGES), rng.choice(_DAYS), rng.choice(_SKIES), rng.randint(2, 9)
+    village, day, sky, degrees = rng.choice(VILLAGES), rng.choice(_DAYS), rng.choice(_SKIES), rng.choice(_RESULTS)
     question = rng.choice(
         [
             "How is the weather in {village} on {day}?",
@@ -61,7 +62,7 @@ def _weather(rng: Random) -> tuple[str, str, dict[str, Any], dict[str, Any], str
 
 
 def _order(rng: Random) -> tuple[str, str, dict[str, Any], dict[str, Any], str]:
-    instrument, count, days = rng.choice(INSTRUMENTS), rng.randint(2, 9), rng.randint(2, 9)
+    instrument, count, days = rng.choice(INSTRUMENTS), rng.randint(2, 9), rng.choice(_RESULTS)
     question = rng.choice(
         [
             "Please order {count} strings for my {instrument}.",

@@ -55,13 +55,18 @@ def test_thinking_of_earlier_turns_becomes_a_branch(encoder: Encoder) -> None:
 
 
 def test_weights_inside_one_run_of_text_fall_on_the_right_tokens(encoder: Encoder) -> None:
-    [path] = encode_paths([[TextPiece(text="the dog ", weight=0.0), TextPiece(text="runs fast", weight=1.0)]], encoder.tokenizer)
+    [path] = encode_paths(
+        [[TextPiece(text="the dog ", weight=0.0), TextPiece(text="runs fast", weight=1.0)]], encoder.tokenizer
+    )
     assert encoder.tokenizer.decode(path.ids[path.weights > 0]).strip() == "runs fast"
 
 
 def test_errors_carry_the_address_of_their_row(encoder: Encoder) -> None:
     media = Conversation(
-        messages=(Message(role="user", parts=(Image(source="a.png"),)), Message(role="assistant", parts=(Text(text="x"),))),
+        messages=(
+            Message(role="user", parts=(Image(source="a.png"),)),
+            Message(role="assistant", parts=(Text(text="x"),)),
+        ),
         address=Address(file="rows.jsonl", row=7),
     )
     with pytest.raises(RowError, match=r"^rows\.jsonl:7"):
@@ -87,9 +92,12 @@ def test_documents_end_with_the_end_token(encoder: Encoder) -> None:
         ({}, {"chat_template": "{{ messages[0].content }}"}),
     ],
 )
-def test_whatever_changes_a_sample_changes_the_fingerprint(model: dict[str, Any], template: dict[str, Any], encoder: Encoder) -> None:
+def test_whatever_changes_a_sample_changes_the_fingerprint(
+    model: dict[str, Any], template: dict[str, Any], encoder: Encoder
+) -> None:
     other = Encoder(
-        ModelConfig.model_validate({"name_or_path": "preset:tiny-qwen3", **model}), TemplateConfig.model_validate(template)
+        ModelConfig.model_validate({"name_or_path": "preset:tiny-qwen3", **model}),
+        TemplateConfig.model_validate(template),
     )
     again = Encoder(ModelConfig(name_or_path="preset:tiny-qwen3"), TemplateConfig())
     assert other.fingerprint != encoder.fingerprint == again.fingerprint

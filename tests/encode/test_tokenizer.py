@@ -31,7 +31,9 @@ def write_tokenizer(folder: Path, *, config: dict[str, Any] | None = None, **cha
     spec.add_tokens([tokenizers.AddedToken("<tag>", special=False), tokenizers.AddedToken("  ", normalized=False)])
     content = {**json.loads(spec.to_str()), **changes}
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>", **(config or {})}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "bos_token": "<s>", **(config or {})})
+    )
     return folder
 
 

@@ -35,7 +35,9 @@ def conversations(folder: Path, name: str) -> list[Conversation]:
 
 @cache
 def reasoning(folder: Path) -> list[Conversation]:
-    (source,) = open_sources(DataConfig(train=str(folder / "data" / "demo" / "reason_tool_use_demo_50.jsonl")).train, seed=1)
+    (source,) = open_sources(
+        DataConfig(train=str(folder / "data" / "demo" / "reason_tool_use_demo_50.jsonl")).train, seed=1
+    )
     rows = [source.convert(row) for row in source.rows() if isinstance(row, RawRow)]
     return [row for row in rows if isinstance(row, Conversation)]
 
@@ -119,9 +121,7 @@ def test_each_turn_of_a_reasoning_row_sees_its_own_inference_context(shared: Pat
                 continue
             history = Conversation(messages=row.messages[:index], tools=row.tools)
             prompt = apply_chat_template(hf, history, add_generation_prompt=True)
-            homes = [
-                target for ids, target in paths if ids[: len(prompt)].tolist() == prompt and target[len(prompt)]
-            ]
+            homes = [target for ids, target in paths if ids[: len(prompt)].tolist() == prompt and target[len(prompt)]]
             assert homes, f"{row.address} message {index}: no path begins with its generation prompt"
             assert not any(target[len(prompt) - 1] for target in homes)
     assert branched > 0, "this data set is here because its history is rewritten"

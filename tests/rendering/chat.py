@@ -37,12 +37,27 @@ def assistant(*parts: Part | str, train: bool | None = None, weight: float = 1.0
     return message("assistant", *parts, train=train, weight=weight)
 
 
-def conversation(*messages: Message, train_on: str | None = None, tools: tuple[dict[str, object], ...] = ()) -> Conversation:
+def conversation(
+    *messages: Message, train_on: str | None = None, tools: tuple[dict[str, object], ...] = ()
+) -> Conversation:
     return Conversation(messages=messages, train_on=train_on, tools=tools)
 
 
-def renderer(template: str = CHATML, control: ControlTokens = CONTROL, policy: TargetPolicy | None = None, **kwargs: object) -> Renderer:
+def renderer(
+    template: str = CHATML, control: ControlTokens = CONTROL, policy: TargetPolicy | None = None, **kwargs: object
+) -> Renderer:
     return Renderer(ChatTemplate(template, kwargs=kwargs), control, policy or TargetPolicy())
 
 
-__all__ = ["CHATML", "CONTROL", "Text", "Thinking", "ToolCall", "assistant", "conversation", "message", "renderer", "user"]
+__all__ = [
+    "CHATML",
+    "CONTROL",
+    "Text",
+    "Thinking",
+    "ToolCall",
+    "assistant",
+    "conversation",
+    "message",
+    "renderer",
+    "user",
+]

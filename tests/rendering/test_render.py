@@ -149,7 +149,8 @@ def test_a_turn_that_no_prompt_reproduces_is_refused_with_the_reason() -> None:
 
 
 THINKING_SWITCH = CHATML.replace(
-    "'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n' + ('' if enable_thinking is defined and not enable_thinking else '<think>') }}"
+    "'<|im_start|>assistant\n' }}",
+    "'<|im_start|>assistant\n' + ('' if enable_thinking is defined and not enable_thinking else '<think>') }}",
 )
 
 
@@ -215,7 +216,8 @@ def test_white_space_that_a_control_token_swallows_is_not_rendered() -> None:
 
 
 @pytest.mark.parametrize(
-    "expression", ["'%s' % message.content", "message.content|title", "'{}'.format(message.content)", "[message.content]"]
+    "expression",
+    ["'%s' % message.content", "message.content|title", "'{}'.format(message.content)", "[message.content]"],
 )
 def test_a_template_that_loses_track_is_refused_and_says_where(expression: str) -> None:
     template = CHATML.replace("+ message.content +", f"~ ({expression}) ~")
