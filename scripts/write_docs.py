@@ -1,4 +1,4 @@
-"""Write the files that are generated from others: the config reference, and the quickstart that ships in the package."""
+"""Write the generated files: the config reference, and the quickstart that ships in the package."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from luthier.encode.encoder import Encoder
 from luthier.errors import RowError
 from luthier.records import Conversation, Sample, Text, Thinking, ToolCall
 from luthier.rendering.messages import plain_messages
-from luthier.sources.rows import RawRow
 from luthier.sources.registry import resolve_sources
+from luthier.sources.rows import RawRow
 from luthier.sources.source import open_sources
 
 pytestmark = pytest.mark.shared

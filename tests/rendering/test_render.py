@@ -221,7 +221,7 @@ def test_white_space_that_a_control_token_swallows_is_not_rendered() -> None:
 )
 def test_a_template_that_loses_track_is_refused_and_says_where(expression: str) -> None:
     template = CHATML.replace("+ message.content +", f"~ ({expression}) ~")
-    with pytest.raises(RowError, match="untraceable: line 1: .* loses track"):
+    with pytest.raises(RowError, match=r"untraceable: line 1: .* loses track"):
         renderer(template).render(TWO_TURNS)
 
 
