@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 quickstart: $(READY)
-	$(RUN)/luthier quickstart
+	$(RUN)/luthier quickstart --out output/quickstart
 
 test: $(READY)
 	$(RUN)/python -m pytest

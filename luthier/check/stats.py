@@ -15,6 +15,7 @@ from luthier.encode.segments import SegmentIndex
 PERCENTILES = (50, 90, 95, 99)
 NO_LIMIT = 2**31 - 1  # no segment is longer: token numbers are int32
 NUM_BINS = 16
+WIDE_RANGE = 64  # largest over smallest
 
 Ints = NDArray[np.int64]
 
@@ -118,7 +119,13 @@ def _source_stats(
 
 
 def _edges(low: int, high: int) -> tuple[int, ...]:
-    """Edges of at most NUM_BINS bins of equal width, a round number: ``(3, 17) -> (3, 4, 5, … 18)``."""
+    """Edges of bins. Of equal, round width: ``(3, 17) -> (3, 4, 5, … 18)``; over wide ranges they double instead."""
+    if high > WIDE_RANGE * max(low, 1):  # one row of 10,000 tokens would put all others into the first bin
+        start = 1 << max(0, low.bit_length() - 1) if low else 0
+        return (
+            *([0] if start == 0 else []),
+            *(1 << n for n in range(max(start, 1).bit_length() - 1, high.bit_length() + 1)),
+        )
     width = max(1, -(-(high - low + 1) // NUM_BINS))
     magnitude = 10 ** max(0, len(str(width)) - 1)
     width = -(-width // magnitude) * magnitude

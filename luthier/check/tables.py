@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -115,17 +116,23 @@ def _source_table(found: Stats) -> Table:
     table.add_column("source", overflow="fold")
     for name in ("rows", "tokens", "trained", "min", "p50", "p90", "p99", "max", f"over {found.max_length:,}"):
         table.add_column(name, justify="right", no_wrap=True)
-    for source in found.sources:
-        table.add_row(*_source_row(source))
+    for name, source in zip(_short_names([source.name for source in found.sources]), found.sources, strict=True):
+        table.add_row(*_source_row(name, source))
     if len(found.sources) > 1:
         table.add_section()
-        table.add_row(*_source_row(found.total), style="bold")
+        table.add_row(*_source_row(found.total.name, found.total), style="bold")
     return table
 
 
-def _source_row(source: SourceStats) -> list[RenderableType]:
+def _short_names(names: Sequence[str]) -> list[str]:
+    """Names without the folder that all of them share: ``/data/a.json /data/b.json`` -> ``a.json b.json``."""
+    folder = os.path.commonprefix(names).rpartition("/")[0]
+    return [name.removeprefix(f"{folder}/") for name in names]
+
+
+def _source_row(name: str, source: SourceStats) -> list[RenderableType]:
     lengths = source.lengths
-    name = source.name if source.weight == 1 else f"{source.name} ×{source.weight:g}"
+    name = name if source.weight == 1 else f"{name} ×{source.weight:g}"
     numbers = (
         lengths.minimum,
         *(lengths.percentiles[p] for p in (50, 90, 99)),

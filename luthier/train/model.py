@@ -16,6 +16,7 @@ from luthier.errors import ModelError
 from luthier.presets import model_folder
 
 PRESET = "preset:"
+VOCABULARY_MULTIPLE = 64  # round sizes multiply faster
 FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
 
 
@@ -59,6 +60,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     if random_init:
         # the seed is set here, not earlier: the weights must not depend on what drew random numbers before
         torch.manual_seed(config.runtime.seed)
+        _fit_unborn(model_config, vocabulary, notes)
         model = _build(section, model_config, attention, dtype)
         notes.append(f"random weights, seed {config.runtime.seed}")
     else:
@@ -212,6 +214,18 @@ def _load(
             hint="the parts without weights would be random; check model.config_overrides, or set model.random_init",
         )
     return model
+
+
+def _fit_unborn(model_config: PretrainedConfig, vocabulary: Vocabulary, notes: list[str]) -> None:
+    """A model that is about to be born with random weights takes the tokenizer's vocabulary, whichever that is."""
+    text = model_config.get_text_config()
+    if vocabulary.size > text.vocab_size:
+        fitting = -(-vocabulary.size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        notes.append(f"vocabulary of {fitting} instead of {text.vocab_size}: the tokenizer has {vocabulary.size} ids")
+        text.vocab_size = fitting
+    text.eos_token_id, text.pad_token_id = vocabulary.eos_token_id, vocabulary.pad_token_id
+    if text.bos_token_id is not None and text.bos_token_id >= text.vocab_size:
+        text.bos_token_id = None
 
 
 def _fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Vocabulary, notes: list[str]) -> None:

@@ -112,16 +112,19 @@ def test_weights_are_float32_for_full_training_else_as_stored(
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="has 2049 ids, the embedding of preset:tiny-qwen3 has 2048 rows"):
-        _load(tmp_path, Vocabulary(size=2049, eos_token_id=2034, pad_token_id=2032))
+    folder = _save(tmp_path)
+    with pytest.raises(ModelError, match=r"has 2049 ids, the embedding of .*saved has 2048 rows"):
+        _load(
+            tmp_path, Vocabulary(size=2049, eos_token_id=2034, pad_token_id=2032), model={"name_or_path": str(folder)}
+        )
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_added_tokens_get_the_mean_embedding(tmp_path: Path, tied: bool) -> None:
-    overrides = {**TINY, "tie_word_embeddings": tied}
+    folder = _save(tmp_path, model__config_overrides={**TINY, "tie_word_embeddings": tied})
     loaded = _load(
         tmp_path, Vocabulary(size=2050, eos_token_id=2034, pad_token_id=2032),
-        model__add_tokens=["<new>"], model__config_overrides=overrides,
+        model={"name_or_path": str(folder), "add_tokens": ["<new>"]},
     )  # fmt: skip
     for table in (loaded.model.get_input_embeddings().weight, loaded.model.get_output_embeddings().weight):
         assert table.shape[0] == 2050
@@ -150,3 +153,11 @@ def test_generation_settings_stop_at_the_tokenizers_eos_and_can_be_saved(tmp_pat
     assert loaded.model.generation_config.eos_token_id == [7, 2034]
     assert loaded.model.generation_config.pad_token_id == 2032
     loaded.model.save_pretrained(tmp_path / "again")
+
+
+def test_random_weights_take_the_vocabulary_of_whichever_tokenizer_is_named(tmp_path: Path) -> None:
+    other = Vocabulary(size=5001, eos_token_id=4000, pad_token_id=4001)
+    loaded = _load(tmp_path, other)
+    assert loaded.model.get_input_embeddings().weight.shape[0] == 5056
+    assert loaded.model.generation_config.eos_token_id == 4000
+    assert any("5001 ids" in note for note in loaded.notes)
