@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -170,3 +171,41 @@ def test_each_danger_would_be_found() -> None:
         "import pickle\neval('1')\nrun('x', shell=True)\nload(x, trust_remote_code=True)\nload(x, weights_only=False)"
     )
     assert len(list(dangers(ast.parse(code)))) == 5
+
+
+ORDER = re.compile(r"Read in this order: (.+?)\.\n", re.DOTALL)
+
+
+def reading_order(init: Path) -> list[str]:
+    match = ORDER.search(ast.get_docstring(ast.parse(init.read_text(encoding="utf-8")), clean=True) + "\n")  # type: ignore[operator]
+    assert match is not None, f"{init} names no reading order"
+    return [name.strip() for name in match[1].replace("\n", " ").split(",")]
+
+
+def jumps(room: Path) -> list[str]:
+    """Imports of a module that a reader has not reached yet, and modules that the order leaves out."""
+    order = reading_order(room / "__init__.py")
+    files = {".".join(path.relative_to(room).with_suffix("").parts): path for path in room.rglob("*.py")}
+    names = {name: path for name, path in files.items() if not name.endswith("__init__")}
+    found = [f"{name}: not in the reading order" for name in names.keys() ^ set(order)]
+    for place, name in enumerate(order):
+        for target in imports(ast.parse(names[name].read_text(encoding="utf-8"))) if name in names else ():
+            inner = target.removeprefix(f"luthier.{room.name}.")
+            later = [other for other in order[place + 1 :] if inner == other or inner.startswith(f"{other}.")]
+            found += [f"{name} needs {other}, which comes later" for other in later if inner != target]
+    return found
+
+
+@pytest.mark.parametrize("room", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
+def test_each_room_can_be_read_in_order_without_jumping(room: str) -> None:
+    assert jumps(PACKAGE / room) == []
+
+
+def test_a_jump_would_be_found(tmp_path: Path) -> None:
+    room = tmp_path / "layout"
+    room.mkdir()
+    (room / "__init__.py").write_text('"""Layout.\n\nRead in this order: first, second.\n"""\n')
+    (room / "first.py").write_text("from luthier.layout.second import thing\n")
+    (room / "second.py").write_text("thing = 1\n")
+    (room / "third.py").write_text("")
+    assert jumps(room) == ["third: not in the reading order", "first needs second, which comes later"]

@@ -1,0 +1,4 @@
+"""The command ``luthier``: thin; each command parses, calls and prints.
+
+Read in this order: output, pipeline, selection, configuration, environment, inspection, training, quickstart, main.
+"""

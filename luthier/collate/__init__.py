@@ -1,4 +1,7 @@
-"""Packs to batches: the one collator, and the one place that shifts labels."""
+"""Packs to batches: the one collator, and the one place that shifts labels.
+
+Read in this order: collator.
+"""
 
 from __future__ import annotations
 

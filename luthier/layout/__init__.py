@@ -1,4 +1,7 @@
-"""Integers before tensors: positions, cuts and trees as pure functions of numbers and numpy arrays."""
+"""Integers before tensors: positions, cuts and trees as pure functions of numbers and numpy arrays.
+
+Read in this order: trees, cutting, positions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Batches and logits to losses: always sums, never means; the trainer divides by the whole step's count."""
+"""Batches and logits to losses: always sums, never means; the trainer divides by the whole step's count.
+
+Read in this order: token_loss, table.
+"""
 
 from __future__ import annotations
 

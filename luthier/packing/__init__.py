@@ -1,4 +1,7 @@
-"""Which segments share a row, and in which order the rows come: plans, made of integers only."""
+"""Which segments share a row, and in which order the rows come: plans, made of integers only.
+
+Read in this order: best_fit_kernel, best_fit, epoch.
+"""
 
 from __future__ import annotations
 

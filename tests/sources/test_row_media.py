@@ -66,9 +66,9 @@ def test_markers_take_the_media_of_their_kind_in_order_relative_to_the_file() ->
 
 @pytest.mark.parametrize("item", ["data/a.png", {"path": "data/a.png"}, {"url": "data/a.png"}])
 def test_media_are_written_in_several_ways(item: Any) -> None:
-    row = convert({"messages": [{"role": "user", "content": "<image>"}], "images": [item]}, media_root="/root")
+    row = convert({"messages": [{"role": "user", "content": "<image>"}], "images": [item]}, media_root="/pictures")
     assert isinstance(row, Conversation)
-    assert row.messages[0].parts == (Image(source="/root/data/a.png"),)
+    assert row.messages[0].parts == (Image(source="/pictures/data/a.png"),)
 
 
 def test_media_bytes_and_parts_without_a_reference() -> None:
