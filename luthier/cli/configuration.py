@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from luthier.cli.output import JsonTarget, reporting, to_json, write_text
+from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import ConfigFile, Overrides, read_config
+from luthier.writing import to_json, write_text
 
 app = typer.Typer(no_args_is_help=True, help="Check a run description, or get its schema for your editor.")
 

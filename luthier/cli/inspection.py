@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from luthier.cli.output import JsonTarget, Output, reporting, write_text
+from luthier.cli.output import JsonTarget, Output, reporting
 from luthier.cli.pipeline import ConfigFile, Overrides, plan_of, prepare_data, read_config, tell_preparation
+from luthier.writing import write_text
 
 if TYPE_CHECKING:
     from luthier.check.show import RowView

@@ -7,8 +7,6 @@ output.dir/
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from rich.text import Text
 from luthier.train.plots import save_loss_png, sparkline
 from luthier.train.report_html import report_page
 from luthier.train.result import Ended, GenerationRound, RunResult
+from luthier.writing import to_json, write_text
 
 REPORT_JSON, REPORT_HTML, LOSS_PNG = "report.json", "report.html", "loss.png"
 
@@ -118,8 +117,8 @@ def write_report(report: Report) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     told = report.to_json()
     page, numbers, picture = folder / REPORT_HTML, folder / REPORT_JSON, folder / LOSS_PNG
-    _replace(numbers, json.dumps(_finite(told), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    _replace(page, report_page(report.result, told, sample=report.sample))
+    write_text(numbers, to_json(told) + "\n")
+    write_text(page, report_page(report.result, told, sample=report.sample))
     written = [page, numbers]
     if report.result.steps:
         save_loss_png(report.result, picture)
@@ -221,22 +220,3 @@ def _quickstart_words(result: RunResult) -> Text:
         f"Of {count} questions it had never seen, the model answered ", (f"{before:.0%}", "bold"),
         " exactly before training and ", (f"{after:.0%}", "bold green"), " after it.",
     )  # fmt: skip
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
-def _finite(value: Any) -> Any:
-    # a loss that is no number is null: JSON has no word for it
-    match value:
-        case float() if value != value or value in (float("inf"), float("-inf")):
-            return None
-        case dict():
-            return {key: _finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-        case _:
-            return value

@@ -5,40 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from spoken_rows import ADDRESS, ASSISTANT, CALL, USER, chat, convert
 
-from luthier.config.schema import Format, SourceConfig
+from luthier.config.schema import Format
 from luthier.errors import RowError
-from luthier.records import (
-    Address,
-    Conversation,
-    Message,
-    Row,
-    Text,
-)
-from luthier.sources import RawRow, RowReader
-from luthier.sources.detect import detect_layout
-
-ADDRESS = Address(file="data/rows.jsonl", row=1)
-
-
-def convert(row: Any, **fields: Any) -> Row:
-    layout = detect_layout(SourceConfig(path="data/rows.jsonl", **fields), [row] if isinstance(row, dict) else [])
-    return RowReader(layout=layout).convert(RawRow(raw=b"", data=row, address=ADDRESS))
-
-
-def chat(*messages: dict[str, Any], **fields: Any) -> Conversation:
-    row = convert({"messages": list(messages), **fields}, format=Format.MESSAGES)
-    assert isinstance(row, Conversation)
-    return row
-
-
-def said(role: str, text: str, **fields: Any) -> Message:
-    return Message(role=role, parts=(Text(text=text),), **fields)
-
-
-USER = {"role": "user", "content": "Hi"}
-ASSISTANT = {"role": "assistant", "content": "Hello"}
-CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
 def calling(call: dict[str, Any]) -> dict[str, Any]:
