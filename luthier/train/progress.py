@@ -14,9 +14,9 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from luthier.train.events import Event, Finished, Note, Saved, Started, StepDone
 from luthier.train.result import EvalRecord, GenerationRound, StepRecord
@@ -93,13 +93,11 @@ class ProgressBar:
 
     def _open(self, event: Started) -> None:
         self._bar = Progress(
-            TextColumn("train"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
             TextColumn("ETA"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
             console=self.console,
         )
         self._task = self._bar.add_task("train", total=event.max_steps, completed=event.step, numbers="")
@@ -133,6 +131,6 @@ def sentence(event: Event) -> str:
 def _numbers(event: StepRecord) -> str:
     norm = "skipped" if event.grad_norm is None else f"{event.grad_norm:.3f}"
     return (
-        f"loss {event.loss:.4f}  lr {event.learning_rate:.2e}  grad norm {norm}  "
-        f"{event.tokens_per_second:,.0f} tok/s  {event.target_tokens_per_second:,.0f} target tok/s"
+        f"loss {event.loss:.4f}  lr {event.learning_rate:.1e}  grad norm {norm}  "
+        f"{event.tokens_per_second:,.0f} tok/s  {event.target_tokens_per_second:,.0f} target/s"
     )

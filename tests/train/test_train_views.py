@@ -76,7 +76,7 @@ def test_lines_are_printed_at_intervals_and_the_last_step_always() -> None:
     assert [line.split()[1] for line in printed if line.startswith("step")] == [
         "1/20", "4/20", "7/20", "10/20", "13/20", "16/20", "19/20", "20/20",
     ]  # fmt: skip
-    assert printed[1].endswith("loss 0.5000  lr 1.00e-04  grad norm 1.000  200 tok/s  80 target tok/s  ETA 0:01:04")
+    assert printed[1].endswith("loss 0.5000  lr 1.0e-04  grad norm 1.000  200 tok/s  80 target/s  ETA 0:01:04")
     assert printed[-3:] == [
         "eval at step 2: loss 1.5000, perplexity 4.500, token accuracy 25.00% of 8 targets",
         "answers at step 2: 1 of 1 exactly right",
@@ -95,7 +95,7 @@ def test_the_bar_shows_the_numbers_and_is_closed() -> None:
     bar.close()
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "model: [odd] markup" in shown
-    assert "loss 1.0000" in shown and "80 target tok/s" in shown and "3/4" in shown
+    assert "loss 1.0000" in shown and "80 target/s" in shown and "3/4" in shown
 
 
 @pytest.mark.parametrize(
