@@ -63,7 +63,7 @@ def explain(details: list[ErrorDetails], tree: Node, name: str) -> list[Explaine
 def _missing(path: Path, tree: Node, name: str) -> Explained:
     parent, reached = find(tree, path)
     key = str(path[-1])
-    where = str(parent.where) if reached else name
+    where = str(parent.where) if reached and parent.where.line is not None else f"{name}:1"  # of the whole file
     hint = f"for example {_EXAMPLES[key]}" if key in _EXAMPLES else None
     return Explained(
         problem=Problem(where=where, key=show_path(path), what="this key is required and missing", hint=hint),

@@ -90,7 +90,7 @@ def _json_hint(message: str) -> str:
 
 def _empty(name: str) -> Problem:
     hint = "a run needs at least model: NAME and data: {train: FILE}"
-    return Problem(where=name, key="", what="the file is empty", hint=hint)
+    return Problem(where=f"{name}:1", key="", what="the file is empty", hint=hint)
 
 
 def _fault(name: str, what: str, hint: str) -> ConfigError:

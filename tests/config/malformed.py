@@ -81,7 +81,7 @@ SYNTAX = [
 ]
 
 KEYS = [
-    _case("no_model", "data: {train: rows.jsonl}\n", ("run.yaml model: ", "missing", "preset:tiny-qwen3")),
+    _case("no_model", "data: {train: rows.jsonl}\n", ("run.yaml:1 model: ", "missing", "preset:tiny-qwen3")),
     _case("no_data", "model: preset:tiny-qwen3\n", ("run.yaml data: ", "missing", "rows.jsonl")),
     _case("no_name", "model: {}\ndata: {train: rows.jsonl}\n", ("run.yaml:1 model.name_or_path: ", "missing")),
     _case(
