@@ -29,8 +29,8 @@ def _with(name: str, lines: str, *expect: tuple[str, ...]) -> Case:
 
 
 SYNTAX = [
-    _case("empty", "", ("run.yaml: ", "empty", "model: NAME")),
-    _case("only_comments", "# to do\n\n", ("run.yaml: ", "empty")),
+    _case("empty", "", ("run.yaml:1: ", "empty", "model: NAME")),
+    _case("only_comments", "# to do\n\n", ("run.yaml:1: ", "empty")),
     _case("only_null", "~\n", ("run.yaml:1: ", "sections are needed", "no value")),
     _case(
         "tabs", "model: x\ndata:\n\ttrain: a\n\teval: b\n", ("run.yaml:3: ", "tab", "blanks"), ("run.yaml:4: ", "tab")
@@ -82,7 +82,7 @@ SYNTAX = [
 
 KEYS = [
     _case("no_model", "data: {train: rows.jsonl}\n", ("run.yaml:1 model: ", "missing", "preset:tiny-qwen3")),
-    _case("no_data", "model: preset:tiny-qwen3\n", ("run.yaml data: ", "missing", "rows.jsonl")),
+    _case("no_data", "model: preset:tiny-qwen3\n", ("run.yaml:1 data: ", "missing", "rows.jsonl")),
     _case("no_name", "model: {}\ndata: {train: rows.jsonl}\n", ("run.yaml:1 model.name_or_path: ", "missing")),
     _case(
         "no_train", "model: preset:tiny-qwen3\ndata: {}\n", ("run.yaml:2 data.train: ", "no training data", "data.use")
@@ -113,7 +113,7 @@ KEYS = [
     _case(
         "half_flat",
         "model_name_or_path: x\nmax_length: 5\n",
-        ("run.yaml data: ", "missing"),
+        ("run.yaml:1 data: ", "missing"),
         ("run.yaml:1 model_name_or_path: ", "model.name_or_path"),
         ("run.yaml:2 max_length: ", "data.max_length"),
     ),
