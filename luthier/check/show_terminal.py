@@ -18,7 +18,7 @@ CONTROL_TARGET = "bold green underline"
 CONTROL = "magenta"
 CONTEXT = ""
 LEGEND = Text.assemble(
-    ("learned", TARGET), "  ", ("stop token, learned", CONTROL_TARGET), "  ", ("control", CONTROL), "  context"
+    ("learned", TARGET), "  ", ("control token, learned", CONTROL_TARGET), "  ", ("control", CONTROL), "  context"
 )
 
 
