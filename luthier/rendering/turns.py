@@ -17,6 +17,8 @@ from luthier.rendering.control import ControlTokens
 from luthier.rendering.template import ChatTemplate, Tools, Traced
 from luthier.rendering.tracked import runs
 
+# What templates call the variable that opens or closes thinking: Qwen, GLM, Nemotron; DeepSeek, Granite.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 LONGEST_CONTROL_TOKEN = 64  # characters; as far back as a seam looks for one
 
 
@@ -57,7 +59,7 @@ def context_of(template: ChatTemplate, messages: Sequence[Message], tools: Tools
     raise RowError(
         "prompt_not_reproduced",
         f"the generation prompt {_tail(prompt)!r} is not how the rendered turn begins; "
-        "template.kwargs (enable_thinking) may contradict this row",
+        f"template.kwargs ({' or '.join(THINKING_SWITCHES)}) may contradict this row",
         field=f"messages[{index}]",
     )
 
@@ -105,9 +107,10 @@ def seam_is_safe(traced: Traced, control: ControlTokens, seam: int) -> bool:
 
 def _switches(template: ChatTemplate) -> Iterator[dict[str, Any]]:
     yield {}
-    if "enable_thinking" in template.variables and "enable_thinking" not in template.kwargs:
-        yield {"enable_thinking": False}
-        yield {"enable_thinking": True}
+    for name in THINKING_SWITCHES:
+        if name in template.variables and name not in template.kwargs:
+            yield {name: False}
+            yield {name: True}
 
 
 def _last_run_of_scope(traced: Traced, message: int) -> tuple[int, int]:

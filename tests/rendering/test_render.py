@@ -154,8 +154,9 @@ THINKING_SWITCH = CHATML.replace(
 )
 
 
-def test_a_thinking_switch_left_open_is_set_per_turn() -> None:
-    (path,) = renderer(THINKING_SWITCH).render(TWO_TURNS).paths
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+def test_a_thinking_switch_left_open_is_set_per_turn(name: str) -> None:
+    (path,) = renderer(THINKING_SWITCH.replace("enable_thinking", name)).render(TWO_TURNS).paths
     assert trained(path) == "hello<|im_end|>bye<|im_end|>"
 
 
