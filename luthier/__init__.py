@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "load_config": "luthier.config.loading",
-    "load_tokenizer": "luthier.encode.tokenizer",
+    "load_tokenizer": "luthier.encoding.tokenizer",
     "Conversation": "luthier.records",
     "Message": "luthier.records",
     "Sample": "luthier.records",

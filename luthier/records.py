@@ -2,7 +2,7 @@
 
     raw row (dict) -> Conversation | Document | Preference | Feedback     sources
                    -> Rendered (paths of Pieces)                          rendering
-                   -> Sample (a token tree)                               encode
+                   -> Sample (a token tree)                               encoding
                    -> Segment -> Pack                                     layout, packing
                    -> Batch (tensors for ``model(**batch.model_inputs)``) collate
 
@@ -217,7 +217,7 @@ class Rendered:
 
     A path is a full sequence of pieces, root to leaf, with the trained completions of that context marked
     ``by_model``. A row whose template never rewrites history has one path with all its turns; where history is
-    rewritten (earlier thinking stripped) each such turn has a path of its own. `encode.tree` folds the paths into one
+    rewritten (earlier thinking stripped) each such turn has a path of its own. `encoding.tree` folds the paths into one
     token tree, so shared prefixes are stored once.
     """
 

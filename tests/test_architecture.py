@@ -20,14 +20,14 @@ LINES = (
     "config presets",
     "sources rendering layout",
     "media packing",
-    "encode",
+    "encoding",
     "collate objectives",
     "train check",
     "cli",
 )
 RANK = {room: rank for rank, rooms in enumerate(LINES) for room in rooms.split()}
 HEAVY = {"torch", "transformers", "peft", "accelerate", "datasets", "matplotlib"}
-DATA_PATH = {room for room, rank in RANK.items() if rank <= RANK["encode"]}
+DATA_PATH = {room for room, rank in RANK.items() if rank <= RANK["encoding"]}
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 300, 60, 8
 # What is over budget, and why it is better so.

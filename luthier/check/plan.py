@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from luthier.config.schema import Overflow, Packing, RunConfig
-from luthier.encode.segments import SegmentIndex
+from luthier.encoding.segments import SegmentIndex
 from luthier.packing import PlanSettings, PlanSummary, describe, plan_epoch
 
 NUM_LONGEST = 5

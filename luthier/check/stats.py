@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from luthier.check.plan import LongRow, longest_rows
 from luthier.config.schema import Overflow
-from luthier.encode.prepared import PreparedSet
-from luthier.encode.segments import SegmentIndex
+from luthier.encoding.prepared import PreparedSet
+from luthier.encoding.segments import SegmentIndex
 
 PERCENTILES = (50, 90, 95, 99)
 NO_LIMIT = 2**31 - 1  # no segment is longer: token numbers are int32

@@ -17,10 +17,10 @@ from rich.text import Text
 if TYPE_CHECKING:
     from luthier.check.plan import RunPlan
     from luthier.config.schema import RunConfig
-    from luthier.encode.encoder import Encoder
-    from luthier.encode.intake import Progress as Progressed
-    from luthier.encode.prepared import Prepared
-    from luthier.encode.segments import SegmentIndex
+    from luthier.encoding.encoder import Encoder
+    from luthier.encoding.intake import Progress as Progressed
+    from luthier.encoding.prepared import Prepared
+    from luthier.encoding.segments import SegmentIndex
 
 ConfigFile = Annotated[
     str, typer.Argument(metavar="CONFIG", help="The run description, a YAML file.", show_default=False)
@@ -51,10 +51,10 @@ def read_config(path: str, overrides: Sequence[str] | None) -> RunConfig:
 
 
 def prepare_data(config: RunConfig, console: Console) -> Loaded:
-    """Render and encode the run's rows, with a line of progress; raises what `encode.prepare` raises."""
-    from luthier.encode.encoder import Encoder
-    from luthier.encode.prepare import prepare
-    from luthier.encode.segments import SegmentIndex
+    """Render and encode the run's rows, with a line of progress; raises what `encoding.prepare` raises."""
+    from luthier.encoding.encoder import Encoder
+    from luthier.encoding.prepare import prepare
+    from luthier.encoding.segments import SegmentIndex
 
     started = time.perf_counter()
     encoder = Encoder.from_config(config)

@@ -9,7 +9,7 @@ from luthier.check.plan import train_settings
 from luthier.check.show import RowView, show_batch, show_pack, show_sample
 from luthier.cli.pipeline import Loaded
 from luthier.config.schema import Packing
-from luthier.encode.segments import SegmentIndex
+from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
 from luthier.packing import EpochPlan, plan_epoch
 from luthier.records import Pack

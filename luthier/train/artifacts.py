@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel
 
 from luthier.config.schema import AdapterType, Packing, RunConfig
-from luthier.encode.tokenizer import Tokenizer
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import TokenizerError
 from luthier.train.adapters import save_adapter
 from luthier.train.result import RunResult

@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from luthier.config.schema import AdapterType, RunConfig, Strategy
-from luthier.encode.tokenizer import Tokenizer
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.objectives import objective_named
 from luthier.packing import PlanSettings
 from luthier.train import adapters, artifacts, run_folder

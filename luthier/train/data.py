@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from luthier.config.schema import RunConfig
-from luthier.encode.prepared import Prepared, PreparedSet
-from luthier.encode.segments import SegmentIndex
+from luthier.encoding.prepared import Prepared, PreparedSet
+from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
 from luthier.packing import PlanSettings, SegmentTable, describe, plan_epoch
 from luthier.train.loader import Segments

@@ -18,9 +18,9 @@ from peft import PeftModel
 from transformers.utils import logging as transformers_logging
 
 from luthier.config.schema import RunConfig
-from luthier.encode.encoder import Encoder
-from luthier.encode.prepared import Prepared
-from luthier.encode.tokenizer import Tokenizer
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.prepared import Prepared
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
 from luthier.train import adapters, artifacts, run_folder
 from luthier.train.assemble import (

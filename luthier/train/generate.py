@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel
 
-from luthier.encode.tokenizer import Tokenizer
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.records import Address, Segment
 from luthier.train.loader import Segments
 from luthier.train.result import GenerationRecord, GenerationRound

@@ -13,10 +13,10 @@ from luthier.check.plan import RunPlan, longest_rows, plan_run, train_settings
 from luthier.check.stats import Distribution, distribution, stats
 from luthier.check.tables import plan_table, stats_table
 from luthier.config.schema import RunConfig
-from luthier.encode.encoder import Encoder
-from luthier.encode.prepare import prepare
-from luthier.encode.prepared import Prepared
-from luthier.encode.segments import SegmentIndex
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.prepare import prepare
+from luthier.encoding.prepared import Prepared
+from luthier.encoding.segments import SegmentIndex
 from luthier.packing import plan_epoch
 
 

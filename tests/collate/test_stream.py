@@ -8,10 +8,10 @@ import torch
 
 from luthier.collate import collate
 from luthier.config.schema import Overflow, Packing
-from luthier.encode.prepared import PreparedSet, SourceInfo
-from luthier.encode.segments import SegmentIndex
-from luthier.encode.shard import freeze_sample
-from luthier.encode.store import SampleStore, StoreWriter, row_key
+from luthier.encoding.prepared import PreparedSet, SourceInfo
+from luthier.encoding.segments import SegmentIndex
+from luthier.encoding.shard import freeze_sample
+from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.layout import without_targets
 from luthier.ledger import Ledger
 from luthier.packing import PlanSettings, describe, plan_epoch

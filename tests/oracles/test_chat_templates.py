@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from luthier.config.schema import DataConfig, ModelConfig, TemplateConfig
-from luthier.encode.encoder import Encoder
+from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.records import Conversation, Sample, Text, Thinking, ToolCall
 from luthier.rendering.messages import plain_messages

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_runs import make_config
 
-from luthier.encode.tokenizer import Tokenizer, load_tokenizer
+from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.train.data import RunData
 from luthier.train.fit import fit_data
 from luthier.train.result import RunResult

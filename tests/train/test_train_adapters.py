@@ -15,7 +15,7 @@ from tiny_runs import make_config, make_data, make_segments
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from luthier.config.schema import AdapterConfig, AdapterType
-from luthier.encode.tokenizer import Tokenizer
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.train import adapters
 from luthier.train import fit as fit_module

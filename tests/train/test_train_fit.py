@@ -17,7 +17,7 @@ import torch
 from tiny_runs import make_config, make_data, make_segments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from luthier.encode.tokenizer import Tokenizer
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import CheckpointError, TrainingError, UserError
 from luthier.records import Segment
 from luthier.train import fit as fit_module

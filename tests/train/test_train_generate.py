@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tiny_runs import make_config, make_segments
 
-from luthier.encode.tokenizer import Tokenizer
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.records import Address, Segment
 from luthier.train.generate import answer_all, choose_questions, question_of
 from luthier.train.model import Vocabulary, load_model

@@ -12,7 +12,7 @@ from tiny_runs import TINY, make_config, make_data, make_segments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luthier.config.schema import ModelConfig
-from luthier.encode.tokenizer import AddedTokens, load_tokenizer
+from luthier.encoding.tokenizer import AddedTokens, load_tokenizer
 from luthier.errors import ModelError
 from luthier.train.fit import fit_data
 from luthier.train.model import Vocabulary, load_model, use_liger

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_runs import make_config, make_data, make_segments
 
-from luthier.encode.tokenizer import Tokenizer
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.train.fit import fit_data
 from luthier.train.result import RunResult
 

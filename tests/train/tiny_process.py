@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tiny_runs import make_config, make_data, make_segments
 
-from luthier.encode.tokenizer import load_tokenizer
+from luthier.encoding.tokenizer import load_tokenizer
 from luthier.train.events import Event, Saved, StepDone
 from luthier.train.fit import fit_data
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.encode.tree import TokenPath, fold
+from luthier.encoding.tree import TokenPath, fold
 from luthier.records import Branch
 
 

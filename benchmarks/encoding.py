@@ -1,6 +1,6 @@
 """Rows to token trees, against `tokenizers.encode_batch` alone on the same texts in the same run.
 
-python benchmarks/encode.py [FOLDER OF A TOKENIZER] [ROWS]
+python benchmarks/encoding.py [FOLDER OF A TOKENIZER] [ROWS]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from luthier.config.schema import ModelConfig, SourceConfig, TemplateConfig
-from luthier.encode.encoder import Encoder
+from luthier.encoding.encoder import Encoder
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation
 from luthier.sources.source import open_sources

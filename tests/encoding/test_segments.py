@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luthier.config.schema import Overflow, Packing
-from luthier.encode.prepared import PreparedSet, SourceInfo
-from luthier.encode.segments import SegmentIndex
-from luthier.encode.shard import freeze_sample
-from luthier.encode.store import SampleStore, StoreWriter, row_key
+from luthier.encoding.prepared import PreparedSet, SourceInfo
+from luthier.encoding.segments import SegmentIndex
+from luthier.encoding.shard import freeze_sample
+from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.errors import RowDropped, UserError
 from luthier.layout import cut_segment
 from luthier.ledger import Ledger

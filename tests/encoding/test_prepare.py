@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig, RuntimeConfig
-from luthier.encode import intake, workers
-from luthier.encode.prepare import prepare
+from luthier.encoding import intake, workers
+from luthier.encoding.prepare import prepare
 from luthier.errors import BudgetError, RowError, SourceError, StoreError, UserError
 from luthier.records import Branch, Conversation, Sample
 
@@ -329,7 +329,7 @@ def test_progress_accounts_for_every_row(tmp_path, make_config, monkeypatch):
 
 def test_a_crash_while_reading_keeps_what_was_encoded_and_the_quarantine_file(tmp_path, make_config, monkeypatch):
     monkeypatch.setattr(intake, "CHUNK_ROWS", 1)
-    monkeypatch.setattr("luthier.encode.store.SHARD_BYTES", 1)
+    monkeypatch.setattr("luthier.encoding.store.SHARD_BYTES", 1)
     rows = write(tmp_path / "rows.jsonl", [line("a"), line("!b"), line("?c")])
     with pytest.raises(MemoryError):
         prepare(make_config(rows), LetterEncoder())

@@ -15,11 +15,11 @@ from typing import Literal
 import numpy as np
 
 from luthier import sources as sources_room
-from luthier.encode.prepared import PreparedSet, SourceInfo
-from luthier.encode.quarantine import Quarantine
-from luthier.encode.shard import KEY_BYTES
-from luthier.encode.store import SampleStore, StoreWriter, row_key
-from luthier.encode.workers import Chunk, Outcome, RowEncoder, encode_chunks
+from luthier.encoding.prepared import PreparedSet, SourceInfo
+from luthier.encoding.quarantine import Quarantine
+from luthier.encoding.shard import KEY_BYTES
+from luthier.encoding.store import SampleStore, StoreWriter, row_key
+from luthier.encoding.workers import Chunk, Outcome, RowEncoder, encode_chunks
 from luthier.errors import BudgetError, RowDropped, RowError, UserError
 from luthier.ledger import Ledger
 from luthier.records import Address

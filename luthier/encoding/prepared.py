@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.encode.store import SampleStore
+from luthier.encoding.store import SampleStore
 from luthier.errors import UserError
 from luthier.ledger import Ledger
 from luthier.records import Address, Sample

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.encode import store as store_module
-from luthier.encode.disk import Disk
-from luthier.encode.shard import build_shard, freeze_sample
-from luthier.encode.store import MANIFEST, SampleStore, StoreWriter, row_key, store_folder
+from luthier.encoding import store as store_module
+from luthier.encoding.disk import Disk
+from luthier.encoding.shard import build_shard, freeze_sample
+from luthier.encoding.store import MANIFEST, SampleStore, StoreWriter, row_key, store_folder
 from luthier.errors import StoreError
 from luthier.records import Address, Branch, Sample
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from luthier.config.schema import RunConfig
-from luthier.encode.intake import Intake, Progress
-from luthier.encode.prepared import Prepared, PreparedSet, hold_out
-from luthier.encode.quarantine import Quarantine
-from luthier.encode.store import SampleStore, store_folder
-from luthier.encode.workers import RowEncoder
+from luthier.encoding.intake import Intake, Progress
+from luthier.encoding.prepared import Prepared, PreparedSet, hold_out
+from luthier.encoding.quarantine import Quarantine
+from luthier.encoding.store import SampleStore, store_folder
+from luthier.encoding.workers import RowEncoder
 from luthier.sources import open_sources, resolve_sources
 
 __all__ = ["Prepared", "PreparedSet", "Progress", "prepare"]

@@ -9,8 +9,8 @@ from itertools import accumulate, groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.encode.tokenizer import Tokenizer
-from luthier.encode.tree import TokenPath
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.encoding.tree import TokenPath
 from luthier.errors import RowError
 from luthier.records import ControlPiece, MediaPiece, Piece, TextPiece
 

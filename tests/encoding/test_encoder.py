@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from luthier.config.schema import ModelConfig, TemplateConfig
-from luthier.encode.encoder import Encoder
-from luthier.encode.pieces import encode_paths
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.pieces import encode_paths
 from luthier.errors import RowError, TemplateError
 from luthier.records import Address, Conversation, Document, Image, Message, Text, TextPiece, Thinking
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Generic, Literal, Protocol, TypeVar
 
-from luthier.encode.shard import EncodedSample, freeze_sample
+from luthier.encoding.shard import EncodedSample, freeze_sample
 from luthier.errors import RowError, UserError
 from luthier.records import Row, Sample
 from luthier.sources import RowBytes, RowReader
@@ -28,7 +28,7 @@ Tag = TypeVar("Tag")
 
 
 class RowEncoder(Protocol):
-    """What preparation needs of `luthier.encode.encoder.Encoder`. It must survive pickling if there are workers."""
+    """What preparation needs of `luthier.encoding.encoder.Encoder`. It must survive pickling if there are workers."""
 
     @property
     def fingerprint(self) -> str:

@@ -8,11 +8,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from luthier import encode, rendering
+from luthier import encoding, rendering
 from luthier.config.schema import ModelConfig, RunConfig, TemplateConfig
-from luthier.encode.pieces import encode_paths
-from luthier.encode.tokenizer import AddedTokens, Tokenizer, load_tokenizer
-from luthier.encode.tree import fold
+from luthier.encoding.pieces import encode_paths
+from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
+from luthier.encoding.tree import fold
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.records import Rendered, Row, Sample
 from luthier.rendering.render import Renderer
@@ -99,11 +99,14 @@ class Encoder:
 def _code_version() -> str:
     """Digest of the source of the rooms that decide a sample: a change of code never meets samples of the old one."""
     digest = hashlib.sha256()
-    files = [*Path(rendering.__path__[0]).glob("*.py"), *(Path(encode.__path__[0]) / f"{name}.py" for name in DECIDING)]
+    files = [
+        *Path(rendering.__path__[0]).glob("*.py"),
+        *(Path(encoding.__path__[0]) / f"{name}.py" for name in DECIDING),
+    ]
     for path in sorted(files):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-# Modules of `encode` that decide a sample; the others keep and count samples.
+# Modules of `encoding` that decide a sample; the others keep and count samples.
 DECIDING = ("encoder", "pieces", "tokenizer", "tokenizer_files", "tree")

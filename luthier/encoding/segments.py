@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import Overflow
-from luthier.encode.prepared import PreparedSet
+from luthier.encoding.prepared import PreparedSet
 from luthier.errors import RowDropped
 from luthier.layout import Window, leaf_segment, plan_windows, take_window
 from luthier.ledger import Ledger

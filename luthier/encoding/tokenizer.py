@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from luthier.encode.tokenizer_files import TokenizerFiles, find_files
+from luthier.encoding.tokenizer_files import TokenizerFiles, find_files
 from luthier.errors import RowError, TokenizerError
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.template import ChatTemplate

@@ -2,7 +2,7 @@
 
     <store>/lock                one writer at a time changes the manifest
     <store>/manifest.json       names the shards; replaced as a whole, last of all
-    <store>/shard-<hash>.bin    samples (`luthier.encode.shard`)
+    <store>/shard-<hash>.bin    samples (`luthier.encoding.shard`)
 
 A key is a digest of a row's bytes and of everything else that decides its sample (`row_key`), so a sample is encoded
 once, however often, in whichever file or run its row comes again. Readers see the manifest before a commit or after
@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.encode.disk import Disk
-from luthier.encode.shard import KEY_BYTES, REBUILD, EncodedSample, Shard, ShardEntry, build_shard
+from luthier.encoding.disk import Disk
+from luthier.encoding.shard import KEY_BYTES, REBUILD, EncodedSample, Shard, ShardEntry, build_shard
 from luthier.errors import StoreError
 from luthier.records import NOWHERE, Address, Sample
 
