@@ -43,7 +43,7 @@ format: $(READY)
 	$(RUN)/ruff check --fix .
 
 bench: $(READY)
-	@for script in benchmarks/*.py; do echo; $(RUN)/python $$script || exit 1; done
+	@for script in benchmarks/*.py; do echo; $(RUN)/python -m benchmarks.$$(basename $$script .py) || exit 1; done
 
 docs: $(READY)
 	$(RUN)/python scripts/write_docs.py

@@ -13,9 +13,17 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "load_config": "luthier.config.loading",
     "load_tokenizer": "luthier.encoding.tokenizer",
+    "encode": "luthier.encoding.interface",
+    "encode_many": "luthier.encoding.interface",
+    "verify": "luthier.check.verify",
     "Conversation": "luthier.records",
     "Message": "luthier.records",
+    "Text": "luthier.records",
+    "Thinking": "luthier.records",
+    "ToolCall": "luthier.records",
     "Sample": "luthier.records",
+    "RowError": "luthier.errors",
+    "UserError": "luthier.errors",
 }
 
 

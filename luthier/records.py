@@ -12,7 +12,7 @@ Every record is frozen. A plain dict exists only at the two ends: the raw row, a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,14 +49,39 @@ class Text:
     train: bool | None = None
     weight: float = 1.0
 
+    def cut(self, start: int, end: int) -> Text:
+        """The characters ``[start, end)`` as a part of their own."""
+        return replace(self, text=self.text[start:end])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thinking:
-    """What the assistant thought before it answered (``reasoning_content`` of chat templates)."""
+    """What the assistant thought before it answered (``reasoning_content`` of chat templates).
+
+    Where the row had it inside the message's text, ``written`` is that stretch of the text, character for character,
+    and ``text`` begins at ``written_start`` of it: for templates that print no reasoning, it is put back as it was.
+
+        "<think>\\nHm.\\n</think>Yes." -> Thinking(text="Hm.", written="<think>\\nHm.\\n</think>", written_start=8)
+    """
 
     text: str
     train: bool | None = None
     weight: float = 1.0
+    written: str | None = None
+    written_start: int = 0
+
+    def cut(self, start: int, end: int) -> Thinking:
+        """The characters ``[start, end)`` as a part of their own; what is written around goes with the two ends."""
+        if self.written is None:
+            return replace(self, text=self.text[start:end])
+        first = 0 if start == 0 else self.written_start + start
+        last = len(self.written) if end == len(self.text) else self.written_start + end
+        return replace(
+            self,
+            text=self.text[start:end],
+            written=self.written[first:last],
+            written_start=self.written_start if start == 0 else 0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +124,26 @@ Part = Text | Thinking | ToolCall | Image | Video | Audio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TargetRule:
+    """A rule on what is learned: where all its conditions hold, ``train`` decides and ``weight`` counts.
+
+    role     ``system``, ``user``, ``assistant`` or ``tool``
+    turn     ``first`` or ``last`` message of its role in the conversation
+    part     ``answer``, ``thinking`` or ``tool_call`` of an assistant's message
+    pattern  a Python regular expression, searched in texts and thoughts; its group 1, if it has one, is what is meant
+
+    A condition that is None holds everywhere. A ``weight`` of 0 is ``train: false``. See `rendering.target_rules`.
+    """
+
+    role: str | None = None
+    turn: str | None = None
+    part: str | None = None
+    pattern: str | None = None
+    train: bool | None = None
+    weight: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
     """One turn. ``role`` is ``system``, ``user``, ``assistant`` or ``tool``.
 
@@ -125,26 +170,37 @@ class Conversation:
 
     ``tools`` are JSON-schema function declarations as chat templates take them:
     ``{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}``.
-    ``train_on`` is the data set's own policy (a `TrainOn` value), if it has one.
+    ``rendered``: control strings in its text are meant as control tokens. ``train_on`` is the row's or data set's own
+    policy (a `TrainOn` value), if it has one; ``rules`` are the data set's, which come after the run's; ``weight``
+    multiplies the loss of all targets.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     address: Address = NOWHERE
     train_on: str | None = None
+    rules: tuple[TargetRule, ...] = ()
+    weight: float = 1.0
+    rendered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Plain text (with media, if any): every token is a target."""
+    """Plain text (with media, if any): every token is a target, where ``rules`` and parts say nothing else.
+
+    ``rendered``: control strings in it are meant as control tokens, and no begin or end token is added.
+    """
 
     parts: tuple[Part, ...]
+    rendered: bool = False
     address: Address = NOWHERE
+    rules: tuple[TargetRule, ...] = ()
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preference:
-    """One history and two continuations, the first preferred over the second."""
+    """One history and two continuations, the first preferred over the second; ``weight`` multiplies the pair's loss."""
 
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
@@ -152,17 +208,21 @@ class Preference:
     tools: tuple[Mapping[str, Any], ...] = ()
     margin: float | None = None
     address: Address = NOWHERE
+    rules: tuple[TargetRule, ...] = ()
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feedback:
-    """One history, one continuation, and whether it was found desirable."""
+    """One history, one continuation, and whether it was found desirable; ``weight`` multiplies the row's loss."""
 
     prompt: tuple[Message, ...]
     completion: tuple[Message, ...]
     desirable: bool
     tools: tuple[Mapping[str, Any], ...] = ()
     address: Address = NOWHERE
+    rules: tuple[TargetRule, ...] = ()
+    weight: float = 1.0
 
 
 Row = Conversation | Document | Preference | Feedback
@@ -253,6 +313,7 @@ class Sample:
     target     bool[T]     the token itself is to be emitted by the model (not yet shifted)
     weight     float32[T]  or None, which means 1.0 everywhere
     branches               plain SFT has one; their lengths sum to T
+    control_strings        what looks like a control token in the row's own text, and how often
     """
 
     input_ids: NDArray[np.int32]
@@ -260,6 +321,7 @@ class Sample:
     weight: NDArray[np.float32] | None = None
     branches: tuple[Branch, ...]
     media: tuple[MediaItem, ...] = ()
+    control_strings: tuple[tuple[str, int], ...] = ()
     address: Address = NOWHERE
 
     def segments(self) -> list[Segment]:

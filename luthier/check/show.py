@@ -6,9 +6,11 @@ from the collator. How it looks is the business of `check.show_terminal` and `ch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from luthier.check.origins import SegmentOrigin
+from luthier.check.owners import Owner
 from luthier.check.tokens import Vocabulary, token_texts
 from luthier.records import IGNORE_INDEX, Batch, Pack, Sample, Segment
 
@@ -28,15 +30,41 @@ class TokenView:
     segment: int  # from 0
     position: int  # restarts in each segment
     label: int | None
+    owner: Owner | None = None  # None where it is not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentView:
-    """Where a segment came from and how many of its tokens are learned."""
+    """Where a segment came from and how many of its tokens are learned.
+
+    It is the part from token ``start`` of root-to-leaf run ``run`` of ``num_runs`` of its row, a run of ``run_tokens``
+    tokens. ``finding`` is what was found to be wrong with it: that the store does not hold what rendering gives.
+    """
 
     address: str
     num_tokens: int
     num_targets: int
+    run: int = 1
+    num_runs: int = 1
+    start: int = 0
+    run_tokens: int | None = None
+    learned: tuple[str, ...] = ()
+    finding: str | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of this part of the row, in sentences."""
+        notes = []
+        if self.num_runs > 1:
+            notes.append(
+                f"run {self.run} of {self.num_runs}: the template renders the history differently once later turns "
+                f"follow, so {_and(self.learned) or 'these turns'} {'is' if len(self.learned) == 1 else 'are'} learned "
+                "here, in the context that inference will show"
+            )
+        if self.run_tokens is not None and self.num_tokens < self.run_tokens:
+            stop = self.start + self.num_tokens
+            notes.append(f"cut by data.max_length: tokens {self.start} to {stop - 1} of {self.run_tokens}")
+        return notes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,19 +81,45 @@ class RowView:
         """Tokens that are learned."""
         return sum(token.target for token in self.tokens)
 
+    def of_segment(self, number: int) -> list[TokenView]:
+        """The tokens of one segment."""
+        return [token for token in self.tokens if token.segment == number]
 
-def show_sample(sample: Sample, vocabulary: Vocabulary, *, control: Collection[int] = ()) -> list[RowView]:
+    @property
+    def findings(self) -> list[str]:
+        """What was found to be wrong, each once."""
+        return list(dict.fromkeys(segment.finding for segment in self.segments if segment.finding is not None))
+
+
+def show_sample(
+    sample: Sample,
+    vocabulary: Vocabulary,
+    *,
+    control: Collection[int] = (),
+    origins: Sequence[SegmentOrigin] | None = None,
+) -> list[RowView]:
     """The root-to-leaf runs of a sample before any cutting, a `RowView` each."""
     segments = sample.segments()
     views = []
-    for number, segment in enumerate(segments, start=1):
-        title = str(sample.address) if len(segments) == 1 else f"{sample.address}, run {number} of {len(segments)}"
-        views.append(show_pack(Pack(segments=(segment,)), vocabulary, title=title, control=control))
+    for number, segment in enumerate(segments):
+        title = str(sample.address) if len(segments) == 1 else f"{sample.address}, run {number + 1} of {len(segments)}"
+        origin = None if origins is None else origins[number : number + 1]
+        views.append(show_pack(Pack(segments=(segment,)), vocabulary, title=title, control=control, origins=origin))
     return views
 
 
-def show_pack(pack: Pack, vocabulary: Vocabulary, *, title: str, control: Collection[int] = ()) -> RowView:
-    """The tokens of a pack, segment after segment. ``control`` holds the ids of control tokens."""
+def show_pack(
+    pack: Pack,
+    vocabulary: Vocabulary,
+    *,
+    title: str,
+    control: Collection[int] = (),
+    origins: Sequence[SegmentOrigin] | None = None,
+) -> RowView:
+    """The tokens of a pack, segment after segment.
+
+    ``control`` holds the ids of control tokens; ``origins``, one for each segment, say whose the tokens are.
+    """
     columns = _Columns(
         ids=[int(i) for segment in pack.segments for i in segment.input_ids],
         labels=[label for segment in pack.segments for label in _labels(segment)],
@@ -75,20 +129,29 @@ def show_pack(pack: Pack, vocabulary: Vocabulary, *, title: str, control: Collec
         addresses=[str(segment.address) for segment in pack.segments],
         num_padding=0,
     )
-    return _row_view(columns, vocabulary, title=title, control=control)
+    return _row_view(columns, vocabulary, title=title, control=control, origins=origins)
 
 
-def show_batch(batch: Batch, vocabulary: Vocabulary, *, title: str, control: Collection[int] = ()) -> list[RowView]:
+def show_batch(
+    batch: Batch,
+    vocabulary: Vocabulary,
+    *,
+    title: str,
+    control: Collection[int] = (),
+    origins: Sequence[Sequence[SegmentOrigin]] | None = None,
+) -> list[RowView]:
     """The rows of a collated batch, read back from its tensors: what the model is really given.
 
-    Targets and weights are read from the shifted labels, positions from ``position_ids``.
+    Targets and weights are read from the shifted labels, positions from ``position_ids``. ``origins`` has for each row
+    one for each segment.
     """
     addresses = [str(address) for address in batch.addresses]
     rows = []
     for row, starts in enumerate(batch.segment_starts):
         columns = _batch_columns(batch, row, addresses[: len(starts)])
         addresses = addresses[len(starts) :]
-        rows.append(_row_view(columns, vocabulary, title=f"{title}, row {row + 1}", control=control))
+        of_row = None if origins is None else origins[row]
+        rows.append(_row_view(columns, vocabulary, title=f"{title}, row {row + 1}", control=control, origins=of_row))
     return rows
 
 
@@ -136,40 +199,68 @@ def _batch_columns(batch: Batch, row: int, addresses: list[str]) -> _Columns:
     )
 
 
-def _row_view(columns: _Columns, vocabulary: Vocabulary, *, title: str, control: Collection[int]) -> RowView:
+def _row_view(
+    columns: _Columns,
+    vocabulary: Vocabulary,
+    *,
+    title: str,
+    control: Collection[int],
+    origins: Sequence[SegmentOrigin] | None,
+) -> RowView:
     bounds = [*columns.starts, len(columns.ids)]
     tokens: list[TokenView] = []
     segments: list[SegmentView] = []
     for number, address in enumerate(columns.addresses):
-        added = _segment_tokens(columns, range(bounds[number], bounds[number + 1]), number, vocabulary, control)
-        num_targets = sum(token.target for token in added)
-        segments.append(SegmentView(address=address, num_tokens=len(added), num_targets=num_targets))
+        origin = None if origins is None else origins[number]
+        span = range(bounds[number], bounds[number + 1])
+        owners: Sequence[Owner | None] = [None] * len(span) if origin is None or not origin.owners else origin.owners
+        added = [
+            replace(token, segment=number, owner=owner)
+            for token, owner in zip(_segment_tokens(columns, span, vocabulary, control), owners, strict=True)
+        ]
+        segments.append(_segment_view(address, added, origin))
         tokens.extend(added)
     return RowView(title=title, segments=tuple(segments), tokens=tuple(tokens), num_padding=columns.num_padding)
 
 
+def _segment_view(address: str, tokens: Sequence[TokenView], origin: SegmentOrigin | None) -> SegmentView:
+    view = SegmentView(address=address, num_tokens=len(tokens), num_targets=sum(token.target for token in tokens))
+    if origin is None:
+        return view
+    learned = [f"message {t.owner.message}" for t in tokens if t.target and t.owner and t.owner.message is not None]
+    return replace(
+        view,
+        run=origin.run,
+        num_runs=origin.num_runs,
+        start=origin.start,
+        run_tokens=origin.run_tokens,
+        learned=tuple(dict.fromkeys(learned)),
+        finding=origin.finding,
+    )
+
+
 def _segment_tokens(
-    columns: _Columns, span: range, number: int, vocabulary: Vocabulary, control: Collection[int]
-) -> list[TokenView]:
+    columns: _Columns, span: range, vocabulary: Vocabulary, control: Collection[int]
+) -> Iterator[TokenView]:
     texts = token_texts(columns.ids[span.start : span.stop], vocabulary)
-    views = []
     for index, text in zip(span, texts, strict=True):
         # the label before a token is the token, if it is a target; a segment's first token never is
         target = index > span.start and columns.labels[index - 1] != IGNORE_INDEX
         label = columns.labels[index]
-        views.append(
-            TokenView(
-                index=index,
-                id=columns.ids[index],
-                text=text.text,
-                num_tokens=text.tokens,
-                name=vocabulary.token(columns.ids[index]),
-                control=columns.ids[index] in control,
-                target=target,
-                weight=columns.weights[index - 1] if target else 1.0,
-                segment=number,
-                position=columns.positions[index],
-                label=None if label == IGNORE_INDEX else label,
-            )
+        yield TokenView(
+            index=index,
+            id=columns.ids[index],
+            text=text.text,
+            num_tokens=text.tokens,
+            name=vocabulary.token(columns.ids[index]),
+            control=columns.ids[index] in control,
+            target=target,
+            weight=columns.weights[index - 1] if target else 1.0,
+            segment=0,
+            position=columns.positions[index],
+            label=None if label == IGNORE_INDEX else label,
         )
-    return views
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

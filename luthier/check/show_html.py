@@ -1,72 +1,108 @@
 """A `RowView` as HTML: one page that needs nothing else, or a fragment of another page.
 
 Every text goes through a template that escapes; what comes out is `Markup`, the type of HTML that is safe to embed.
+The page's one script is named by its digest in the page's content security policy: no other can run in it, and nothing
+can be fetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from luthier.check.show import RowView, TokenView
-from luthier.check.show_text import visible
-from luthier.check.tokens import TokenText, spans
+from luthier.check.show import RowView, SegmentView
+from luthier.check.show_blocks import Band, Block, bands, blocks, token_data
+
+VOICES = ("system", "user", "assistant", "tool", "tools", "template", "text", "unknown")  # in the order of the legend
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Span:
-    """Tokens that are shown as one text, with the classes of its look and the words of its tooltip."""
-
-    text: str
-    breaks: int  # line feeds at its end: the page breaks its lines where the text does
-    classes: str
-    title: str
-
-
-def tokens_html(rows: Sequence[RowView], *, table: bool = False, heading: str | None = None) -> Markup:
-    """The rows' tokens in colour, with their style sheet; ``table`` adds every token's numbers.
+def tokens_html(rows: Sequence[RowView], *, heading: str | None = None) -> Markup:
+    """The rows' tokens in colour, with their style sheet; each token's numbers come up when a pointer rests on it.
 
     ``heading`` is what stands above already: a row of that title gets no heading of its own.
     """
+    laid_out = [_laid_out(row) for row in rows]
     # our own template, which escapes all that is put into it
-    return Markup(_template("tokens.html.jinja", rows=[_described(row) for row in rows], table=table, heading=heading))
+    return Markup(render("tokens.html.jinja", rows=laid_out, heading=heading, titles=True, **_legend(laid_out)))
 
 
-def page_html(rows: Sequence[RowView], *, title: str) -> str:
-    """A whole page: no link, script or font from elsewhere."""
-    return _template("show.html.jinja", title=title, tokens=tokens_html(rows, table=True, heading=title))
+def page_html(rows: Sequence[RowView], *, title: str, facts: Mapping[str, str] | None = None) -> str:
+    """A whole page: no link, font or script from elsewhere. ``facts`` stand in its head, by name."""
+    laid_out = [_laid_out(row) for row in rows]
+    script = (files("luthier.check") / "templates" / "show.js").read_text(encoding="utf-8")
+    return render(
+        "show.html.jinja",
+        title=title,
+        facts=facts or {},
+        rows=laid_out,
+        heading=title,
+        titles=False,
+        num_tokens=sum(len(row.tokens) for row in rows),
+        num_targets=sum(row.num_targets for row in rows),
+        num_segments=sum(len(row.segments) for row in rows),
+        findings=list(dict.fromkeys(finding for row in rows for finding in row.findings)),
+        data=_script_json([token_data(row.of_segment(n)) for row in rows for n in range(len(row.segments))]),
+        script=Markup(script),  # our own file
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        **_legend(laid_out),
+    )
 
 
-def _template(name: str, **values: object) -> str:
+def render(name: str, **values: object) -> str:
+    """One of the templates beside this file, which escapes every value that is no `Markup`."""
+    return _environment().get_template(name).render(**values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Segment:
+    segment: SegmentView
+    blocks: list[Block]
+    bands: list[Band]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    row: RowView
+    segments: list[_Segment]
+
+
+def _laid_out(row: RowView) -> _Row:
+    segments = []
+    for number, segment in enumerate(row.segments):
+        of_segment = blocks(row.of_segment(number))
+        segments.append(_Segment(segment=segment, blocks=of_segment, bands=bands(of_segment)))
+    return _Row(row=row, segments=segments)
+
+
+def _legend(rows: Sequence[_Row]) -> dict[str, object]:
+    """What the legend has to explain: only what is to be seen."""
+    all_blocks = [block for row in rows for segment in row.segments for block in segment.blocks]
+    looks = {
+        look for block in all_blocks for stretch in block.stretches for mark in stretch.marks for look in mark.looks
+    }
+    present = {block.voice for block in all_blocks}
+    return {"voices": [voice for voice in VOICES if voice in present], "looks": looks}
+
+
+def _script_json(data: object) -> Markup:
+    """JSON that cannot end the script element it stands in: what could open a tag is written as an escape."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)  # no character of it means anything in HTML
+
+
+@cache
+def _environment() -> Environment:
     loader = PackageLoader("luthier.check")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["visible"] = visible
-    return environment.get_template(name).render(**values)
-
-
-def _described(row: RowView) -> dict[str, object]:
-    return {"row": row, "runs": [(row.segments[number], run) for number, run in _segment_runs(row)]}
-
-
-def _segment_runs(row: RowView) -> list[tuple[int, list[_Span]]]:
-    runs: list[list[_Span]] = [[] for _ in row.segments]
-    texts = [TokenText(text=token.text, tokens=token.num_tokens) for token in row.tokens]
-    for span in spans(texts):
-        tokens = row.tokens[span.start : span.stop]
-        runs[tokens[0].segment].append(_span(tokens))
-    return list(enumerate(runs))
-
-
-def _span(tokens: Sequence[TokenView]) -> _Span:
-    first = tokens[0]
-    classes = ["t", "target" if any(token.target for token in tokens) else "context"]
-    classes += ["control"] if first.control else []
-    classes += ["weighted"] if any(token.target and token.weight != 1.0 for token in tokens) else []
-    ids = " ".join(str(token.id) for token in tokens)
-    title = f"id {ids} · position {first.position} · {'target' if first.target else 'context'}"
-    title += f" · weight {first.weight:g}" if first.weight != 1.0 else ""
-    breaks = 0 if first.control else first.text.count("\n")
-    return _Span(text=visible(first.text) or "∅", breaks=breaks, classes=" ".join(classes), title=title)
+    environment.filters["count"] = lambda number: f"{number:,}"
+    return environment

@@ -1,98 +1,168 @@
-"""A `RowView` in a terminal: the text with its targets in colour, and a table of every token."""
+"""A `RowView` in a terminal: the text with its targets and owners in colour, and a table of every token.
+
+Where there is no colour (NO_COLOR, a pipe), targets stand in brackets: nothing is said by colour alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from luthier.check.show import RowView, TokenView
-from luthier.check.show_text import visible
-from luthier.check.tokens import TokenText, spans
+from luthier.check.owners import TEMPLATE
+from luthier.check.show import RowView, SegmentView, TokenView
+from luthier.check.show_text import (
+    CLOSE,
+    OPEN,
+    headline,
+    lines_visible,
+    segment_line,
+    shown_spans,
+    visible,
+)
 
 TARGET = "bold green"
 CONTROL_TARGET = "bold green underline"
 CONTROL = "magenta"
-CONTEXT = ""
-LEGEND = Text.assemble(
-    ("learned", TARGET), "  ", ("control token, learned", CONTROL_TARGET), "  ", ("control", CONTROL), "  context"
-)
+FINDING = "bold red"
+WIDE = 104  # columns; below it the table has one space between its columns
+# What is only read has the colour of who said it.
+VOICES: Mapping[str, str] = {
+    "system": "yellow",
+    "user": "blue",
+    "assistant": "",
+    "tool": "cyan",
+    "tools": "dim yellow",
+    "text": "",
+    TEMPLATE: "dim",
+}
 
 
-def coloured_text(row: RowView, *, max_tokens: int | None = None) -> Group:
+def facts_line(facts: Mapping[str, str]) -> Text:
+    """Under which settings the tokens were made, in a line or two."""
+    return Text(" · ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in facts.items())
+
+
+def coloured_text(row: RowView, *, max_tokens: int | None = None) -> RowText:
     """The row's text, segment by segment, targets in green; cut after ``max_tokens`` tokens, which is said."""
-    parts: list[RenderableType] = [_heading(row), Padding(LEGEND, (0, 0, 1, 2))]
-    shown = row.tokens if max_tokens is None else row.tokens[:max_tokens]
-    for number, segment in enumerate(row.segments):
-        text = _segment_text([token for token in shown if token.segment == number])
-        if not text:
-            continue
-        if len(row.segments) > 1:
-            facts = (
-                f"segment {number} · {segment.address} · {segment.num_tokens} tokens · {segment.num_targets} targets"
-            )
-            parts.append(Padding(Text(facts, style="dim"), (0, 0, 0, 2)))
-        parts.append(Padding(text, (0, 0, 1, 2)))
-    if len(shown) < len(row.tokens):
-        parts.append(Padding(Text(f"… {len(row.tokens) - len(shown)} more tokens", style="dim"), (0, 0, 0, 2)))
-    return Group(*parts)
+    return RowText(row=row, max_tokens=max_tokens)
 
 
-def token_table(row: RowView) -> Table:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowText:
+    """What `coloured_text` gives: it prints itself with colours or with brackets, as the terminal can."""
+
+    row: RowView
+    max_tokens: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        has_colour = console.color_system is not None and not console.no_color
+        row = self.row
+        name, _, facts = headline(row).removeprefix(row.title).partition(" · ")
+        yield Text.assemble((row.title + name, "bold"), (f" · {facts}", "dim"))
+        yield Padding(_legend(row, has_colour=has_colour), (0, 0, 1, 2))
+        shown = row.tokens if self.max_tokens is None else row.tokens[: self.max_tokens]
+        for number, segment in enumerate(row.segments):
+            tokens = [token for token in shown if token.segment == number]
+            if not tokens:
+                continue
+            if len(row.segments) > 1:
+                yield Padding(Text(segment_line(row, number), style="dim"), (0, 0, 0, 2))
+            for note in _notes(segment):
+                yield Padding(note, (0, 0, 0, 2))
+            yield Padding(_segment_text(tokens, has_colour=has_colour), (0, 0, 1, 2))
+        if len(shown) < len(row.tokens):
+            yield Padding(Text(f"… {len(row.tokens) - len(shown):,} more tokens", style="dim"), (0, 0, 0, 2))
+
+
+def token_table(row: RowView) -> TokenTable:
     """Every token of the row with its numbers; a character split over tokens stands at its first one."""
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    return TokenTable(row=row)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenTable:
+    """What `token_table` gives: one table a segment, which fits into 80 columns."""
+
+    row: RowView
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for number, segment in enumerate(self.row.segments):
+            tokens = self.row.of_segment(number)
+            yield Text(segment_line(self.row, number), style="bold")
+            yield from _notes(segment)
+            yield _segment_table(tokens, is_wide=options.max_width >= WIDE)
+
+
+def _notes(segment: SegmentView) -> Iterator[Text]:
+    for note in segment.notes:
+        yield Text(note, style="italic dim")
+    if segment.finding is not None:
+        yield Text(f"! {segment.finding}", style=FINDING)
+
+
+def _legend(row: RowView, *, has_colour: bool) -> Text:
+    targets = {token.control for token in row.tokens if token.target}
+    entries = [("learned", TARGET)] if has_colour else [(f"{OPEN}learned{CLOSE}", "")]
+    if has_colour:
+        entries += [("control token, learned", CONTROL_TARGET)] if True in targets else []
+        entries += [("control token", CONTROL)] if any(t.control and not t.target for t in row.tokens) else []
+        present = {_voice(token) for token in row.tokens if not token.target and not token.control}
+        entries += [(voice, style) for voice, style in VOICES.items() if voice in present]
+    legend = Text("   ").join(Text(name, style=style) for name, style in entries)
+    return legend.append("   the rest is only read", style="dim") if not has_colour else legend
+
+
+def _segment_table(tokens: Sequence[TokenView], *, is_wide: bool) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2 if is_wide else 1, 0, 0))
     for name in ("index", "id"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("text", no_wrap=True, overflow="ellipsis", min_width=12)
-    for name in ("segment", "position"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("text", no_wrap=True, overflow="ellipsis", min_width=10, max_width=40)
+    table.add_column("owner", no_wrap=True, overflow="ellipsis")
     table.add_column("target", no_wrap=True)
-    for name in ("weight", "label"):
+    for name in ("position", "label") if is_wide else ("pos", "label"):
         table.add_column(name, justify="right", no_wrap=True)
-    for token in row.tokens:
-        text = Text(visible(token.text), style=_style(token)) if token.num_tokens else Text("⋯", style="dim")
+    for token in tokens:
         table.add_row(
             Text(str(token.index), style="dim"),
             str(token.id),
-            text,
-            str(token.segment),
+            Text(visible(token.text), style=_style(token)) if token.num_tokens else Text("⋯", style="dim"),
+            Text("–" if token.owner is None else str(token.owner), style=VOICES.get(_voice(token), "")),
+            Text(_target_words(token), style="green"),
             str(token.position),
-            Text("target", style="green") if token.target else "",
-            f"{token.weight:g}" if token.target else "",
             Text("–", style="dim") if token.label is None else str(token.label),
         )
     return table
 
 
-def _heading(row: RowView) -> Text:
-    count = len(row.tokens)
-    facts = f"   {count} tokens, {row.num_targets} targets ({row.num_targets / count:.1%})"
-    if len(row.segments) > 1:
-        facts += f", {len(row.segments)} segments"
-    if row.num_padding:
-        facts += f", {row.num_padding} padding"
-    return Text.assemble((row.title, "bold"), (facts, "dim"))
+def _target_words(token: TokenView) -> str:
+    if not token.target:
+        return ""
+    return "✓" if token.weight == 1 else f"✓ ×{token.weight:g}"
 
 
-def _segment_text(tokens: list[TokenView]) -> Text:
+def _segment_text(tokens: Sequence[TokenView], *, has_colour: bool) -> Text:
     text = Text(overflow="fold")
-    for piece, style in _pieces(tokens):
-        text.append(piece, style=style)
+    looks = (lambda span: _style(span[0])) if has_colour else (lambda span: OPEN if span[0].target else "")
+    for look, group in groupby(shown_spans(tokens), key=looks):
+        words = lines_visible("".join(span[0].text for span in group))
+        if has_colour:
+            text.append(words, style=look)
+        else:
+            text.append(f"{OPEN}{words}{CLOSE}" if look else words)
     return text
-
-
-def _pieces(tokens: list[TokenView]) -> Iterator[tuple[str, str]]:
-    texts = [TokenText(text=token.text, tokens=token.num_tokens) for token in tokens]
-    for span in spans(texts):
-        first = tokens[span.start]
-        # a line feed is shown and made: the sign takes the token's colour
-        yield "↵\n".join(visible(line) for line in first.text.split("\n")), _style(first)
 
 
 def _style(token: TokenView) -> str:
     if token.target:
         return CONTROL_TARGET if token.control else TARGET
-    return CONTROL if token.control else CONTEXT
+    return CONTROL if token.control else VOICES.get(_voice(token), "")
+
+
+def _voice(token: TokenView) -> str:
+    return "" if token.owner is None else token.owner.voice

@@ -1,8 +1,18 @@
-"""White space and control characters made visible, for terminals and pages alike."""
+"""Tokens as plain text: white space and control characters made visible, targets in brackets.
+
+For terminals and pages alike; what is here needs no colour.
+"""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from luthier.check.show import RowView, TokenView
+from luthier.check.tokens import TokenText, spans
+
+OPEN, CLOSE = "⟦", "⟧"  # around what is learned, where there is no colour
 
 _SHOWN = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x1b": "␛"}
 
@@ -13,6 +23,54 @@ def visible(text: str) -> str:
     Format characters such as bidirectional overrides are spelled out; the joiner of emoji is left in place.
     """
     return "".join(_SHOWN.get(character) or _sign(character) for character in text)
+
+
+def plain_text(row: RowView) -> str:
+    """The row as text, segment by segment, a line break wherever the text has one; targets stand in ``⟦⟧``."""
+    lines = [headline(row)]
+    for number, segment in enumerate(row.segments):
+        if len(row.segments) > 1:
+            lines.append(segment_line(row, number))
+        lines += segment.notes
+        text = "".join(
+            f"{OPEN}{words}{CLOSE}" if is_target else words for is_target, words in _stretches(row.of_segment(number))
+        )
+        lines += ["", text, ""]
+    return "\n".join(lines)
+
+
+def headline(row: RowView) -> str:
+    """``rows.jsonl:7 · 120 tokens · 31 targets (25.8 %) · 2 segments``."""
+    count = len(row.tokens)
+    parts = [row.title, f"{count:,} tokens", f"{row.num_targets:,} targets ({100 * row.num_targets / count:.1f} %)"]
+    if len(row.segments) > 1:
+        parts.append(f"{len(row.segments)} segments")
+    if row.num_padding:
+        parts.append(f"{row.num_padding:,} padding")
+    return " · ".join(parts)
+
+
+def segment_line(row: RowView, number: int) -> str:
+    """``segment 0 · rows.jsonl:7 · 60 tokens · 12 targets``."""
+    segment = row.segments[number]
+    return f"segment {number} · {segment.address} · {segment.num_tokens:,} tokens · {segment.num_targets:,} targets"
+
+
+def shown_spans(tokens: Sequence[TokenView]) -> Iterator[Sequence[TokenView]]:
+    """The tokens of each shown text: one, or those that a character is split over."""
+    texts = [TokenText(text=token.text, tokens=token.num_tokens) for token in tokens]
+    for span in spans(texts):
+        yield tokens[span.start : span.stop]
+
+
+def lines_visible(text: str) -> str:
+    """As `visible`, but a line feed is shown and made."""
+    return "↵\n".join(visible(line) for line in text.split("\n"))
+
+
+def _stretches(tokens: Sequence[TokenView]) -> Iterator[tuple[bool, str]]:
+    for is_target, group in groupby(shown_spans(tokens), key=lambda span: span[0].target):
+        yield is_target, lines_visible("".join(span[0].text for span in group))
 
 
 def _sign(character: str) -> str:

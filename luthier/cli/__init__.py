@@ -1,4 +1,5 @@
 """The command ``luthier``: thin; each command parses, calls and prints.
 
-Read in this order: output, pipeline, selection, configuration, environment, inspection, training, quickstart, main.
+Read in this order: output, pipeline, selection, configuration, environment, inspection, comparison, training,
+quickstart, verification, main.
 """

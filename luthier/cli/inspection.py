@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from luthier.cli.output import JsonTarget, Output, reporting
+from luthier.cli.output import EXIT_UNTRUE, JsonTarget, Output, reporting
 from luthier.cli.pipeline import ConfigFile, Overrides, plan_of, prepare_data, read_config, tell_preparation
 from luthier.writing import write_text
 
@@ -119,32 +120,42 @@ def show(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page that needs nothing else.")] = None,
     json: JsonTarget = None,
 ) -> None:
-    """Show what the model sees, token by token: id, text, target, weight, segment, position, label.
+    """Show what the model sees, token by token: id, text, owner, target, weight, position, label.
 
     Use it whenever data, template or train_on changed. Green is learned, all else is only read.
+
+    The owner is the message, role and field that a token comes from, found by rendering the row once more. If that
+    does not give what the store holds, it is said in red, and the exit code is 3.
 
     [dim]Example[/]   luthier show run.yaml
     [dim]Example[/]   luthier show run.yaml --pack 3 --html pack.html
     """
     with reporting(json) as output:
         run = read_config(config, overrides)
+        from luthier.check.facts import run_facts
         from luthier.cli.selection import Selection
 
         selection = Selection.of_options(row=row, pack=pack, batch=batch, held_out=split is Split.EVAL)
-        views = selection.views(prepare_data(run, output.console))
-        _print_views(views, output)
+        loaded = prepare_data(run, output.console)
+        views = selection.views(loaded)
+        facts = run_facts(run, loaded.encoder)
+        _print_views(views, facts, output)
         if html is not None:
             from luthier.check.show_html import page_html
 
-            write_text(html, page_html(views, title=selection.title))
+            write_text(html, page_html(views, title=selection.title, facts=facts))
             output.console.print(f"[dim]page in[/] {html}", highlight=False)
-        output.emit(_views_as_json(views))
+        output.emit({"facts": facts, **_views_as_json(views)})
+    if any(view.findings for view in views):
+        raise typer.Exit(EXIT_UNTRUE)
 
 
-def _print_views(views: list[RowView], output: Output) -> None:
-    from luthier.check.show_terminal import coloured_text, token_table
+def _print_views(views: list[RowView], facts: Mapping[str, str], output: Output) -> None:
+    from luthier.check.show_terminal import coloured_text, facts_line, token_table
 
+    output.console.print(facts_line(facts))
     for view in views:
+        output.console.print()
         output.console.print(token_table(view))
         output.console.print()
         output.console.print(coloured_text(view))  # below the long table: it is what one sees first in a terminal
@@ -153,4 +164,5 @@ def _print_views(views: list[RowView], output: Output) -> None:
 def _views_as_json(views: list[RowView]) -> dict[str, Any]:
     import msgspec
 
-    return {"rows": msgspec.to_builtins(views)}
+    findings = list(dict.fromkeys(finding for view in views for finding in view.findings))
+    return {"rows": msgspec.to_builtins(views), "findings": findings}

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from luthier.cli import configuration, environment, inspection, quickstart, training
+from luthier.cli import comparison, configuration, environment, inspection, quickstart, training, verification
 from luthier.errors import ConfigError, RowError, UserError
 
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPT, EXIT_TERMINATED = 0, 1, 2, 130, 143
@@ -35,7 +35,7 @@ app = typer.Typer(
            luthier plan run.yaml   [dim]what it costs: packs, steps, padding[/]
 [bold]Train[/]      luthier train run.yaml
 
-[bold]Exit code[/]  0 done · 1 a bug · 2 yours to mend · 130 Ctrl-C · 143 terminated""",
+[bold]Exit code[/]  0 done · 1 a bug · 2 yours to mend · 3 the answer is no · 130 Ctrl-C · 143 terminated""",
 )
 
 
@@ -48,6 +48,8 @@ app.command("train", rich_help_panel="Run")(training.train)
 app.command("quickstart", rich_help_panel="Run")(quickstart.quickstart)
 app.command("prepare", rich_help_panel="Run")(inspection.prepare)
 app.command("show", rich_help_panel="Look before you train")(inspection.show)
+app.command("verify", rich_help_panel="Look before you train")(verification.verify)
+app.command("diff", rich_help_panel="Look before you train")(comparison.diff)
 app.command("plan", rich_help_panel="Look before you train")(inspection.plan)
 app.command("stats", rich_help_panel="Look before you train")(inspection.stats)
 app.add_typer(configuration.app, name="config", rich_help_panel="About")

@@ -19,6 +19,7 @@ from luthier.errors import ConfigError, UserError
 from luthier.writing import to_json, write_text
 
 STDOUT = "-"
+EXIT_UNTRUE = 3  # what was asked was answered, and the answer is no: it differs, it does not hold
 
 JsonTarget = Annotated[
     str | None,

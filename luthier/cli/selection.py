@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from luthier.check.origins import SegmentOrigin, row_origins, segment_origin
 from luthier.check.plan import train_settings
 from luthier.check.show import RowView, show_batch, show_pack, show_sample
 from luthier.cli.pipeline import Loaded
 from luthier.config.schema import Packing
+from luthier.encoding.prepared import PreparedSet
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
 from luthier.packing import EpochPlan, plan_epoch
 from luthier.records import Pack
+from luthier.sources import open_sources, resolve_sources
 
 
 class Kind(StrEnum):
@@ -48,7 +52,7 @@ class Selection:
         return f"{self.kind.value} {self.number} of the {'held-out' if self.held_out else 'training'} data"
 
     def views(self, loaded: Loaded) -> list[RowView]:
-        """The rows to show; raises `UserError` where there is no such thing."""
+        """The rows to show, each token with its owner; raises `UserError` where there is no such thing."""
         index = loaded.held_out if self.held_out else loaded.train
         if index is None:
             raise UserError("this run has no held-out data", hint="name some with data.eval, or set data.eval_split")
@@ -60,7 +64,8 @@ class Selection:
             case Kind.PACK:
                 plan = _plan(index, loaded, rows_per_micro_batch=1)
                 self._check(len(plan), "packs")
-                return [show_pack(self._packs(plan, index)[0], tokenizer, title=self.title, control=control)]
+                (pack,), (origins,) = self._packs(plan, index, loaded)
+                return [show_pack(pack, tokenizer, title=self.title, control=control, origins=origins)]
             case Kind.BATCH:
                 return self._batch(index, loaded, control)
             case _:
@@ -70,9 +75,10 @@ class Selection:
         prepared, tokenizer = index.prepared, loaded.encoder.tokenizer
         self._check(len(prepared), "rows")
         row = self.number - 1
+        of_row = self._origins([row], prepared, loaded)[row]
         segments = [segment for segment in range(len(index)) if index.row_ids[segment] == row]
         if not segments:  # cut away: show what it would have been
-            views = show_sample(prepared[row], tokenizer, control=control)
+            views = show_sample(prepared[row], tokenizer, control=control, origins=of_row)
             return [_retitled(view, f"{view.title} (not trained: over data.max_length)") for view in views]
         title = str(prepared.address(row))
         return [
@@ -81,6 +87,7 @@ class Selection:
                 tokenizer,
                 title=title if len(segments) == 1 else f"{title}, segment {number} of {len(segments)}",
                 control=control,
+                origins=[segment_origin(index, segment, of_row)],
             )
             for number, segment in enumerate(segments, start=1)
         ]
@@ -92,13 +99,30 @@ class Selection:
         rows = config.eval.per_device_eval_batch_size if self.held_out else config.train.per_device_train_batch_size
         plan = _plan(index, loaded, rows_per_micro_batch=rows)
         self._check(len(plan), "micro-batches")
+        packs, origins = self._packs(plan, index, loaded)
         packed = config.train.packing is Packing.BEST_FIT
-        batch = collate(self._packs(plan, index), packed=packed, pad_token_id=tokenizer.pad_token_id)
-        return show_batch(batch, tokenizer, title=self.title, control=control)
+        batch = collate(packs, packed=packed, pad_token_id=tokenizer.pad_token_id)
+        return show_batch(batch, tokenizer, title=self.title, control=control, origins=origins)
 
-    def _packs(self, plan: EpochPlan, index: SegmentIndex) -> list[Pack]:
-        packs = plan[self.number - 1].packs
-        return [Pack(segments=tuple(index[segment] for segment in pack)) for pack in packs]
+    def _packs(
+        self, plan: EpochPlan, index: SegmentIndex, loaded: Loaded
+    ) -> tuple[list[Pack], list[list[SegmentOrigin]]]:
+        numbers = [[int(segment) for segment in pack] for pack in plan[self.number - 1].packs]
+        rows = {int(index.row_ids[segment]) for pack in numbers for segment in pack}
+        of_row = self._origins(rows, index.prepared, loaded)
+        packs = [Pack(segments=tuple(index[segment] for segment in pack)) for pack in numbers]
+        return packs, [
+            [segment_origin(index, segment, of_row[int(index.row_ids[segment])]) for segment in pack]
+            for pack in numbers
+        ]
+
+    def _origins(self, rows: Iterable[int], prepared: PreparedSet, loaded: Loaded) -> dict[int, list[SegmentOrigin]]:
+        data = loaded.config.data
+        train, evaluation = resolve_sources(data)
+        # with data.eval_split the held-out rows are read from the training data
+        configs = evaluation if self.held_out and evaluation else train
+        sources = open_sources(configs, seed=loaded.config.runtime.seed)
+        return row_origins(prepared, set(rows), loaded.encoder, sources)
 
     def _check(self, count: int, what: str) -> None:
         if self.number > count:

@@ -24,6 +24,14 @@ class Overflow(StrEnum):
     SPLIT = "split"
 
 
+class TokenizerBackend(StrEnum):
+    """Which library encodes text. The ids are the same."""
+
+    AUTO = "auto"
+    FASTOKENS = "fastokens"
+    TOKENIZERS = "tokenizers"
+
+
 class Packing(StrEnum):
     """How sequences share a row of a batch."""
 
@@ -39,6 +47,37 @@ class TrainOn(StrEnum):
     COMPLETION = "completion"
     ALL = "all"
     NONE = "none"
+
+
+class Role(StrEnum):
+    """Who speaks."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+class TargetPart(StrEnum):
+    """What an assistant's message is made of."""
+
+    ANSWER = "answer"
+    THINKING = "thinking"
+    TOOL_CALL = "tool_call"
+
+
+class Turn(StrEnum):
+    """Which message of its role."""
+
+    FIRST = "first"
+    LAST = "last"
+
+
+class ThinkingStyle(StrEnum):
+    """What thinking tags in an assistant's text are: marks of thinking, or text like any other."""
+
+    TAGS = "tags"
+    TEXT = "text"
 
 
 class Precision(StrEnum):
@@ -105,6 +144,8 @@ MODEL_PRESETS = ("tiny-qwen3", "tiny-llama")
 DATA_PRESETS = ("skills",)
 
 LARGEST_SEED = 2**32 - 1  # numpy's generators take 32 bits
+MAX_WEIGHT = 1e6  # more is a slip of the pen, and would drown every other row of its step
+MIN_WEIGHT = 1e-6  # less is 0
 
 
 def _int_as_float(value: Any) -> Any:

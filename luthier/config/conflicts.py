@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from luthier.config.adapters import check_adapter
-from luthier.config.choices import Precision, Strategy, TrainOn
+from luthier.config.choices import Precision, Strategy, ThinkingStyle, TrainOn
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
 from luthier.config.schema import Format
@@ -171,15 +171,28 @@ def _something_to_learn(draft: Draft) -> Iterator[Problem]:
     data, template = draft.config.data, draft.config.template
     if template.train_on is not TrainOn.NONE or data.use or draft.config.objective.name == "pt":
         return
+    if any(rule.train for rule in template.targets):
+        return
     if data.train and not any(_may_teach(source) for source in data.train):
         what = "nothing is learned: no source has a train_on of its own, and its format has no train flags in rows"
         yield draft.problem("template.train_on", what, "set template.train_on: assistant")
 
 
 def _may_teach(source: SourceConfig) -> bool:
+    if any(rule.train for rule in source.targets):
+        return True
     if source.train_on is None:
         return source.format not in _SILENT_FORMATS
     return source.train_on is not TrainOn.NONE
+
+
+def _thinking(draft: Draft) -> Iterator[Problem]:
+    for name, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
+        for index, source in enumerate(sources):
+            at = f"{name}[{index}]"
+            if source.thinking is ThinkingStyle.TEXT and draft.given(f"{at}.thinking_tags"):
+                what = f"tags are given, and {draft.cite(f'{at}.thinking')} leaves them in the text"
+                yield draft.problem(f"{at}.thinking_tags", what, "set thinking: tags, or remove the tags")
 
 
 def _pairs(draft: Draft) -> Iterator[Problem]:
@@ -207,7 +220,8 @@ _RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("train.optim",), _optimizer),
     (("runtime.device", "train.precision", "model"), _on_cpu),
     (("output.resume", "output.overwrite", "output.save_only_model"), _resumption),
-    (("data.train", "data.use", "template.train_on", "objective.name"), _something_to_learn),
+    (("data.train", "data.use", "template.train_on", "template.targets", "objective.name"), _something_to_learn),
+    (("data.train", "data.eval"), _thinking),
     (("data.train", "data.eval", "objective.name"), _pairs),
     (("adapter", "train.optim"), check_adapter),
 )

@@ -19,6 +19,7 @@ _STAND_INS: dict[str, Any] = {
     "name_or_path": "preset:tiny-qwen3",
     "path": "preset:skills",
 }
+_RULES = "targets"
 MAX_ROUNDS = 4  # a wrong section is removed, then missed, then stood in for
 
 
@@ -85,7 +86,9 @@ def read_draft(tree: Node, name: str) -> tuple[Draft | None, list[Problem]]:
 
 def _mend(values: Any, path: Path) -> None:
     """Remove the value at ``path``, or put a stand-in where one is required."""
-    if isinstance(path[-1], int) and path[:2] not in (("data", "train"), ("data", "eval")):
+    if _RULES in path:
+        path = path[: path.index(_RULES) + 1]  # rules lean on each other: without all of them none is missed
+    elif isinstance(path[-1], int) and path[:2] not in (("data", "train"), ("data", "eval")):
         path = path[:-1]  # one text of a list: without the list its default holds
     for step in path[:-1]:
         values = values[step]

@@ -21,6 +21,7 @@ _EXAMPLES = {
     "data": "data: {train: rows.jsonl}",
     "name_or_path": "name_or_path: preset:tiny-qwen3",
     "path": "path: rows.jsonl",
+    "targets": "targets: [{part: thinking, train: false}]",
 }
 _FILLS = frozenset({"name_or_path", "path", "train", "use"})  # keys that a required section is there for
 _YES = frozenset({"yes", "on", "y", "true", "1"})
@@ -167,7 +168,7 @@ def _for_text(node: Scalar, schema: JsonSchema, path: Path) -> str | None:
     if "array" in allowed and (names := _for_choices(text, resolve(schema.get("items", {})))) is not None:
         return f"write [] for none, or names; {names}" if text.lower() in _NO else names
     if path == ("template",):
-        return "the model's own template is the default; for another write chat_template: FILE.jinja below template:"
+        return f"the model's own template is the default; for another write chat_template: {text[:40]} below template:"
     if "properties" in schema and path and (ours := our_name(str(path[-1]))) is not None:
         return f"to set {ours}, write {ours.rsplit('.', 1)[1]}: {text[:40]} below {path[-1]}:"
     return _for_choices(text, schema)

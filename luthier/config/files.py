@@ -19,6 +19,7 @@ from luthier.errors import Problem
 
 MAX_LISTED = 10_000  # files of a folder that a near name is looked for among
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_TEMPLATE_NAME = re.compile(r"[\w-]+(\.\d+)?")  # chatml, openchat-3.6; chat.jinja is a file
 
 
 def check_files(draft: Draft) -> list[Problem]:
@@ -117,6 +118,8 @@ def _preset(draft: Draft, key: str, text: str, known: tuple[str, ...]) -> Iterat
 def _template(draft: Draft, template: str | None) -> Iterator[Problem]:
     if template is None or "{{" in template or "{%" in template or "\n" in template:
         return
+    if _TEMPLATE_NAME.fullmatch(template):
+        return  # the room that holds the named templates knows whether there is one
     path = os.path.expanduser(template)
     if not os.path.isfile(path):
         hint = f"{_near(path)}; a template itself holds {{{{ … }}}} or {{% … %}}"

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from luthier.config.choices import (
+    MAX_WEIGHT,
+    MIN_WEIGHT,
     Count,
     Format,
     Natural,
     NonEmpty,
+    NonNegative,
     Overflow,
     PathLike,
     Positive,
+    Role,
     ShareOrCount,
+    TargetPart,
     Texts,
+    ThinkingStyle,
+    TokenizerBackend,
     TrainOn,
+    Turn,
     TwoOrMore,
     as_enum,
     as_list,
 )
+from luthier.config.patterns import check_pattern
 
 
 class Section(BaseModel):
@@ -48,6 +57,9 @@ class ModelConfig(Section):
     """A local folder, a Hub id, or ``preset:NAME`` (tiny models that come with Luthier: tiny-qwen3, tiny-llama)."""
     tokenizer_name_or_path: NonEmpty | None = None
     """Where the tokenizer is, if not with the model."""
+    tokenizer_backend: Annotated[TokenizerBackend, as_enum(TokenizerBackend)] = TokenizerBackend.AUTO
+    """Library that encodes text, to the same ids. ``auto``: fastokens where it pays and is proven equal on the way,
+    else tokenizers; ``fastokens``: from the start, or the run is refused."""
     revision: NonEmpty = "main"
     """Branch, tag or commit of a model on the Hub."""
     cache_dir: PathLike | None = None
@@ -70,6 +82,52 @@ class ModelConfig(Section):
     """Control tokens to add to the vocabulary; embeddings are resized."""
     use_liger_kernel: bool | Literal["auto"] = "auto"
     """Liger's fused kernels; ``auto``: on a GPU where the package is installed."""
+
+
+def _check_weight(weight: float | None) -> float | None:
+    if weight is not None and weight != 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ValueError(f"is neither 0 nor from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+    return weight
+
+
+class TargetRuleConfig(Section):
+    """One rule on what is learned; all its conditions must hold, and later rules win ([targets.md](targets.md))."""
+
+    role: Annotated[Role | None, as_enum(Role)] = None
+    """Who speaks."""
+    turn: Annotated[Turn | None, as_enum(Turn)] = None
+    """Only the first, or the last, message of its role in a conversation."""
+    part: Annotated[TargetPart | None, as_enum(TargetPart)] = None
+    """What of an assistant's message: its answer, its thinking, its tool calls."""
+    pattern: Annotated[NonEmpty | None, AfterValidator(lambda text: text if text is None else check_pattern(text))] = (
+        None
+    )
+    """A Python regular expression, searched in texts and thoughts; its group 1, if it has one, is what is meant."""
+    train: bool | None = None
+    """Whether it is learned. Without it the rule only weighs."""
+    weight: Annotated[NonNegative | None, AfterValidator(_check_weight)] = None
+    """What it counts in the loss; 0 is the same as ``train: false``."""
+
+    @model_validator(mode="after")
+    def _means_something(self) -> TargetRuleConfig:
+        if self.train is None and self.weight is None:
+            raise ValueError("says neither train nor weight, so it changes nothing")
+        if self.train and self.weight == 0:
+            raise ValueError("says train: true and weight: 0, which is train: false")
+        if self.part is not None and self.role not in (None, Role.ASSISTANT):
+            raise ValueError(f"never applies: only an assistant's message has parts, and role is {self.role}")
+        if self.part is TargetPart.TOOL_CALL and self.pattern is not None:
+            raise ValueError("never applies: patterns are searched in texts and thoughts, not in tool calls")
+        return self
+
+
+TargetRules = Annotated[list[TargetRuleConfig], BeforeValidator(as_list)]
+
+
+def _check_pair(tags: list[str]) -> list[str]:
+    if len(tags) != 2 or tags[0] == tags[1]:
+        raise ValueError('is no pair of tags: write [OPENING, CLOSING], such as ["<think>", "</think>"]')
+    return tags
 
 
 class SourceConfig(Section):
@@ -99,6 +157,16 @@ class SourceConfig(Section):
     """Read a Hub data set as a stream instead of downloading it first."""
     train_on: Annotated[TrainOn | None, as_enum(TrainOn)] = None
     """Overrides ``template.train_on`` for this data set."""
+    targets: TargetRules = []
+    """Rules on what is learned of this data set; they come after those of ``template.targets``."""
+    thinking: Annotated[ThinkingStyle, as_enum(ThinkingStyle)] = ThinkingStyle.TAGS
+    """``tags``: what stands between ``thinking_tags`` at the beginning of an assistant's text is thinking; ``text``:
+    the text is left alone."""
+    thinking_tags: Annotated[Texts, AfterValidator(_check_pair)] = ["<think>", "</think>"]
+    """The opening and the closing tag of thinking in an assistant's text."""
+    rendered: bool = False
+    """Texts were rendered by a template already: control strings in them are meant as control tokens. Plain text and
+    text pairs are taken as they are, nothing put around them."""
     media_root: PathLike | None = None
     """Folder that media paths in rows are relative to and may not leave; default: the data file's folder."""
 
@@ -138,12 +206,20 @@ class TemplateConfig(Section):
     """How conversations become text, and what of it is learned."""
 
     chat_template: NonEmpty | None = None
-    """A path to a Jinja file, or the template itself. Default: the model's own."""
+    """A name such as ``chatml`` (all are in [templates.md](templates.md)), a path to a Jinja file, or the template
+    itself. Default: the model's own."""
     kwargs: dict[str, Any] = {}
     """Variables for the template, such as ``{enable_thinking: false}``."""
     default_system: str | None = None
     """System message for conversations that have none."""
     train_on: Annotated[TrainOn, as_enum(TrainOn)] = TrainOn.ASSISTANT
     """Which messages are learned, where the row itself does not say."""
+    targets: TargetRules = []
+    """Rules that refine ``train_on`` by role, turn, part or pattern, and weigh: ``{part: thinking, train: false}``."""
     train_stop: bool = True
     """Learn the stop token too. Without it the model never learns to stop."""
+    control: Literal["as_text", "forbid"] | Texts = "as_text"
+    """Control strings (``<|im_end|>``) in the rows' own text: ``as_text`` encodes them as text and counts them,
+    ``forbid`` quarantines such rows, a list names those that are meant as control tokens."""
+    replay: bool = True
+    """Run the template once for each shape of row and replay it for the others, instead of once for each row."""

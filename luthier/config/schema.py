@@ -38,7 +38,7 @@ from luthier.config.choices import (
     as_enum,
     as_list,
 )
-from luthier.config.inputs import DataConfig, ModelConfig, Section, SourceConfig, TemplateConfig
+from luthier.config.inputs import DataConfig, ModelConfig, Section, SourceConfig, TargetRuleConfig, TemplateConfig
 
 __all__ = [
     "OPTIMIZERS",
@@ -60,6 +60,7 @@ __all__ = [
     "Section",
     "SourceConfig",
     "Strategy",
+    "TargetRuleConfig",
     "TemplateConfig",
     "TrackingConfig",
     "TrainConfig",

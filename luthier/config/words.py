@@ -10,6 +10,8 @@ from luthier.config.tree import Path
 
 JsonSchema = dict[str, Any]
 
+_LISTED = {"SourceConfig": "sources", "TargetRuleConfig": "rules"}
+
 
 @functools.cache
 def raw_schema() -> JsonSchema:
@@ -62,7 +64,7 @@ def expected(schema: JsonSchema) -> str:
             return "a text (not empty)" if schema.get("minLength") else "a text"
         case {"type": "array"}:
             items = resolve(schema.get("items", {}))
-            return "a list of sources" if "properties" in items else "a list of texts"
+            return f"a list of {_LISTED.get(items.get('title', ''), 'texts')}"
         case {"type": "object"}:
             return "a section (key: value lines)" if "properties" in schema else "a mapping (key: value lines)"
         case {"type": "null"}:

@@ -26,6 +26,7 @@ from luthier.records import Address
 from luthier.sources import RowBytes, Source
 
 CHUNK_BYTES = 256_000  # raw bytes of rows that are encoded together: a worker's message is then cheap beside its work
+CONTROL_STRING = "control string in text: "  # before each one, in the ledger's notes
 CHUNK_ROWS = 2_000  # rows between two reports of progress, where nothing needs encoding
 
 
@@ -122,6 +123,7 @@ class Intake:
         remaining = iter(outcomes)
         for slot in slots:
             error = slot.error
+            found: tuple[tuple[str, int], ...] = ()
             if slot.fresh:
                 outcome = next(remaining)
                 if isinstance(outcome, RowError):
@@ -129,13 +131,15 @@ class Intake:
                 else:
                     writer.add(slot.key, outcome)
                     self.num_encoded += 1
+                    found = outcome.found
                     error = None if sum(outcome.leaf_targets) else _no_target()
             elif error is None:
                 known = store.index_of(slot.key)
                 error = _no_target() if known is not None and not store.num_targets[known] else None
-            self._settle(slot, error)
+                found = () if known is None else store.control_strings(known)
+            self._settle(slot, error, found)
 
-    def _settle(self, slot: _Slot, error: RowError | None) -> None:
+    def _settle(self, slot: _Slot, error: RowError | None, found: Sequence[tuple[str, int]]) -> None:
         if error is None:
             error = self.failed.get(slot.key)
         elif slot.key:
@@ -144,6 +148,8 @@ class Intake:
             self.ledger.keep()
             self.num_reused += not slot.fresh
             self.kept.add(slot)
+            for token, count in found:
+                self.ledger.note(f"{CONTROL_STRING}{token}", count)
             return
         placed = error.at(slot.address)
         self.ledger.lose(placed)

@@ -1,77 +1,168 @@
-"""Pieces become ids."""
+"""Blueprints become ids: the texts of many rows are encoded in one call and put between what never changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.encoding.text_encoders import BadTexts, unflatten
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.encoding.tree import TokenPath
+from luthier.encoding.tree import fold
 from luthier.errors import RowError
-from luthier.records import ControlPiece, MediaPiece, Piece, TextPiece
+from luthier.records import Branch, ControlPiece, Sample
+from luthier.rendering.blueprint import Blueprint, Run, TextRun
+from luthier.rendering.render import Filled
+
+MOST_ASSEMBLIES = 5_000
+
+
+class Assembler:
+    """Encodes filled blueprints under one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._assemblies: dict[Blueprint, _Assembly] = {}
+
+    def assemble(self, rows: Sequence[Filled]) -> list[Sample | RowError]:
+        """One outcome per row, in order. Text that occurs several times is encoded once."""
+        numbers: dict[str, int] = {}  # of the texts to encode
+        drafts: list[_Draft] = []
+        for row in rows:
+            assembly = self._assembly(row.blueprint)
+            texts = [run.text(row.values) for run in assembly.texts]
+            own = [numbers.setdefault(text, len(numbers)) for text in texts] if not row.allowed else []
+            drafts.append(_Draft(row=row, assembly=assembly, texts=texts, numbers=own))
+        try:
+            encoded = unflatten(*self.tokenizer.encode_flat(list(numbers)))
+        except BadTexts as error:
+            return self._without_bad(drafts, error.errors)
+        return [self._sample(draft, encoded) for draft in drafts]
+
+    def _without_bad(self, drafts: Sequence[_Draft], errors: Mapping[int, RowError]) -> list[Sample | RowError]:
+        blame = [next((errors[number] for number in draft.numbers if number in errors), None) for draft in drafts]
+        good = iter(self.assemble([draft.row for draft, error in zip(drafts, blame, strict=True) if error is None]))
+        return [
+            next(good) if error is None else error.at(draft.row.address)
+            for draft, error in zip(drafts, blame, strict=True)
+        ]
+
+    def _assembly(self, blueprint: Blueprint) -> _Assembly:
+        known = self._assemblies.get(blueprint)
+        if known is None:
+            if len(self._assemblies) >= MOST_ASSEMBLIES:
+                self._assemblies.clear()
+            known = self._assemblies[blueprint] = _Assembly(blueprint, self.tokenizer)
+        return known
+
+    def _sample(self, draft: _Draft, encoded: Sequence[NDArray[np.int32]]) -> Sample | RowError:
+        row, assembly = draft.row, draft.assembly
+        try:
+            texts = (
+                iter([self._with_control(text, row.allowed)[0] for text in draft.texts])
+                if row.allowed
+                else (encoded[number] for number in draft.numbers)
+            )
+        except RowError as error:
+            return error.at(row.address)
+        arrays = [next(texts) if constant is None else constant for constant in assembly.constants]
+        lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+        ids = np.concatenate(arrays)
+        if not len(ids):
+            return RowError("empty", "the row renders to nothing", address=row.address)
+        if len(assembly.parents) == 1 and not assembly.is_weighted and not assembly.mixed:
+            target = np.repeat(assembly.is_target, lengths)
+            whole = Branch(parent=-1, length=len(ids))
+            found = tuple(row.control_strings.items())
+            return Sample(input_ids=ids, target=target, branches=(whole,), control_strings=found, address=row.address)
+        sizes = np.add.reduceat(lengths, assembly.first_item).tolist()
+        branches = [Branch(parent=parent, length=size) for parent, size in zip(assembly.parents, sizes, strict=True)]
+        sample = fold(ids, self._weights(row, assembly, lengths), branches, row.address)
+        return replace(sample, control_strings=tuple(row.control_strings.items())) if row.control_strings else sample
+
+    def _weights(self, row: Filled, assembly: _Assembly, lengths: NDArray[np.int64]) -> NDArray[np.float32]:
+        weights = np.repeat(assembly.weights, lengths)
+        ends = np.cumsum(lengths)
+        for item, run in assembly.mixed:
+            texts = run.fill(row.values)
+            _, last = self._with_control("".join(texts), row.allowed)
+            # a token that reaches over two pieces (" the") counts as the one it ends in
+            starts = np.cumsum([0, *map(len, texts[:-1])])
+            piece = np.searchsorted(starts, last, side="right") - 1
+            weights[ends[item] - lengths[item] : ends[item]] = np.array(run.weights, np.float32)[piece]
+        return weights
+
+    def _with_control(self, text: str, allowed: frozenset[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Ids of a text in which some control strings are control tokens, and the last character each id covers."""
+        ids, last = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
+        position = 0
+        found = [match for match in self.tokenizer.control.find(text) if match[2] in allowed]
+        for start, end, token in [*found, (len(text), len(text), None)]:
+            own_ids, own_last = self.tokenizer.encode_with_last(text[position:start])
+            ids.append(own_ids)
+            last.append(own_last + position)
+            if token is not None:
+                ids.append(np.array([self.tokenizer.control_id(token)], np.int32))
+                last.append(np.array([end - 1]))
+            position = end
+        return np.concatenate(ids), np.concatenate(last)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """Neighbouring text that is encoded as one string, with the weight of each of its pieces."""
+class _Draft:
+    """A row on its way: the texts of its runs, and their numbers among those that are encoded together."""
 
-    text: str
-    starts: tuple[int, ...]
-    weights: tuple[float, ...]
-
-    @property
-    def is_uniform(self) -> bool:
-        return len(set(self.weights)) == 1
+    row: Filled
+    assembly: _Assembly
+    texts: list[str]
+    numbers: list[int]
 
 
-def encode_paths(paths: Sequence[Sequence[Piece]], tokenizer: Tokenizer) -> list[TokenPath]:
-    """Ids and weights of each path. Text that several paths share is encoded once. Raises `RowError`."""
-    cut = [list(_runs(path)) for path in paths]
-    texts = dict.fromkeys(run.text for path in cut for run in path if isinstance(run, _Run) and run.is_uniform)
-    known = dict(zip(texts, tokenizer.encode_runs(list(texts)), strict=True))
-    return [_path(path, known, tokenizer) for path in cut]
+class _Assembly:
+    """A blueprint for one tokenizer: the runs of all branches one after the other.
 
+    ``constants[i]`` are the ids of item i if they are the same in every row, else None; ``weights[i]`` is what each
+    token of item i counts, unless it is one of ``mixed``. ``first_item`` is the first item of each branch.
+    """
 
-def _runs(path: Sequence[Piece]) -> Iterator[_Run | ControlPiece]:
-    # A change of `by_model` is the seam between prompt and completion: inference encodes the two apart.
-    for _, group in groupby(path, key=lambda piece: piece.by_model if isinstance(piece, TextPiece) else id(piece)):
-        pieces = list(group)
-        texts = [piece for piece in pieces if isinstance(piece, TextPiece)]
-        if texts:
-            lengths = [len(piece.text) for piece in texts]
-            yield _Run(
-                text="".join(piece.text for piece in texts),
-                starts=tuple(accumulate(lengths[:-1], initial=0)),
-                weights=tuple(piece.weight for piece in texts),
-            )
-        for piece in pieces:
-            match piece:
-                case ControlPiece():
-                    yield piece
-                case MediaPiece():
-                    raise RowError("media", "media cannot be encoded yet")
+    def __init__(self, blueprint: Blueprint, tokenizer: Tokenizer) -> None:
+        self.constants: list[NDArray[np.int32] | None] = []
+        self.texts: list[TextRun] = []
+        self.mixed: list[tuple[int, TextRun]] = []
+        weights: list[float] = []
+        first_item = []
+        for branch in blueprint.branches:
+            first_item.append(len(self.constants))
+            for run in branch.runs:
+                self._add(run, tokenizer, weights, first_item[-1])
+        self.parents = [branch.parent for branch in blueprint.branches]
+        self.first_item = np.array(first_item)
+        self.weights = np.array(weights, np.float32)
+        self.is_target = self.weights > 0
+        self.is_weighted = bool((self.weights[self.is_target] != 1).any())
 
+    def _add(self, run: Run, tokenizer: Tokenizer, weights: list[float], branch_start: int) -> None:
+        match run:
+            case ControlPiece():
+                self._add_constant(
+                    np.array([tokenizer.control_id(run.token)], np.int32), run.weight, weights, branch_start
+                )
+            case TextRun() if run.is_constant and run.is_uniform:
+                (ids,) = tokenizer.encode_runs([run.text(())])
+                self._add_constant(ids, run.weights[0], weights, branch_start)
+            case TextRun():
+                if not run.is_uniform:
+                    self.mixed.append((len(self.constants), run))
+                self.constants.append(None)
+                self.texts.append(run)
+                weights.append(run.weights[0])
 
-def _path(path: Sequence[_Run | ControlPiece], known: dict[str, NDArray[np.int32]], tokenizer: Tokenizer) -> TokenPath:
-    ids: list[NDArray[np.int32]] = []
-    weights: list[NDArray[np.float32]] = []
-    for run in path:
-        if isinstance(run, ControlPiece):
-            run_ids = np.array([tokenizer.control_id(run.token)], dtype=np.int32)
-            run_weights = np.array([run.weight], dtype=np.float32)
-        elif run.is_uniform:
-            run_ids = known[run.text]
-            run_weights = np.full(len(run_ids), run.weights[0], dtype=np.float32)
-        else:  # a token that reaches over two pieces (" the") counts as the one it ends in
-            run_ids, last = tokenizer.encode_with_last(run.text)
-            piece = np.searchsorted(np.array(run.starts), last, side="right") - 1
-            run_weights = np.array(run.weights, dtype=np.float32)[piece]
-        ids.append(run_ids)
-        weights.append(run_weights)
-    if not ids:
-        raise RowError("empty", "the row renders to nothing")
-    return TokenPath(ids=np.concatenate(ids), weights=np.concatenate(weights))
+    def _add_constant(self, ids: NDArray[np.int32], weight: float, weights: list[float], branch_start: int) -> None:
+        last = self.constants[-1] if len(self.constants) > branch_start else None
+        if last is not None and weights[-1] == weight:
+            self.constants[-1] = np.concatenate([last, ids])
+        else:
+            self.constants.append(ids)
+            weights.append(weight)

@@ -83,6 +83,10 @@ class SegmentIndex:
         )
         return take_window(segment, window)
 
+    def place(self, index: int) -> tuple[int, int, int]:
+        """Which part of its row a segment is: the leaf's number in its sample, and ``start:stop`` of that run."""
+        return int(self._leaf_number[self._leaf[index]]), int(self._start[index]), int(self._stop[index])
+
     def table(self) -> SegmentTable:
         """What `packing.plan_epoch` needs to know."""
         return SegmentTable(

@@ -18,13 +18,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import StoreError
 from luthier.records import Address, Branch, Sample
 
-MAGIC = b"LUTSHRD1"
+MAGIC = b"LUTSHRD2"
 KEY_BYTES = 32
 REBUILD = "delete the folder of the store: its samples will be encoded again"
 
@@ -33,7 +34,8 @@ REBUILD = "delete the folder of the store: its samples will be encoded again"
 class EncodedSample:
     """A sample as it will stand in a shard, with what planning needs to know of its leaves.
 
-    ``leaf_targets`` does not count a leaf's first token, which never is a target.
+    ``leaf_targets`` does not count a leaf's first token, which never is a target. ``control_strings`` is the JSON of
+    the sample's, or nothing.
     """
 
     payload: bytes
@@ -42,6 +44,12 @@ class EncodedSample:
     branches: tuple[tuple[int, int], ...]
     leaf_lengths: tuple[int, ...]
     leaf_targets: tuple[int, ...]
+    control_strings: bytes = b""
+
+    @property
+    def found(self) -> tuple[tuple[str, int], ...]:
+        """The control strings as they were."""
+        return read_counts(self.control_strings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +65,12 @@ class ShardEntry:
     num_branches: int
     num_leaves: int
     num_tokens: int
+    num_control_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShardIndex:
-    """n samples, b branches, l leaves. ``…_bounds`` say which run of bytes, branches or leaves is whose."""
+    """n samples, b branches, l leaves, c bytes. ``…_bounds`` say which run of bytes, branches or leaves is whose."""
 
     keys: NDArray[np.uint8]  # [n, 32]
     payload_bounds: NDArray[np.int64]  # [n + 1], from the file's start
@@ -74,6 +83,8 @@ class ShardIndex:
     leaf_bounds: NDArray[np.int64]  # [n + 1]
     leaf_lengths: NDArray[np.int32]  # [l]
     leaf_targets: NDArray[np.int32]  # [l]
+    control_bounds: NDArray[np.int64]  # [n + 1]
+    control_bytes: NDArray[np.uint8]  # [c], what was found in the samples' text, as JSON
 
 
 def freeze_sample(sample: Sample) -> EncodedSample:
@@ -91,7 +102,13 @@ def freeze_sample(sample: Sample) -> EncodedSample:
         branches=tuple((branch.parent, branch.length) for branch in sample.branches),
         leaf_lengths=tuple(length for length, _ in leaves),
         leaf_targets=tuple(num_targets for _, num_targets in leaves),
+        control_strings=msgspec.json.encode(dict(sample.control_strings)) if sample.control_strings else b"",
     )
+
+
+def read_counts(encoded: bytes) -> tuple[tuple[str, int], ...]:
+    """Names and numbers from their JSON, which may be missing."""
+    return tuple(msgspec.json.decode(encoded, type=dict[str, int]).items()) if encoded else ()
 
 
 def build_shard(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> tuple[ShardEntry, list[bytes]]:
@@ -112,6 +129,7 @@ def build_shard(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> tupl
         num_branches=len(index.branch_parents),
         num_leaves=len(index.leaf_lengths),
         num_tokens=int(index.num_tokens.sum()),
+        num_control_bytes=len(index.control_bytes),
     )
     return entry, [MAGIC, b"".join(sample.payload for sample in samples), index_bytes]
 
@@ -149,8 +167,14 @@ class Shard:
             branches=tuple(
                 Branch(parent=parent, length=length) for parent, length in zip(parents, lengths, strict=True)
             ),
+            control_strings=self.control_strings(number),
             address=address,
         )
+
+    def control_strings(self, number: int) -> tuple[tuple[str, int], ...]:
+        """What looks like a control token in the sample's own text, and how often."""
+        start, stop = self.index.control_bounds[number : number + 2].tolist()
+        return read_counts(self.index.control_bytes[start:stop].tobytes())
 
     def verify(self) -> None:
         """Read the whole file. Raises `StoreError` if one bit of it is not as it was written."""
@@ -194,6 +218,8 @@ def _index_of(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> ShardI
         leaf_bounds=_bounds([len(sample.leaf_lengths) for sample in samples]),
         leaf_lengths=np.array([n for sample in samples for n in sample.leaf_lengths], dtype=np.int32),
         leaf_targets=np.array([n for sample in samples for n in sample.leaf_targets], dtype=np.int32),
+        control_bounds=_bounds([len(sample.control_strings) for sample in samples]),
+        control_bytes=np.frombuffer(b"".join(sample.control_strings for sample in samples), np.uint8),
     )
 
 
@@ -201,7 +227,9 @@ def _bounds(counts: list[int]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
-def _shapes(num_samples: int, num_branches: int, num_leaves: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _shapes(
+    num_samples: int, num_branches: int, num_leaves: int, num_control_bytes: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     n, b, leaves = num_samples, num_branches, num_leaves
     return {
         "keys": ("u1", (n, KEY_BYTES)),
@@ -215,12 +243,14 @@ def _shapes(num_samples: int, num_branches: int, num_leaves: int) -> dict[str, t
         "leaf_bounds": ("<i8", (n + 1,)),
         "leaf_lengths": ("<i4", (leaves,)),
         "leaf_targets": ("<i4", (leaves,)),
+        "control_bounds": ("<i8", (n + 1,)),
+        "control_bytes": ("u1", (num_control_bytes,)),
     }
 
 
 def _index_chunks(index: ShardIndex) -> Iterator[bytes]:
     arrays = {field.name: getattr(index, field.name) for field in fields(index)}
-    shapes = _shapes(len(index.keys), len(index.branch_parents), len(index.leaf_lengths))
+    shapes = _shapes(len(index.keys), len(index.branch_parents), len(index.leaf_lengths), len(index.control_bytes))
     for name, (dtype, shape) in shapes.items():
         assert arrays[name].shape == shape, f"{name}: {arrays[name].shape} != {shape}"
         data = arrays[name].astype(dtype, copy=False).tobytes()
@@ -230,7 +260,8 @@ def _index_chunks(index: ShardIndex) -> Iterator[bytes]:
 def _read_index(mapped: mmap.mmap, entry: ShardEntry) -> ShardIndex:
     arrays: dict[str, Any] = {}
     place = entry.index_start
-    for name, (dtype, shape) in _shapes(entry.num_samples, entry.num_branches, entry.num_leaves).items():
+    shapes = _shapes(entry.num_samples, entry.num_branches, entry.num_leaves, entry.num_control_bytes)
+    for name, (dtype, shape) in shapes.items():
         count = int(np.prod(shape))
         arrays[name] = np.frombuffer(mapped, dtype, count=count, offset=place).reshape(shape)
         place += -(-arrays[name].nbytes // 8) * 8

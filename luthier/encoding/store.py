@@ -30,7 +30,7 @@ from luthier.encoding.shard import KEY_BYTES, REBUILD, EncodedSample, Shard, Sha
 from luthier.errors import StoreError
 from luthier.records import NOWHERE, Address, Sample
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 LOCK = "lock"
 SHARD_BYTES = 2**26  # so much is encoded between commits, and lost at most if the process is killed
@@ -88,6 +88,11 @@ class SampleStore:
             raise IndexError(f"sample {index} of {len(self)}")
         shard = bisect_right(self._starts, index) - 1
         return self._shards[shard].read(index - self._starts[shard], address)
+
+    def control_strings(self, index: int) -> tuple[tuple[str, int], ...]:
+        """What looks like a control token in the text of a sample's row, and how often."""
+        shard = bisect_right(self._starts, index) - 1
+        return self._shards[shard].control_strings(index - self._starts[shard])
 
     def index_of(self, key: bytes) -> int | None:
         """The number of the sample with this key, if it is in the store."""

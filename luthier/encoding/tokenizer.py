@@ -8,7 +8,6 @@ tokens (Gemma's runs of newlines) stay, or ids would differ from Hugging Face's.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +18,14 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from luthier.config.choices import TokenizerBackend
+from luthier.encoding.checked_encoder import Backend, CheckedEncoder
+from luthier.encoding.text_encoders import BadTexts, FastokensEncoder, HuggingFaceEncoder, unflatten
+from luthier.encoding.text_probe import probe_texts
 from luthier.encoding.tokenizer_files import TokenizerFiles, find_files
+from luthier.encoding.tokenizer_spec import opening_tokens, text_only, to_json, with_added
 from luthier.errors import RowError, TokenizerError
+from luthier.presets.named_templates import require_tokens, stop_tokens
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.template import ChatTemplate
 
@@ -33,14 +38,16 @@ def load_tokenizer(
     added: AddedTokens | None = None,
     revision: str = "main",
     cache_dir: Path | None = None,
+    backend: TokenizerBackend = TokenizerBackend.AUTO,
 ) -> Tokenizer:
     """Read a tokenizer from a local folder, a Hub id or ``preset:NAME``.
 
     ``chat_template`` (a path to a Jinja file, or the template) replaces the model's own. Raises `TokenizerError` if a
-    file is missing or damaged, `TemplateError` if the template is no valid Jinja.
+    file is missing or damaged, `TemplateError` if the template is no valid Jinja. ``backend`` decides how fast text is
+    encoded, never to which ids.
     """
     files = find_files(str(name_or_path), chat_template=chat_template, revision=revision, cache_dir=cache_dir)
-    return Tokenizer(files, template_kwargs=template_kwargs, added=added or AddedTokens())
+    return Tokenizer(files, template_kwargs=template_kwargs, added=added or AddedTokens(), backend=backend)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +62,15 @@ class Tokenizer:
     """Ids for control tokens and for text, never one for the other."""
 
     def __init__(
-        self, files: TokenizerFiles, *, template_kwargs: Mapping[str, Any] | None = None, added: AddedTokens
+        self,
+        files: TokenizerFiles,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        added: AddedTokens,
+        backend: TokenizerBackend = TokenizerBackend.AUTO,
     ) -> None:
         self.files, self.added = files, added
-        self._spec = _with_added(files.tokenizer, added)
+        self._spec = with_added(files.tokenizer, ordinary=added.ordinary, special=added.special)
         self.special_tokens = _special_tokens(files.config)
         self.template = (
             None
@@ -67,13 +79,29 @@ class Tokenizer:
         )
         self._whole = _build(self._spec, files)
         self._ids = {entry["content"]: _id_of(self._whole, entry["content"]) for entry in self._spec["added_tokens"]}
-        self._text = _build(_text_only(self._spec, self.control.tokens), files)
-        self._true_id = self._renumbering()
         self._forbidden = np.zeros(self.vocab_size, dtype=np.bool_)
         self._forbidden[[self._ids[token] for token in self.control.tokens]] = True
         _check_bounds(self)
+        if files.template_name is not None:
+            require_tokens(
+                files.template_name,
+                control=self.control.tokens,
+                special_tokens=self.special_tokens,
+                origin=files.origin,
+            )
+        text = text_only(self._spec, self.control.tokens)
+        kept = {token: number for token, number in self._ids.items() if token not in self.control.tokens}
+        self._reference = HuggingFaceEncoder(_build(text, files), kept, self.vocab_size)
+        self._text = CheckedEncoder(
+            self._reference,
+            lambda: FastokensEncoder(text, kept, self.vocab_size),
+            probes=lambda: probe_texts(sorted(self.control.tokens), sorted(kept)),
+            choice=backend,
+            vocab_size=self.vocab_size,
+            origin=files.origin,
+        )
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included: the embedding must have at least this many rows."""
         return max(self._whole.get_vocab_size(with_added_tokens=True), max(self._ids.values(), default=-1) + 1)
@@ -92,7 +120,7 @@ class Tokenizer:
             stops=frozenset(self._stop_tokens() & tokens),
             lstrip=frozenset(entry["content"] for entry in entries if entry["lstrip"]) & tokens,
             rstrip=frozenset(entry["content"] for entry in entries if entry["rstrip"]) & tokens,
-            opening=_opening(self._spec),
+            opening=opening_tokens(self._spec),
             closing=(self.special_tokens["eos_token"],) if "eos_token" in self.special_tokens else (),
         )
 
@@ -114,7 +142,7 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """Covers every byte that decides an id, the template included."""
-        parts = [json.dumps(self._spec, sort_keys=True), json.dumps(self.files.config, sort_keys=True)]
+        parts = [to_json(self._spec), to_json(self.files.config)]
         parts.append("" if self.template is None else self.template.fingerprint)
         parts.append(repr(sorted(self.control.stops)))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -123,28 +151,50 @@ class Tokenizer:
         """The id of a control token."""
         return self._ids[token]
 
-    def encode_runs(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Ids of runs of text, int32, one array a run; a control token is out of reach.
+    @property
+    def backend(self) -> Backend:
+        """Which library encodes text at the moment, and why not the fast one."""
+        return self._text.backend
 
-        Raises `RowError` for text that is no valid Unicode.
+    def expect_much_text(self) -> None:
+        """Get the fast encoder ready now (1 to 3 s) instead of after the first megabytes. A worker's first act."""
+        self._text.change_over()
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Ids of n runs of text, int32[T], and their bounds, int64[n+1]; a control token is out of reach.
+
+        Raises `BadTexts`, which has a `RowError` for each text that is no valid Unicode or cannot be encoded.
         """
+        ids, bounds = self._text.encode_flat(texts)
+        forbidden = np.flatnonzero(self._forbidden[ids])
+        if len(forbidden):
+            bad = np.unique(np.searchsorted(bounds, forbidden, side="right") - 1).tolist()
+            raise BadTexts({index: _control_in(texts[index]) for index in bad})
+        return ids, bounds
+
+    def encode_runs(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Ids of runs of text, int32, one array a run. Raises the `RowError` of the first bad run."""
         try:
-            encodings = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError as error:  # lone surrogates cannot cross into Rust
-            raise RowError("invalid_unicode", "text holds half of a surrogate pair") from error
-        runs = [self._true_id[encoding.ids] for encoding in encodings]
-        for text, ids in zip(texts, runs, strict=True):
-            if self._forbidden[ids].any():
-                raise RowError(
-                    "control_token_in_text", f"the vocabulary itself turns {text[:80]!r} into a control token"
-                )
-        return runs
+            return unflatten(*self.encode_flat(texts))
+        except BadTexts as error:
+            raise error.first from error
 
     def encode_with_last(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Ids of one run of text, and for each the index of the last character it covers."""
         (ids,) = self.encode_runs([text])
-        offsets = self._text.encode(text, add_special_tokens=False).offsets
-        return ids, np.array([end - 1 for _, end in offsets], dtype=np.int64)
+        return ids, self._reference.last_characters(text)
+
+    def encode_whole(self, text: str) -> NDArray[np.int32]:
+        """Ids of a rendered text as the plain tokenizer gives them, int32[T]: control strings in it are control tokens.
+
+        Nothing that is trained on is encoded this way; it is what others do, to compare with. Raises `RowError` for
+        text that is no valid Unicode.
+        """
+        try:
+            encoding = self._whole.encode(text, add_special_tokens=False)
+        except TypeError as error:  # lone surrogates cannot cross into Rust
+            raise RowError("invalid_unicode", "text holds half of a surrogate pair") from error
+        return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
         """Text of ids, control tokens included."""
@@ -155,18 +205,13 @@ class Tokenizer:
         token = self._whole.id_to_token(token_id)
         return "" if token is None else str(token)
 
-    def _renumbering(self) -> NDArray[np.int32]:
-        # Loading a tokenizer without its control tokens gives the added tokens that stay new numbers.
-        true_id = np.arange(self.vocab_size, dtype=np.int32)
-        for token in self._ids.keys() - self.control.tokens:
-            true_id[_id_of(self._text, token)] = self._ids[token]
-        return true_id
-
     def _stop_tokens(self) -> set[str]:
         by_id = {number: token for token, number in self._ids.items()}
         ids = self.files.generation_config.get("eos_token_id") or []
         stops = {by_id[number] for number in (ids if isinstance(ids, list) else [ids]) if number in by_id}
-        return stops | {self.special_tokens[name] for name in ("eos_token",) if name in self.special_tokens}
+        stops |= {self.special_tokens[name] for name in ("eos_token",) if name in self.special_tokens}
+        name = self.files.template_name
+        return stops if name is None else stops | stop_tokens(name, self.special_tokens)
 
     def _named(self, name: str) -> int:
         token = self.special_tokens.get(name)
@@ -182,54 +227,21 @@ class Tokenizer:
 
 def _build(spec: dict[str, Any], files: TokenizerFiles) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+        return tokenizers.Tokenizer.from_str(to_json(spec))
     except Exception as error:
         raise TokenizerError(
             f"{files.folder / 'tokenizer.json'}: not a tokenizer: {error}", hint="fetch the file again"
         ) from error
 
 
+def _control_in(text: str) -> RowError:
+    return RowError("control_token_in_text", f"the vocabulary itself turns {text[:80]!r} into a control token")
+
+
 def _id_of(tokenizer: tokenizers.Tokenizer, token: str) -> int:
     number = tokenizer.token_to_id(token)
     assert number is not None, f"{token!r} was added, so it has an id"
     return int(number)
-
-
-def _with_added(spec: dict[str, Any], added: AddedTokens) -> dict[str, Any]:
-    known = {token["content"] for token in spec["added_tokens"]} | set(spec["model"].get("vocab", ()))
-    new = [token for token in (*added.ordinary, *added.special) if token not in known]
-    taken = [token["id"] for token in spec["added_tokens"]]
-    first = max([len(spec["model"].get("vocab", ())), *(number + 1 for number in taken)])
-    entries = [
-        {"id": first + index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False, "special": token in added.special}
-        for index, token in enumerate(new)
-    ]  # fmt: skip
-    return {**spec, "added_tokens": [*spec["added_tokens"], *entries]}
-
-
-def _text_only(spec: dict[str, Any], control: frozenset[str]) -> dict[str, Any]:
-    """The tokenizer without its control tokens, and without what it adds around a text."""
-    kept = [token for token in spec["added_tokens"] if token["content"] not in control]
-    return {
-        **spec,
-        "added_tokens": kept,
-        "post_processor": None,
-        "truncation": None,
-        "padding": None,
-        "pre_tokenizer": _mid_text(spec.get("pre_tokenizer")),
-    }
-
-
-def _mid_text(part: Any) -> Any:
-    """A pre-tokenizer that sees runs in mid-text: one that marks only the very first word marks none."""
-    match part:
-        case {"type": "Metaspace", "prepend_scheme": "first"}:
-            return {**part, "prepend_scheme": "never"}
-        case {"type": "Sequence", "pretokenizers": parts}:
-            return {**part, "pretokenizers": [_mid_text(inner) for inner in parts]}
-        case _:
-            return part
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -239,19 +251,6 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     values = {name: config.get(name) for name in names} | (extra if isinstance(extra, dict) else {})
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _opening(spec: dict[str, Any]) -> tuple[str, ...]:
-    """What the tokenizer puts before a text by itself, read from its post-processor."""
-    processor = spec.get("post_processor") or {}
-    for step in processor.get("processors", [processor]):
-        if step.get("type") == "TemplateProcessing":
-            before: list[str] = []
-            for item in step["single"]:
-                if "Sequence" in item:
-                    return tuple(before)
-                before.append(item["SpecialToken"]["id"])
-    return ()
 
 
 def _is_tag(token: str) -> bool:

@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
+from luthier.config.suggest import nearest
 from luthier.errors import TemplateError, TokenizerError
 from luthier.presets import tokenizer_folder
+from luthier.presets.named_templates import named_template, template_names
 
 FILES = (
     "tokenizer.json",
@@ -31,6 +33,7 @@ class TokenizerFiles:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     chat_template: str | None
+    template_name: str | None = None  # where the run names one of ours
 
 
 def find_files(name: str, *, chat_template: str | None, revision: str, cache_dir: Path | None) -> TokenizerFiles:
@@ -45,6 +48,7 @@ def find_files(name: str, *, chat_template: str | None, revision: str, cache_dir
         config={**names, **config},
         generation_config=_read(folder, "generation_config.json", name) or {},
         chat_template=_given_template(chat_template) if chat_template else _own_template(folder, config, name),
+        template_name=chat_template if chat_template and named_template(chat_template) is not None else None,
     )
 
 
@@ -117,11 +121,18 @@ def _own_template(folder: Path, config: dict[str, Any], name: str) -> str | None
 
 
 def _given_template(given: str) -> str:
+    """A template by name, by path, or itself. A name is never a file: ``./chatml`` is the file, ``chatml`` the name."""
     if "{" in given or "\n" in given:
         return given
+    named = named_template(given)
+    if named is not None:
+        return named
     path = Path(given).expanduser()
     if not path.is_file():
+        near = nearest(given, template_names())
         raise TemplateError(
-            f"template.chat_template: no such file {path.absolute()}", hint="give a path or the template"
+            f"template.chat_template: {given!r} is no template's name, and there is no such file ({path.absolute()})",
+            hint=(f"did you mean {near}? " if near else "")
+            + f"there are {', '.join(template_names())}; or give a path, or the template itself",
         )
     return path.read_text(encoding="utf-8")

@@ -1,12 +1,12 @@
-"""Paths of tokens folded into one token tree.
+"""Branches of tokens folded into one token tree.
 
-Paths that begin with the same ids share a branch as far as they agree:
+Branches that stand side by side and begin with the same ids become one as far as they agree:
 
     [1 2 3 4]         branch 0: [1 2], parent -1
     [1 2 5]     ->    branch 1: [3 4], parent 0
                       branch 2: [5],   parent 0
 
-A target belongs to one path. Where two paths agree on an id that is a target in both, they part nevertheless: two
+A target belongs to one branch. Where two branches agree on an id that is a target in both, they part nevertheless: two
 continuations of one prompt stay two branches even if they begin alike.
 """
 
@@ -21,69 +21,112 @@ from numpy.typing import NDArray
 from luthier.records import NOWHERE, Address, Branch, Sample
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TokenPath:
-    """One root-to-leaf sequence: ``ids`` int32[T]; ``weights`` float32[T], 0.0 where a token is no target."""
+def fold(
+    ids: NDArray[np.int32], weights: NDArray[np.float32], branches: Sequence[Branch], address: Address = NOWHERE
+) -> Sample:
+    """The `Sample` of some branches, whose tokens stand one after the other in ``ids``, int32[T].
 
-    ids: NDArray[np.int32]
-    weights: NDArray[np.float32]
-
-
-def fold(paths: Sequence[TokenPath], address: Address = NOWHERE) -> Sample:
-    """Fold paths into one `Sample`; branches are stored depth first, leaves in the order of their paths."""
+    ``weights``, float32[T], are 0.0 where a token is no target. Parents come before their children. The sample's
+    branches are stored depth first, leaves in the order in which they came.
+    """
+    folding = _Folding(tokens=ids.tolist(), learned=(weights > 0).tolist(), weights=weights)
     roots: list[_Node] = []
-    for path in paths:
-        _insert(roots, path)
-    nodes: list[tuple[int, _Node]] = []
-    for root in roots:
-        _flatten(root, -1, nodes)
-    weights = np.concatenate([node.weights for _, node in nodes])
+    nodes: list[_Node] = []
+    start = 0
+    for branch in branches:
+        nodes.append(_Node([(start, start + branch.length)]))
+        (nodes[branch.parent].children if branch.parent >= 0 else roots).append(nodes[-1])
+        start += branch.length
+    stored: list[tuple[int, _Node]] = []
+    for root in folding.merged(roots):
+        _flatten(root, -1, stored)
+    spans = [span for _, node in stored for span in node.spans]
+    order = np.concatenate([np.arange(start, end) for start, end in spans])
+    weights = folding.weights[order]
     target = weights > 0
     return Sample(
-        input_ids=np.concatenate([node.ids for _, node in nodes]),
+        input_ids=ids[order],
         target=target,
         weight=None if (weights[target] == 1).all() else np.where(target, weights, 1).astype(np.float32),
-        branches=tuple(Branch(parent=parent, length=len(node.ids)) for parent, node in nodes),
+        branches=tuple(
+            Branch(parent=parent, length=sum(end - start for start, end in node.spans)) for parent, node in stored
+        ),
         address=address,
     )
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    ids: NDArray[np.int32]
-    weights: NDArray[np.float32]
+    """A run of tokens, as spans of the whole, and what may follow it. Only leaves of the input have several spans."""
+
+    spans: list[tuple[int, int]]
     children: list[_Node] = field(default_factory=list)
 
 
-def _insert(siblings: list[_Node], path: TokenPath) -> None:
-    ids, weights = path.ids, path.weights
-    while len(ids):
-        node, common = _best_match(siblings, ids, weights)
-        if node is None:
-            siblings.append(_Node(ids, weights))
+@dataclass(slots=True, eq=False)
+class _Folding:
+    """Folding one tree. Runs mostly part after a few tokens, which lists see sooner than arrays."""
+
+    tokens: list[int]
+    learned: list[bool]
+    weights: NDArray[np.float32]
+
+    def merged(self, nodes: Sequence[_Node]) -> list[_Node]:
+        """Nodes that stand side by side, none of which begins like another any more."""
+        siblings: list[_Node] = []
+        for node in nodes:
+            self._graft(siblings, node)
+        return siblings
+
+    def _graft(self, siblings: list[_Node], node: _Node) -> None:
+        """Add a node beside others, or into the one that it begins like."""
+        ((start, end),) = node.spans
+        if start == end:
+            for child in node.children:
+                self._graft(siblings, child)
             return
-        if common < len(node.ids):
-            node.children = [_Node(node.ids[common:], node.weights[common:], node.children)]
-            node.ids, node.weights = node.ids[:common], node.weights[:common]
-        node.weights = np.maximum(node.weights, weights[:common])
-        siblings, ids, weights = node.children, ids[common:], weights[common:]
+        match, common = self._best_match(siblings, start, end)
+        if match is None:
+            node.children = self.merged(node.children)
+            siblings.append(node)
+            return
+        ((match_start, match_end),) = match.spans
+        if match_start + common < match_end:
+            match.children = [_Node([(match_start + common, match_end)], match.children)]
+            match.spans = [(match_start, match_start + common)]
+        self._share(match_start, start, common)
+        self._graft(match.children, _Node([(start + common, end)], node.children))
+
+    def _best_match(self, siblings: list[_Node], start: int, end: int) -> tuple[_Node | None, int]:
+        best: tuple[_Node | None, int] = (None, 0)
+        for other in siblings:
+            ((other_start, other_end),) = other.spans
+            common = self._common(other_start, start, min(end - start, other_end - other_start))
+            if common > best[1]:
+                best = (other, common)
+        return best
+
+    def _common(self, one: int, other: int, most: int) -> int:
+        tokens, learned = self.tokens, self.learned
+        for index in range(most):
+            if tokens[one + index] != tokens[other + index] or (learned[one + index] and learned[other + index]):
+                return index
+        return most
+
+    def _share(self, kept: int, left: int, length: int) -> None:
+        """Tokens that are kept in place of others are learned if those were."""
+        if any(self.learned[left : left + length]):
+            mine = self.weights[kept : kept + length]
+            self.weights = self.weights.copy()
+            self.weights[kept : kept + length] = np.maximum(mine, self.weights[left : left + length])
+            self.learned[kept : kept + length] = (self.weights[kept : kept + length] > 0).tolist()
 
 
-def _best_match(
-    siblings: list[_Node], ids: NDArray[np.int32], weights: NDArray[np.float32]
-) -> tuple[_Node | None, int]:
-    best: tuple[_Node | None, int] = (None, 0)
-    for node in siblings:
-        length = min(len(ids), len(node.ids))
-        differs = (node.ids[:length] != ids[:length]) | ((node.weights[:length] > 0) & (weights[:length] > 0))
-        common = int(differs.argmax()) if differs.any() else length
-        if common > best[1]:
-            best = (node, common)
-    return best
-
-
-def _flatten(node: _Node, parent: int, nodes: list[tuple[int, _Node]]) -> None:
-    number = len(nodes)
-    nodes.append((parent, node))
+def _flatten(node: _Node, parent: int, stored: list[tuple[int, _Node]]) -> None:
+    while len(node.children) == 1:  # what was a fork before its children turned out to begin alike
+        (child,) = node.children
+        node = _Node([*node.spans, *child.spans], child.children)
+    number = len(stored)
+    stored.append((parent, node))
     for child in node.children:
-        _flatten(child, number, nodes)
+        _flatten(child, number, stored)

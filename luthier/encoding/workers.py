@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -34,8 +34,11 @@ class RowEncoder(Protocol):
     def fingerprint(self) -> str:
         """Hex digest of all that decides a sample, beside the row."""
 
-    def encode(self, row: Row) -> Sample:
-        """The token tree of a row; raises `RowError`."""
+    def encode_many(self, rows: Iterable[Row]) -> Iterator[Sample | RowError]:
+        """One outcome per row, in order."""
+
+    def expect_many_rows(self) -> None:
+        """Get ready for much text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,16 +75,36 @@ def encode_chunks(
 
 def encode_rows(encoder: RowEncoder, reader: RowReader, rows: Sequence[RowBytes]) -> list[Outcome]:
     """Decode, convert and encode; one outcome per row."""
-    outcomes: list[Outcome] = []
+    read: list[Row | RowError] = []
     for row in rows:
         try:
-            outcomes.append(freeze_sample(encoder.encode(reader.convert(reader.read(row)))))
+            read.append(reader.convert(reader.read(row)))
         except RowError as error:
-            outcomes.append(error.at(error.address or row.address))  # without the frames that the traceback holds
-        except BaseException as error:
-            error.add_note(f"while encoding {row.address}")
-            raise
+            read.append(error)
+    encoded = iter(_encode_all(encoder, [item for item in read if not isinstance(item, RowError)]))
+    outcomes: list[Outcome] = []
+    for row, item in zip(rows, read, strict=True):
+        outcome = item if isinstance(item, RowError) else next(encoded)
+        if isinstance(outcome, RowError):
+            outcomes.append(outcome.at(outcome.address or row.address))  # without the frames of its traceback
+        else:
+            outcomes.append(freeze_sample(outcome))
     return outcomes
+
+
+def _encode_all(encoder: RowEncoder, rows: Sequence[Row]) -> list[Sample | RowError]:
+    try:
+        return list(encoder.encode_many(rows))
+    except UserError:
+        raise
+    except Exception:
+        for row in rows:  # which of them was it?
+            try:
+                list(encoder.encode_many([row]))
+            except Exception as error:
+                error.add_note(f"while encoding {row.address}")
+                raise
+        raise
 
 
 def _encode_elsewhere(
@@ -133,7 +156,9 @@ _worker_encoder: RowEncoder
 def _start_worker(encoder: RowEncoder) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     _worker_encoder = encoder
+    encoder.expect_many_rows()
 
 
 def _encode_in_worker(reader: RowReader, rows: Sequence[RowBytes]) -> list[Outcome]:

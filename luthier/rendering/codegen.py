@@ -26,6 +26,18 @@ class TrackingCodeGenerator(CodeGenerator):
             self.write("), ")
         self.write("))")
 
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        # `tracked in plain` is a method of the plain string, which would tell nobody
+        if len(node.ops) != 1 or node.ops[0].op not in ("in", "notin"):
+            super().visit_Compare(node, frame)
+            return
+        self.write("(not " if node.ops[0].op == "notin" else "(")
+        self.write("environment.contains(")
+        self.visit(node.ops[0].expr, frame)
+        self.write(", ")
+        self.visit(node.expr, frame)
+        self.write("))")
+
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         node.body.insert(0, _announce("enter", node.target))
         self.writeline("environment.open_loop()")

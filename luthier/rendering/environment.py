@@ -1,69 +1,94 @@
 """The Jinja environment that runs chat templates with tracked strings.
 
-It is the sandbox that transformers uses (same options, globals and filters), with three additions:
+It is the sandbox that transformers uses (same options, globals and filters), with these additions:
 
-- All output and all concatenation goes through `concatenate`, so shadows are joined as texts are.
+- All output and all concatenation goes through `concatenate`, so sketches are joined as texts are.
 - `emit` stamps what is printed with the message that is being rendered at that moment (its *scope*). The scope follows
   the template's own loops: each loop announces the object it stands at, and an object that is one of the conversation's
   messages, by identity, is the scope until the loop ends.
-- Filters and methods that would lose track of content raise `LostProvenance` instead.
+- Filters and methods that would lose track of content raise `LostProvenance` instead; those that look at it in ways
+  that cannot be repeated pin it.
+- Loops, repetitions and recursion have an end.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import types
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import tests as jinja_tests
 from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from markupsafe import Markup
 
 from luthier.rendering.codegen import GenerationBlock, TrackingCodeGenerator
+from luthier.rendering.json_text import dump_json
 from luthier.rendering.trace import Loop, Trace
-from luthier.rendering.tracked import (
-    SCAFFOLD,
-    LostProvenance,
-    Tracked,
-    concatenate,
-    dump_json,
-    holds_tracked,
-    shadow_of,
+from luthier.rendering.tracked import LostProvenance, Tracked, concatenate, holds_tracked, pin
+
+MAX_ROUNDS = 300_000  # of all loops of one render together
+MAX_POWER = 1_000
+MAX_REPEATED = 10_000_000  # characters that one `*` may make
+
+# Filters that leave strings alone or only use methods and comparisons, which `Tracked` mirrors.
+MIRRORED_FILTERS = frozenset(
+    "attr batch capitalize count d default dictsort first groupby items last length list lower map max min reject "  # noqa: SIM905
+    "rejectattr replace reverse select selectattr slice sort string trim unique upper".split()
+)
+# Filters that read text and give a number.
+READING_FILTERS = frozenset("abs float int round sum wordcount".split())  # noqa: SIM905
+# Tests of the kind of a thing, not of its text.
+KIND_TESTS = frozenset(
+    "boolean callable defined false filter float integer mapping none number sameas string test true undefined".split()  # noqa: SIM905
+)
+# Tests that use operators and methods.
+MIRRORED_TESTS = frozenset(
+    "== != > >= < <= eq equalto ne gt greaterthan ge lt lessthan le lower upper".split()  # noqa: SIM905
 )
 
-# Filters that either leave strings alone or only call string methods, which `Tracked` mirrors.
-TRACEABLE_FILTERS = frozenset(
-    "abs attr batch capitalize count d default dictsort first float groupby int items join last length list lower map "  # noqa: SIM905
-    "max min reject rejectattr replace reverse round safe select selectattr slice sort string sum tojson trim unique "
-    "upper wordcount".split()
-)
+
+class EndlessTemplate(jinja2.TemplateError):
+    """A template that would not come to an end."""
 
 
 class TrackingEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox of chat templates, with provenance. One environment renders one conversation at a time."""
 
     code_generator_class = TrackingCodeGenerator
-    concat = staticmethod(concatenate)
-    intercepted_binops = frozenset({"%"})
+    intercepted_binops = frozenset({"%", "*", "**"})
 
-    def __init__(self) -> None:
+    def __init__(self, now: datetime) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
         self.trace = Trace()
+        _furnish(self, now)
         for name, function in list(self.filters.items()):
-            if name not in TRACEABLE_FILTERS:
+            if name in READING_FILTERS:
+                self.filters[name] = _pinning(function)
+            elif name not in MIRRORED_FILTERS:
                 self.filters[name] = _untraceable(name, function)
-        self.filters["join"] = _join
-        _furnish(self)
+        self.filters |= {"join": self._join, "tojson": self._tojson, "safe": _safe}
+        for name, function in list(self.tests.items()):
+            if name not in KIND_TESTS | MIRRORED_TESTS:
+                self.tests[name] = _pinning(function)
+        self.tests |= {"iterable": _is_iterable, "sequence": _is_sequence, "in": self._is_in}
 
     # ------------------------------------------------------------------------- called by the compiled template
 
+    def concat(self, parts: Iterable[str]) -> Tracked:
+        """Join what was printed."""
+        return concatenate(parts, self.trace)
+
     def emit(self, value: Any) -> Tracked:
         """Print a value."""
-        return self.trace.stamp(self.to_text(value))
+        text = concatenate([self.to_text(value)], self.trace)
+        return Tracked(text, text._sketch, self.trace.stamp(text._owners), self.trace)
 
     def to_text(self, value: Any) -> str:
         """A value as it is printed. Content inside a list or dict is refused: its Python form is nobody's intent."""
@@ -72,6 +97,12 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(value, dict | list | tuple) and holds_tracked(value):
             raise LostProvenance(f"printing a {type(value).__name__} as Python writes it")
         return str(value)
+
+    def contains(self, container: Any, item: Any) -> bool:
+        """``item in container``."""
+        if isinstance(container, str) and isinstance(item, Tracked) and not isinstance(container, Tracked):
+            container = concatenate([container], self.trace)
+        return item in container
 
     def open_loop(self) -> None:
         self.trace.loops.append(Loop(self.trace.scope))
@@ -82,6 +113,9 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
     def enter(self, *items: Any) -> None:
         """A loop stands at these items now."""
         trace, loop = self.trace, self.trace.loops[-1]
+        trace.rounds += 1
+        if trace.rounds > MAX_ROUNDS:
+            raise EndlessTemplate(f"its loops run on and on: stopped after {MAX_ROUNDS:,} rounds")
         trace.scope, loop.assigned, loop.at_message = loop.outer_scope, False, False
         for item in items:
             if id(item) in trace.message_of:
@@ -98,27 +132,59 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls from the template. A method of a plain string given tracked ones is called on a tracked copy."""
         owner = obj.__self__ if isinstance(obj, types.BuiltinMethodType) else None
-        if type(owner) is str and holds_tracked(args):
-            obj = getattr(Tracked(owner, SCAFFOLD * len(owner)), obj.__name__)
+        if type(owner) is str and (holds_tracked(args) or holds_tracked(kwargs)):
+            obj = getattr(concatenate([owner], self.trace), obj.__name__)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if (
-            operator == "%"
-            and isinstance(left, str)
-            and holds_tracked(right if isinstance(right, tuple) else (left, right))
-        ):
-            raise LostProvenance("%-formatting")
+        match operator:
+            case "%":
+                if isinstance(left, str) and holds_tracked(right if isinstance(right, tuple) else (left, right)):
+                    raise LostProvenance("%-formatting")
+            case "**":
+                if isinstance(right, int) and abs(right) > MAX_POWER:
+                    raise jinja2.TemplateError(f"it raises a number to the power {right:,}, which is too much")
+            case "*":
+                size, times = (left, right) if isinstance(right, int) else (right, left)
+                if isinstance(times, int) and isinstance(size, str | list | tuple):
+                    length = str.__len__(size) if isinstance(size, str) else len(size)
+                    if length * times > MAX_REPEATED:
+                        raise jinja2.TemplateError(f"it repeats something {times:,} times, which is too much")
         return super().call_binop(context, operator, left, right)
 
+    # --------------------------------------------------------------------------------------- filters and tests
 
-def plain_environment() -> ImmutableSandboxedEnvironment:
-    """The sandbox that chat templates run in everywhere, without provenance."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-    )
-    _furnish(environment)
+    def _is_in(self, item: Any, container: Any) -> bool:
+        return self.contains(container, item)
+
+    def _join(self, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+        if attribute is not None:
+            raise LostProvenance("join by attribute")
+        texts = [item if isinstance(item, str) else self.to_text(item) for item in value]
+        return concatenate([d], self.trace).join(texts)
+
+    def _tojson(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return dump_json(
+            value, self.trace, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+
+def plain_environment(now: datetime) -> ImmutableSandboxedEnvironment:
+    """The sandbox that chat templates run in everywhere, without provenance. ``now`` is the time for it."""
+    environment = _PlainEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+    _furnish(environment, now)
     return environment
+
+
+class _PlainEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})  # worked out when the template runs, not when it is read
 
 
 class TemplateDict:
@@ -145,19 +211,35 @@ class TemplateNamespace(Namespace):
         super().__setitem__(name, value)
 
 
-def _furnish(environment: ImmutableSandboxedEnvironment) -> None:
-    environment.filters["tojson"] = dump_json
+def _furnish(environment: ImmutableSandboxedEnvironment, now: datetime) -> None:
+    environment.filters["tojson"] = _plain_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = now.strftime  # local time, as chat templates expect
     environment.globals["dict"] = TemplateDict()
     environment.globals["namespace"] = TemplateNamespace
 
 
-def _join(value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    if attribute is not None:
-        raise LostProvenance("join by attribute")
-    texts = [item if isinstance(item, str) else str(item) for item in value]
-    return Tracked(d, shadow_of(d)).join(texts)
+def _safe(value: Any) -> Any:
+    # Nothing is escaped in chat templates, so what is marked as safe is printed as it is.
+    return value if isinstance(value, Tracked) else Markup(value)
+
+
+def _plain_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _is_iterable(value: Any) -> bool:
+    return isinstance(value, str) or bool(jinja_tests.test_iterable(value))
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, str) or bool(jinja_tests.test_sequence(value))
 
 
 def _untraceable(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,12 +252,18 @@ def _untraceable(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def _pinning(function: Any) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        pin(args)
+        pin(kwargs)
+        return function(*args, **kwargs)
+
+    return looking
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(str(message))
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # local time, as chat templates expect
 
 
 def _refuse_private(name: object) -> None:

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
 from luthier.rendering.trace import Owner, Trace
-from luthier.rendering.tracked import Tracked
+from luthier.rendering.tracked import Tracked, concatenate
 
-# How one string of a message enters the template: (text, field, part) -> the string that stands there.
-Mark = Callable[[str, str, int | None], str]
+# How one string of a message enters the template: (text, field, part, is a key) -> the string that stands there.
+Mark = Callable[[str, str, int | None, bool], str]
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+class ContentForm(Enum):
+    """How a template wants ``content``: as text, or as a list of parts (``[{"type": "text", "text": …}]``)."""
+
+    TEXT = "text"
+    PARTS = "parts"
+
+
+def plain_messages(messages: Sequence[Message], form: ContentForm = ContentForm.TEXT) -> list[dict[str, Any]]:
     """Messages as dicts of ordinary strings, what ``apply_chat_template`` would be given."""
-    return [_message(message, lambda text, _field, _part: text) for message in messages]
+    return [_message(message, lambda text, *_: text, form) for message in messages]
 
 
-def marked_messages(messages: Sequence[Message], trace: Trace) -> list[dict[str, Any]]:
-    """The same with every string tracked back to its message, field and part; the trace knows each dict."""
+def marked_messages(
+    messages: Sequence[Message], trace: Trace, form: ContentForm, *, num_own: int | None = None
+) -> list[dict[str, Any]]:
+    """The same with every string tracked back to its message, field and part; the trace knows each dict.
+
+    Messages from ``num_own`` on are not the row's, and the same for all rows.
+    """
     dicts = []
     for index, message in enumerate(messages):
-        dicts.append(_message(message, _marker(trace, index)))
+        dicts.append(_message(message, _marker(trace, index, num_own is None or index < num_own), form))
         trace.message_of[id(dicts[-1])] = index
     return dicts
 
@@ -33,48 +46,77 @@ def marked_tools(tools: Sequence[Mapping[str, Any]], trace: Trace) -> list[Any] 
     if not tools:
         return None
     number = trace.number(Owner(field="tools"))
-    return [_leaves(tool, lambda text: Tracked(text, number * len(text))) for tool in tools]
+    return [_leaves(tool, lambda text, _is_key: Tracked(text, trace.fix(text), number, trace)) for tool in tools]
 
 
-def _marker(trace: Trace, index: int) -> Mark:
-    def mark(text: str, field: str, part: int | None) -> str:
-        return Tracked(text, trace.number(Owner(message=index, field=field, part=part)) * len(text))
+def message_strings(message: Message) -> list[str]:
+    """The strings of a message in the order in which `marked_messages` marks them."""
+    match message.parts:
+        case (Text(text=text),) if message.name is None and message.tool_call_id is None:
+            return [text]
+    strings: list[str] = []
+
+    def collect(text: str, _field: str, _part: int | None, is_key: bool) -> str:
+        if not is_key:
+            strings.append(text)
+        return text
+
+    _message(message, collect, ContentForm.TEXT)
+    return strings
+
+
+def _marker(trace: Trace, index: int, is_own: bool) -> Mark:
+    def mark(text: str, field: str, part: int | None, is_key: bool) -> str:
+        owner = trace.number(Owner(message=index, field=field, part=part))
+        # keys are the same in all rows of a shape
+        return Tracked(text, trace.add_string(text) if is_own and not is_key else trace.fix(text), owner, trace)
 
     return mark
 
 
-def _message(message: Message, mark: Mark) -> dict[str, Any]:
-    content = thinking = ""
-    has_thinking = False
-    calls = []
+def _message(message: Message, mark: Mark, form: ContentForm) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
     for index, part in enumerate(message.parts):
         match part:
             case Text():
-                content += mark(part.text, "content", index)
+                texts.append(mark(part.text, "content", index, False))
             case Thinking():
-                thinking += mark(part.text, "reasoning_content", index)
-                has_thinking = True
+                thoughts.append(mark(part.text, "reasoning_content", index, False))
             case ToolCall():
                 calls.append(_call(part, index, mark))
             case Image() | Video() | Audio():
                 raise RowError("media", f"{type(part).__name__.lower()} parts cannot be encoded yet", field="messages")
             case _:
                 raise AssertionError(f"unknown part {part!r}")
-    result: dict[str, Any] = {"role": message.role, "content": content}
-    if has_thinking:  # gpt-oss reads `thinking`, all others `reasoning_content`
+    result: dict[str, Any] = {"role": message.role, "content": _content(texts, form)}
+    if thoughts:  # gpt-oss reads `thinking`, all others `reasoning_content`
+        thinking = _joined(thoughts)
         result |= {"thinking": thinking, "reasoning_content": thinking}
     if calls:
         result["tool_calls"] = calls
     if message.name is not None:
-        result["name"] = mark(message.name, "name", None)
+        result["name"] = mark(message.name, "name", None, False)
     if message.tool_call_id is not None:
-        result["tool_call_id"] = mark(message.tool_call_id, "tool_call_id", None)
+        result["tool_call_id"] = mark(message.tool_call_id, "tool_call_id", None, False)
     return result
 
 
+def _content(texts: list[str], form: ContentForm) -> Any:
+    match form:
+        case ContentForm.TEXT:
+            return _joined(texts)
+        case ContentForm.PARTS:
+            return [{"type": "text", "text": _joined(texts)}] if texts else []
+
+
+def _joined(texts: list[str]) -> str:
+    tracked = next((text for text in texts if isinstance(text, Tracked)), None)
+    return "".join(texts) if tracked is None else concatenate(texts, tracked._trace)
+
+
 def _call(call: ToolCall, part: int, mark: Mark) -> dict[str, Any]:
-    def mark_call(text: str) -> str:
-        return mark(text, "tool_calls", part)
+    def mark_call(text: str, is_key: bool = False) -> str:
+        return mark(text, "tool_calls", part, is_key)
 
     result: dict[str, Any] = {"type": "function"}
     if call.id is not None:
@@ -83,12 +125,14 @@ def _call(call: ToolCall, part: int, mark: Mark) -> dict[str, Any]:
     return result
 
 
-def _leaves(value: Any, mark: Callable[[str], str]) -> Any:
+def _leaves(value: Any, mark: Callable[[str, bool], str]) -> Any:
     match value:
         case str():
-            return mark(value)
+            return mark(value, False)
         case Mapping():
-            return {mark(key) if isinstance(key, str) else key: _leaves(item, mark) for key, item in value.items()}
+            return {
+                mark(key, True) if isinstance(key, str) else key: _leaves(item, mark) for key, item in value.items()
+            }
         case list() | tuple():
             return [_leaves(item, mark) for item in value]
         case _:

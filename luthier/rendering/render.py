@@ -1,18 +1,22 @@
 """Rows become pieces.
 
-A conversation is rendered once with provenance. Each trained turn is looked up in that text if its inference context
-is a prefix of it; otherwise (thinking of earlier turns is stripped from the history, a last turn ends differently) the
-turn gets a path of its own, rendered with itself as the last message.
+A conversation is recorded once with provenance. Each trained turn is looked up in that recording if its inference
+context is the beginning of it; otherwise (thinking of earlier turns is stripped from the history, a last turn ends
+differently) the turn gets a path of its own, recorded with itself as the last message. The paths of a row make a
+blueprint, which serves every row of the same shape that answers the template's questions alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 from luthier.config.schema import TrainOn
-from luthier.errors import RowDropped, RowError
+from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.records import (
+    NOWHERE,
+    Address,
     ControlPiece,
     Conversation,
     Document,
@@ -26,111 +30,216 @@ from luthier.records import (
     TextPiece,
     Thinking,
 )
+from luthier.rendering.blueprint import Blueprint, build_blueprint
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.pieces import cut_pieces
-from luthier.rendering.targets import TargetPolicy, Weights, trained_turns
-from luthier.rendering.template import ChatTemplate, Traced
-from luthier.rendering.turns import Context, Span, context_of, seam_is_safe, span_of
+from luthier.rendering.messages import message_strings
+from luthier.rendering.paths import Path, paths_of
+from luthier.rendering.recordings import Recordings, RowHistory
+from luthier.rendering.references import AlphabetFull, Slot
+from luthier.rendering.shape import MessageShape, message_shape, tools_shape
+from luthier.rendering.target_rules import apply_rules
+from luthier.rendering.targets import TargetPolicy, Weights, closing_weight, part_weight, trained_turns
+from luthier.rendering.template import ChatTemplate
+
+MOST_BLUEPRINTS = 5_000
+MOST_VARIANTS = 16  # blueprints of one shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filled:
+    """A row as the blueprint of its shape and the texts for its gaps: all that encoding needs.
+
+    ``control_strings`` counts what looks like a control token in the row's own strings; those in ``allowed`` are meant
+    as control tokens, the others are text.
+    """
+
+    blueprint: Blueprint
+    values: list[str]
+    control_strings: Counter[str]
+    allowed: frozenset[str] = frozenset()
+    address: Address = NOWHERE
 
 
 class Renderer:
     """Renders rows under one template and one policy. ``template`` is None for models that only read documents."""
 
-    def __init__(self, template: ChatTemplate | None, control: ControlTokens, policy: TargetPolicy) -> None:
-        self.template, self.control, self.policy = template, control, policy
+    def __init__(
+        self, template: ChatTemplate | None, control: ControlTokens, policy: TargetPolicy, *, replay: bool = True
+    ) -> None:
+        """``replay=False`` runs the template for every row."""
+        self.template, self.control, self.policy, self.replay = template, control, policy, replay
+        self._recordings = Recordings()
+        self._blueprints: dict[Hashable, list[_Known]] = {}
 
     def render(self, row: Row) -> Rendered:
         """The paths of a row. Raises `RowError` if the row cannot be trained on as inference would see it."""
+        filled = self.fill(row)
+        return filled.blueprint.rendered(filled.values, filled.address)
+
+    def fill(self, row: Row) -> Filled:
+        """The same, as a blueprint with values. Raises `RowError`; `TemplateError` if a replay turns out wrong."""
         match row:
             case Conversation():
-                return Rendered(paths=tuple(self._conversation(row)), address=row.address)
+                return self._conversation(row)
             case Document():
-                return Rendered(paths=(self._document(row),), address=row.address)
+                return self._document(row)
             case Preference() | Feedback():
                 kind = type(row).__name__.lower()
                 raise RowError("objective", f"{kind} rows need an objective that compares answers, not sft or pt")
             case _:
                 raise AssertionError(f"unknown kind of row {row!r}")
 
-    def _document(self, document: Document) -> tuple[Piece, ...]:
-        texts = [part for part in document.parts if isinstance(part, Text)]
-        if len(texts) < len(document.parts):
+    def _document(self, document: Document) -> Filled:
+        document = apply_rules(document, self.policy.rules)
+        parts = [part for part in document.parts if isinstance(part, Text)]
+        if len(parts) < len(document.parts):
             raise RowError("media", "documents with media cannot be encoded yet")
-        body = [TextPiece(text=part.text, by_model=True, weight=part.weight, field="text") for part in texts]
-        return (
-            *(ControlPiece(token=token) for token in self.control.opening),
-            *body,
-            *(ControlPiece(token=token, by_model=True, weight=1.0) for token in self.control.closing),
-        )
+        weights = tuple(part_weight(part, is_trained=True) * document.weight for part in parts)
+        closing = closing_weight(document)
+        if not any(weights):
+            raise RowDropped("no_target", "nothing of this text is trained")
+        variants = self._known(("document", weights, closing, document.rendered))
+        if not variants:
+            variants.append(_Known(blueprint=self._document_blueprint(weights, closing, document.rendered)))
+        return self._filled(variants[0].blueprint, [part.text for part in parts], row=document)
 
-    def _conversation(self, row: Conversation) -> list[tuple[Piece, ...]]:
+    def _document_blueprint(self, weights: Sequence[float], closing: float, rendered: bool) -> Blueprint:
+        opening_tokens = () if rendered else self.control.opening
+        closing_tokens = () if rendered else self.control.closing
+        slots = {self._recordings.alphabet.char(Slot(number)): Slot(number) for number in range(len(weights))}
+        path: tuple[Piece, ...] = (
+            *(ControlPiece(token=token) for token in opening_tokens),
+            *(
+                TextPiece(text=char, by_model=weight > 0 or not rendered, weight=weight, field="text")
+                for char, weight in zip(slots, weights, strict=True)
+            ),
+            *(ControlPiece(token=token, by_model=True, weight=closing) for token in closing_tokens),
+        )
+        return build_blueprint([path], [], slots, self.control)
+
+    def _conversation(self, row: Conversation) -> Filled:
         if self.template is None:
             raise RowError("no_template", "a conversation needs a chat template; set template.chat_template")
-        row = self._with_system(row)
-        train_on = TrainOn(row.train_on) if row.train_on is not None else self.policy.train_on
-        turns = trained_turns(row, train_on)
-        weights = Weights(row.messages, self.policy, everything=train_on is TrainOn.ALL)
-        if not turns and not weights.supplied:
-            raise RowDropped("no_target", "no message of this row is trained")
-        trunk, branches = self._paths(self.template, row, turns)
-        completions_only = weights.without_supplied()
-        paths = [cut_pieces(branch.traced, self.control, branch.spans, completions_only) for branch in branches]
-        if trunk.spans or weights.supplied:
-            paths.append(cut_pieces(trunk.traced, self.control, trunk.spans, weights))
-        return paths
+        row = self._prepared(row, self.template)
+        shapes = tuple(map(message_shape, row.messages))
+        strings = [string for message in row.messages for string in message_strings(message)]
+        variants = self._known((row.train_on, row.weight, shapes, tools_shape(row.tools)))
+        for known in variants:
+            values = known.blueprint.values(strings)
+            if known.blueprint.fits(values):
+                known.replays += 1
+                if known.is_to_be_checked:
+                    self._check(known, row, self.template, values)
+                return self._filled(known.blueprint, strings, row=row, values=values)
+        known = self._build(row, self.template, shapes, strings)
+        if len(variants) >= MOST_VARIANTS:
+            variants.clear()
+        variants.append(known)
+        return self._filled(known.blueprint, strings, row=row)
 
-    def _with_system(self, row: Conversation) -> Conversation:
-        default = self.policy.default_system
-        if default is None or (row.messages and row.messages[0].role == "system"):
-            return row
-        system = Message(role="system", parts=(Text(text=default),), train=False)
-        return Conversation(
-            messages=(system, *row.messages), tools=row.tools, address=row.address, train_on=row.train_on
+    def _filled(
+        self,
+        blueprint: Blueprint,
+        strings: Sequence[str],
+        *,
+        row: Conversation | Document,
+        values: list[str] | None = None,
+    ) -> Filled:
+        found = self.control.count(strings)
+        meant = self.control.tokens if row.rendered else self.policy.allowed
+        allowed = meant & found.keys()
+        if found and self.policy.forbids_control and found.keys() - allowed:
+            names = ", ".join(sorted(found.keys() - allowed))
+            raise RowError(
+                "control_string",
+                f"the row's text holds {names}, and template.control is forbid: take it out, allow it, or have it "
+                "encoded as text",
+            )
+        return Filled(
+            blueprint=blueprint,
+            values=blueprint.values(strings) if values is None else values,
+            control_strings=found,
+            allowed=frozenset(allowed),
+            address=row.address,
         )
 
-    def _paths(self, template: ChatTemplate, row: Conversation, turns: Sequence[int]) -> tuple[_Path, list[_Path]]:
-        """The path of the whole row, and those of the turns whose inference context it does not hold."""
-        trunk = _Path(traced=template.trace(row.messages, row.tools))
-        branches: list[_Path] = []
-        for index in reversed(turns):  # a later turn's path often holds the context of an earlier one
-            context = context_of(template, row.messages, row.tools, index)
-            home = next((path for path in (trunk, *branches) if path.traced.text.startswith(context.text)), None)
-            if home is None or (home.spans and not seam_is_safe(home.traced, self.control, len(context.prompt))):
-                traced = template.trace(row.messages[: index + 1], row.tools, **context.kwargs)
-                home = _Path(traced=_shorten(traced, self._span(traced, context, index).end))
-                branches.append(home)
-            home.spans.insert(0, self._span(home.traced, context, index))
-            _require_every_part(home, row.messages[index])
-        return trunk, branches[::-1]
+    def _known(self, key: Hashable) -> list[_Known]:
+        if not self.replay or self._recordings.is_full or len(self._blueprints) > MOST_BLUEPRINTS:
+            self._recordings, self._blueprints = Recordings(), {}
+        return self._blueprints.setdefault(key, [])
 
-    def _span(self, traced: Traced, context: Context, index: int) -> Span:
-        return span_of(traced, self.control, index, len(context.prompt), needs_stop=self.policy.train_stop)
+    def _prepared(self, row: Conversation, template: ChatTemplate) -> Conversation:
+        """The row with the run's system message and rules, and thinking as the template takes it."""
+        default = self.policy.default_system
+        if default is not None and not (row.messages and row.messages[0].role == "system"):
+            system = Message(role="system", parts=(Text(text=default),), train=False)
+            row = replace(row, messages=(system, *row.messages))
+        row = apply_rules(row, self.policy.rules)
+        if not template.reads_thinking and any(map(_has_written_thinking, row.messages)):
+            row = replace(row, messages=tuple(map(_with_thinking_in_text, row.messages)))
+        return row
 
+    def _build(
+        self, row: Conversation, template: ChatTemplate, shapes: tuple[MessageShape, ...], strings: list[str]
+    ) -> _Known:
+        train_on = TrainOn(row.train_on) if row.train_on is not None else self.policy.train_on
+        turns = trained_turns(row, train_on)
+        weights = Weights(row.messages, self.policy, train_on=train_on, weight=row.weight)
+        if not turns and not weights.supplied:
+            raise RowDropped("no_target", "no message of this row is trained")
+        history = RowHistory(template, row, shapes, strings, self._recordings)
+        try:
+            trunk, branches = paths_of(history, self.control, turns, needs_stop=self.policy.train_stop)
+        except AlphabetFull:
+            raise RowError("too_many_strings", "the row holds more strings than can be followed") from None
+        completions_only = weights.without_supplied()
+        cut = [branch.pieces(self.control, completions_only) for branch in branches]
+        if trunk.spans or weights.supplied:
+            cut.append(trunk.pieces(self.control, weights))
+        paths = [*branches, trunk]
+        references = history.references(*(path.recording.sketch for path in paths))
+        blueprint = build_blueprint(cut, list(history.guards), references, self.control)
+        return _Known(blueprint=blueprint, paths=paths)
 
-@dataclass(kw_only=True, slots=True)
-class _Path:
-    """A text under construction: the spans of the turns that are trained in it, in order."""
-
-    traced: Traced
-    spans: list[Span] = field(default_factory=list)
-
-
-def _require_every_part(path: _Path, message: Message) -> None:
-    """A template that prints nothing for a tool call or a thought would have the model learn an empty answer."""
-    span = path.spans[0]
-    owners = {path.traced.owners[ord(char)] for char in set(path.traced.shadow[span.seam : span.end])}
-    printed = {owner.part for owner in owners if owner.message == span.message}
-    for index, part in enumerate(message.parts):
-        is_blank = isinstance(part, Text | Thinking) and not part.text.strip()
-        if index not in printed and not is_blank:
-            kind = type(part).__name__
-            raise RowError(
-                "dropped_by_template",
-                f"the chat template prints nothing for this {kind}, so the model would learn to leave it out; use a "
-                "template that knows it, or take these rows out",
-                field=f"messages[{span.message}]",
+    def _check(self, known: _Known, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
+        """Compare one text of a replayed row with what the template really prints."""
+        path = known.paths[known.replays % len(known.paths)]
+        texts = {ord(char): value for char, value in zip(known.blueprint.references, values, strict=True)}
+        replayed = path.recording.sketch.translate(texts)
+        if replayed != template.render(row.messages[: path.num_messages], row.tools, **path.kwargs):
+            raise TemplateError(
+                f"{row.address}: the chat template prints something else for this row than for others of its shape, "
+                f"and nothing that it asked tells why; rows before this one may be wrong too",
+                hint="set template.replay: false, which runs the template for every row; and please report this",
             )
 
 
-def _shorten(traced: Traced, end: int) -> Traced:
-    return Traced(text=traced.text[:end], shadow=traced.shadow[:end], owners=traced.owners)
+@dataclass(slots=True, eq=False)
+class _Known:
+    """A blueprint with the paths that it was made of, and how often it served another row."""
+
+    blueprint: Blueprint
+    paths: list[Path] = field(default_factory=list)
+    replays: int = 0
+
+    @property
+    def is_to_be_checked(self) -> bool:
+        """At the first replay, then ever more rarely, but never too rarely: 1, 4, 16, 64, 128, 192 …"""
+        return self.replays in (1, 4, 16) or self.replays % 64 == 0
+
+
+def _has_written_thinking(message: Message) -> bool:
+    return any(isinstance(part, Thinking) and part.written is not None for part in message.parts)
+
+
+def _with_thinking_in_text(message: Message) -> Message:
+    """For a template that knows no thinking: what a row had as part of its text is text again."""
+    return replace(
+        message,
+        parts=tuple(
+            Text(text=part.written, train=part.train, weight=part.weight)
+            if isinstance(part, Thinking) and part.written is not None
+            else part
+            for part in message.parts
+        ),
+    )

@@ -1,13 +1,14 @@
-"""A model's chat template, ready to run: plain, or traced so that every character has an owner."""
+"""A model's chat template, ready to run: plain, or recorded so that every character has an owner."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import datetime
 from typing import Any
 
 import jinja2
@@ -15,26 +16,70 @@ from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
 
 from luthier.errors import RowError, TemplateError
-from luthier.records import Message
-from luthier.rendering.environment import TrackingEnvironment, plain_environment
-from luthier.rendering.messages import marked_messages, marked_tools, plain_messages
+from luthier.records import Message, Text
+from luthier.rendering.environment import EndlessTemplate, TrackingEnvironment, plain_environment
+from luthier.rendering.guards import Guard
+from luthier.rendering.messages import ContentForm, marked_messages, marked_tools, plain_messages
+from luthier.rendering.references import Alphabet
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
 
 Tools = Sequence[Mapping[str, Any]]
 
+# What a template may raise: its own words, and Python's where it trips over a row.
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
+THINKING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traced:
-    """A rendered text, and for each character the number of its owner in ``owners``."""
+class Stretch:
+    """Where a message was rendered: its last run of characters ``[begin, end)``, and the end of the content in it."""
 
-    text: str
-    shadow: str
-    owners: Sequence[Owner]
+    begin: int
+    end: int
+    content_end: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording:
+    """What a template printed, as a sketch, for all rows whose strings answer its ``guards`` alike.
+
+    For each character of ``sketch`` the character of ``owners`` at the same place is a number in ``owner_table``.
+    """
+
+    sketch: str
+    owners: str
+    owner_table: Sequence[Owner]
+    guards: tuple[Guard, ...]
 
     def owner(self, position: int) -> Owner:
-        """Whose the character at ``position`` is."""
-        return self.owners[ord(self.shadow[position])]
+        """Whose the character at ``position`` of the sketch is."""
+        return self.owner_table[ord(self.owners[position])]
+
+    @functools.cached_property
+    def stretches(self) -> dict[int, Stretch]:
+        """Where each message was rendered. Messages that left no trace are missing."""
+        found: dict[int, Stretch] = {}
+        for start, stop in owner_runs(self.owners):
+            owner = self.owner(start)
+            if owner.scope is None:
+                continue
+            before = found.get(owner.scope)
+            if before is None or before.end != start:
+                before = Stretch(begin=start, end=start, content_end=start)
+            content_end = before.content_end if owner.field is None else stop
+            found[owner.scope] = Stretch(begin=before.begin, end=stop, content_end=content_end)
+        return found
+
+
+def owner_runs(owners: str) -> Iterator[tuple[int, int]]:
+    """Spans of one owner: ``"aab"`` -> ``(0, 2), (2, 3)``."""
+    return (match.span() for match in _RUN.finditer(owners))
+
+
+_RUN = re.compile(r"(.)\1*", re.DOTALL)
 
 
 class ChatTemplate:
@@ -50,10 +95,11 @@ class ChatTemplate:
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         self.kwargs = dict(kwargs or {})
-        self._environment = TrackingEnvironment()
+        self._now = datetime.now()  # one time for all rows, local as chat templates expect it
+        self._environment = TrackingEnvironment(self._now)
         try:
-            self._traced = self._environment.from_string(source)
-            self._plain = plain_environment().from_string(source)
+            self._recorded = self._environment.from_string(source)
+            self._plain = plain_environment(self._now).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"chat template, line {error.lineno}: {error.message}",
@@ -63,20 +109,45 @@ class ChatTemplate:
     @functools.cached_property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads and does not set itself."""
-        return frozenset(find_undeclared_variables(self._environment.parse(self.source)))
+        return frozenset(find_undeclared_variables(self._tree))
 
     @functools.cached_property
     def literals(self) -> str:
         """All text that the template can write by itself, pieces joined by NUL."""
-        tree = self._environment.parse(self.source)
-        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
-        texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        texts = [node.data for node in self._tree.find_all(nodes.TemplateData)]
+        texts += [node.value for node in self._tree.find_all(nodes.Const) if isinstance(node.value, str)]
         return "\0".join(texts)
+
+    @functools.cached_property
+    def reads_thinking(self) -> bool:
+        """Whether the template looks at a message's thinking, or cannot print it."""
+        names = {node.attr for node in self._tree.find_all(nodes.Getattr)}
+        names |= {node.value for node in self._tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        return not names.isdisjoint(THINKING_FIELDS)
+
+    @functools.cached_property
+    def content_form(self) -> ContentForm:
+        """How the template wants a message's content: found out by giving it some."""
+        word = "Luthier"
+        for form in ContentForm:
+            for role in ("user", "assistant"):  # some templates want a user first, some print one role only
+                messages = [Message(role=role, parts=(Text(text=word),))]
+                try:
+                    text = str.__str__(self._run_recorded(Trace(), messages, (), form=form))
+                except EndlessTemplate:
+                    return form
+                except TEMPLATE_ERRORS:
+                    continue
+                except LostProvenance:  # it did something to it, so this is what it wanted
+                    return form
+                if word in text:
+                    return form
+        return ContentForm.TEXT
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Covers the template and everything it is given; for a template that prints the date, the date too."""
-        today = date.today().isoformat() if "strftime_now" in self.source else None
+        today = self._now.date().isoformat() if "strftime_now" in self.source else None
         return hashlib.sha256(repr((self.source, self.special_tokens, self.kwargs, today)).encode()).hexdigest()
 
     def render(
@@ -84,31 +155,86 @@ class ChatTemplate:
     ) -> str:
         """The text that inference sees. Raises `RowError` if the template refuses the conversation."""
         try:
-            return self._plain.render(
-                **self._arguments(kwargs),
-                messages=plain_messages(messages),
-                tools=list(tools) or None,
-                add_generation_prompt=generation_prompt,
+            return self._run_plain(
+                messages, tools, self.content_form, generation_prompt=generation_prompt, kwargs=kwargs
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except TEMPLATE_ERRORS as error:
             raise _refusal(error) from error
 
-    def trace(self, messages: Sequence[Message], tools: Tools = (), **kwargs: Any) -> Traced:
-        """The same text without a generation prompt, with owners. Raises `RowError` where track is lost."""
-        trace = self._environment.trace = Trace()
+    def record(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        *,
+        alphabet: Alphabet,
+        generation_prompt: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+        num_own: int | None = None,
+    ) -> Recording:
+        """The same text as a sketch with owners; messages from ``num_own`` on are no row's.
+
+        Raises `RowError` where track is lost, `AlphabetFull`.
+        """
+        form = self.content_form
+        trace = Trace(alphabet=alphabet)
         try:
-            output = self._traced.render(
-                **self._arguments(kwargs),
-                messages=marked_messages(messages, trace),
-                tools=marked_tools(tools, trace),
-                add_generation_prompt=False,
+            output = self._run_recorded(
+                trace, messages, tools, form=form, num_own=num_own, generation_prompt=generation_prompt, kwargs=kwargs
             )
         except LostProvenance as error:
             raise RowError("untraceable", f"{_line(error)}{error} loses track of where text came from") from error
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except TEMPLATE_ERRORS as error:
             raise _refusal(error) from error
+        text = str.__str__(output)
+        if text != self.render(messages, tools, generation_prompt=generation_prompt, **(kwargs or {})):
+            raise RowError("untraceable", "the template prints something else when the origin of text is followed")
+        if "".join(map(trace.value, output._sketch)) != text:
+            raise AssertionError(f"the sketch {output._sketch!r} is not what was printed, {text!r}")
+        return Recording(
+            sketch=output._sketch, owners=output._owners, owner_table=trace.owners, guards=tuple(trace.guards)
+        )
+
+    @functools.cached_property
+    def _tree(self) -> nodes.Template:
+        return self._environment.parse(self.source)
+
+    def _run_plain(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        form: ContentForm,
+        *,
+        generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        return self._plain.render(
+            **self._arguments(kwargs),
+            messages=plain_messages(messages, form),
+            tools=list(tools) or None,
+            add_generation_prompt=generation_prompt,
+        )
+
+    def _run_recorded(
+        self,
+        trace: Trace,
+        messages: Sequence[Message],
+        tools: Tools,
+        *,
+        form: ContentForm,
+        num_own: int | None = None,
+        generation_prompt: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Tracked:
+        # Loops and repetitions have an end here, so this comes before the plain template runs on the same row.
+        self._environment.trace = trace
+        output = self._recorded.render(
+            **self._arguments(kwargs or {}),
+            messages=marked_messages(messages, trace, form, num_own=num_own),
+            tools=marked_tools(tools, trace),
+            add_generation_prompt=generation_prompt,
+        )
         assert isinstance(output, Tracked)
-        return Traced(text=str.__str__(output), shadow=output._shadow, owners=trace.owners)
+        return output
 
     def _arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {**self.special_tokens, "documents": None, **self.kwargs, **kwargs}
@@ -117,6 +243,8 @@ class ChatTemplate:
 def _refusal(error: Exception) -> RowError:
     if isinstance(error, RowError):
         return error
+    if isinstance(error, RecursionError):
+        return RowError("template", "the chat template refuses this row: it calls itself without end")
     return RowError("template", f"the chat template refuses this row: {_line(error)}{error}")
 
 

@@ -1,10 +1,15 @@
-"""Who owns what a template prints."""
+"""What is noted down while a template runs: who owns what it prints, and what it asks about a row's strings."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from luthier.rendering.tracked import SCAFFOLD, Tracked, shadow_of
+from luthier.rendering.guards import QUESTIONS, Guard
+from luthier.rendering.references import Alphabet, Fixed, Reference, Slot, value_of
+
+SCAFFOLD = "\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,37 +28,71 @@ class Owner:
 
 @dataclass(slots=True)
 class Trace:
-    """The state of one render: which owners exist, and which message is being rendered."""
+    """The state of one run of a template over one row."""
 
+    alphabet: Alphabet = field(default_factory=Alphabet.empty)
+    strings: list[str] = field(default_factory=list)  # those of the row, in the order in which they were marked
     message_of: dict[int, int] = field(default_factory=dict)  # id(message dict) -> index
     owners: list[Owner] = field(default_factory=lambda: [Owner()])
     numbers: dict[Owner, str] = field(default_factory=lambda: {Owner(): SCAFFOLD})
+    guards: dict[Guard, None] = field(default_factory=dict)  # in the order in which they were asked
     scope: int | None = None
     loops: list[Loop] = field(default_factory=list)
+    rounds: int = 0  # of all loops together
     stamps: dict[int | None, dict[int, str]] = field(default_factory=dict)
 
     def number(self, owner: Owner) -> str:
-        """The shadow character of an owner."""
+        """The character that stands for an owner."""
         char = self.numbers.get(owner)
         if char is None:
             char = self.numbers[owner] = chr(len(self.owners))
             self.owners.append(owner)
         return char
 
-    def stamp(self, text: str) -> Tracked:
-        """Text as printed now: whatever has no scope yet gets the present one."""
-        shadow = shadow_of(text)
-        if self.scope is None or not shadow:
-            return text if isinstance(text, Tracked) else Tracked(text, shadow)
+    def add_string(self, text: str) -> str:
+        """Take in the row's next string; the character that stands for it."""
+        self.strings.append(text)
+        return self.alphabet.char(Slot(len(self.strings) - 1))
+
+    def value(self, char: str) -> str:
+        """What a character of a sketch stands for in this row."""
+        reference = self.alphabet.reference(char)
+        return char if reference is None else value_of(reference, self.strings)
+
+    def derive(self, char: str, *operation: Any) -> str:
+        """The character for what an operation makes of a reference."""
+        reference: Reference | None = self.alphabet.reference(char)
+        match reference:
+            case Slot(number, operations):
+                return self.alphabet.char(Slot(number, (*operations, operation)))
+            case Fixed():
+                return self.fix(value_of(Slot(0, (operation,)), [reference.text]))
+            case _:
+                raise AssertionError("only references are derived from")
+
+    def fix(self, text: str) -> str:
+        """The character for text that must be the same in every row this recording stands for."""
+        return self.alphabet.char(Fixed(text))
+
+    def ask(self, question: str, *sketches: str, arguments: Sequence[Any] = (), answer: Any) -> None:
+        """Note an answer that the template was given, if it depends on the row's strings."""
+        assert question in QUESTIONS, question
+        if any(isinstance(self.alphabet.reference(char), Slot) for sketch in sketches for char in sketch):
+            self.guards[Guard(question, sketches, tuple(arguments), answer)] = None
+
+    def stamp(self, owners: str) -> str:
+        """The owners of text that is printed now: whatever has no scope yet gets the present one."""
+        if self.scope is None:
+            return owners
         table = self.stamps.setdefault(self.scope, {})
-        for char in set(shadow):
+        for char in set(owners):
             if ord(char) not in table:
                 owner = self.owners[ord(char)]
                 stamped = (
                     owner if owner.scope is not None else Owner(self.scope, owner.message, owner.field, owner.part)
                 )
                 table[ord(char)] = self.number(stamped)
-        return Tracked(str.__str__(text), shadow.translate(table))
+        return owners.translate(table)
 
 
 @dataclass(slots=True)

@@ -1,137 +1,160 @@
-"""`Tracked`: a string that knows, character by character, where it came from.
+"""`Tracked`: a string that knows, character by character, where it came from, and how to come about in another row.
 
-Beside its text it carries a *shadow*: a string of equal length whose characters are owner numbers (``chr(0)`` is text
-of the template itself). Every string operation that a chat template may use is mirrored by the same operation on the
-shadow, in C, with no loop over characters:
+Beside its text it carries a *sketch* (`luthier.rendering.references`), in which each string of the row is one
+character, and for every character of the sketch its owner. Three things may happen to it in a template:
 
-    Tracked("Hello ", "aaaaaa").strip() + "!"   ->   text "Hello!", shadow "aaaaa\\0"
+- It is put together with others, or cut in a way that can be repeated with another row's text (``strip``, ``split``):
+  the sketch says so.
+- It is tested (``in``, ``==``, truth, length …): the answer is noted in the trace as a guard.
+- Anything else: its text is *pinned*, that is, noted as a guard on the whole text. What comes of it is then fixed.
 
-An operation whose outcome cannot be mirrored raises `LostProvenance`; it never returns an untracked string in silence.
+An operation whose outcome cannot be traced character by character raises `LostProvenance`; it never returns an
+untracked string in silence.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Any, NoReturn, SupportsIndex
 
-SCAFFOLD = "\0"
+from luthier.rendering.questioned import Questioned, plain, sketch_and_owners
+from luthier.rendering.references import has_reference, is_reference
+from luthier.rendering.trace import Trace
 
 
 class LostProvenance(Exception):
     """A template did something to content whose characters can no longer be traced."""
 
 
-class Tracked(str):
-    """Text with a shadow. Compares, hashes and tests like the plain string it is."""
+class Tracked(Questioned):
+    """Text with a sketch. Compares, hashes and tests like the plain string it is, and the trace hears of it."""
 
-    __slots__ = ("_shadow",)
-    _shadow: str
-
-    def __new__(cls, text: str, shadow: str) -> Tracked:
-        """Raise AssertionError if text and shadow differ in length."""
-        self = str.__new__(cls, text)
-        assert str.__len__(self) == len(shadow), "a shadow is as long as its text"
-        self._shadow = shadow
-        return self
-
-    def __str__(self) -> str:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("tracked strings stay inside one render")
+    __slots__ = ()
 
     # ------------------------------------------------------------------------------------------ concatenation
 
     def __add__(self, other: str) -> Tracked:
-        if not isinstance(other, str):
-            return NotImplemented
-        return Tracked(str.__add__(self, other), self._shadow + shadow_of(other))
+        return concatenate([self, other], self._trace) if isinstance(other, str) else NotImplemented
 
     def __radd__(self, other: str) -> Tracked:
-        if not isinstance(other, str):
-            return NotImplemented
-        return Tracked(str.__add__(other, self), shadow_of(other) + self._shadow)
+        return concatenate([other, self], self._trace) if isinstance(other, str) else NotImplemented
 
     def __mul__(self, count: SupportsIndex) -> Tracked:
-        return Tracked(str.__mul__(self, count), self._shadow * count)
+        return Tracked(str.__mul__(self, count), self._sketch * count, self._owners * count, self._trace)
 
     __rmul__ = __mul__
 
     def join(self, parts: Iterable[str], /) -> Tracked:
-        parts = [part if isinstance(part, str) else _refuse("join of something that is no string") for part in parts]
-        return Tracked(str.join(self, parts), self._shadow.join(map(shadow_of, parts)))
+        pieces: list[str] = []
+        for part in parts:
+            if not isinstance(part, str):
+                _refuse("join of something that is no string")
+            pieces += [self, part] if pieces else [part]
+        return concatenate(pieces, self._trace)
 
     # ------------------------------------------------------------------------------------------------ slicing
 
     def __getitem__(self, key: SupportsIndex | slice) -> Tracked:
-        return Tracked(str.__getitem__(self, key), self._shadow[key])
+        text = str.__getitem__(self, key)  # first, so that a wrong key is refused as a plain string refuses it
+        if isinstance(key, slice) and self._is_reference:
+            return self._derived(text, "slice", key.start, key.stop, key.step)
+        return self._fixed(text, self._pinned()._shadow[key])
 
     def __iter__(self) -> Iterator[Tracked]:
-        return (Tracked(char, shadow) for char, shadow in zip(str.__iter__(self), self._shadow, strict=True))
+        pairs = zip(str.__iter__(self._pinned()), self._shadow, strict=True)
+        return iter([self._fixed(char, owner) for char, owner in pairs])
 
     def strip(self, chars: str | None = None, /) -> Tracked:
+        if self._is_reference:
+            return self._derived(str.strip(self, chars), "strip", plain(chars))
         return self.lstrip(chars).rstrip(chars)
 
     def lstrip(self, chars: str | None = None, /) -> Tracked:
-        text = str.lstrip(self, chars)
-        return self if len(text) == len(self) else Tracked(text, self._shadow[len(self) - len(text) :])
+        return self._stripped("lstrip", str.lstrip, chars, first=0)
 
     def rstrip(self, chars: str | None = None, /) -> Tracked:
-        text = str.rstrip(self, chars)
-        return self if len(text) == len(self) else Tracked(text, self._shadow[: len(text)])
+        return self._stripped("rstrip", str.rstrip, chars, first=-1)
+
+    def _stripped(self, name: str, strip: Callable[..., str], chars: str | None, *, first: int) -> Tracked:
+        """Strip the sketch from one end: whole characters of it go as long as nothing is left of them."""
+        chars, trace = plain(chars), self._trace
+        text, sketch, owners = strip(self, chars), self._sketch, self._owners
+        while sketch:
+            char, rest = sketch[first], slice(1, None) if first == 0 else slice(None, -1)
+            if is_reference(char):
+                derived = trace.derive(char, name, chars)
+                left = bool(trace.value(derived))
+                if len(sketch) > 1:
+                    trace.ask("true", derived, answer=left)
+                if left or len(sketch) == 1:
+                    sketch = derived + sketch[rest] if first == 0 else sketch[rest] + derived
+                    break
+            elif strip(char, chars):
+                break
+            sketch, owners = sketch[rest], owners[rest]
+        return Tracked(text, sketch, owners, trace)
 
     def removeprefix(self, prefix: str, /) -> Tracked:
-        return self[len(prefix) :] if self.startswith(prefix) else self
+        return self[str.__len__(prefix) :] if self.startswith(prefix) else self
 
     def removesuffix(self, suffix: str, /) -> Tracked:
-        return self[: len(self) - len(suffix)] if suffix and self.endswith(suffix) else self
+        return self[: -str.__len__(suffix)] if suffix and self.endswith(suffix) else self
 
     # ---------------------------------------------------------------------------------------------- splitting
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Tracked]:  # type: ignore[override]
-        return self._locate(str.split(self, sep, maxsplit), sep)
+        parts = str.split(self, sep, maxsplit)
+        return self._parts("split", "parts", parts, plain(sep), int(maxsplit))
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Tracked]:  # type: ignore[override]
-        return self._locate(str.rsplit(self, sep, maxsplit), sep)
+        parts = str.rsplit(self, sep, maxsplit)
+        return self._parts("rsplit", "rparts", parts, plain(sep), int(maxsplit))
 
     def splitlines(self, keepends: bool = False) -> list[Tracked]:  # type: ignore[override]
-        lines, start = [], 0
+        lines, start, shadow = [], 0, self._pinned()._shadow
         for line in str.splitlines(self, keepends=True):
-            tracked = Tracked(line, self._shadow[start : start + len(line)])
-            lines.append(tracked if keepends else tracked[: len(str.splitlines(line)[0])])
+            kept = line if keepends else str.splitlines(line)[0]
+            lines.append(self._fixed(kept, shadow[start : start + len(kept)]))
             start += len(line)
         return lines
 
     def partition(self, sep: str, /) -> tuple[Tracked, Tracked, Tracked]:
-        return self._cut_in_three(str.partition(self, sep))
+        return self._three("partition", str.partition(self, sep), sep)
 
     def rpartition(self, sep: str, /) -> tuple[Tracked, Tracked, Tracked]:
-        return self._cut_in_three(str.rpartition(self, sep))
+        return self._three("rpartition", str.rpartition(self, sep), sep)
 
-    def _locate(self, parts: list[str], sep: str | None) -> list[Tracked]:
-        tracked, position = [], 0
+    def _parts(self, name: str, question: str, parts: list[str], sep: str | None, maxsplit: int) -> list[Tracked]:
+        if self._is_reference:
+            self._trace.ask(question, self._sketch, arguments=(sep, maxsplit), answer=len(parts))
+            return [self._derived(part, name, sep, maxsplit, index) for index, part in enumerate(parts)]
+        tracked, position, shadow = [], 0, self._pinned()._shadow
         for part in parts:
             # Splitting at white space leaves gaps of any width; splitting at `sep` leaves exactly `sep`.
             start = str.index(self, part, position) if sep is None else position
-            tracked.append(Tracked(part, self._shadow[start : start + len(part)]))
+            tracked.append(self._fixed(part, shadow[start : start + len(part)]))
             position = start + len(part) + (0 if sep is None else len(sep))
         return tracked
 
-    def _cut_in_three(self, parts: tuple[str, str, str]) -> tuple[Tracked, Tracked, Tracked]:
-        first, second = len(parts[0]), len(parts[0]) + len(parts[1])
-        return self[:first], self[first:second], self[second:]
+    def _three(self, name: str, parts: tuple[str, str, str], sep: str) -> tuple[Tracked, Tracked, Tracked]:
+        if self._is_reference:
+            first, second, third = (self._derived(part, name, plain(sep), i) for i, part in enumerate(parts))
+            return first, second, third
+        shadow, one, two = self._pinned()._shadow, len(parts[0]), len(parts[0]) + len(parts[1])
+        shadows = (shadow[:one], shadow[one:two], shadow[two:])
+        first, second, third = (self._fixed(part, own) for part, own in zip(parts, shadows, strict=True))
+        return first, second, third
 
     # ---------------------------------------------------------------------------------------------- replacing
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> Tracked:
-        if old == "":
+        if str.__eq__(old, ""):
             _refuse("replace of the empty string")
         if old not in self:
             return self
-        replacement = new if isinstance(new, Tracked) else Tracked(new, SCAFFOLD * len(new))
-        return replacement.join(self.split(old, count))
+        whole = self._fixed(str.__str__(self), self._pinned()._shadow)
+        return Tracked(new, *sketch_and_owners(new, self._trace), self._trace).join(whole.split(old, count))
 
     def lower(self) -> Tracked:
         return self._case(str.lower)
@@ -153,60 +176,56 @@ class Tracked(str):
 
     def _case(self, change: Callable[[str], str]) -> Tracked:
         text = change(self)
-        if len(text) != len(self):  # 'ß'.upper() is 'SS'
+        if str.__len__(text) != str.__len__(self):  # 'ß'.upper() is 'SS'
             _refuse("change of case that changes the length")
-        return Tracked(text, self._shadow)
+        return self._fixed(text, self._pinned()._shadow)
 
-    # --------------------------------------------------------------------------------- what cannot be mirrored
+    # -------------------------------------------------------------------------------------- the shadow of a text
 
-    def __mod__(self, _: Any) -> NoReturn:
-        _refuse("%-formatting")
+    @property
+    def _is_reference(self) -> bool:
+        return len(self._sketch) == 1 and is_reference(self._sketch)
 
-    def __rmod__(self, _: Any) -> NoReturn:
-        _refuse("%-formatting")
+    @property
+    def _shadow(self) -> str:
+        """The owner of each character of the text."""
+        pairs = zip(self._sketch, self._owners, strict=True)
+        return "".join(owner * len(self._trace.value(char)) for char, owner in pairs)
 
-    def __format__(self, _: str) -> NoReturn:
-        _refuse("str.format")
+    def _derived(self, text: str, *operation: Any) -> Tracked:
+        return Tracked(text, self._trace.derive(self._sketch, *operation), self._owners, self._trace)
 
-    def format(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("str.format")
-
-    def format_map(self, *_: Any) -> NoReturn:
-        _refuse("str.format_map")
-
-    def center(self, *_: Any) -> NoReturn:
-        _refuse("str.center")
-
-    def ljust(self, *_: Any) -> NoReturn:
-        _refuse("str.ljust")
-
-    def rjust(self, *_: Any) -> NoReturn:
-        _refuse("str.rjust")
-
-    def zfill(self, *_: Any) -> NoReturn:
-        _refuse("str.zfill")
-
-    def expandtabs(self, *_: Any) -> NoReturn:
-        _refuse("str.expandtabs")
-
-    def translate(self, *_: Any) -> NoReturn:
-        _refuse("str.translate")
+    def _fixed(self, text: str, shadow: str) -> Tracked:
+        """Text that came of a pinned one, with an owner for each of its characters."""
+        sketch, owners, start = "", "", 0
+        for owner, run in groupby(shadow):
+            length = len(list(run))
+            own = text[start : start + length]
+            is_scaffold = self._trace.owners[ord(owner)].field is None
+            sketch += own if is_scaffold and not has_reference(own) else self._trace.fix(own)
+            owners += owner * (len(sketch) - len(owners))
+            start += length
+        return Tracked(text, sketch, owners, self._trace)
 
 
-def shadow_of(text: str) -> str:
-    """The shadow of any string: its own, or that of the template's own text."""
-    return text._shadow if isinstance(text, Tracked) else SCAFFOLD * len(text)
-
-
-def plain(text: str) -> str:
-    """The text without its shadow, as an exact ``str``."""
-    return str.__str__(text)
-
-
-def concatenate(parts: Iterable[str]) -> Tracked:
+def concatenate(parts: Iterable[str], trace: Trace) -> Tracked:
     """Join strings, tracked or not; in a template all output goes through here."""
     parts = list(parts)
-    return Tracked("".join(parts), "".join(map(shadow_of, parts)))
+    sketches, owners = zip(*(sketch_and_owners(part, trace) for part in parts), strict=True) if parts else ((), ())
+    return Tracked("".join(parts), "".join(sketches), "".join(owners), trace)
+
+
+def pin(value: Any) -> None:
+    """Note that all tracked text in a value is looked at in a way that cannot be repeated with another row's."""
+    match value:
+        case Tracked():
+            value._pinned()
+        case dict():
+            for item in value.values():
+                pin(item)
+        case list() | tuple():
+            for item in value:
+                pin(item)
 
 
 def holds_tracked(value: Any) -> bool:
@@ -222,70 +241,19 @@ def holds_tracked(value: Any) -> bool:
             return False
 
 
-def dump_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """``json.dumps`` that keeps the owners of keys and values; equal to it character for character."""
-    if not holds_tracked(value):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    item, key = separators or ("," if indent is not None else ", ", ": ")
-    step = " " * indent if isinstance(indent, int) else indent
-    return concatenate(_JsonWriter(ensure_ascii, step, item, key, sort_keys).write(value, "\n"))
-
-
-class _JsonWriter:
-    def __init__(self, ensure_ascii: bool, step: str | None, item: str, key: str, sort_keys: bool) -> None:
-        self.ensure_ascii, self.step, self.item, self.key, self.sort_keys = ensure_ascii, step, item, key, sort_keys
-
-    def write(self, value: Any, newline: str) -> Iterator[str]:
-        match value:
-            case Tracked():
-                yield self._string(value)
-            case Mapping() if value:
-                pairs = sorted(value.items()) if self.sort_keys else value.items()
-                yield from self._block("{}", newline, [(self._key(name), item) for name, item in pairs])
-            case list() | tuple() if value:
-                yield from self._block("[]", newline, [(None, item) for item in value])
-            case _:
-                yield json.dumps(value, ensure_ascii=self.ensure_ascii)
-
-    def _block(self, brackets: str, newline: str, items: list[tuple[str | None, Any]]) -> Iterator[str]:
-        inner = newline + self.step if self.step is not None else ""
-        yield brackets[0] + inner
-        for index, (name, item) in enumerate(items):
-            if index:
-                yield self.item + inner
-            if name is not None:
-                yield name
-                yield self.key
-            yield from self.write(item, inner)
-        yield (newline if self.step is not None else "") + brackets[1]
-
-    def _key(self, name: Any) -> str:
-        if isinstance(name, Tracked):
-            return self._string(name)
-        text = json.dumps({name: 0}, ensure_ascii=self.ensure_ascii)  # 1 -> "1", true -> "true", as json does it
-        return text[1 : text.rindex(":")]
-
-    def _string(self, text: Tracked) -> Tracked:
-        pieces: list[str] = ['"']
-        for start, stop in runs(text._shadow):
-            escaped = json.dumps(plain(text)[start:stop], ensure_ascii=self.ensure_ascii)[1:-1]
-            pieces.append(Tracked(escaped, text._shadow[start] * len(escaped)))
-        return concatenate([*pieces, '"'])
-
-
-def runs(shadow: str) -> Iterator[tuple[int, int]]:
-    """Spans of equal characters: ``"aab"`` -> ``(0, 2), (2, 3)``."""
-    return (match.span() for match in _RUN.finditer(shadow))
-
-
-_RUN = re.compile(r"(.)\1*", re.DOTALL)
-
-
 def _refuse(what: str) -> NoReturn:
     raise LostProvenance(what)
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise LostProvenance(what)
+
+    return refuse
+
+
+for _name in ("format", "format_map", "center", "ljust", "rjust", "zfill", "expandtabs", "translate"):
+    setattr(Tracked, _name, _refusing(f"str.{_name}"))
+for _name in ("__mod__", "__rmod__"):
+    setattr(Tracked, _name, _refusing("%-formatting"))
+Tracked.__format__ = _refusing("str.format")  # type: ignore[method-assign]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from luthier.config.choices import ThinkingStyle
 from luthier.config.schema import Format, SourceConfig
 from luthier.errors import SourceError
+from luthier.records import TargetRule
 from luthier.sources.formats.layout import TAG_NAMES, Layout, build_tags
 from luthier.sources.formats.table import COLUMN_ALIASES, COLUMN_NAMES, FORMATS, FormatRule
 from luthier.sources.nearest import nearest_names
@@ -44,10 +46,23 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, Any]]) -> La
     return Layout(
         format=kind,
         columns=columns,
-        tags=build_tags(given_tags, role=role, content=content),
+        tags=build_tags(given_tags, role=role, content=content, thinking=_thinking_tags(config)),
         train_on=None if config.train_on is None else str(config.train_on),
+        rules=tuple(TargetRule(**rule.model_dump()) for rule in config.targets),
         media_root=None if config.media_root is None else str(config.media_root),
+        rendered=config.rendered,
     )
+
+
+def _thinking_tags(config: SourceConfig) -> tuple[str, str] | None:
+    match config.thinking:
+        case ThinkingStyle.TAGS:
+            opening, closing = config.thinking_tags
+            return opening, closing
+        case ThinkingStyle.TEXT:
+            return None
+        case _:
+            raise AssertionError(f"unknown style {config.thinking!r}")
 
 
 def _detect_format(

@@ -6,7 +6,7 @@ A registry's entry becomes a `SourceConfig`; nothing of it is left after that.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ _JSON_KEYS = {
     "subset", "split", "folder", "num_samples", "columns", "tags",
 }  # fmt: skip
 _YAML_KEYS = {"path", "source", "split", "converter", "size", "weight", "streaming"}
+# Ours, in both forms: what is learned of the data set.
+_TARGET_KEYS = ("train_on", "targets", "thinking", "thinking_tags")
 _FORMATTINGS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "openai": Format.MESSAGES}
 _CONVERTERS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "pair": Format.PREFERENCE}
 
@@ -71,6 +73,7 @@ def registry_source(name: str, entries: Mapping[str, Any], registry: Path) -> So
     if not isinstance(entry, dict):
         raise SourceError(f"{where}: an entry is an object with a file_name, hf_hub_url or path")
     fields = _from_yaml(entry, registry, where) if "path" in entry else _from_json(entry, registry, where)
+    fields |= {key: entry[key] for key in _TARGET_KEYS if key in entry}
     if count is not None:
         fields["max_rows"] = int(count)
     try:
@@ -144,7 +147,8 @@ def _local_path(path: str, registry: Path) -> Path:
     return next((candidate for candidate in candidates if candidate.exists()), candidates[0])
 
 
-def _check_keys(entry: Mapping[str, Any], known: Sequence[str] | set[str], where: str) -> None:
+def _check_keys(entry: Mapping[str, Any], known: set[str], where: str) -> None:
+    known = known.union(_TARGET_KEYS)
     for key in entry:
         if key not in known:
             close = nearest_names(str(key), known)

@@ -97,7 +97,10 @@ def loader_state(schedule: Schedule, data: RunData, step: int) -> LoaderState:
 def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Listener) -> RunModel:
     """Load the model, put the adapter on, and say what was decided; the same weights on all ranks, at every start."""
     vocabulary = Vocabulary(
-        size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=tokenizer.stop_token_ids,
     )
     loaded = load_model(config, vocabulary)
     for note in loaded.notes:

@@ -27,6 +27,7 @@ class Vocabulary:
     size: int
     eos_token_id: int
     pad_token_id: int
+    stop_token_ids: tuple[int, ...] = ()  # all that end a turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,9 +255,10 @@ def _fit_generation(model: PreTrainedModel, vocabulary: Vocabulary, notes: list[
     settings: GenerationConfig = model.generation_config
     declared = settings.eos_token_id
     stops = [declared] if isinstance(declared, int) else list(declared or [])
-    if vocabulary.eos_token_id not in stops:
-        stops.append(vocabulary.eos_token_id)
-        notes.append(f"generation stops at id {vocabulary.eos_token_id} too, the tokenizer's eos")
+    for stop in dict.fromkeys((vocabulary.eos_token_id, *vocabulary.stop_token_ids)):
+        if stop not in stops:
+            stops.append(stop)
+            notes.append(f"generation stops at id {stop} too, which ends a turn of this tokenizer")
     settings.eos_token_id = stops if len(stops) > 1 else stops[0]
     if settings.pad_token_id is None:
         settings.pad_token_id = vocabulary.pad_token_id

@@ -22,7 +22,10 @@ from luthier.errors import RowError
 
 ROOT = Path(luthier.__file__).parent
 REPOSITORY = ROOT.parent
-COMMANDS = ("train", "quickstart", "prepare", "show", "plan", "stats", "config show", "config schema", "env", "version")
+COMMANDS = (
+    "train", "quickstart", "prepare", "show", "diff", "plan", "stats", "verify", "config show", "config schema", "env",
+    "version",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -218,4 +218,88 @@ VALUES = [
     ),
 ]
 
-CASES = [*SYNTAX, *KEYS, *VALUES]
+RULES = [
+    _with(
+        "rule_pattern",
+        "template:\n  targets:\n  - {part: answer, weight: 2}\n  - {pattern: 'a(', train: false}",
+        ("run.yaml:6 template.targets[1].pattern: ", '"a("', "no regular expression", "position 1"),
+    ),
+    _with(
+        "rule_pattern_nested_set",
+        "template: {targets: {pattern: '[[a]', train: false}}",
+        ("run.yaml:3 template.targets[0].pattern: ", "Possible nested set"),
+    ),
+    _with(
+        "rule_pattern_long",
+        f"template: {{targets: {{pattern: {'a' * 1001}, train: false}}}}",
+        ("run.yaml:3 template.targets[0].pattern: ", "has 1001 characters, 1000 are allowed"),
+    ),
+    _with(
+        "rule_pattern_empty",
+        "template: {targets: {pattern: 'a*', train: false}}",
+        ("run.yaml:3 template.targets[0].pattern: ", "matches the empty text"),
+    ),
+    _with(
+        "rule_pattern_forever",
+        "template: {targets: {pattern: '^(a+)+$', train: false}}",
+        ("run.yaml:3 template.targets[0].pattern: ", "(a+)+", "may take forever"),
+    ),
+    _with(
+        "rule_says_nothing",
+        "template:\n  targets:\n  - part: answer",
+        ("run.yaml:5 template.targets[0]: ", "neither train nor weight"),
+    ),
+    _with(
+        "rule_contradicts_itself",
+        "template: {targets: {role: user, train: true, weight: 0}}",
+        ("run.yaml:3 template.targets[0]: ", "train: true and weight: 0"),
+    ),
+    _with(
+        "rule_part_of_user",
+        "template: {targets: {role: user, part: answer, train: true}}",
+        ("run.yaml:3 template.targets[0]: ", "never applies", "role is user"),
+    ),
+    _with(
+        "rule_pattern_in_calls",
+        "template: {targets: {part: tool_call, pattern: a, train: true}}",
+        ("run.yaml:3 template.targets[0]: ", "never applies", "not in tool calls"),
+    ),
+    _with(
+        "rule_role",
+        "template: {targets: {role: assitant, train: true}}",
+        ("run.yaml:3 template.targets[0].role: ", "system, user, assistant, tool", "did you mean assistant?"),
+    ),
+    _with(
+        "rule_weight_negative",
+        "template: {targets: {role: user, weight: -1}}",
+        ("run.yaml:3 template.targets[0].weight: ", "at least 0", "got -1"),
+    ),
+    _with(
+        "rule_weight_huge",
+        "template: {targets: {role: user, weight: 1e7}}",
+        ("run.yaml:3 template.targets[0].weight: ", "1e7 is neither 0 nor from 1e-06 to 1e+06"),
+    ),
+    _with(
+        "rule_is_text",
+        "template: {targets: thinking}",
+        ("run.yaml:3 template.targets[0]: ", '"thinking"', "for example targets: [{part: thinking, train: false}]"),
+    ),
+    _with(
+        "rules_with_two_faults",
+        "template:\n  targets:\n  - {role: narrator, train: true}\n  - {part: answer, wieght: 2}",
+        ("run.yaml:5 template.targets[0].role: ", "system, user"),
+        ("run.yaml:6 template.targets[1].wieght: ", "did you mean weight?"),
+    ),
+    _case(
+        "rules_of_a_source",
+        "model: preset:tiny-qwen3\ndata:\n  train:\n    path: rows.jsonl\n    targets: {part: answers, train: true}\n",
+        ("run.yaml:5 data.train[0].targets[0].part: ", "did you mean answer?"),
+    ),
+    _case(
+        "lone_thinking_tag",
+        "model: preset:tiny-qwen3\ndata:\n  train:\n    path: rows.jsonl\n    thinking_tags: <think>\n",
+        ("run.yaml:5 data.train[0].thinking_tags: ", "no pair of tags"),
+    ),
+]
+
+CASES = [*SYNTAX, *KEYS, *VALUES, *RULES]

@@ -122,6 +122,11 @@ CONFLICTS = [
         "  eval:\n    path: p.jsonl\n    format: preference\n",
         ("run.yaml:6 data.eval[0].format: ", "sft"),
     ),
+    (
+        "",
+        "  eval:\n    path: p.jsonl\n    thinking: text\n    thinking_tags: [a, b]\n",
+        ("run.yaml:7 data.eval[0].thinking_tags: ", "data.eval[0].thinking (line 6)", "thinking: tags"),
+    ),
 ]
 
 

@@ -84,6 +84,12 @@ ACCEPTED: list[dict[str, Any]] = [
     {**GOOD, "adapter": {"type": "lora", "target_modules": "all-linear", "lora_alpha": None, "use_dora": True}},
     {**GOOD, "eval": {"strategy": "no"}, "model": {"name_or_path": "x", "use_liger_kernel": "auto"}},
     {**GOOD, "train": {"warmup_steps": 5, "optim": "sgd"}, "template": {"kwargs": {"a": [1, None]}}},
+    {**GOOD, "template": {"targets": {"part": "thinking", "train": False}}},
+    {
+        **GOOD,
+        "template": {"targets": [{"role": "user", "turn": "last", "weight": 2}, {"pattern": "a|b", "train": True}]},
+    },
+    {**GOOD, "data": {"train": {"path": "a", "targets": [{"weight": 0.5}], "thinking_tags": ["[", "]"]}}},
 ]
 REFUSED: list[dict[str, Any]] = [
     {"model": "x"},
@@ -97,6 +103,11 @@ REFUSED: list[dict[str, Any]] = [
     {**GOOD, "runtime": {"seed": 2**40}},
     {**GOOD, "data": {"train": [5]}},
     {**GOOD, "tracking": {"report_to": ["nobody"]}},
+    {**GOOD, "template": {"targets": [{"role": "human", "train": True}]}},
+    {**GOOD, "template": {"targets": [{"role": "user", "weight": -0.1}]}},
+    {**GOOD, "template": {"targets": [{"turn": 2, "train": True}]}},
+    {**GOOD, "template": {"targets": ["thinking"]}},
+    {**GOOD, "data": {"train": {"path": "a", "thinking": "off"}}},
 ]
 
 

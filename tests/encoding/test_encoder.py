@@ -9,9 +9,8 @@ import pytest
 
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.pieces import encode_paths
 from luthier.errors import RowError, TemplateError
-from luthier.records import Address, Conversation, Document, Image, Message, Text, TextPiece, Thinking
+from luthier.records import Address, Conversation, Document, Image, Message, Text, Thinking
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +54,15 @@ def test_thinking_of_earlier_turns_becomes_a_branch(encoder: Encoder) -> None:
 
 
 def test_weights_inside_one_run_of_text_fall_on_the_right_tokens(encoder: Encoder) -> None:
-    [path] = encode_paths(
-        [[TextPiece(text="the dog ", weight=0.0), TextPiece(text="runs fast", weight=1.0)]], encoder.tokenizer
+    row = Conversation(
+        messages=(
+            Message(role="user", parts=(Text(text="go"),)),
+            Message(role="assistant", parts=(Text(text="the dog ", train=False), Text(text="runs fast", weight=0.5))),
+        )
     )
-    assert encoder.tokenizer.decode(path.ids[path.weights > 0]).strip() == "runs fast"
+    sample = encoder.encode(row)
+    assert encoder.tokenizer.decode(sample.input_ids[sample.target]).strip() == "runs fast<|im_end|>"
+    assert sample.weight is not None and sample.weight[sample.target].tolist()[-2:] == [0.5, 1.0]
 
 
 def test_errors_carry_the_address_of_their_row(encoder: Encoder) -> None:

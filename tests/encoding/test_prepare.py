@@ -23,6 +23,16 @@ class LetterEncoder:
     def fingerprint(self):
         return self.name.encode().hex().ljust(64, "0")
 
+    def expect_many_rows(self):
+        pass
+
+    def encode_many(self, rows):
+        for row in rows:
+            try:
+                yield self.encode(row)
+            except RowError as error:
+                yield error
+
     def encode(self, row):
         assert isinstance(row, Conversation)
         question, answer = (message.text for message in row.messages)

@@ -73,6 +73,18 @@ def test_every_token_knows_the_last_character_it_covers(tiny: Tokenizer) -> None
     assert tiny.decode(ids[last < 3]) == "the"
 
 
+def test_a_rendered_text_is_encoded_whole_as_the_plain_tokenizer_does(tiny: Tokenizer) -> None:
+    text = "<|im_start|>user\nhello<|im_end|>\n"
+    plain = tokenizers.Tokenizer.from_file(str(tiny.files.folder / "tokenizer.json"))
+    ids = tiny.encode_whole(text)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == plain.encode(text, add_special_tokens=False).ids
+    assert ids[0] == tiny.control_id("<|im_start|>")
+    assert not np.array_equal(ids, tiny.encode_runs([text])[0])
+    with pytest.raises(RowError, match="invalid_unicode"):
+        tiny.encode_whole("\ud800")
+
+
 def test_half_a_surrogate_pair_is_a_bad_row(tiny: Tokenizer) -> None:
     with pytest.raises(RowError, match="invalid_unicode"):
         tiny.encode_runs(["\ud800"])
@@ -151,3 +163,12 @@ def test_a_damaged_vocabulary_is_a_tokenizer_error(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, model={"type": "BPE", "vocab": 3, "merges": []})
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         load_tokenizer(folder)
+
+
+def test_tokens_can_be_added_to_a_vocabulary_that_is_a_list(tmp_path: Path) -> None:
+    unigram = tokenizers.models.Unigram([("<unk>", 0.0), ("a", -1.0), ("ab", -1.5)], unk_id=0)
+    tokenizers.Tokenizer(unigram).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    tokenizer = load_tokenizer(tmp_path, added=AddedTokens(ordinary=("ab", "new"), special=("<s>",)))
+    assert tokenizer.encode_runs(["newab<s>"])[0].tolist() == [3, 2, 0]  # "ab" was known; "<s>" is text
+    assert tokenizer.control_id("<s>") == 4

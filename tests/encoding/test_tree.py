@@ -6,14 +6,22 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.encoding.tree import TokenPath, fold
-from luthier.records import Branch
+from luthier.encoding.tree import fold as fold_branches
+from luthier.records import Branch, Sample
+
+Path = tuple[list[int], list[float]]
 
 
-def path(ids: list[int], targets: list[int] | None = None) -> TokenPath:
-    weights = np.zeros(len(ids), dtype=np.float32)
-    weights[targets or []] = 1
-    return TokenPath(ids=np.array(ids, dtype=np.int32), weights=weights)
+def path(ids: list[int], targets: list[int] | None = None) -> Path:
+    return ids, [float(index in (targets or [])) for index in range(len(ids))]
+
+
+def fold(paths: list[Path]) -> Sample:
+    return fold_branches(
+        np.array([token for ids, _ in paths for token in ids], dtype=np.int32),
+        np.array([weight for _, weights in paths for weight in weights], dtype=np.float32),
+        [Branch(parent=-1, length=len(ids)) for ids, _ in paths],
+    )
 
 
 def test_paths_share_their_common_prefix_once() -> None:
@@ -25,7 +33,7 @@ def test_paths_share_their_common_prefix_once() -> None:
 
 def test_a_turn_whose_context_is_a_prefix_of_another_path_adds_no_branch() -> None:
     sample = fold([path([1, 2, 3], [2]), path([1, 2, 3, 4, 5], [4])])
-    assert sample.branches == (Branch(parent=-1, length=3), Branch(parent=0, length=2))
+    assert sample.branches == (Branch(parent=-1, length=5),)
     [(ids, target)] = sample.unroll()
     assert (ids.tolist(), target.tolist()) == ([1, 2, 3, 4, 5], [False, False, True, False, True])
 
@@ -41,8 +49,7 @@ def test_a_target_shared_by_two_leaves_counts_once() -> None:
 
 
 def test_weights_are_kept_and_left_out_where_they_are_all_one() -> None:
-    half = TokenPath(ids=np.array([1, 2], dtype=np.int32), weights=np.array([0, 0.5], dtype=np.float32))
-    weight = fold([half]).weight
+    weight = fold([([1, 2], [0, 0.5])]).weight
     assert weight is not None
     assert weight.tolist() == [1.0, 0.5]
     assert fold([path([1, 2], [1])]).weight is None
@@ -54,11 +61,11 @@ IDS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 @given(paths=st.lists(st.tuples(IDS, st.sets(st.integers(0, 7))), min_size=1, max_size=5))
 def test_every_path_and_every_target_is_found_again(paths: list[tuple[list[int], set[int]]]) -> None:
     given_paths = [path(ids, sorted(t for t in targets if t < len(ids))) for ids, targets in paths]
+    num_targets = sum(sum(weights) for _, weights in given_paths)
     sample = fold(given_paths)
     assert sum(branch.length for branch in sample.branches) == len(sample.input_ids)
     leaves = [tuple(ids.tolist()) for ids, _ in sample.unroll()]
-    for item in given_paths:
-        ids = tuple(item.ids.tolist())
+    for ids in map(tuple, [ids for ids, _ in paths]):
         assert any(leaf[: len(ids)] == ids for leaf in leaves)
     trained = sum(int(target.sum()) for _, target in sample.unroll())
-    assert trained == int(sample.target.sum()) == sum(int((item.weights > 0).sum()) for item in given_paths)
+    assert trained == int(sample.target.sum()) == num_targets

@@ -26,7 +26,8 @@ WORDS = st.sampled_from([
     "role", "content", "from", "value", "user", "assistant", "tool", "human", "gpt", "system", "function_call",
     "observation", "type", "text", "image", "image_url", "video", "input_audio", "thinking", "tool_call", "name",
     "arguments", "function", "id", "tool_calls", "tool_call_id", "weight", "train", "loss_weight", "<image>", "[{}]",
-    '{"name": "f"}', '[{"role": "user"}]', "bytes", "path", "reasoning_content", "true", "",
+    '{"name": "f"}', '[{"role": "user"}]', "bytes", "path", "reasoning_content", "true", "", "training", "loss",
+    "spans", "start", "end", "train_detail", "begin_offset", "end_offset", "<think>a</think>b", "\n</think>\n",
 ])  # fmt: skip
 COLUMNS = st.sampled_from(
     sorted({name for rule in FORMATS.values() for names in rule.columns.values() for name in names})
@@ -43,6 +44,12 @@ CHAT = [
     {"role": "user", "content": [{"type": "text", "text": "<image> and "}, {"type": "image", "image": "b.png"}]},
     {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [CALL], "weight": 0.5},
     {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+    {
+        "role": "assistant",
+        "content": "<think>a</think>bc",
+        "spans": [{"start": 7, "end": 9, "train": False}, {"start": 8, "end": 18, "weight": 0.5}],
+    },
+    {"role": "user", "content": "So?", "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]},
     {
         "role": "assistant",
         "content": [{"type": "thinking", "thinking": "x"}, {"type": "text", "text": "y"}],

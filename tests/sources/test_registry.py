@@ -49,6 +49,21 @@ def test_every_key_of_an_entry_arrives_in_the_source(tmp_path: Path) -> None:
     )
 
 
+def test_an_entry_may_say_what_is_learned_of_it_in_both_forms(tmp_path: Path) -> None:
+    ours: dict[str, Any] = {
+        "train_on": "last_assistant",
+        "targets": [{"part": "thinking", "train": False}],
+        "thinking_tags": ["[T]", "[/T]"],
+    }
+    expected = SourceConfig.model_validate({"path": "x", **ours})
+    for entry in ({"file_name": "x.json"}, {"path": "owner/x"}):
+        source = resolve(tmp_path, entry | ours)
+        assert (source.train_on, source.targets) == (expected.train_on, expected.targets)
+        assert source.thinking_tags == ["[T]", "[/T]"]
+    with pytest.raises(SourceError, match=r"targets\.0.*neither train nor weight"):
+        resolve(tmp_path, {"file_name": "x.json", "targets": [{"part": "answer"}]})
+
+
 def test_a_number_behind_the_name_takes_that_many_rows(tmp_path: Path) -> None:
     assert resolve(tmp_path, {"file_name": "x.json", "num_samples": 50}, name="mine#7").max_rows == 7
 

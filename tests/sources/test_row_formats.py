@@ -169,8 +169,8 @@ def test_openai_messages_keep_thinking_text_and_calls_in_this_order() -> None:
     assert row.tools == ({"type": "function", "function": {"name": "add"}},)
 
 
-def test_think_tags_and_markers_in_answers_stay_text() -> None:
-    answer = "<think>x</think> <image> [[1, 2], [3, 4]] <|im_end|>"
+def test_markers_and_tags_inside_answers_stay_text() -> None:
+    answer = "So: <think>x</think> <image> [[1, 2], [3, 4]] <|im_end|>"
     row = chat({"role": "user", "content": "<image>?"}, {"role": "assistant", "content": answer}, images=["a.png"])
     assert row.messages[1].parts == (Text(text=answer),)
 

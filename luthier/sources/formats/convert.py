@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luthier.errors import RowError
-from luthier.records import Conversation, Document, Feedback, Message, Preference, Row
+from luthier.records import Conversation, Document, Feedback, Message, Preference, Row, Text
 from luthier.sources.formats.reading import Reading
+from luthier.sources.formats.targets import mark_spans, read_spans
 
 
 def convert_messages(reading: Reading) -> Row:
@@ -35,6 +36,8 @@ def convert_prompt_completion(reading: Reading) -> Row:
     """A prompt and its completion, each text or messages. Only the completion is learned."""
     if not reading.has("response"):
         raise reading.missing("response")
+    if reading.layout.rendered:
+        return _rendered_pair(reading)
     return _answered(reading, mark_prompt=True)
 
 
@@ -45,9 +48,16 @@ def convert_text(reading: Reading) -> Document:
     text = reading.text("text")
     if not text:
         raise RowError("empty_text", "nothing to learn", field=reading.field("text"))
-    parts = tuple(reading.media.split(text))
+    _, spans = read_spans({"spans": reading.column("spans")}, text)
+    parts = mark_spans(reading.media.split(text), spans)
     reading.media.finish()
-    return Document(parts=parts, address=reading.address)
+    return Document(
+        parts=tuple(parts),
+        address=reading.address,
+        rules=reading.layout.rules,
+        weight=reading.weight(),
+        rendered=reading.layout.rendered,
+    )
 
 
 def convert_preference(reading: Reading) -> Preference:
@@ -79,6 +89,17 @@ def convert_feedback(reading: Reading) -> Feedback:
     if not reading.has("response"):
         raise reading.missing("response")
     return reading.feedback(reading.prompt(), reading.continuation("response"), reading.field("response"))
+
+
+def _rendered_pair(reading: Reading) -> Row:
+    """Prompt and completion as some template rendered them: put together as they are, only the completion learned."""
+    if not all(isinstance(reading.column(name), str) for name in ("prompt", "response")):
+        return _answered(reading, mark_prompt=True)
+    parts = (Text(text=reading.text("prompt"), train=False), Text(text=reading.text("response")))
+    reading.media.finish()
+    return Document(
+        parts=parts, address=reading.address, rules=reading.layout.rules, weight=reading.weight(), rendered=True
+    )
 
 
 def _answered(reading: Reading, *, mark_prompt: bool) -> Conversation:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from luthier.config.schema import Format
+from luthier.records import TargetRule
 
 FUNCTION_CALL = "function_call"  # ShareGPT's role for an assistant's message whose value is a tool call
 ROLES = ("system", "user", "assistant", "tool")
@@ -30,11 +31,15 @@ TAG_NAMES = ("role_tag", "content_tag", *_ROLE_TAGS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tags:
-    """How a message is written: the keys of role and content, and the file's role names with our role for each."""
+    """How a message is written: the keys of role and content, and the file's role names with our role for each.
+
+    ``thinking`` are the tags around a thought in an assistant's text; None: there are none, text is text.
+    """
 
     role: str
     content: str
     roles: Mapping[str, str]
+    thinking: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,17 +47,22 @@ class Layout:
     """All that converting a row needs to know of its source. Small and picklable.
 
     ``columns`` maps our column names to the file's; a name that is not there has no column in this source.
-    ``media_root`` is what relative media paths are joined with; None: the folder of the row's file.
+    ``train_on`` and ``rules`` are the source's own say on what is learned. ``media_root`` is what relative media paths
+    are joined with; None: the folder of the row's file. ``rendered``: texts hold control tokens on purpose.
     """
 
     format: Format
     columns: Mapping[str, str]
     tags: Tags
     train_on: str | None = None
+    rules: tuple[TargetRule, ...] = ()
     media_root: str | None = None
+    rendered: bool = False
 
 
-def build_tags(overrides: Mapping[str, str], *, role: str, content: str) -> Tags:
+def build_tags(
+    overrides: Mapping[str, str], *, role: str, content: str, thinking: tuple[str, str] | None = None
+) -> Tags:
     """The default tags with the user's in their places: ``{user_tag: customer}`` changes no other role's names."""
     names = dict(_ROLE_NAMES)
     for tag, our_role in _ROLE_TAGS.items():
@@ -61,4 +71,9 @@ def build_tags(overrides: Mapping[str, str], *, role: str, content: str) -> Tags
     replaced = {overrides[tag] for tag in _ROLE_TAGS if tag in overrides}
     roles = {name: our_role for our_role, aliases in names.items() for name in aliases if name not in replaced}
     roles |= {overrides[tag]: our_role for tag, our_role in _ROLE_TAGS.items() if tag in overrides}
-    return Tags(role=overrides.get("role_tag", role), content=overrides.get("content_tag", content), roles=roles)
+    return Tags(
+        role=overrides.get("role_tag", role),
+        content=overrides.get("content_tag", content),
+        roles=roles,
+        thinking=thinking,
+    )

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os.path
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from luthier.config.choices import TrainOn
 from luthier.errors import RowError
 from luthier.records import Address, Conversation, Feedback, Message, Preference, Text
 from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.media import COLUMN_OF_KIND, MediaQueue, media_queue
+from luthier.sources.formats.targets import read_weight
+from luthier.sources.formats.thinking import split_thinking
 from luthier.sources.formats.tools import check_tool_results, read_tools
 from luthier.sources.formats.turns import read_message, read_messages
 from luthier.sources.rows import RawRow, json_kind
 from luthier.sources.strict_json import decode_text
 
+_NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
 _LABEL_WORDS = {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -75,7 +80,7 @@ class Reading:
         """What an assistant says, in our column ``name``: text, one message, or a list of messages."""
         value = self.column(name)
         if type(value) is str and not _is_message_list(value):
-            return [Message(role="assistant", parts=(Text(text=value),))]
+            return [self._answer(value)]
         if type(value) is dict:
             queue = self.media if media is None else media
             try:
@@ -117,10 +122,41 @@ class Reading:
             return _LABEL_WORDS[value.lower()]
         raise RowError("bad_label", f"a label is true or false, not {str(value)[:40]!r}", field=self.field("kto_tag"))
 
+    def train_on(self) -> str | None:
+        """The row's own policy, or its data set's; raises `RowError` if there is no policy of that name."""
+        value = self.column("train_on")
+        if value is None or value == "":
+            return self.layout.train_on
+        if type(value) is not str or value not in list(TrainOn):
+            detail = f"{str(value)[:40]!r} is none of {', '.join(TrainOn)}"
+            raise RowError("bad_train_on", detail, field=self.field("train_on"))
+        return value
+
+    def weight(self) -> float:
+        """What the whole row counts in the loss, 1.0 where it does not say. Cells of CSV files hold numbers as text."""
+        value, field = self.column("weight"), self.field("weight")
+        if value is None or value == "":
+            return 1.0
+        if type(value) is str and _NUMBER.fullmatch(value):
+            value = float(value)
+        try:
+            return read_weight(value, field=field)
+        except RowError as error:
+            hint = f"; if {field!r} is no weight of the loss, name a column that is: columns: {{weight: …}}"
+            raise RowError(error.reason, error.detail + hint, field=field) from None
+
     def conversation(self, messages: Sequence[Message]) -> Conversation:
         """The conversation, its tools and media checked."""
         tools = self._close(messages)
-        return Conversation(messages=tuple(messages), tools=tools, address=self.address, train_on=self.layout.train_on)
+        return Conversation(
+            messages=tuple(messages),
+            tools=tools,
+            address=self.address,
+            train_on=self.train_on(),
+            rules=self.layout.rules,
+            weight=self.weight(),
+            rendered=self.layout.rendered,
+        )
 
     def preference(
         self, prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]
@@ -136,6 +172,8 @@ class Reading:
             tools=tools,
             margin=self._margin(),
             address=self.address,
+            rules=self.layout.rules,
+            weight=self.weight(),
         )
 
     def feedback(self, prompt: Sequence[Message], completion: Sequence[Message], field: str) -> Feedback:
@@ -148,6 +186,8 @@ class Reading:
             desirable=self.label(),
             tools=tools,
             address=self.address,
+            rules=self.layout.rules,
+            weight=self.weight(),
         )
 
     def _close(self, *paths: Sequence[Message]) -> tuple[Mapping[str, Any], ...]:
@@ -160,6 +200,9 @@ class Reading:
         if messages[0].role != "assistant":
             detail = f"an answer begins with an assistant's message, this with a {messages[0].role} message"
             raise RowError("not_an_answer", detail, field=field)
+
+    def _answer(self, text: str) -> Message:
+        return Message(role="assistant", parts=tuple(split_thinking(text, self.layout.tags.thinking)))
 
     def _no_prompt(self) -> RowError:
         if not (self.has("prompt") or self.has("query")):
@@ -183,7 +226,7 @@ class Reading:
                     "bad_content", f"text is needed, this is {json_kind(question)}, {json_kind(answer)}", field=field
                 )
             messages.append(Message(role="user", parts=tuple(self.media.split(question))))
-            messages.append(Message(role="assistant", parts=(Text(text=answer),)))
+            messages.append(self._answer(answer))
         return messages
 
     def _margin(self) -> float | None:

@@ -35,6 +35,8 @@ class FormatRule:
 
 
 _MEDIA = {"images": ("images", "image"), "videos": ("videos", "video"), "audios": ("audios", "audio")}
+_WEIGHT = {"weight": ("weight", "loss_weight")}
+_LOSS = {"train_on": ("train_on",), **_WEIGHT}
 _SHARED = {"system": ("system", "system_prompt"), "tools": ("tools",), **_MEDIA}
 _PAIR = {
     "chosen": ("chosen", "chosen_messages"),
@@ -49,6 +51,7 @@ FORMATS: Mapping[Format, FormatRule] = {
         columns={
             "messages": ("conversations", "messages", "conversation"),
             **_SHARED,
+            **_LOSS,
             **_PAIR,
             "kto_tag": ("kto_tag",),
         },
@@ -61,6 +64,7 @@ FORMATS: Mapping[Format, FormatRule] = {
         columns={
             "messages": ("messages", "conversations", "conversation"),
             **_SHARED,
+            **_LOSS,
             **_PAIR,
             "kto_tag": ("kto_tag",),
         },
@@ -68,12 +72,17 @@ FORMATS: Mapping[Format, FormatRule] = {
         convert=convert_messages,
     ),
     Format.ALPACA: FormatRule(
-        columns={**_ALPACA, "response": ("output",), **_SHARED, **_PAIR, **_LABEL},
+        columns={**_ALPACA, "response": ("output",), **_SHARED, **_LOSS, **_PAIR, **_LABEL},
         needs=(("prompt", "response"), ("prompt", "chosen", "rejected")),
         convert=convert_alpaca,
     ),
     Format.PROMPT_COMPLETION: FormatRule(
-        columns={"prompt": ("prompt", "question"), "response": ("completion", "response", "answer"), **_SHARED},
+        columns={
+            "prompt": ("prompt", "question"),
+            "response": ("completion", "response", "answer"),
+            **_SHARED,
+            **_LOSS,
+        },
         needs=(("prompt", "response"),),
         convert=convert_prompt_completion,
     ),
@@ -84,6 +93,7 @@ FORMATS: Mapping[Format, FormatRule] = {
             "query": ("input",),
             "history": ("history",),
             **_SHARED,
+            **_WEIGHT,
             **_PAIR,
         },
         needs=(("chosen", "rejected"),),
@@ -98,11 +108,14 @@ FORMATS: Mapping[Format, FormatRule] = {
             "response": ("completion", "response", "output"),
             "kto_tag": ("label", "kto_tag"),
             **_SHARED,
+            **_WEIGHT,
         },
         needs=(("messages", "kto_tag"), ("prompt", "response", "kto_tag")),
         convert=convert_feedback,
     ),
-    Format.TEXT: FormatRule(columns={"text": ("text",), **_MEDIA}, needs=(("text",),), convert=convert_text),
+    Format.TEXT: FormatRule(
+        columns={"text": ("text",), "spans": ("spans",), **_WEIGHT, **_MEDIA}, needs=(("text",),), convert=convert_text
+    ),
 }
 
 # Other names under which `columns` may speak of our columns.

@@ -7,6 +7,7 @@ from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import Message, ToolCall
+from luthier.sources.formats.targets import read_flags
 from luthier.sources.rows import json_kind
 from luthier.sources.strict_json import decode_text
 
@@ -38,7 +39,8 @@ def read_calls(value: Any) -> list[ToolCall]:
 def read_call(call: Any) -> ToolCall:
     """One call: ``{"name", "arguments"}``, bare or under ``function`` (OpenAI's), with an optional ``id``.
 
-    ``arguments`` is an object or JSON text of one; absent means none. Raises `RowError` (``bad_tool_call``).
+    ``arguments`` is an object or JSON text of one; absent means none. ``train`` and ``weight`` stand beside ``name`` or
+    ``function``. Raises `RowError` (``bad_tool_call``, ``bad_weight``).
     """
     if type(call) is not dict:
         raise RowError("bad_tool_call", f"a call is an object with name and arguments, not {json_kind(call)}")
@@ -50,7 +52,8 @@ def read_call(call: Any) -> ToolCall:
     call_id = call.get("id")
     if call_id is not None and type(call_id) is not str:
         raise RowError("bad_tool_call", f"the id of a call is text, not {json_kind(call_id)}")
-    return ToolCall(name=name, arguments=_read_arguments(body, name), id=call_id)
+    train, weight = read_flags(call)
+    return ToolCall(name=name, arguments=_read_arguments(body, name), id=call_id, train=train, weight=weight)
 
 
 def check_tool_results(messages: Sequence[Message]) -> None:

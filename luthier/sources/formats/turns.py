@@ -6,17 +6,19 @@ v1 (``{"type", "value"}`` parts, ``loss_weight``): they differ in the names of t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from luthier.errors import RowError
-from luthier.records import Message, Part, Text, Thinking
+from luthier.records import Message, Part, Text, Thinking, ToolCall
 from luthier.sources.formats.layout import FUNCTION_CALL, Tags
 from luthier.sources.formats.media import MediaQueue, read_media
+from luthier.sources.formats.targets import mark_spans, read_flags, read_spans
+from luthier.sources.formats.thinking import split_thinking
 from luthier.sources.formats.tools import read_call, read_calls
 from luthier.sources.rows import json_kind
 from luthier.sources.strict_json import decode_text
 
-MAX_WEIGHT = 1e6  # more is a slip of the pen, and would drown every other row of its step
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MEDIA_KINDS = {
     "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video",
@@ -61,29 +63,32 @@ def read_message(message: Any, *, tags: Tags, media: MediaQueue) -> Message:
         raise _bad_role(message, tags)
     content = message.get(tags.content)
     if len(message) == 2 and type(content) is str and role != FUNCTION_CALL:  # most messages there are
-        parts = [Text(text=content)] if role == "assistant" else media.split(content)
+        parts = split_thinking(content, tags.thinking) if role == "assistant" else media.split(content)
         return Message(role=role, parts=tuple(parts))
     return _read_full_message(message, role, tags=tags, media=media)
 
 
 def _read_full_message(message: dict[str, Any], role: str, *, tags: Tags, media: MediaQueue) -> Message:
     parts = _reasoning(message, role)
+    if parts:
+        tags = replace(tags, thinking=None)  # its thinking stands apart: what tags there are in the text are text
     content = message.get(tags.content)
+    train, spans = read_spans(message, content if role != FUNCTION_CALL else None)
     if role == FUNCTION_CALL:
         role = "assistant"
         parts += read_calls(content)
     elif content is not None:
-        parts += _read_content(content, role, tags=tags, media=media)
+        parts += mark_spans(_read_content(content, role, tags=tags, media=media), spans)
     parts += _tool_calls(message, role)
     if not parts:
         raise RowError(
             "missing_content", f"the message has no content; its keys are {sorted(message)}", field=tags.content
         )
-    train, weight = _loss(message)
+    said, weight = read_flags(message)
     return Message(
         role=role,
         parts=tuple(parts),
-        train=train,
+        train=train if said is None else said,
         weight=weight,
         name=_optional_text(message, "name"),
         tool_call_id=_optional_text(message, "tool_call_id"),
@@ -100,8 +105,7 @@ def _bad_role(message: dict[str, Any], tags: Tags) -> RowError:
 
 def _read_content(content: Any, role: str, *, tags: Tags, media: MediaQueue) -> list[Part]:
     if type(content) is str:
-        # What an assistant writes is text to the last character, also where it looks like a marker.
-        return [Text(text=content)] if role == "assistant" else media.split(content)
+        return _split(content, role, tags, media)
     if type(content) is dict:
         content = [content]
     if type(content) is not list:
@@ -111,15 +115,21 @@ def _read_content(content: Any, role: str, *, tags: Tags, media: MediaQueue) -> 
     parts: list[Part] = []
     for index, item in enumerate(content):
         try:
-            parts += _read_part(item, role, media)
+            parts += _read_part(item, role, replace(tags, thinking=None) if parts else tags, media)
         except RowError as error:
-            raise RowError(error.reason, error.detail, field=f"{tags.content}[{index}]") from None
+            path = f"{tags.content}[{index}]" + (f".{error.field}" if error.field else "")
+            raise RowError(error.reason, error.detail, field=path) from None
     return parts
 
 
-def _read_part(item: Any, role: str, media: MediaQueue) -> list[Part]:
+def _split(text: str, role: str, tags: Tags, media: MediaQueue) -> list[Part]:
+    """What an assistant writes is text after its thinking, to the last character, also where it looks like a marker."""
+    return split_thinking(text, tags.thinking) if role == "assistant" else media.split(text)
+
+
+def _read_part(item: Any, role: str, tags: Tags, media: MediaQueue) -> list[Part]:
     if type(item) is str:
-        return [Text(text=item)] if role == "assistant" else media.split(item)
+        return _split(item, role, tags, media)
     if type(item) is not dict:
         raise RowError("bad_part", f"a part is an object with a type, not {json_kind(item)}")
     kind = item.get("type")
@@ -128,25 +138,39 @@ def _read_part(item: Any, role: str, media: MediaQueue) -> list[Part]:
     match kind:
         case "text" | "input_text" | "output_text":
             text = _part_text(item, ("text", "value"))
-            train, weight = _loss(item)
-            if train is None and weight == 1.0:
-                return [Text(text=text)] if role == "assistant" else media.split(text)
-            return [Text(text=text, train=train, weight=weight)]
+            return _flagged(item, text, _split(text, role, tags, media))
         case "thinking" | "reasoning":
             if role != "assistant":
                 raise RowError("bad_part", f"only an assistant thinks, this is a {role} message")
-            train, weight = _loss(item)
             text = _part_text(item, ("thinking", "reasoning", "text", "value"))
-            return [Thinking(text=text, train=train, weight=weight)]
+            return _flagged(item, text, [Thinking(text=text)])
         case "tool_call" | "function":
             if role != "assistant":
                 raise RowError("bad_part", f"only an assistant calls tools, this is a {role} message")
-            return [*read_calls(item.get("value", item))]
+            calls: list[Part] = [*read_calls(item.get("value", item))]
+            return _flagged(item, None, calls) if "value" in item else calls
         case "tool_result":
-            return [Text(text=_part_text(item, ("value", "text", "content")))]
+            text = _part_text(item, ("value", "text", "content"))
+            return _flagged(item, text, [Text(text=text)])
         case _:
             known = ", ".join(("text", "thinking", "reasoning", "tool_call", "tool_result", *_MEDIA_KINDS))
             raise RowError("bad_part", f"part type {str(kind)[:40]!r} is none of {known}")
+
+
+def _flagged(item: dict[str, Any], text: str | None, parts: list[Part]) -> list[Part]:
+    """The parts that an item was read as, with what it says of its loss, and of stretches of its text."""
+    train, weight = read_flags(item)
+    in_detail, spans = read_spans(item, text)
+    if train is None:
+        train = in_detail
+    if train is not None or weight != 1:
+        parts = [
+            replace(part, train=train if part.train is None else part.train, weight=part.weight * weight)
+            if isinstance(part, Text | Thinking | ToolCall)
+            else part
+            for part in parts
+        ]
+    return mark_spans(parts, spans)
 
 
 def _read_media_part(item: dict[str, Any], kind: str, media: MediaQueue) -> Part:
@@ -197,30 +221,6 @@ def _tool_calls(message: dict[str, Any], role: str) -> list[Part]:
         return [read_call(call) for call in calls]
     except RowError as error:
         raise RowError(error.reason, error.detail, field="tool_calls") from None
-
-
-def _loss(item: dict[str, Any]) -> tuple[bool | None, float]:
-    """What a message or part says of its loss: ``train``, ``weight`` (OpenAI), ``loss_weight`` (LLaMA-Factory v1).
-
-    A weight of 0 means that it is not trained. ``loss_weight`` is written on every message of v1 rows, so a positive
-    one says that this message is trained, whoever speaks.
-    """
-    train = item.get("train")
-    if train is not None and type(train) is not bool:
-        raise RowError("bad_weight", f"train is true or false, not {json_kind(train)}", field="train")
-    weight = 1.0
-    for key in ("weight", "loss_weight"):
-        value = item.get(key)
-        if value is None:
-            continue
-        if type(value) not in (int, float) or not 0 <= value <= MAX_WEIGHT:
-            raise RowError("bad_weight", f"{key} is from 0 to {MAX_WEIGHT:g}, not {str(value)[:20]!r}", field=key)
-        if value == 0:
-            return False, 1.0
-        weight = float(value)
-        if key == "loss_weight" and train is None:
-            train = True
-    return train, weight
 
 
 def _optional_text(message: dict[str, Any], key: str) -> str | None:

@@ -1,0 +1,83 @@
+"""Text is text: control strings in every place of a conversation, in every disguise, on every chat template.
+
+`tests/oracles/injection.py` has the cases and what is compared. Exits with status 1 if any case fails.
+
+python -m benchmarks.injection [--assets FOLDER] [--templates N] [--tokens N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import tokenizers
+from rich.console import Console
+from rich.table import Table
+
+from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.encoding.encoder import Encoder
+from luthier.presets import tokenizer_folder
+from tests.oracles.catalogue import catalogue
+from tests.oracles.families import Stock, Stops
+from tests.oracles.injection import Checker, Findings, cases_for
+from tests.oracles.vocabulary import encoder_of, whole_tokenizer
+
+REAL_TOKENIZERS = ("qwen3", "llama3_1", "gemma3")
+
+
+def main() -> int:
+    """Run all cases and print the table; the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--assets", type=Path, default=Path(os.environ.get("LUTHIER_SHARED", "../shared")))
+    parser.add_argument("--templates", type=int, default=None, help="only so many of each kind")
+    parser.add_argument("--tokens", type=int, default=4, help="control strings tried on each template")
+    options = parser.parse_args()
+    columns = ("template", "cases", "forged", "trained", "not decoded", "read by template", "refused", "seconds")
+    table, total = Table(*columns, title="control strings in text"), Findings()
+    with tempfile.TemporaryDirectory() as scratch:
+        for checker in checkers(options.assets, Path(scratch), options.templates):
+            findings = checker.check(cases_for(checker, options.tokens))
+            table.add_row(checker.stock.name, *_cells(findings))
+            total.add(findings)
+    table.add_section()
+    table.add_row("all", *_cells(total))
+    Console(width=160).print(table, *total.examples[:20], sep="\n")
+    return 1 if total.failures or not total.cases else 0
+
+
+def _cells(findings: Findings) -> list[str]:
+    counts = [findings.cases, findings.forged, findings.trained, findings.not_decoded, findings.read]
+    refused = ", ".join(f"{count:,} {reason}" for reason, count in findings.refused.most_common())
+    return [*(f"{count:,}" for count in counts), refused, f"{findings.seconds:.1f}"]
+
+
+def checkers(assets: Path, scratch: Path, limit: int | None) -> Iterator[Checker]:
+    """TRL's templates on the embedded tokenizer, then real tokenizers with their own templates."""
+    base = tokenizer_folder("tiny")
+    names = [name for name in catalogue() if name.startswith("trl/")][:limit]
+    for name in names:
+        stock = catalogue()[name]
+        encoder = encoder_of(base, scratch / name.replace("/", "-"), stock)
+        yield Checker(stock, whole_tokenizer(base), encoder.encode_many)
+    for name in REAL_TOKENIZERS[:limit]:
+        folder = assets / "tokenizers" / name
+        if folder.is_dir():
+            yield real_checker(folder)
+
+
+def real_checker(folder: Path) -> Checker:
+    """A tokenizer with the template that it came with."""
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    stops = Stops(eos=config["eos_token"], bos=config["bos_token"])
+    stock = Stock(name=folder.name, source=config["chat_template"], stops=stops)
+    whole = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Checker(stock, whole, Encoder(ModelConfig(name_or_path=str(folder)), TemplateConfig()).encode_many)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""A comparison of two runs as one page that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from luthier.check.diff import Excerpt, Unit
+from luthier.check.diff_runs import RowChange, RunDiff
+from luthier.check.show_blocks import spaces_visible
+from luthier.check.show_html import render
+from luthier.check.show_text import lines_visible
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """Neighbouring units that look alike: single tokens, or runs of characters."""
+
+    text: str
+    target: bool
+    weight: float
+    differs: bool
+    words: str
+
+
+def diff_html(diff: RunDiff) -> str:
+    """The page: what was set differently, how many rows change, and the first rows of each kind, side by side."""
+    return render(
+        "diff.html.jinja",
+        diff=diff,
+        counts=[(change.words(unit=diff.unit), count, change.is_difference) for change, count in diff.counts.items()],
+        rows=[_laid_out(row, diff.unit) for row in diff.shown],
+    )
+
+
+def _laid_out(row: RowChange, unit: str) -> dict[str, object]:
+    first = row.first
+    return {
+        "row": row,
+        "kind": row.change.words(unit=unit),
+        "sides": []
+        if first is None
+        else [
+            {
+                "name": name,
+                "tokens": tokens,
+                "targets": targets,
+                "excerpt": excerpt,
+                "pieces": [] if excerpt is None else _pieces(excerpt),
+            }
+            for name, tokens, targets, excerpt in (
+                ("A", row.tokens_a, row.targets_a, first.a),
+                ("B", row.tokens_b, row.targets_b, first.b),
+            )
+        ],
+    }
+
+
+def _pieces(excerpt: Excerpt) -> list[_Piece]:
+    if any(unit.id is not None for unit in excerpt.units):
+        return [_piece([unit], excerpt.index + place) for place, unit in enumerate(excerpt.units)]
+    found, place = [], excerpt.index
+    for _, group in groupby(excerpt.units, key=lambda unit: (unit.target, unit.weight, unit.differs)):
+        units = list(group)
+        found.append(_piece(units, place))
+        place += len(units)
+    return found
+
+
+def _piece(units: Sequence[Unit], place: int) -> _Piece:
+    first = units[0]
+    text = "".join(unit.text for unit in units)
+    words = f"character {place}" if first.id is None else f"token {place} · id {first.id}"
+    words += f" · target, weight {first.weight:g}" if first.target else " · only read"
+    return _Piece(
+        text=lines_visible(spaces_visible(text)) or "⋯",
+        target=first.target,
+        weight=first.weight,
+        differs=first.differs,
+        words=words + (" · differs" if first.differs else ""),
+    )

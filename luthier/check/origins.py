@@ -1,0 +1,126 @@
+"""Where a segment comes from: its row, found again in its source, and the owner of each of its tokens.
+
+Segments come from the store, which holds no owners. So the few rows that are looked at are read once more, rendered,
+and laid along the stored tokens (`luthier.encoding.owners`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from luthier.check.owners import Owner, name_owners, speakers_of
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.owners import AGAIN, leaf_owners, sample_difference, token_owners
+from luthier.encoding.prepared import PreparedSet
+from luthier.encoding.segments import SegmentIndex
+from luthier.errors import RowError, SourceError, StoreError
+from luthier.records import Address, Piece, Row, Sample
+from luthier.sources import RowBytes, Source
+from luthier.sources.origins import LocalFiles, Origin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentOrigin:
+    """Which part of its row a segment is: tokens ``start`` and on of root-to-leaf run ``run`` of ``num_runs``.
+
+    ``run`` counts from 1. ``owners`` has one entry a token, or none at all where they cannot be known; ``finding``
+    then says why. ``run_tokens`` is the length of the whole run: more than the segment has if the run was cut.
+    """
+
+    run: int
+    num_runs: int
+    start: int
+    run_tokens: int
+    owners: tuple[Owner, ...] = ()
+    finding: str | None = None
+
+
+def row_origins(
+    prepared: PreparedSet, rows: Collection[int], encoder: Encoder, sources: Sequence[Source]
+) -> dict[int, list[SegmentOrigin]]:
+    """For each of these rows of ``prepared`` the origins of its root-to-leaf runs, in order, before any cutting.
+
+    ``sources`` are those that ``prepared`` was read from. Each file is read as far as its last row of interest.
+    """
+    found: dict[int, Row | RowError] = {}
+    for number, source in enumerate(sources):
+        here = {prepared.address(row): row for row in rows if prepared.source_ids[row] == number}
+        found |= {here[address]: row for address, row in find_rows(source, here).items()}
+    return {row: _origins(prepared[row], found.get(row), encoder) for row in rows}
+
+
+def segment_origin(index: SegmentIndex, segment: int, of_row: Sequence[SegmentOrigin]) -> SegmentOrigin:
+    """The origin of a segment of the index, cut as the segment is; ``of_row`` are the runs of its row."""
+    leaf, start, stop = index.place(segment)
+    run = of_row[leaf]
+    return replace(run, start=start, owners=run.owners[start:stop])
+
+
+def find_rows(source: Source, addresses: Collection[Address]) -> dict[Address, Row | RowError]:
+    """The rows with these addresses, read again from their source; one that is not there any more is left out.
+
+    A row that cannot be read or converted comes as the `RowError` that says why.
+    """
+    found: dict[Address, Row | RowError] = {}
+    for origin, wanted in _parts(source.origin, addresses):
+        for row in _until_found(origin, wanted):
+            assert row.address is not None, "rows that are found have an address"
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                found[row.address] = source.convert(source.reader.read(row))
+            except RowError as error:
+                found[row.address] = error
+    return found
+
+
+def _parts(origin: Origin, addresses: Collection[Address]) -> Iterator[tuple[Origin, set[Address]]]:
+    """What has to be read, with the addresses to look for in it: of local files only those that have one."""
+    if not isinstance(origin, LocalFiles):
+        if addresses:
+            yield origin, set(addresses)
+        return
+    for file in origin.files:
+        here = {address for address in addresses if address.file == file.path}
+        if here:
+            yield replace(origin, files=(file,)), here
+
+
+def _until_found(origin: Origin, wanted: set[Address]) -> Iterator[RowBytes | RowError]:
+    for row in origin.rows():
+        if row.address in wanted:
+            wanted.discard(row.address)
+            yield row
+            if not wanted:
+                return
+
+
+def _origins(sample: Sample, row: Row | RowError | None, encoder: Encoder) -> list[SegmentOrigin]:
+    lengths = [len(segment) for segment in sample.segments()]
+    runs = [
+        SegmentOrigin(run=number, num_runs=len(lengths), start=0, run_tokens=length)
+        for number, length in enumerate(lengths, start=1)
+    ]
+    try:
+        if row is None:
+            raise SourceError(f"{sample.address}: the row is not in its file any more")
+        if isinstance(row, RowError):
+            raise row
+        pieces = _checked_pieces(sample, row, encoder)
+    except (RowError, SourceError, StoreError) as error:
+        return [replace(run, finding=f"owners are not known: {error}") for run in runs]
+    speakers = speakers_of(row, default_system=encoder.options.default_system)
+    special = encoder.tokenizer.control.special
+    owners = [name_owners(run_pieces, speakers, special=special) for run_pieces in pieces]
+    return [replace(run, owners=tuple(of_run)) for run, of_run in zip(runs, owners, strict=True)]
+
+
+def _checked_pieces(sample: Sample, row: Row, encoder: Encoder) -> list[list[Piece]]:
+    """The pieces of each run. Raises `StoreError` if the sample is not what the row is encoded to now."""
+    difference = sample_difference(sample, encoder.encode(row), encoder.tokenizer)
+    if difference is not None:
+        what = "what the store holds of this row is not what rendering and encoding give now"
+        raise StoreError(f"{sample.address}: {what}: {difference}", hint=AGAIN)
+    allowed = encoder.renderer.policy.allowed
+    return leaf_owners(sample, token_owners(encoder.render(row), encoder.tokenizer, allowed=allowed))

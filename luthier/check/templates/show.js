@@ -1,0 +1,94 @@
+"use strict";
+// The numbers behind the texts. All of them are put in as text, never as markup.
+const segments = JSON.parse(document.getElementById("data").textContent);
+const columns = ["index", "id", "name", "owner", "target", "weight", "segment", "position", "label"];
+const placeOf = new WeakMap(); // element -> [segment, first token, number of tokens]
+
+document.querySelectorAll(".segment").forEach((article, number) => {
+  const sizes = segments[number].sizes && segments[number].sizes.filter((size) => size > 0);
+  let place = 0;
+  article.querySelectorAll(".text b, .text i").forEach((element, shown) => {
+    const size = sizes ? sizes[shown] : 1;
+    placeOf.set(element, [segments[number], place, size]);
+    place += size;
+  });
+});
+
+function numbersOf(segment, place) {
+  const isTarget = segment.target[place] === "1";
+  const next = place + 1 < segment.ids.length && segment.target[place + 1] === "1" ? segment.ids[place + 1] : null;
+  const label = segment.labels ? segment.labels[place] : next;
+  return {
+    index: segment.first + place,
+    id: segment.ids[place],
+    name: segment.names[place],
+    owner: segment.owners[segment.owner[place]],
+    target: isTarget ? "learned" : "",
+    weight: isTarget ? (segment.weights ? segment.weights[place] : 1) : "",
+    segment: segment.segment,
+    position: segment.positions ? segment.positions[place] : place,
+    label: label === null ? "–" : label,
+  };
+}
+
+const list = document.querySelector("#inspector dl");
+let pinned = null;
+
+function inspect(element) {
+  const [segment, place, size] = placeOf.get(element);
+  const numbers = numbersOf(segment, place);
+  if (size > 1) {
+    numbers.id = segment.ids.slice(place, place + size).join(" ");
+    numbers.name = segment.names.slice(place, place + size).join(" ");
+  }
+  numbers.target = numbers.target || "only read";
+  list.replaceChildren(...columns.filter((name) => numbers[name] !== "").map((name) => entry(name, numbers[name])));
+}
+
+function entry(name, value) {
+  const row = document.createElement("div");
+  const term = document.createElement("dt");
+  const words = document.createElement("dd");
+  term.textContent = name;
+  words.textContent = value;
+  words.className = name;
+  row.append(term, words);
+  return row;
+}
+
+document.addEventListener("pointerover", (event) => {
+  if (!pinned && placeOf.has(event.target)) inspect(event.target);
+});
+
+document.addEventListener("click", (event) => {
+  if (!placeOf.has(event.target)) return;
+  const again = pinned === event.target;
+  if (pinned) pinned.classList.remove("pinned");
+  pinned = again ? null : event.target;
+  if (pinned) pinned.classList.add("pinned");
+  inspect(event.target);
+});
+
+const written = new WeakMap();
+document.getElementById("spaces").addEventListener("change", (event) => {
+  document.querySelectorAll(".text b, .text i").forEach((element) => {
+    if (!written.has(element)) written.set(element, element.textContent);
+    const text = written.get(element);
+    element.textContent = event.target.checked ? text.replaceAll(" ", "·") : text;
+  });
+});
+
+const numbers = document.getElementById("numbers");
+numbers.addEventListener("toggle", () => {
+  const body = numbers.querySelector("tbody");
+  if (!numbers.open || body.childElementCount) return; // made once, and only if somebody looks
+  segments.forEach((segment) => segment.ids.forEach((_, place) => {
+    const row = body.insertRow();
+    const values = numbersOf(segment, place);
+    columns.forEach((name) => {
+      const cell = row.insertCell();
+      cell.textContent = values[name];
+      if (name === "name" || name === "owner" || name === "target") cell.className = "l";
+    });
+  }));
+});

@@ -1,0 +1,258 @@
+"""``luthier verify``: an independent proof, on the user's own rows, that training sees what inference sees.
+
+Rows are read, converted and encoded as training does it; each sample is then compared with what plain renders and whole
+encodes of the same row give. What is kept of a row is counts, so memory does not grow with the data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from luthier.check.show import RowView, show_sample
+from luthier.check.verify_kwargs import KwargsUse
+from luthier.check.verify_records import (
+    MAX_EXAMPLES,
+    Check,
+    CheckResult,
+    FailedRow,
+    Method,
+    RowVerdict,
+    VerifyReport,
+    Violation,
+)
+from luthier.check.verify_row import RowVerifier
+from luthier.check.verify_samples import SampleMaker, SourceRow, StoredSamples, choose_rows, open_split, read_rows
+from luthier.check.verify_server import TokenServer
+from luthier.check.verify_structure import same_sample
+from luthier.config.schema import RunConfig
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.prepare import prepare
+from luthier.errors import RowError
+from luthier.ledger import Ledger
+from luthier.records import Sample
+
+ROWS_PER_REPORT = 50  # between two reports of progress
+
+
+class Side(StrEnum):
+    """Which side of the data."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyOptions:
+    """What is verified.
+
+    sample        this many rows, chosen by the run's seed; None: all
+    stored        the prepared samples, and not only what encoding gives now
+    against       address of a server whose tokens are compared too
+    max_failures  stop after so many rows of which something is not true; None: never
+    num_shown     failing rows of which the report keeps the tokens
+    """
+
+    split: Side = Side.TRAIN
+    sample: int | None = None
+    stored: bool = False
+    against: str | None = None
+    max_failures: int | None = None
+    num_shown: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyProgress:
+    """How far verification is, in rows. ``verified + lost == read``; ``failed`` rows are among the verified."""
+
+    read: int
+    verified: int
+    failed: int
+    lost: int
+
+
+def verify(
+    config: RunConfig,
+    options: VerifyOptions | None = None,
+    *,
+    encoder: SampleMaker | None = None,
+    on_progress: Callable[[VerifyProgress], None] | None = None,
+) -> VerifyReport:
+    """Verify the rows of one split. ``encoder`` is what is put to the test; by default the run's own.
+
+    Raises `UserError` if there is no data, the tokenizer or template cannot be used, or the server cannot be reached.
+    A row that training would refuse is counted in the report's ledger, under the same reason.
+    """
+    options, started = options or VerifyOptions(), time.perf_counter()
+    reference = Encoder.from_config(config)
+    server = None if options.against is None else TokenServer(options.against)
+    sources = open_split(config, options.split)
+    choice = choose_rows(sources, options.sample, seed=config.runtime.seed)
+    stored = None
+    if options.stored:
+        stored = StoredSamples.of_split(prepare(config, reference), config, options.split)
+    account = _Account(
+        verifier=RowVerifier(reference, server=server),
+        encoder=encoder or reference,
+        reference=reference,
+        num_shown=options.num_shown,
+    )
+    stopped_early = False
+    for number, row in enumerate(read_rows(sources)):
+        sample = None if stored is None else stored.at(row.address)
+        if number not in choice:
+            continue
+        account.add(row, sample, wants_stored=stored is not None)
+        if on_progress is not None and account.ledger.read % ROWS_PER_REPORT == 0:
+            on_progress(account.progress)
+        if options.max_failures is not None and account.num_failed >= options.max_failures:
+            stopped_early = True
+            break
+    return account.report(
+        split=options.split.value,
+        max_length=config.data.max_length,
+        num_rows=choice.num_rows,
+        stopped_early=stopped_early,
+        seconds=time.perf_counter() - started,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Tally:
+    """One check over the rows so far."""
+
+    rows_checked: int = 0
+    rows_failed: int = 0
+    violations: int = 0
+    examples: list[Violation] = field(default_factory=list)
+
+
+class _Account:
+    """Verifies rows one by one and adds up what is found."""
+
+    def __init__(self, *, verifier: RowVerifier, encoder: SampleMaker, reference: Encoder, num_shown: int) -> None:
+        self.verifier, self.encoder, self.reference, self.num_shown = verifier, encoder, reference, num_shown
+        self.kwargs_use = KwargsUse(reference.tokenizer, reference.options)
+        self.ledger = Ledger()
+        self.tallies = {check: _Tally() for check in Check}
+        self.failed_rows: list[FailedRow] = []
+        self.num_failed = self.num_turns = self.num_targets = self.longest_run = 0
+        self.methods: Counter[Method] = Counter()
+        self.control_strings: Counter[str] = Counter()
+        self.notes: Counter[str] = Counter()
+
+    @property
+    def progress(self) -> VerifyProgress:
+        return VerifyProgress(
+            read=self.ledger.read, verified=self.ledger.trained, failed=self.num_failed, lost=self.ledger.lost
+        )
+
+    def add(self, source_row: SourceRow, stored: Sample | None, *, wants_stored: bool) -> None:
+        """Verify one row; one that training would refuse goes into the ledger."""
+        try:
+            row = source_row.convert()
+            encoded = self.encoder.encode(row)
+            again = self.encoder.encode(row)
+        except RowError as error:
+            self.ledger.lose(error.at(error.address or source_row.address))
+            if stored is None:
+                return
+            what = f"the store holds a sample of this row, and encoding refuses it now: {error}"
+            self._count(_verdict(Check.DETERMINISTIC, what, source_row), stored)
+            return
+        self.ledger.keep()
+        self.kwargs_use.see(row)
+        if wants_stored and stored is None:
+            what = "the store holds no sample of this row"
+            self._count(_verdict(Check.DETERMINISTIC, what, source_row), encoded)
+            return
+        try:
+            verdict = self.verifier.verify(row, encoded if stored is None else stored)
+        except RowError as error:
+            what = f"training has a sample of this row, and the plain template refuses it: {error}"
+            verdict = _verdict(Check.PROMPT_TOKENS, what, source_row)
+        difference = same_sample(encoded, again) or (None if stored is None else same_sample(stored, encoded))
+        self._count(_with_repetition(verdict, difference, source_row), encoded if stored is None else stored)
+
+    def report(
+        self, *, split: str, max_length: int, num_rows: int | None, stopped_early: bool, seconds: float
+    ) -> VerifyReport:
+        """All that was found."""
+        warnings = self.kwargs_use.warnings
+        if not self.ledger.trained:
+            warnings.append(f"nothing was verified: {self.ledger.read} rows were read, none of them can be trained on")
+        return VerifyReport(
+            split=split,
+            max_length=max_length,
+            checks=tuple(_result(check, tally) for check, tally in self.tallies.items()),
+            failed_rows=tuple(self.failed_rows),
+            num_failed_rows=self.num_failed,
+            ledger=self.ledger,
+            methods=self.methods,
+            control_strings=self.control_strings,
+            notes=self.notes,
+            warnings=tuple(warnings),
+            num_turns=self.num_turns,
+            num_targets=self.num_targets,
+            longest_run=self.longest_run,
+            num_rows=num_rows,
+            stopped_early=stopped_early,
+            seconds=seconds,
+        )
+
+    def _count(self, verdict: RowVerdict, sample: Sample) -> None:
+        self.methods[verdict.method] += 1
+        self.control_strings.update(verdict.control_strings)
+        self.notes.update(verdict.notes)
+        self.num_turns += verdict.num_turns
+        self.num_targets += verdict.num_targets
+        self.longest_run = max(self.longest_run, verdict.longest_run)
+        for check in verdict.applied:
+            self.tallies[check].rows_checked += 1
+        for check in {violation.check for violation in verdict.violations}:
+            self.tallies[check].rows_failed += 1
+        for violation in verdict.violations:
+            tally = self.tallies[violation.check]
+            tally.violations += 1
+            if len(tally.examples) < MAX_EXAMPLES:
+                tally.examples.append(violation)
+        if verdict.violations:
+            self.num_failed += 1
+            if len(self.failed_rows) < self.num_shown:
+                address = verdict.violations[0].address
+                views = self._views(verdict, sample)
+                self.failed_rows.append(FailedRow(address=address, violations=verdict.violations, views=views))
+
+    def _views(self, verdict: RowVerdict, sample: Sample) -> tuple[RowView, ...]:
+        broken = {Check.BRANCHES, Check.IDS_IN_VOCABULARY} & {violation.check for violation in verdict.violations}
+        if broken:  # there may be no runs to show, or no text to show of them
+            return ()
+        tokenizer = self.reference.tokenizer
+        control = frozenset(tokenizer.control_id(token) for token in tokenizer.control.tokens)
+        return tuple(show_sample(sample, tokenizer, control=control))
+
+
+def _verdict(check: Check, what: str, row: SourceRow) -> RowVerdict:
+    violation = Violation(check=check, address=str(row.address), what=what)
+    return RowVerdict(method=Method.STRUCTURE_ONLY, applied=frozenset([check]), violations=(violation,))
+
+
+def _with_repetition(verdict: RowVerdict, difference: str | None, row: SourceRow) -> RowVerdict:
+    violations = verdict.violations
+    if difference is not None:
+        what = f"encoding the row again gives something else: {difference}"
+        violations += (Violation(check=Check.DETERMINISTIC, address=str(row.address), what=what),)
+    return replace(verdict, applied=verdict.applied | {Check.DETERMINISTIC}, violations=violations)
+
+
+def _result(check: Check, tally: _Tally) -> CheckResult:
+    return CheckResult(
+        check=check,
+        rows_checked=tally.rows_checked,
+        rows_failed=tally.rows_failed,
+        violations=tally.violations,
+        examples=tuple(tally.examples),
+    )

@@ -1,0 +1,55 @@
+"""Whether what ``template.kwargs`` says has any effect on the rows."""
+
+from __future__ import annotations
+
+from luthier.config.schema import TemplateConfig
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import RowError
+from luthier.records import Conversation, Row
+from luthier.rendering.template import ChatTemplate
+
+MAX_ROWS_SEEN = 1000  # a variable that changes none of so many conversations is reported
+
+
+class KwargsUse:
+    """Watches rows go by until each variable was seen to change the text, or the generation prompt, of one."""
+
+    def __init__(self, tokenizer: Tokenizer, options: TemplateConfig) -> None:
+        """One template for each variable, that lacks it."""
+        self._template = tokenizer.template
+        self._num_seen = 0
+        self._without: dict[str, ChatTemplate] = {}
+        if self._template is not None:
+            for name in options.kwargs:
+                rest = {other: value for other, value in options.kwargs.items() if other != name}
+                self._without[name] = ChatTemplate(
+                    self._template.source, special_tokens=self._template.special_tokens, kwargs=rest
+                )
+
+    def see(self, row: Row) -> None:
+        """Look at one more row."""
+        if not self._without or not isinstance(row, Conversation) or self._num_seen >= MAX_ROWS_SEEN:
+            return
+        self._num_seen += 1
+        assert self._template is not None, "there are variables, so there is a template"
+        with_all = _texts(self._template, row)
+        for name in [name for name, template in self._without.items() if _texts(template, row) != with_all]:
+            del self._without[name]
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence for each variable that changed nothing."""
+        return [
+            f"template.kwargs.{name} changes the text of none of {self._num_seen} conversations: "
+            "it says what the template does anyway, or the template does not use it here"
+            for name in self._without
+            if self._num_seen
+        ]
+
+
+def _texts(template: ChatTemplate, row: Conversation) -> tuple[str, str] | str:
+    try:
+        text = template.render(row.messages, row.tools)
+        return text, template.render(row.messages, row.tools, generation_prompt=True)
+    except RowError as error:
+        return str(error)

@@ -1,0 +1,158 @@
+"""What of a row is to be learned, said anew: the way training reads its policies is part of what is checked.
+
+Rules (``template.targets``) become flags on parts by the one function that does so; what flags, roles and ``train_on``
+come to is decided here once more, in the fewest words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from luthier.config.schema import TrainOn
+from luthier.records import Conversation, Document, Message, Part, Text, Thinking, ToolCall
+from luthier.rendering.target_rules import apply_rules
+from luthier.rendering.targets import TargetPolicy
+from luthier.rendering.template import ChatTemplate
+
+Spoken = Text | Thinking | ToolCall
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnPolicy:
+    """What is learned of one message.
+
+    scaffold  what the template's own words in it, and its stop token, count in the loss; 0 is no target
+    pieces    what each of its parts counts
+    parts     what must be learned to the last letter: texts and thoughts joined, tool calls one by one
+    """
+
+    scaffold: float
+    pieces: tuple[tuple[Spoken, float], ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def learned(self) -> bool:
+        """Whether it has any target."""
+        return self.scaffold > 0 or any(weight > 0 for _, weight in self.pieces)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all of it counts the same."""
+        return all(weight == self.scaffold for _, weight in self.pieces)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowPolicy:
+    """What is learned of a conversation.
+
+    turns       the answers that are learned, as a whole or in part, by their index
+    everything  the run asks to learn all that is rendered (``train_on: all``)
+    asked       other messages that are to be learned, as a whole or in part
+    taken_out   messages of which nothing is to be learned, although the run asks for everything
+    """
+
+    turns: Mapping[int, TurnPolicy]
+    everything: bool
+    asked: Mapping[int, TurnPolicy]
+    taken_out: frozenset[int]
+
+
+def as_rendered(row: Conversation, template: ChatTemplate, policy: TargetPolicy) -> Conversation:
+    """The conversation as the template is given it.
+
+    It gets the run's default system message, where it has none of its own. Thinking that the row had inside a text is
+    put back there, as it was written, for a template that knows no thinking.
+    """
+    default = policy.default_system
+    if default is not None and not (row.messages and row.messages[0].role == "system"):
+        system = Message(role="system", parts=(Text(text=default),), train=False)
+        row = replace(row, messages=(system, *row.messages))
+    return row if template.reads_thinking else replace(row, messages=tuple(map(_thinking_as_text, row.messages)))
+
+
+def row_policy(row: Conversation, template: ChatTemplate, policy: TargetPolicy) -> RowPolicy:
+    """The policy of a conversation; its messages are counted as in `as_rendered`."""
+    train_on = TrainOn(row.train_on) if row.train_on is not None else policy.train_on
+    with_system = as_rendered(row, template, policy)
+    added = len(with_system.messages) - len(row.messages)
+    ruled = apply_rules(replace(row, messages=(*with_system.messages[:added], *row.messages)), policy.rules)
+    messages = as_rendered(ruled, template, policy).messages
+    assert [m.text for m in messages] == [m.text for m in with_system.messages], "rules change no text"
+    whole = _whole(messages, train_on)
+    touched = {i for i, m in enumerate(messages) if row.weight * m.weight > 0 and (i in whole or _named_parts(m))}
+    answers = {index for index, message in enumerate(messages) if message.role == "assistant"}
+    return RowPolicy(
+        turns={i: _turn(messages[i], i in whole, row.weight) for i in sorted(answers) if i in whole or i in touched},
+        everything=train_on is TrainOn.ALL,
+        asked={i: _turn(messages[i], i in whole, row.weight) for i in sorted(touched - answers)},
+        taken_out=frozenset(range(len(messages))) - touched,
+    )
+
+
+def document_policy(row: Document, policy: TargetPolicy) -> TurnPolicy:
+    """The policy of a document: all of it is one answer."""
+    row = apply_rules(row, policy.rules)
+    message = Message(role="assistant", parts=row.parts)
+    return _turn(message, any(_learns(part, whole=True) for part in row.parts), row.weight)
+
+
+def _whole(messages: Sequence[Message], train_on: TrainOn) -> set[int]:
+    answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    questions = [index for index, message in enumerate(messages) if message.role == "user"]
+    match train_on:
+        case TrainOn.ALL:
+            by_policy = list(range(len(messages)))
+        case TrainOn.ASSISTANT:
+            by_policy = answers
+        case TrainOn.LAST_ASSISTANT:
+            by_policy = answers[-1:]
+        case TrainOn.COMPLETION:
+            by_policy = [index for index in answers if not questions or index > questions[-1]]
+        case TrainOn.NONE:
+            by_policy = []
+        case _:
+            raise AssertionError(f"unknown policy {train_on!r}")
+    return {i for i, m in enumerate(messages) if m.train or (m.train is None and i in by_policy)}
+
+
+def _turn(message: Message, whole: bool, row_weight: float) -> TurnPolicy:
+    weight = row_weight * message.weight
+    spoken = [part for part in message.parts if isinstance(part, Spoken)]
+    counts = [weight * part.weight if _learns(part, whole=whole) else 0.0 for part in spoken]
+    return TurnPolicy(
+        scaffold=weight if whole else 0.0,
+        pieces=tuple(zip(spoken, counts, strict=True)),
+        parts=tuple(_complete(spoken, [count > 0 for count in counts])),
+    )
+
+
+def _complete(parts: Sequence[Spoken], learned: Sequence[bool]) -> list[Part]:
+    """Tool calls that are learned; texts, and thoughts, joined, where all are: tokens reach over edges between them."""
+    complete: list[Part] = []
+    texts = [(part, wanted) for part, wanted in zip(parts, learned, strict=True) if isinstance(part, Text)]
+    thoughts = [(part, wanted) for part, wanted in zip(parts, learned, strict=True) if isinstance(part, Thinking)]
+    if thoughts and all(wanted for _, wanted in thoughts):
+        complete.append(Thinking(text="".join(part.text for part, _ in thoughts)))
+    if texts and all(wanted for _, wanted in texts):
+        complete.append(Text(text="".join(part.text for part, _ in texts)))
+    calls = zip(parts, learned, strict=True)
+    return [*complete, *(part for part, wanted in calls if wanted and isinstance(part, ToolCall))]
+
+
+def _thinking_as_text(message: Message) -> Message:
+    parts = [
+        Text(text=part.written, train=part.train, weight=part.weight)
+        if isinstance(part, Thinking) and part.written is not None
+        else part
+        for part in message.parts
+    ]
+    return replace(message, parts=tuple(parts))
+
+
+def _named_parts(message: Message) -> bool:
+    return any(isinstance(part, Spoken) and part.train is True and part.weight > 0 for part in message.parts)
+
+
+def _learns(part: Part, *, whole: bool) -> bool:
+    return isinstance(part, Spoken) and part.weight > 0 and (whole if part.train is None else part.train)

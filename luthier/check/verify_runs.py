@@ -1,0 +1,138 @@
+"""A sample's runs as wholes: do they read as the template renders, with the template's control tokens and no others?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from luthier.check.verify_answer import LearnedText, missing_of_part
+from luthier.check.verify_expected import ExpectedRow
+from luthier.check.verify_learned import Home, Mask, Runs
+from luthier.check.verify_records import Check, Violation
+from luthier.check.verify_tokens import Ids, ReferenceTokenizer, first_difference
+from luthier.errors import RowError
+from luthier.rendering.template import ChatTemplate
+
+
+def run_faults(expected: ExpectedRow, runs: Runs) -> Iterator[Violation]:
+    """Each run is the conversation, or ends with one of its turns: in text, and in control tokens."""
+    candidates = _candidates(expected)
+    control = np.array(sorted(runs.tokenizer.control_ids.values()), dtype=np.int32)
+    for number, segment in enumerate(runs.segments):
+        ids = segment.input_ids
+        nearest = max(candidates, key=lambda ids_: (first_difference(ids_, ids), -len(ids_)))
+        if np.array_equal(nearest, ids):
+            continue
+        wanted, found = nearest[np.isin(nearest, control)], ids[np.isin(ids, control)]
+        if not np.array_equal(wanted, found):
+            place = first_difference(wanted, found)
+            where = np.flatnonzero(np.isin(ids, control))
+            what = f"control token {place} of the sequence is not the template's ({len(found)}, expected {len(wanted)})"
+            index = int(where[place]) if place < len(where) else len(ids)
+            yield runs.fault(Check.NO_FORGED_CONTROL, what, run=number, index=index)
+        if runs.tokenizer.decode(nearest) != runs.tokenizer.decode(ids):
+            index = first_difference(nearest, ids)
+            what = f"the sequence reads differently from what the template renders, from token {index} on"
+            yield runs.fault(Check.DECODES, what, run=number, index=index, expected=nearest)
+
+
+def whole_text_faults(expected: ExpectedRow, homes: Sequence[Home], runs: Runs) -> Iterator[Violation | str]:
+    """Whether the run of the last trained turn equals the text encoded as one; yields ``"seam"`` for an expected merge.
+
+    A tokenizer may merge the end of a prompt with the beginning of an answer. Inference cannot: it is given the one and
+    emits the other.
+    """
+    turn, home = expected.turns[-1], homes[-1]
+    ids = runs.segments[home.run].input_ids
+    whole = turn.whole if len(ids) <= len(turn.ids) or turn.after is None else expected.text_ids
+    if np.array_equal(ids, whole):
+        return
+    index = first_difference(whole, ids)
+    apart = turn.ids if turn.after is None else np.concatenate([turn.ids, turn.after])
+    if (
+        len(ids) >= len(turn.ids)
+        and np.array_equal(ids, apart[: len(ids)])
+        and not np.array_equal(turn.whole, turn.ids)
+    ):
+        yield "seam"
+        return
+    what = f"apply_chat_template gives {len(whole)} tokens for this conversation, the sample has {len(ids)}"
+    yield runs.fault(Check.HUGGING_FACE, what, message=turn.message, run=home.run, index=index, expected=whole)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Besides:
+    """What is to be learned besides answers. ``masks``: where, a mask per run; None where that cannot be told.
+
+    ``regions``: for each message that is asked for, ``(tokens before it, ids up to its end)``.
+    """
+
+    masks: list[Mask] | None
+    regions: Mapping[int, tuple[int, Ids]]
+
+
+def asked_besides(expected: ExpectedRow, runs: Runs, template: ChatTemplate | None) -> Besides:
+    """Where the row or the run asks to learn more than answers."""
+    masks = [np.zeros(len(segment), dtype=np.bool_) for segment in runs.segments]
+    policy = expected.policy
+    if policy is None or template is None:
+        return Besides(masks=masks, regions={})
+    wanted = {index: _region(expected, index, template, runs.tokenizer) for index in policy.asked}
+    regions = {index: region for index, region in wanted.items() if region is not None}
+    if policy.everything:
+        masks = [~mask for mask in masks]
+        unwanted = [_region(expected, index, template, runs.tokenizer) for index in sorted(policy.taken_out)]
+        marked = [region for region in unwanted if region is not None]
+        is_told = len(marked) == len(unwanted)
+    else:
+        marked, is_told = list(regions.values()), len(regions) == len(wanted)
+    for before, ids in marked:
+        for mask, segment in zip(masks, runs.segments, strict=True):
+            if first_difference(ids, segment.input_ids) >= len(ids):
+                mask[before : len(ids)] = not policy.everything
+    return Besides(masks=masks if is_told else None, regions=regions)
+
+
+def besides_faults(expected: ExpectedRow, runs: Runs, besides: Besides) -> Iterator[Violation]:
+    """Whether each message that is asked for besides answers is learned, in words."""
+    policy = expected.policy
+    for index, (before, ids) in besides.regions.items():
+        assert policy is not None, "a conversation"
+        learned = [
+            LearnedText(before="", learned=runs.tokenizer.decode(ids[before:][segment.target[before : len(ids)]]))
+            for segment in runs.segments
+            if first_difference(ids, segment.input_ids) >= len(ids)
+        ]
+        for part in policy.asked[index].parts:
+            missing = [missing_of_part(part, text, runs.tokenizer, loosely=True) for text in learned]
+            if missing and all(missing):
+                yield runs.fault(Check.ANSWER_DECODES, str(missing[0]), message=index)
+
+
+def _candidates(expected: ExpectedRow) -> list[Ids]:
+    candidates = [expected.text_ids]
+    for turn in expected.turns:
+        candidates.append(turn.ids)
+        if turn.after is not None:
+            candidates.append(np.concatenate([turn.ids, turn.after]))
+    return candidates
+
+
+def _region(
+    expected: ExpectedRow, index: int, template: ChatTemplate, tokenizer: ReferenceTokenizer
+) -> tuple[int, Ids] | None:
+    """``(tokens before a message, ids up to its end)``, where the one text begins the other."""
+    neutral = expected.neutral
+    assert neutral is not None, "a conversation"
+    try:
+        before = template.render(neutral.messages[:index], neutral.tools) if index else ""
+        upto = template.render(neutral.messages[: index + 1], neutral.tools)
+    except RowError:
+        return None
+    if not upto.startswith(before):
+        return None
+    texts = neutral.readable([before, upto], tokenizer)
+    first, second = tokenizer.encode(texts, forged=neutral.forged)
+    return first_difference(first, second), second

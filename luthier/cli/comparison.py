@@ -1,0 +1,132 @@
+"""``luthier diff``: what changes between two run descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
+from luthier.cli.pipeline import Overrides, read_config
+from luthier.writing import write_text
+
+if TYPE_CHECKING:
+    from luthier.check.diff_runs import EncodedSide, RunDiff
+    from luthier.config.schema import RunConfig, SourceConfig
+    from luthier.sources import Source
+
+ConfigA = Annotated[
+    str, typer.Argument(metavar="A.yaml", help="The run description to start from.", show_default=False)
+]
+ConfigB = Annotated[
+    str, typer.Argument(metavar="B.yaml", help="The one to compare; may be the same file.", show_default=False)
+]
+OnlyB = Annotated[
+    list[str] | None,
+    typer.Option("--b", metavar="KEY=VALUE", help="A value that wins over B's file only; may be repeated."),
+]
+SampleSize = Annotated[
+    int | None,
+    typer.Option("--sample", metavar="N", min=1, help="Compare about N rows, chosen by content: always the same."),
+]
+RowsShown = Annotated[
+    int, typer.Option("--rows", metavar="N", min=0, help="Show the first N rows of each kind of change.")
+]
+Page = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page that needs nothing else.")]
+
+
+def diff(
+    a: ConfigA,
+    b: ConfigB,
+    overrides: Overrides = None,
+    only_b: OnlyB = None,
+    sample: SampleSize = None,
+    rows: RowsShown = 3,
+    html: Page = None,
+    json: JsonTarget = None,
+) -> None:
+    """Say which rows' tokens, targets or weights change from A to B, and where; use it before you change a run.
+
+    Both sides are rendered and encoded now, and cut to their data.max_length; the store is neither read nor written.
+    Overrides after the files count for both. The exit code is 0 if nothing changes and 3 if anything does.
+
+    [dim]Example[/]   luthier diff old.yaml new.yaml
+    [dim]Example[/]   luthier diff run.yaml run.yaml --b template.train_on=all --sample 1000
+    """
+    with reporting(json) as output:
+        config_a = read_config(a, overrides)
+        config_b = read_config(b, [*(overrides or ()), *(only_b or ())])
+        found = _compare(
+            _side(" ".join([a, *(overrides or ())]), config_a),
+            _side(" ".join([b, *(overrides or ()), *(only_b or ())]), config_b),
+            sample=sample,
+            num_shown=rows,
+            console=output.console,
+        )
+        from luthier.check.diff_terminal import diff_report
+
+        output.console.print(diff_report(found))
+        if html is not None:
+            from luthier.check.diff_html import diff_html
+
+            write_text(html, diff_html(found))
+            output.console.print(f"[dim]page in[/] {html}", highlight=False)
+        output.emit(_as_json(found))
+    if found.num_different:
+        raise typer.Exit(EXIT_UNTRUE)
+
+
+def _side(name: str, config: RunConfig) -> EncodedSide:
+    from luthier.check.diff_runs import EncodedSide
+    from luthier.encoding.encoder import Encoder
+
+    return EncodedSide(name=name, config=config, encoder=Encoder.from_config(config))
+
+
+def _compare(a: EncodedSide, b: EncodedSide, *, sample: int | None, num_shown: int, console: Console) -> RunDiff:
+    from luthier.check.diff_runs import diff_runs
+    from luthier.check.diff_settings import changed_settings
+
+    with _progress(console, wanted=a.config.tracking.progress) as on_progress:
+        return diff_runs(
+            a,
+            b,
+            (_sources(a.config), _sources(b.config)),
+            settings=changed_settings(a.config, b.config),
+            sample=sample,
+            num_shown=num_shown,
+            on_progress=on_progress,
+        )
+
+
+def _sources(config: RunConfig) -> list[Source]:
+    """The training data of a run, and its evaluation data."""
+    from luthier.sources import open_sources, resolve_sources
+
+    train, evaluation = resolve_sources(config.data)
+    configs: list[SourceConfig] = [*train, *evaluation]
+    return open_sources(configs, seed=config.runtime.seed)
+
+
+def _as_json(found: RunDiff) -> dict[str, Any]:
+    import msgspec
+
+    told = msgspec.to_builtins(found, str_keys=True)
+    assert isinstance(told, dict)
+    return {**told, "rows": found.num_rows, "different": found.num_different}
+
+
+@contextmanager
+def _progress(console: Console, *, wanted: bool) -> Iterator[Callable[[int, int], None] | None]:
+    if not wanted or not console.is_terminal:
+        yield None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("comparing", total=None)
+        yield lambda rows, changed: bar.update(task, description=f"comparing: {rows:,} rows, {changed:,} change")

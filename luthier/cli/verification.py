@@ -1,0 +1,80 @@
+"""``luthier verify``: is what training sees what inference sees, on these rows?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from luthier.cli.inspection import Split
+from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
+from luthier.cli.pipeline import ConfigFile, Overrides, read_config
+
+if TYPE_CHECKING:
+    from luthier.check.verify import VerifyProgress
+
+
+def verify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    sample: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="N rows, chosen by the run's seed. Default: all.")
+    ] = None,
+    split: Annotated[Split, typer.Option(help="Which side of the data.")] = Split.TRAIN,
+    stored: Annotated[bool, typer.Option("--stored", help="Verify what is in the store, preparing it first.")] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Compare with the tokens of a running server, as http://localhost:8000."),
+    ] = None,
+    max_failures: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Stop after N failing rows. Default: read all.")
+    ] = None,
+    json: JsonTarget = None,
+) -> None:
+    """Prove that training sees what inference sees, on your own rows; use it before every long run.
+
+    Every answer's context and targets are computed a second time, from plain renders of the chat template and the
+    tokenizer's own vocabulary, and compared token for token. Exit code 3: something is not true of this data.
+
+    [dim]Example[/]   luthier verify run.yaml
+    [dim]Example[/]   luthier verify run.yaml --sample 1000 --against http://localhost:8000
+    """
+    with reporting(json) as output:
+        run = read_config(config, overrides)
+        from luthier.check.verify import Side, VerifyOptions
+        from luthier.check.verify import verify as verify_data
+        from luthier.check.verify_terminal import failed_row, report_table
+
+        options = VerifyOptions(
+            split=Side(split.value), sample=sample, stored=stored, against=against, max_failures=max_failures
+        )
+        with _progress(output.console, wanted=run.tracking.progress) as on_progress:
+            report = verify_data(run, options, on_progress=on_progress)
+        output.console.print(report_table(report))
+        for row in report.failed_rows:
+            output.console.print()
+            output.console.print(failed_row(row))
+        output.emit(report.to_json())
+    if not report.ok:
+        raise typer.Exit(EXIT_UNTRUE)
+
+
+@contextmanager
+def _progress(console: Console, *, wanted: bool) -> Iterator[Callable[[VerifyProgress], None]]:
+    if not wanted or not console.is_terminal:
+        yield lambda progress: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("verifying", total=None)
+
+        def show(now: VerifyProgress) -> None:
+            failed = f", {now.failed:,} fail" if now.failed else ""
+            lost = f", {now.lost:,} refused" if now.lost else ""
+            bar.update(task, description=f"verifying: {now.read:,} rows{failed}{lost}")
+
+        yield show

@@ -1,0 +1,144 @@
+"""The Python interface: rows in any supported form become samples, with a tokenizer and without a run description.
+
+tokenizer = luthier.load_tokenizer("path/to/model")
+sample = luthier.encode({"messages": […]}, tokenizer)
+for input_ids, target in sample.unroll(): …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypedDict, Unpack, cast
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from luthier.config.schema import SourceConfig, TargetRuleConfig, TrainOn
+from luthier.encoding.encoder import encode_rows
+from luthier.encoding.pieces import Assembler
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import RowError, TemplateError
+from luthier.records import Address, Document, Row, Sample
+from luthier.rendering.render import Renderer
+from luthier.rendering.target_rules import rules_from_config
+from luthier.rendering.targets import TargetPolicy
+from luthier.rendering.template import ChatTemplate
+from luthier.sources import RawRow, RowReader
+from luthier.sources.detect import detect_layout
+
+Tools = Sequence[Mapping[str, Any]]
+Control = Literal["as_text", "forbid"] | Sequence[str]
+
+ROWS = "<rows>"  # the file of rows that come from Python
+
+
+class Options(TypedDict, total=False):
+    """What rows are encoded under; all but ``tools`` and ``control`` as in the section ``template`` of a run.
+
+    train_on         ``assistant`` (default), ``last_assistant``, ``all``, ``completion`` or ``none``
+    targets          rules that refine it, as dicts: ``{"part": "thinking", "train": False}``
+    train_stop       learn the stop token too (default)
+    tools            offered where a row has none of its own
+    template_kwargs  variables for the chat template, beside those that the tokenizer was loaded with
+    control          control strings in the rows' own text: ``as_text`` (default), ``forbid``, or a list of those that
+                     are meant as control tokens
+    """
+
+    train_on: str
+    targets: Sequence[Mapping[str, Any]]
+    train_stop: bool
+    tools: Tools | None
+    template_kwargs: Mapping[str, Any] | None
+    control: Control
+
+
+def encode(row: Mapping[str, Any] | Row, tokenizer: Tokenizer, **options: Unpack[Options]) -> Sample:
+    """The token tree of one row, under `Options`.
+
+    ``row`` is a dict in any supported form (OpenAI messages, ShareGPT, alpaca, prompt and completion, text) or a
+    record such as `Conversation`.
+
+    Raises `RowError` if the row cannot be trained on as inference would see it, `RowDropped` if nothing in it is a
+    target, `SourceError` if its form is not recognised, `TemplateError` for variables that the template does not read.
+    """
+    (sample,) = encode_many([row], tokenizer, **options)
+    return cast(Sample, sample)
+
+
+def encode_many(
+    rows: Iterable[Mapping[str, Any] | Row],
+    tokenizer: Tokenizer,
+    *,
+    errors: Literal["raise", "return"] = "raise",
+    **options: Unpack[Options],
+) -> Iterator[Sample | RowError]:
+    """The token trees of many rows, in order; far quicker than one by one. See `encode` and `Options`.
+
+    Dicts of several forms may be mixed. ``errors="return"`` gives a `RowError` in the place of a row that cannot be
+    encoded, and goes on; its address is ``<rows>:N``, counted from 1.
+    """
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise TypeError(f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(Options.__annotations__)}")
+    control = options.get("control", "as_text")
+    policy = TargetPolicy(
+        train_on=TrainOn(options.get("train_on", "assistant")),
+        train_stop=options.get("train_stop", True),
+        rules=rules_from_config([TargetRuleConfig(**rule) for rule in options.get("targets", ())]),
+        forbids_control=control == "forbid",
+        allowed=frozenset() if isinstance(control, str) else frozenset(control),
+    )
+    renderer, assembler = _machinery(tokenizer, policy, options.get("template_kwargs") or {})
+    for outcome in encode_rows(_records(rows, tuple(options.get("tools") or ())), renderer, assembler):
+        if isinstance(outcome, RowError) and errors == "raise":
+            raise outcome
+        yield outcome
+
+
+_Machinery = tuple[Renderer, Assembler]
+_machines: WeakKeyDictionary[Tokenizer, dict[Any, _Machinery]] = WeakKeyDictionary()
+
+
+def _machinery(tokenizer: Tokenizer, policy: TargetPolicy, kwargs: Mapping[str, Any]) -> _Machinery:
+    """What encodes under these options, with all the recordings it has made."""
+    key = (policy, msgspec.json.encode(dict(sorted(kwargs.items()))))
+    known = _machines.setdefault(tokenizer, {})
+    if key not in known:
+        known[key] = Renderer(_template(tokenizer, kwargs), tokenizer.control, policy), Assembler(tokenizer)
+    return known[key]
+
+
+def _template(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> ChatTemplate | None:
+    template = tokenizer.template
+    if template is None or not kwargs:
+        return template
+    unknown = sorted(set(kwargs) - template.variables)
+    if unknown:
+        raise TemplateError(
+            f"template_kwargs: the chat template of {tokenizer.files.origin} reads no variable {unknown[0]!r}",
+            hint=f"it reads {', '.join(sorted(template.variables))}",
+        )
+    return ChatTemplate(template.source, special_tokens=template.special_tokens, kwargs={**template.kwargs, **kwargs})
+
+
+def _records(rows: Iterable[Mapping[str, Any] | Row], tools: tuple[Mapping[str, Any], ...]) -> Iterator[Row | RowError]:
+    readers: dict[tuple[str, ...], RowReader] = {}  # one for each set of keys, since rows of several forms may come
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, Mapping):
+            try:
+                record = _record(row, Address(file=ROWS, row=number), readers)
+            except RowError as error:
+                yield error
+                continue
+        else:
+            record = row
+        if tools and not isinstance(record, Document) and not record.tools:
+            record = replace(record, tools=tools)
+        yield record
+
+
+def _record(row: Mapping[str, Any], address: Address, readers: dict[tuple[str, ...], RowReader]) -> Row:
+    keys = tuple(row)
+    if keys not in readers:
+        readers[keys] = RowReader(layout=detect_layout(SourceConfig(path=ROWS), [row]))
+    return readers[keys].convert(RawRow(raw=b"", data=dict(row), address=address))

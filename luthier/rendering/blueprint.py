@@ -1,0 +1,252 @@
+"""A blueprint: the token tree of all rows of one shape, with places for their strings.
+
+It is made of the pieces of one row's paths, whose texts are sketches. Paths that begin with the same pieces share
+branches; where they part, each goes on in a branch of its own:
+
+    path 1   <|user|> A <|assistant|> [B]           branch 0: <|user|> A <|assistant|>
+    path 2   <|user|> A <|assistant|> B <|user|>    branch 1: [B], parent 0
+             C <|assistant|> [D]                    branch 2: B <|user|> C <|assistant|> [D], parent 0
+
+Filling in a row's strings is then a matter of looking its values up; the template is not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from luthier.errors import RowError
+from luthier.records import Address, ControlPiece, MediaPiece, Piece, Rendered, TextPiece
+from luthier.rendering.control import ControlTokens
+from luthier.rendering.guards import Check, Guard, compile_guards
+from luthier.rendering.references import Reference, Slot, value_of
+
+# A text with gaps: literal text, and the numbers of the values that stand between it.
+Gapped = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRun:
+    """Neighbouring text that is encoded as one string, piece by piece: ``texts[i]`` counts ``weights[i]``.
+
+    ``strip_left``, ``strip_right``: a control token beside it swallows the white space at that end.
+    """
+
+    texts: tuple[Gapped, ...]
+    weights: tuple[float, ...]
+    strip_left: bool = False
+    strip_right: bool = False
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is the same in every row."""
+        return not any(isinstance(gap, int) for text in self.texts for gap in text)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all of it counts the same."""
+        return len(set(self.weights)) == 1
+
+    def text(self, values: Sequence[str]) -> str:
+        """The whole text in a row with these values."""
+        if self.strip_left or self.strip_right:
+            return "".join(self.fill(values))
+        return "".join([values[gap] if type(gap) is int else gap for text in self.texts for gap in text])  # type: ignore[misc]
+
+    def fill(self, values: Sequence[str]) -> list[str]:
+        """The text of each piece in a row with these values."""
+        texts = ["".join([values[gap] if isinstance(gap, int) else gap for gap in text]) for text in self.texts]
+        if self.strip_left:
+            _strip(texts, range(len(texts)), str.lstrip)
+        if self.strip_right:
+            _strip(texts, range(len(texts) - 1, -1, -1), str.rstrip)
+        return texts
+
+
+Run = TextRun | ControlPiece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BranchPlan:
+    """A branch of the tree: it continues the branch ``parent`` (-1: it is a root) with these runs."""
+
+    parent: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Blueprint:
+    """``references`` by their characters; a row's values are their texts, in this order.
+
+    ``paths`` are the pieces that the tree was made of, root to leaf, with sketches for texts. ``checks`` say whether a
+    row fits. Blueprints are compared by identity.
+    """
+
+    references: Mapping[str, Reference]
+    checks: tuple[Check, ...]
+    paths: tuple[tuple[Piece, ...], ...]
+    branches: tuple[BranchPlan, ...]
+    control: ControlTokens
+
+    def values(self, strings: Sequence[str]) -> list[str]:
+        """The texts of the references in a row with these strings."""
+        return [
+            strings[reference.number]
+            if type(reference) is Slot and not reference.operations
+            else value_of(reference, strings)
+            for reference in self.references.values()
+        ]
+
+    def fits(self, values: Sequence[str]) -> bool:
+        """Whether the row answers everything that the template asked as the recorded one did."""
+        return all(check(values) for check in self.checks)
+
+    def rendered(self, values: Sequence[str], address: Address) -> Rendered:
+        """The pieces of a row, path by path."""
+        texts = {ord(char): value for char, value in zip(self.references, values, strict=True)}
+        paths = (_swallowed([_with_text(piece, texts) for piece in path], self.control) for path in self.paths)
+        return Rendered(
+            paths=tuple(tuple(piece for piece in path if not _is_empty(piece)) for path in paths), address=address
+        )
+
+
+def build_blueprint(
+    paths: Sequence[tuple[Piece, ...]],
+    guards: Sequence[Guard],
+    references: Mapping[str, Reference],
+    control: ControlTokens,
+) -> Blueprint:
+    """The blueprint of paths; ``references`` has all that occur in their sketches and in the guards."""
+    index_of = {char: index for index, char in enumerate(references)}
+    roots: list[_Node] = []
+    for path in paths:
+        _insert(roots, list(_runs(path, index_of, control)))
+    branches: list[BranchPlan] = []
+    for root in roots:
+        _flatten(root, -1, branches)
+    return Blueprint(
+        references=dict(references),
+        checks=tuple(compile_guards(guards, index_of)),
+        paths=tuple(paths),
+        branches=tuple(branches),
+        control=control,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    runs: list[Run]
+    children: list[_Node] = field(default_factory=list)
+
+
+def _runs(path: Sequence[Piece], index_of: Mapping[str, int], control: ControlTokens) -> Iterator[Run]:
+    # A change of `by_model` is the seam between prompt and completion: inference encodes the two apart.
+    groups = [
+        list(group)
+        for _, group in groupby(path, key=lambda piece: piece.by_model if isinstance(piece, TextPiece) else id(piece))
+    ]
+    for number, group in enumerate(groups):
+        first = group[0]
+        match first:
+            case ControlPiece():
+                yield first
+            case MediaPiece():
+                raise RowError("media", "media cannot be encoded yet")
+            case TextPiece():
+                texts = [piece for piece in group if isinstance(piece, TextPiece)]
+                yield TextRun(
+                    texts=tuple(_gapped(piece.text, index_of) for piece in texts),
+                    weights=tuple(piece.weight for piece in texts),
+                    strip_left=number > 0 and _swallows(groups[number - 1][-1], control.rstrip),
+                    strip_right=number + 1 < len(groups) and _swallows(groups[number + 1][0], control.lstrip),
+                )
+
+
+def _swallows(neighbour: Piece, tokens: frozenset[str]) -> bool:
+    return isinstance(neighbour, ControlPiece) and neighbour.token in tokens
+
+
+def _gapped(sketch: str, index_of: Mapping[str, int]) -> Gapped:
+    parts: list[str | int] = []
+    for is_gap, run in groupby(sketch, key=lambda char: char in index_of):
+        chars = "".join(run)
+        parts += [index_of[char] for char in chars] if is_gap else [chars]
+    return tuple(parts)
+
+
+def _insert(siblings: list[_Node], runs: list[Run]) -> None:
+    while runs:
+        node = next((node for node in siblings if _shared(node.runs[0], runs[0]) is not None), None)
+        if node is None:
+            siblings.append(_Node(runs))
+            return
+        common = 0
+        for mine, other in zip(node.runs, runs, strict=False):
+            shared = _shared(mine, other)
+            if shared is None:
+                break
+            node.runs[common] = shared
+            common += 1
+        if common < len(node.runs):
+            node.children = [_Node(node.runs[common:], node.children)]
+            node.runs = node.runs[:common]
+        siblings, runs = node.children, runs[common:]
+
+
+def _shared(one: Run, other: Run) -> Run | None:
+    """One run in place of two, if they are the same text and at most one of them is learned: a target has one path."""
+    match one, other:
+        case ControlPiece(), ControlPiece() if one.token == other.token and not (one.weight and other.weight):
+            return one if one.weight else other
+        case TextRun(), TextRun() if replace(one, weights=other.weights) == other:
+            return None if any(one.weights) and any(other.weights) else one if any(one.weights) else other
+        case _:
+            return None
+
+
+def _flatten(node: _Node, parent: int, branches: list[BranchPlan]) -> None:
+    number = len(branches)
+    branches.append(BranchPlan(parent=parent, runs=tuple(node.runs)))
+    for child in node.children:
+        _flatten(child, number, branches)
+
+
+def _with_text(piece: Piece, texts: Mapping[int, str]) -> Piece:
+    return replace(piece, text=piece.text.translate(texts)) if isinstance(piece, TextPiece) else piece
+
+
+def _is_empty(piece: Piece) -> bool:
+    return isinstance(piece, TextPiece) and not piece.text
+
+
+def _swallowed(path: list[Piece], control: ControlTokens) -> list[Piece]:
+    """The path without the white space that control tokens swallow beside them."""
+    for tokens, step, strip in ((control.rstrip, 1, str.lstrip), (control.lstrip, -1, str.rstrip)):
+        for index, piece in enumerate(path):
+            if not _swallows(piece, tokens):
+                continue
+            beside = index + step
+            while 0 <= beside < len(path):
+                text = path[beside]
+                if not isinstance(text, TextPiece) or text.by_model != _side(path, index + step):
+                    break
+                path[beside] = replace(text, text=strip(text.text))
+                if strip(text.text):
+                    break
+                beside += step
+    return path
+
+
+def _side(path: Sequence[Piece], index: int) -> bool:
+    piece = path[index]
+    return isinstance(piece, TextPiece) and piece.by_model
+
+
+def _strip(texts: list[str], order: range, strip: object) -> None:
+    """Strip pieces from one end until one keeps something."""
+    assert callable(strip)
+    for index in order:
+        texts[index] = strip(texts[index])
+        if texts[index]:
+            return

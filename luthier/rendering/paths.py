@@ -1,0 +1,131 @@
+"""The paths of one row: one recording for each inference context that the others do not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from luthier.errors import RowError
+from luthier.records import ControlPiece, Message, Piece, Text, Thinking, ToolCall
+from luthier.rendering.control import ControlTokens
+from luthier.rendering.guards import Guard
+from luthier.rendering.pieces import Weigh, cut_pieces
+from luthier.rendering.recordings import RowHistory
+from luthier.rendering.template import Recording
+from luthier.rendering.trace import Owner
+from luthier.rendering.turns import Context, Span, context_of, open_span, seam_is_safe, span_of, token_after
+
+
+@dataclass(kw_only=True, slots=True)
+class Path:
+    """A recording of the row's first messages, and the spans of the turns that are trained in it, in order.
+
+    ``end`` is where the path ends, ``stop`` a stop token that follows there though the template printed none.
+    """
+
+    recording: Recording
+    num_messages: int
+    kwargs: Mapping[str, Any]
+    spans: list[Span] = field(default_factory=list)
+    end: int | None = None
+    stop: str | None = None
+
+    def pieces(self, control: ControlTokens, weigh: Weigh) -> tuple[Piece, ...]:
+        """The path as pieces."""
+        pieces = cut_pieces(self.recording, control, self.spans, weigh, self.end)
+        if self.stop is None:
+            return pieces
+        span = self.spans[-1]
+        weight = weigh(Owner(scope=span.message), span, True)
+        return (*pieces, ControlPiece(token=self.stop, by_model=True, weight=weight, message=span.message))
+
+
+def paths_of(
+    history: RowHistory, control: ControlTokens, turns: Sequence[int], *, needs_stop: bool
+) -> tuple[Path, list[Path]]:
+    """The path of the whole row, and those of the turns whose inference context it does not hold.
+
+    Raises `RowError` if a turn cannot be trained on as inference would see it.
+    """
+    num_messages = len(history.row.messages)
+    trunk = Path(recording=history.recording(num_messages), num_messages=num_messages, kwargs={})
+    branches: list[Path] = []
+    for index in reversed(turns):  # a later turn's path often holds the context of an earlier one
+        context = context_of(history.template, history, index)
+        home = _home(context, (trunk, *branches), control, history)
+        if home is None:
+            home = Path(recording=context.recording, num_messages=index + 1, kwargs=context.kwargs)
+            branches.append(home)
+        span = span_of(home.recording, control, index, context.seam)
+        if span is None:
+            stop = _stop_of_next_turn(history, control, context, index)
+            if stop is None and needs_stop:
+                raise _no_stop(control, index)
+            if stop is not None and index < home.num_messages - 1:  # what follows it here is not what ends it
+                home = Path(recording=context.recording, num_messages=index + 1, kwargs=context.kwargs)
+                branches.append(home)
+            home.stop = stop or home.stop
+            span = open_span(home.recording, index, context.seam, whole=stop is not None)
+        if (home is not trunk and not home.spans) or (home.stop is not None and home.end is None):
+            home.end = span.end
+        home.spans.insert(0, span)
+        _require_every_part(home.recording, span, history)
+    return trunk, branches[::-1]
+
+
+def _home(context: Context, paths: Sequence[Path], control: ControlTokens, history: RowHistory) -> Path | None:
+    for path in paths:
+        if path.recording.sketch[: path.end].startswith(context.recording.sketch):
+            if not path.spans or seam_is_safe(path.recording, control, context.seam, history):
+                return path
+            return None
+    return None
+
+
+def _stop_of_next_turn(history: RowHistory, control: ControlTokens, context: Context, index: int) -> str | None:
+    """Where the next turn's header ends this one, as in GLM: the header that would follow."""
+    calls = any(isinstance(part, ToolCall) for part in history.row.messages[index].parts)
+    following = Message(role="tool" if calls else "user", parts=(Text(text="…"),))
+    try:
+        recording = history.recording_with(index + 1, following, **context.kwargs)
+    except RowError:
+        return None
+    return token_after(recording, control, index)
+
+
+def _no_stop(control: ControlTokens, index: int) -> RowError:
+    return RowError(
+        "no_stop",
+        f"the template ends this turn with no stop token ({', '.join(sorted(control.stops)) or 'none is known'}), "
+        "so a model trained on it would never stop; set template.train_stop: false to train it all the same",
+        field=f"messages[{index}]",
+    )
+
+
+def _require_every_part(recording: Recording, span: Span, history: RowHistory) -> None:
+    """A template that prints nothing for a tool call or a thought would have the model learn an empty answer."""
+    printed: dict[int, list[str]] = {}
+    for position in range(span.seam, span.end):
+        owner = recording.owner(position)
+        if owner.message == span.message and owner.part is not None:
+            printed.setdefault(owner.part, []).append(recording.sketch[position])
+    for index, part in enumerate(history.row.messages[span.message].parts):
+        chars = printed.get(index, [])
+        if any(history.keeps(char) for char in chars):
+            continue
+        for char in chars:
+            history.note(Guard("true", (char,), (), bool(history.value(char))))
+        if any(map(history.value, chars)):
+            continue
+        if isinstance(part, Text | Thinking):
+            is_blank = not part.text.strip()
+            history.note(Guard("blank", (history.slot(span.message, index),), (), is_blank))
+            if is_blank:
+                continue
+        raise RowError(
+            "dropped_by_template",
+            f"the chat template prints nothing for this {type(part).__name__}, so the model would learn to leave it "
+            "out; use a template that knows it, or take these rows out",
+            field=f"messages[{span.message}]",
+        )

@@ -1,0 +1,114 @@
+"""References: what a recorded text holds in place of a row's own strings.
+
+A template is run once for rows of one shape, and what it printed is kept as a *sketch*: the template's own text, with a
+private-use character wherever a string of the row stood. Each such character stands for a reference, which says how to
+get the text from another row's strings:
+
+    "<|user|>" + content.strip() + "\\n"     ->   "<|user|>\\U000F0000\\n",   U+F0000 = Slot(3, (("strip", None),))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+FIRST_CHAR = 0xF0000  # the private planes 15 and 16
+LAST_CHAR = 0x10FFFF
+
+Operation = tuple[Any, ...]  # a name of OPERATIONS and its further arguments
+
+
+class Slot(NamedTuple):
+    """The row's string number ``number``, after some operations, each applied to what the one before gave."""
+
+    number: int
+    operations: tuple[Operation, ...] = ()
+
+
+class Fixed(NamedTuple):
+    """Text of a row that is the same in every row the recording stands for."""
+
+    text: str
+
+
+Reference = Slot | Fixed
+
+
+def value_of(reference: Reference, strings: Sequence[str]) -> str:
+    """The text that a reference stands for in a row with these strings."""
+    match reference:
+        case Slot(number, operations):
+            text = strings[number]
+            for name, *arguments in operations:
+                text = OPERATIONS[name](text, *arguments)
+            return text
+        case Fixed(text):
+            return text
+
+
+def _part(parts: Sequence[str], index: int) -> str:
+    # A recording is replayed only for rows with as many parts; for the others any answer will do.
+    return parts[index] if index < len(parts) else ""
+
+
+OPERATIONS: dict[str, Callable[..., str]] = {
+    "strip": str.strip,
+    "lstrip": str.lstrip,
+    "rstrip": str.rstrip,
+    "slice": lambda text, start, stop, step: text[start:stop:step],
+    "split": lambda text, sep, maxsplit, index: _part(text.split(sep, maxsplit), index),
+    "rsplit": lambda text, sep, maxsplit, index: _part(text.rsplit(sep, maxsplit), index),
+    "partition": lambda text, sep, index: text.partition(sep)[index],
+    "rpartition": lambda text, sep, index: text.rpartition(sep)[index],
+    "json": lambda text, ensure_ascii: json.dumps(text, ensure_ascii=ensure_ascii)[1:-1],
+}
+
+
+@dataclass(slots=True, eq=False)
+class Alphabet:
+    """Gives every reference a character of its own, the same one each time."""
+
+    references: list[Reference]
+    chars: dict[Reference, str]
+
+    @classmethod
+    def empty(cls) -> Alphabet:
+        """An alphabet without letters."""
+        return cls([], {})
+
+    def char(self, reference: Reference) -> str:
+        """The character of a reference. Raises `AlphabetFull` when there is none left."""
+        char = self.chars.get(reference)
+        if char is None:
+            number = FIRST_CHAR + len(self.references)
+            if number > LAST_CHAR:
+                raise AlphabetFull
+            char = self.chars[reference] = chr(number)
+            self.references.append(reference)
+        return char
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether less than a quarter of the characters is left, which is more than one row may need."""
+        return len(self.references) > (LAST_CHAR - FIRST_CHAR) * 3 // 4
+
+    def reference(self, char: str) -> Reference | None:
+        """What a character of a sketch stands for; None for a character of the template's own."""
+        number = ord(char) - FIRST_CHAR
+        return self.references[number] if number >= 0 else None
+
+
+class AlphabetFull(Exception):
+    """All private-use characters are taken: it is time to begin again with an empty alphabet."""
+
+
+def is_reference(char: str) -> bool:
+    """Whether a character of a sketch stands for a reference."""
+    return ord(char) >= FIRST_CHAR
+
+
+def has_reference(sketch: str) -> bool:
+    """Whether a sketch depends on a row's strings."""
+    return bool(sketch) and ord(max(sketch)) >= FIRST_CHAR

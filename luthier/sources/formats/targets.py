@@ -1,0 +1,186 @@
+"""What rows say of their own loss: of themselves, their messages, parts of messages, and stretches of text."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from luthier.config.choices import MAX_WEIGHT
+from luthier.errors import RowError
+from luthier.records import Part, Text, Thinking
+from luthier.sources.rows import json_kind
+
+MAX_SPANS = 10_000  # in one text; marking them takes seconds where all of them overlap
+_TRAIN_KEYS = ("train", "training", "loss")  # ours and axolotl's, axolotl's, ms-swift's
+_WEIGHT_KEYS = ("weight", "loss_weight")  # OpenAI's, LLaMA-Factory v1's
+_DETAIL_KEYS = ("train_detail", "training_detail")  # axolotl's spans
+_MARKER_LENGTH = len("<image>")  # of all markers: <image>, <video>, <audio>
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """The characters ``[start, end)`` of a text, and what its row says of them."""
+
+    start: int
+    end: int
+    train: bool | None = None
+    weight: float = 1.0
+
+
+def read_flags(item: dict[str, Any]) -> tuple[bool | None, float]:
+    """What a message, part or call says of its loss: ``(train, weight)``. Raises `RowError` (``bad_weight``).
+
+    A weight of 0 means that it is not trained. ``loss_weight`` is written on every message of LLaMA-Factory's v1 rows,
+    so a positive one says that this message is trained, whoever speaks.
+    """
+    train = read_train(item)
+    weight = 1.0
+    for key in _WEIGHT_KEYS:
+        value = item.get(key)
+        if value is None:
+            continue
+        number = read_weight(value, field=key)
+        if number == 0:
+            return False, 1.0
+        weight = number
+        if key == "loss_weight" and train is None:
+            train = True
+    return train, weight
+
+
+def read_train(item: dict[str, Any]) -> bool | None:
+    """True or false (or 1 or 0) under one of the names that data sets have for it; None if nothing is said."""
+    said: dict[str, bool] = {}
+    for key in _TRAIN_KEYS:
+        value = item.get(key)
+        if value is None:
+            continue
+        if type(value) not in (bool, int) or value not in (0, 1):
+            shown = f"the number {value}" if type(value) in (int, float) else json_kind(value)
+            raise RowError("bad_weight", f"{key} is true or false, not {shown}", field=key)
+        said[key] = bool(value)
+    if len(set(said.values())) > 1:
+        raise RowError("bad_weight", " and ".join(f"{key} is {value}" for key, value in said.items()))
+    return next(iter(said.values()), None)
+
+
+def read_weight(value: Any, *, field: str) -> float:
+    """A number from 0 to `MAX_WEIGHT`; raises `RowError` (``bad_weight``)."""
+    if type(value) not in (int, float) or not 0 <= value <= MAX_WEIGHT:
+        raise RowError("bad_weight", f"{field} is from 0 to {MAX_WEIGHT:g}, not {str(value)[:20]!r}", field=field)
+    return float(value)
+
+
+def read_spans(item: dict[str, Any], text: Any) -> tuple[bool | None, list[Span]]:
+    """What ``spans`` of a message or part say of it and of stretches of its ``text``, ``[]`` if there are none.
+
+    Each is ``{"start", "end", "train", "weight"}``; ``start`` and ``end`` count characters as Python does, the end is
+    not in it. axolotl's ``train_detail`` is read as axolotl means it: its ends are in, the message is trained if the
+    list is not empty, and what no entry names is not. Raises `RowError` (``bad_span``).
+    """
+    keys = [key for key in ("spans", *_DETAIL_KEYS) if item.get(key) is not None]
+    if not keys:
+        return None, []
+    if len(keys) > 1:
+        raise RowError("bad_span", f"say it once: the message has {' and '.join(keys)}", field=keys[1])
+    key = keys[0]
+    if type(text) is not str:
+        detail = f"{key} counts characters of a text, and there is none; a part of a list can have its own"
+        raise RowError("bad_span", detail, field=key)
+    if type(item[key]) is not list:
+        raise RowError("bad_span", f"{key} is a list, not {json_kind(item[key])}", field=key)
+    if len(item[key]) > MAX_SPANS:
+        raise RowError("bad_span", f"{len(item[key])} entries, {MAX_SPANS} are allowed", field=key)
+    read = _read_span if key == "spans" else _read_detail
+    spans = [read(entry, len(text), f"{key}[{index}]") for index, entry in enumerate(item[key])]
+    if key == "spans":
+        return None, spans
+    if not spans or read_train(item) is False:
+        return False, []
+    return True, [Span(start=0, end=len(text), train=False), *spans]
+
+
+def mark_spans(parts: Sequence[Part], spans: Sequence[Span]) -> list[Part]:
+    """The parts that a text was read as, cut at the spans of that text. Where spans overlap the later one wins.
+
+    Tags of thinking belong to the thought: a span that holds only letters of a tag marks nothing.
+    """
+    if not spans:
+        return list(parts)
+    marked: list[Part] = []
+    position = 0
+    for part in parts:
+        match part:
+            case Text():
+                marked += _mark(part, position, spans)
+                position += len(part.text)
+            case Thinking():
+                marked += _mark(part, position + part.written_start, spans)
+                position += len(part.text if part.written is None else part.written)
+            case _:
+                marked.append(part)
+                position += _MARKER_LENGTH
+    return marked
+
+
+def _read_span(entry: Any, length: int, field: str) -> Span:
+    if type(entry) is not dict:
+        raise RowError("bad_span", f"a span is an object with start and end, not {json_kind(entry)}", field=field)
+    start, end = (_place(entry, key, field) for key in ("start", "end"))
+    try:
+        train, weight = read_flags(entry)
+    except RowError as error:
+        raise RowError(error.reason, error.detail, field=f"{field}.{error.field}" if error.field else field) from None
+    if train is None and all(entry.get(key) is None for key in _WEIGHT_KEYS):
+        raise RowError("bad_span", "the span says neither train nor weight", field=field)
+    return _checked(Span(start=start, end=end, train=train, weight=weight), length, field)
+
+
+def _read_detail(entry: Any, length: int, field: str) -> Span:
+    if type(entry) is not dict or read_train(entry) is None:
+        detail = "an entry is an object with begin_offset, end_offset and train"
+        raise RowError("bad_span", detail, field=field)
+    start, last = (_place(entry, key, field) for key in ("begin_offset", "end_offset"))
+    return _checked(Span(start=start, end=last + 1, train=read_train(entry)), length, field)
+
+
+def _place(entry: dict[str, Any], key: str, field: str) -> int:
+    value = entry.get(key)
+    if type(value) is not int:
+        shown = "missing" if value is None else json_kind(value)
+        raise RowError("bad_span", f"{key} is a number of characters, this is {shown}", field=f"{field}.{key}")
+    return value
+
+
+def _checked(span: Span, length: int, field: str) -> Span:
+    if span.start >= span.end:
+        raise RowError("bad_span", f"it ends at {span.end}, not after its start {span.start}", field=field)
+    if span.start < 0 or span.end > length:
+        detail = f"it is from {span.start} to {span.end}, the text has {length} characters"
+        raise RowError("bad_span", detail, field=field)
+    return span
+
+
+def _mark(part: Text | Thinking, start: int, spans: Sequence[Span]) -> list[Part]:
+    """A part whose text begins at ``start`` of what the spans count, cut where they begin and end."""
+    length = len(part.text)
+    inside = [
+        replace(span, start=max(span.start - start, 0), end=min(span.end - start, length))
+        for span in spans
+        if span.start < start + length and span.end > start
+    ]
+    if not inside:
+        return [part]
+    edges = sorted({0, length}.union(*((span.start, span.end) for span in inside)))
+    flags: list[tuple[bool | None, float]] = [(part.train, 1.0)] * (len(edges) - 1)
+    for span in inside:
+        for place in range(bisect_left(edges, span.start), bisect_left(edges, span.end)):
+            train, weight = flags[place]
+            flags[place] = (train if span.train is None else span.train, weight if span.weight == 1 else span.weight)
+    return [
+        replace(part.cut(first, last), train=train, weight=part.weight * weight)
+        for (first, last), (train, weight) in zip(pairwise(edges), flags, strict=True)
+    ]

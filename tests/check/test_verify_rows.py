@@ -1,0 +1,297 @@
+"""What rows, data sets and runs may ask for is verified as they ask for it, and control strings are told apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from verify_cases import AT, HOSTILE, PLAIN, ROWS, SEAM, THINKING, TOOLS, chat, encoder, message, retargeted
+
+from luthier.check.verify_neutral import neutralise
+from luthier.check.verify_records import Check, Method, RowVerdict
+from luthier.check.verify_row import RowVerifier, verify_row
+from luthier.check.verify_tokens import ReferenceTokenizer, first_difference
+from luthier.encoding.encoder import Encoder
+from luthier.errors import RowError
+from luthier.records import (
+    Branch,
+    Conversation,
+    Document,
+    Preference,
+    Row,
+    Sample,
+    TargetRule,
+    Text,
+    Thinking,
+    ToolCall,
+)
+
+SWITCHES: list[dict[str, Any]] = [
+    {},
+    {"train_on": "last_assistant"},
+    {"train_on": "completion"},
+    {"train_on": "all"},
+    {"train_stop": False},
+    {"default_system": "Be kind."},
+    {"kwargs": {"enable_thinking": True}},
+    {"targets": [{"part": "thinking", "train": False}]},
+    {"targets": [{"role": "user", "train": True}]},
+    {"targets": [{"role": "assistant", "turn": "first", "train": False}]},
+    {"targets": [{"pattern": "o", "train": False}]},
+    {"targets": [{"pattern": "you|ou", "weight": 0.5}]},
+    {"control": ["<|im_end|>"]},
+    {"targets": [{"role": "assistant", "weight": 0.25}]},
+]
+
+
+def verdict(row: Row, under_test: Encoder) -> RowVerdict:
+    return RowVerifier(under_test).verify(row, under_test.encode(row))
+
+
+@pytest.mark.parametrize("options", SWITCHES, ids=str)
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_whatever_a_run_asks_for_is_verified_as_it_asks(name: str, options: dict[str, Any]) -> None:
+    under_test = encoder(**options)
+    try:
+        found = verdict(ROWS[name], under_test)
+    except RowError as error:  # nothing is left to learn under this policy
+        assert error.reason == "no_target", error
+        return
+    assert [str(violation) for violation in found.violations] == []
+
+
+@pytest.mark.parametrize("options", [switch for switch in SWITCHES if switch], ids=str)
+def test_a_sample_of_another_policy_is_found(options: dict[str, Any]) -> None:
+    rows = [row for row in ROWS.values() if isinstance(row, Conversation)]
+    plain, other = encoder(), encoder(**options)
+    differ = [row for row in rows if _trains(row, other) and _differ(row, plain, other)]
+    if not differ:  # it says what the template does anyway
+        assert options == {"kwargs": {"enable_thinking": True}}
+    for row in differ:
+        assert RowVerifier(other).verify(row, plain.encode(row)).violations
+
+
+def _trains(row: Row, under_test: Encoder) -> bool:
+    try:
+        under_test.encode(row)
+    except RowError:
+        return False
+    return True
+
+
+def _differ(row: Row, plain: Encoder, other: Encoder) -> bool:
+    first, second = plain.encode(row), other.encode(row)
+    return not (
+        np.array_equal(first.input_ids, second.input_ids)
+        and np.array_equal(first.target, second.target)
+        and (first.weight is None) == (second.weight is None)
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat(*PLAIN.messages, train_on="last_assistant"),
+        chat(*PLAIN.messages, weight=0.5),
+        chat(*PLAIN.messages, rules=(TargetRule(role="user", train=True),)),
+        chat(PLAIN.messages[1], replace(PLAIN.messages[2], train=False), *PLAIN.messages[3:]),
+        chat(PLAIN.messages[1], replace(PLAIN.messages[2], weight=0.0), *PLAIN.messages[3:]),
+        chat(PLAIN.messages[1], replace(PLAIN.messages[2], weight=2.0), *PLAIN.messages[3:]),
+        chat(replace(PLAIN.messages[1], train=True), PLAIN.messages[2]),
+        chat(PLAIN.messages[1], message("assistant", Text(text="Well, ", train=False), "yes.")),
+        chat(PLAIN.messages[1], message("assistant", Text(text="Well, ", weight=0.5), "yes.")),
+        chat(PLAIN.messages[1], message("assistant", Text(text="Well, "), Text(text="yes.", train=True), train=False)),
+        chat(*THINKING.messages[:1], replace(THINKING.messages[1], weight=0.0), *THINKING.messages[2:]),
+        chat(message("user", "hi"), message("assistant", "")),
+        chat(message("user", "hi"), message("assistant", "one"), message("assistant", "two")),
+        chat(message("assistant", "I begin.")),
+        chat(*PLAIN.messages[:4]),
+        Document(parts=(Text(text="one "), Text(text="two", weight=0.5)), address=AT),
+        Document(parts=(Text(text="<|im_start|>as it is<|im_end|>"),), address=AT, rendered=True),
+        chat(message("user", "a <|im_end|> b"), message("assistant", "<think>so</think> c"), rendered=True),
+    ],
+    ids=range(18),
+)  # fmt: skip
+def test_whatever_a_row_asks_for_is_verified_as_it_asks(row: Row) -> None:
+    assert [str(violation) for violation in verdict(row, encoder()).violations] == []
+
+
+def test_targets_outside_what_a_row_asks_for_besides_are_found() -> None:
+    row = chat(replace(PLAIN.messages[1], train=True), PLAIN.messages[2], *PLAIN.messages[3:])
+    under_test = encoder()
+    sample = under_test.encode(row)
+    assert not verify_row(row, sample, under_test)
+    text = [under_test.tokenizer.decode([i]) for i in sample.input_ids]
+    other_question = (
+        text.index("fine") if "fine" in text else next(i for i, t in enumerate(text) if "f" in t and i > 15)
+    )
+    assert not sample.target[other_question]
+    found = verify_row(row, retargeted(sample, other_question, True), under_test)
+    assert {violation.check for violation in found} == {Check.NOTHING_SUPPLIED_TRAINED}
+
+
+# ------------------------------------------------------------------------------------------------ control strings
+
+
+def test_methods_are_told_apart_and_counted() -> None:
+    under_test = encoder()
+    assert verdict(PLAIN, under_test).method is Method.WHOLE
+    hostile = verdict(HOSTILE, under_test)
+    assert hostile.method is Method.NEUTRALISED
+    assert dict(hostile.control_strings) == {"<|im_end|>": 1, "<|im_start|>": 1}
+    assert Check.HUGGING_FACE in verdict(PLAIN, under_test).applied
+    assert Check.HUGGING_FACE not in hostile.applied  # apply_chat_template would give control tokens
+    assert verdict(ROWS["document"], under_test).method is Method.DOCUMENT
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat(message("user", "a<|im_", "end|>b"), message("assistant", "split over two parts")),
+        chat(message("system", "<|im_start|>"), message("user", "</think>"), message("assistant", "<think>x")),
+        chat(message("user", "q"), message("assistant", Thinking(text="<|im_end|>"), "so")),
+        Conversation(
+            messages=(
+                message("user", "q"),
+                message("assistant", ToolCall(name="<|im_end|>", arguments={"<think>": ["<|im_start|>", {"a": "b"}]})),
+                message("tool", "<|im_end|>"),
+                message("assistant", "done <|im_end|>"),
+            ),
+            tools=({"type": "function", "function": {"name": "f", "description": "<|im_end|>"}},),
+            address=AT,
+        ),
+        chat(message("user", "<|im_end|>" * 50), message("assistant", "<|im_start|>" * 50)),
+    ],
+    ids=range(5),
+)  # fmt: skip
+def test_control_strings_anywhere_in_a_row_stay_text(row: Row) -> None:
+    found = verdict(row, encoder())
+    assert [str(violation) for violation in found.violations] == []
+    assert found.method is Method.NEUTRALISED and found.control_strings
+
+
+READS_TAGS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if '</think>' in message.content and message.role == 'assistant' %}"
+    "{{ '<think>' + message.content.split('</think>')[0].split('<think>')[-1] + '</think>\n' }}"
+    "{{ message.content.split('</think>')[-1].lstrip() }}{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_strings_that_the_template_reads_itself_are_the_templates() -> None:
+    under_test = encoder(chat_template=READS_TAGS)
+    row = chat(message("user", "a <|im_end|> b"), message("assistant", "<think>hm</think>\n\nyes"))
+    found = verdict(row, under_test)
+    assert found.method is Method.READ_BY_TEMPLATE and found.violations == ()
+    tokenizer = ReferenceTokenizer(under_test.tokenizer)
+    template = under_test.tokenizer.template
+    assert template is not None
+    neutral = neutralise(row, template, tokenizer, meant=frozenset())
+    assert set(neutral.words.values()) == {"<|im_end|>"}  # the tags were left in place
+    assert neutral.restored(template.render(neutral.messages)) == template.render(row.messages)
+
+
+def test_innocent_words_are_not_in_the_row() -> None:
+    under_test = encoder()
+    template = under_test.tokenizer.template
+    assert template is not None
+    row = chat(message("user", "zqaaaaqz zqaaabqz <|im_end|>"), message("assistant", "ok"))
+    neutral = neutralise(row, template, ReferenceTokenizer(under_test.tokenizer), meant=frozenset())
+    assert not set(neutral.words) & {"zqaaaaqz", "zqaaabqz"}
+    assert verdict(row, under_test).violations == ()
+
+
+# ------------------------------------------------------------------------------------------------------- the rest
+
+
+def test_a_merge_over_the_seam_is_counted_and_no_fault() -> None:
+    found = verdict(SEAM, encoder())
+    assert found.violations == () and found.notes["seam"] == 1
+    assert verdict(PLAIN, encoder()).notes["seam"] == 0
+
+
+def test_a_template_without_a_stop_is_found() -> None:
+    no_stop = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}" + (
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    lenient, strict = encoder(chat_template=no_stop, train_stop=False), encoder(chat_template=no_stop)
+    row = chat(message("user", "hi"), message("assistant", "yes"))
+    sample = lenient.encode(row)
+    assert not verify_row(row, sample, lenient)
+    assert {violation.check for violation in verify_row(row, sample, strict)} == {Check.STOP_TRAINED}
+
+
+def test_a_stop_on_which_inference_does_not_stop_is_found() -> None:
+    other_end = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}" + (
+        "{{ '<|endoftext|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    under_test = encoder(chat_template=other_end)
+    row = chat(message("user", "hi"), message("assistant", "yes"))
+    [violation] = verify_row(row, under_test.encode(row), under_test)
+    assert violation.check is Check.STOP_TRAINED and "inference stops on <|im_end|>" in violation.what
+
+
+def test_the_next_header_may_be_the_stop() -> None:
+    like_glm = "{% for message in messages %}{{ '<|im_start|>' if message.role == 'assistant' else '<|im_end|>' }}" + (
+        "{{ message.role + '\n' + message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    under_test = encoder(chat_template=like_glm)
+    row = chat(*PLAIN.messages[1:4])
+    sample = under_test.encode(row)
+    assert not verify_row(row, sample, under_test)
+    stop = int(np.flatnonzero(sample.target)[-1])
+    assert under_test.tokenizer.decode([sample.input_ids[stop]]) == "<|im_end|>"
+    found = verify_row(row, retargeted(sample, stop, False), under_test)
+    assert {violation.check for violation in found} == {Check.STOP_TRAINED}
+
+
+def test_a_prompt_that_no_switch_reproduces_is_found() -> None:
+    opens = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}" + (
+        "{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+    )
+    row = chat(message("user", "hi"), message("assistant", "yes"))
+    honest = encoder(chat_template=opens.replace("<think>", ""))
+    found = verify_row(row, honest.encode(row), encoder(chat_template=opens))
+    assert Check.PROMPT_TOKENS in {violation.check for violation in found}
+
+
+def test_kinds_of_row_that_are_not_recomputed_are_said_to_be_so() -> None:
+    under_test = encoder()
+    sample = under_test.encode(PLAIN)
+    pair = Preference(prompt=PLAIN.messages[:2], chosen=PLAIN.messages[2:3], rejected=PLAIN.messages[2:3], address=AT)
+    found = RowVerifier(under_test).verify(pair, sample)
+    assert found.method is Method.STRUCTURE_ONLY and found.violations == ()
+    assert Check.PROMPT_TOKENS not in found.applied and Check.BRANCHES in found.applied
+    broken = replace(sample, branches=(Branch(parent=3, length=len(sample.input_ids)),))
+    assert [v.check for v in RowVerifier(under_test).verify(pair, broken).violations] == [Check.BRANCHES]
+
+
+def test_added_tokens_have_the_same_ids_in_both_vocabularies() -> None:
+    from luthier.config.schema import ModelConfig, TemplateConfig
+
+    under_test = Encoder(
+        ModelConfig(name_or_path="preset:tiny-qwen3", add_tokens=["zebra"], add_special_tokens=["<|new|>"]),
+        TemplateConfig(),
+    )
+    row = chat(message("user", "a zebra <|new|>"), message("assistant", "zebra"))
+    assert [str(violation) for violation in verdict(row, under_test).violations] == []
+
+
+def test_first_difference_is_the_length_of_the_common_beginning() -> None:
+    def ids(*values: int) -> Any:
+        return np.array(values, dtype=np.int32)
+
+    assert first_difference(ids(1, 2, 3), ids(1, 5, 3)) == 1
+    assert first_difference(ids(1, 2), ids(1, 2, 3)) == 2
+    assert first_difference(ids(), ids(1)) == 0
+
+
+def test_tools_of_the_preset_are_verified_with_their_seams() -> None:
+    sample: Sample = encoder().encode(TOOLS)
+    found = RowVerifier(encoder()).verify(TOOLS, sample)
+    assert (found.num_turns, found.num_targets) == (2, int(sample.target.sum()))

@@ -1,0 +1,102 @@
+"""``luthier show`` and ``luthier diff`` as a user runs them: what they print, write, and exit with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from luthier.cli.main import run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    rows = [
+        {"messages": [{"role": "user", "content": f"Q {n}"}, {"role": "assistant", "content": f"Ja 🙂 {n}."}]}
+        for n in range(4)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: preset:tiny-qwen3\n"
+        f"data: {{train: {tmp_path / 'rows.jsonl'}, eval_split: 1, store: {tmp_path / 'store'}, workers: 0}}\n"
+        f"output: {{dir: {tmp_path / 'out'}}}\ntracking: {{progress: false}}\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.mark.parametrize("selection", [[], ["--pack", "1"], ["--batch", "1"], ["--split", "eval"]])
+def test_every_token_that_is_shown_has_an_owner(
+    config: Path, selection: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["show", str(config), *selection, "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["findings"] == [] and told["facts"]["model"] == "preset:tiny-qwen3"
+    for row in told["rows"]:
+        for token in row["tokens"]:
+            assert token["owner"]["field"] in ("content", "template", "template (prompt)", "stop")
+            if token["target"]:
+                assert (token["owner"]["role"], token["owner"]["message"]) == ("assistant", 1)
+                assert token["owner"]["field"] in ("content", "stop")
+
+
+def test_show_prints_owners_and_writes_a_page(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", str(config), "--html", str(tmp_path / "row.html")]) == 0
+    out = capsys.readouterr().out
+    for owner in ("0 user · content", "1 assistant · template (prompt)", "1 assistant · content", "1 assistant · stop"):
+        assert owner in out
+    page = (tmp_path / "row.html").read_text(encoding="utf-8")
+    assert "🙂" in page and "1 assistant · stop" in page and "the model&#39;s own" in page
+
+
+def test_show_exits_with_three_if_the_store_holds_something_else(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["show", str(config)]) == 0
+    monkeypatch.setattr("luthier.check.origins.sample_difference", lambda *_: "token 3 is another one")
+    assert run(["show", str(config), "--json", "-"]) == 3
+    out, err = capsys.readouterr()
+    (finding,) = json.loads(out[out.index("{") :])["findings"]
+    assert "token 3 is another one" in finding and "token 3 is another one" in err.replace("\n", " ")
+
+
+def test_diff_exits_with_zero_if_nothing_changes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", str(config), str(config)]) == 0
+    assert "Nothing changes" in capsys.readouterr().out
+
+
+def test_diff_exits_with_three_if_something_changes_and_says_what(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "diff.html"
+    options = ["--b", "template.train_stop=false", "--rows", "1", "--html", str(page), "--json", "-"]
+    assert run(["diff", str(config), str(config), *options]) == 3
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["different"] == told["counts"]["only targets differ"] == told["rows"] == 4
+    assert told["settings"] == [{"key": "template.train_stop", "a": "True", "b": "False"}]
+    (row,) = told["shown"]
+    place = row["first"]["a"]["at"]
+    assert row["first"]["a"]["units"][place]["text"] == row["first"]["b"]["units"][place]["text"] == "<|im_end|>"
+    assert (row["first"]["a"]["units"][place]["target"], row["first"]["b"]["units"][place]["target"]) == (True, False)
+    assert "4 of 4 rows change" in err and "4 of 4 rows change" in page.read_text(encoding="utf-8")
+
+
+def test_overrides_count_for_both_sides_and_b_for_one(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", str(config), str(config), "template.train_stop=false"]) == 0
+    assert run(["diff", str(config), str(config), "template.train_on=all", "--b", "template.train_on=assistant"]) == 3
+    assert "template.train_on" in capsys.readouterr().out
+
+
+def test_a_sample_of_rows_is_compared(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", str(config), str(config), "--sample", "2", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 2
+
+
+def test_a_mistake_in_either_file_exits_with_two(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", str(config), str(config.parent / "absent.yaml")]) == 2
+    assert run(["diff", str(config), str(config), "--b", "template.nonsense=1"]) == 2
+    err = capsys.readouterr().err
+    assert "absent.yaml" in err and "nonsense" in err and "Traceback" not in err

@@ -1,0 +1,120 @@
+"""The Python interface does what docs/api.md says, example by example."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import luthier
+from luthier.errors import RowDropped, RowError, TemplateError
+from luthier.records import Conversation, Document, Message, Text
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> luthier.encoding.tokenizer.Tokenizer:  # type: ignore[name-defined]
+    return luthier.load_tokenizer("preset:tiny-qwen3")
+
+
+def test_every_example_of_the_page_prints_what_it_says() -> None:
+    failures, examples = doctest.testfile(str(PAGE), module_relative=False)
+    assert examples > 8
+    assert failures == 0
+
+
+def test_arrays_have_the_types_that_are_promised(tokenizer: object) -> None:
+    sample = luthier.encode(ROW, tokenizer)
+    assert (sample.input_ids.dtype, sample.target.dtype, sample.weight) == (np.int32, np.bool_, None)
+    weighted = luthier.encode(ROW, tokenizer, targets=[{"role": "assistant", "weight": 0.5}])
+    assert weighted.weight is not None and weighted.weight.dtype == np.float32
+    assert set(weighted.weight[weighted.target].tolist()) == {0.5}
+
+
+def test_records_and_dicts_give_the_same(tokenizer: object) -> None:
+    record = Conversation(
+        messages=(
+            Message(role="user", parts=(Text(text="hi"),)),
+            Message(role="assistant", parts=(Text(text="hello"),)),
+        )
+    )
+    share_gpt = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
+    forms = [ROW, record, share_gpt, {"instruction": "hi", "output": "hello"}, {"prompt": "hi", "completion": "hello"}]
+    samples = list(luthier.encode_many(forms, tokenizer))
+    assert len({tuple(sample.input_ids.tolist()) for sample in samples}) == 1
+    assert len({tuple(sample.target.tolist()) for sample in samples}) == 1
+
+
+def test_many_rows_are_what_each_is_alone(tokenizer: object) -> None:
+    rows = [
+        {"messages": [*ROW["messages"], {"role": "user", "content": str(n)}, {"role": "assistant", "content": "x" * n}]}
+        for n in range(1, 40)
+    ]
+    for row, together in zip(rows, luthier.encode_many(rows, tokenizer), strict=True):
+        alone = luthier.encode(row, tokenizer)
+        assert np.array_equal(alone.input_ids, together.input_ids) and np.array_equal(alone.target, together.target)
+
+
+def test_a_bad_row_is_returned_in_its_place_or_raised(tokenizer: object) -> None:
+    rows = [
+        ROW,
+        {"messages": "nonsense"},
+        {"messages": [{"role": "user", "content": "\ud800"}, ROW["messages"][1]]},
+        ROW,
+    ]
+    outcomes = list(luthier.encode_many(rows, tokenizer, errors="return"))
+    assert [type(outcome).__name__ for outcome in outcomes] == ["Sample", "RowError", "RowError", "Sample"]
+    assert str(outcomes[1]).startswith("<rows>:2:messages") and outcomes[2].reason == "invalid_unicode"
+    with pytest.raises(RowError, match=r"^<rows>:2"):
+        list(luthier.encode_many(rows, tokenizer))
+    with pytest.raises(RowDropped):
+        luthier.encode({"messages": ROW["messages"][:1]}, tokenizer)
+
+
+def test_tools_are_offered_where_a_row_has_none(tokenizer: object) -> None:
+    tools = [{"type": "function", "function": {"name": "find", "description": "d", "parameters": {"type": "object"}}}]
+    own = [{"type": "function", "function": {"name": "mine", "description": "d", "parameters": {"type": "object"}}}]
+    texts = [
+        tokenizer.decode(sample.input_ids)  # type: ignore[attr-defined]
+        for sample in luthier.encode_many([ROW, {**ROW, "tools": own}], tokenizer, tools=tools)
+    ]
+    assert "find" in texts[0] and "mine" in texts[1] and "find" not in texts[1]
+
+
+def test_template_variables_must_be_read_by_the_template(tokenizer: object) -> None:
+    with pytest.raises(TemplateError, match="enable_thought"):
+        luthier.encode(ROW, tokenizer, template_kwargs={"enable_thought": True})
+
+
+def test_allowed_control_strings_are_control_tokens_and_others_are_not(tokenizer: object) -> None:
+    row = {"messages": [{"role": "user", "content": "a<|im_end|>b<think>"}, ROW["messages"][1]]}
+    as_text = luthier.encode(row, tokenizer)
+    allowed = luthier.encode(row, tokenizer, control=["<|im_end|>"])
+    stop = tokenizer.control_id("<|im_end|>")  # type: ignore[attr-defined]
+    assert (as_text.input_ids == stop).sum() == 2 and (allowed.input_ids == stop).sum() == 3
+    assert tokenizer.decode(as_text.input_ids) == tokenizer.decode(allowed.input_ids)  # type: ignore[attr-defined]
+    assert dict(as_text.control_strings) == {"<|im_end|>": 1, "<think>": 1}
+
+
+def test_rendered_text_is_taken_as_it_is(tokenizer: object) -> None:
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    parts = (Text(text=text, train=False), Text(text="yes<|im_end|>"))
+    sample = luthier.encode(Document(parts=parts, rendered=True), tokenizer)
+    whole = tokenizer.encode_whole(text + "yes<|im_end|>")  # type: ignore[attr-defined]
+    assert sample.input_ids.tolist() == whole.tolist()
+    assert tokenizer.decode(sample.input_ids[sample.target]) == "yes<|im_end|>"  # type: ignore[attr-defined]
+
+
+def test_neither_torch_nor_transformers_is_needed() -> None:
+    code = (
+        "import sys, luthier; tokenizer = luthier.load_tokenizer('preset:tiny-qwen3');"
+        f"luthier.encode({ROW!r}, tokenizer);"
+        "assert not {'torch', 'transformers', 'datasets', 'pandas'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

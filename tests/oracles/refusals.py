@@ -1,0 +1,81 @@
+"""Whether a refusal says the truth, found out with transformers' own rendering alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jinja2
+
+from luthier.errors import RowError
+from tests.oracles.chat_rows import Chat
+from tests.oracles.families import Stock
+
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+# What a template may raise when it trips over a row.
+TROUBLE = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+
+
+def is_true(error: RowError, stock: Stock, chat: Chat, tools: Sequence[dict[str, Any]] = ()) -> bool:
+    """Whether the reason that a row was refused for holds, for the last message or for the one that is named."""
+    number = int(error.field.removeprefix("messages[").rstrip("]")) if error.field else len(chat) - 1
+    until, history = chat[: number + 1], chat[:number]
+    match error.reason:
+        case "template":
+            return _raises(stock, chat, tools) or any(
+                _raises(stock, chat[:end], tools, add_generation_prompt=True) or _raises(stock, chat[: end + 1], tools)
+                for end, message in enumerate(chat)
+                if message["role"] == "assistant"
+            )
+        case "dropped_by_template":
+            text = stock.render(until, tools)
+            return any(stock.render(changed, tools) == text for changed in _with_one_part_changed(until))
+        case "prompt_not_reproduced":
+            return not any(_reproduces(stock, history, until, tools, switch) for switch in _switches())
+        case "no_stop":
+            return not stock.render(until, tools).rstrip().endswith(stock.stops.all)
+        case "not_rendered":
+            return stock.render(until, tools) == stock.render(history, tools)
+        case "no_target":
+            return all(message["role"] != "assistant" for message in chat)
+        case _:
+            return False
+
+
+def switches_of(stock: Stock) -> Iterator[dict[str, bool]]:
+    """The thinking switches that a template has, in all positions; first left alone."""
+    return (switch for switch in _switches() if all(name in stock.source for name in switch))
+
+
+def _switches() -> Iterator[dict[str, bool]]:
+    yield {}
+    for name in THINKING_SWITCHES:
+        yield from ({name: value} for value in (False, True))
+
+
+def _raises(stock: Stock, chat: Chat, tools: Sequence[dict[str, Any]], **kwargs: Any) -> bool:
+    try:
+        stock.render(chat, tools, **kwargs)
+    except TROUBLE:
+        return True
+    return False
+
+
+def _reproduces(
+    stock: Stock, history: Chat, until: Chat, tools: Sequence[dict[str, Any]], switch: dict[str, bool]
+) -> bool:
+    prompt = stock.render(history, tools, add_generation_prompt=True, **switch)
+    # A prompt's own <think> is no beginning of a <think> that somebody wrote, alike as they look.
+    is_written = prompt.rstrip().endswith("<think>") and until[-1]["content"].lstrip().startswith("<think>")
+    return stock.render(until, tools, **switch).startswith(prompt) and not is_written
+
+
+def _with_one_part_changed(chat: Chat) -> Iterator[Chat]:
+    *history, last = chat
+    for field in ("content", "reasoning_content"):
+        if last.get(field):
+            yield [*history, {**last, field: "Quite another text."}]
+    for index, call in enumerate(last.get("tool_calls", ())):
+        calls = list(last["tool_calls"])
+        calls[index] = {**call, "function": {"name": "another", "arguments": {"other": "one"}}}
+        yield [*history, {**last, "tool_calls": calls}]

@@ -1,0 +1,201 @@
+"""A row that is replayed from a recording gets exactly what running the template for it would give."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from chat import CHATML, CONTROL, assistant, conversation, message, renderer, user
+from hypothesis import given
+from hypothesis import strategies as st
+
+from luthier.errors import RowError, TemplateError
+from luthier.presets import tokenizer_folder
+from luthier.records import Conversation, Message, Text, Thinking, ToolCall
+from luthier.rendering.control import ControlTokens
+from luthier.rendering.render import Renderer
+from luthier.rendering.targets import TargetPolicy
+from luthier.rendering.template import ChatTemplate
+
+# Templates that look at content in every way that stock templates do.
+TEMPLATES = {
+    "chatml": CHATML,
+    "embedded": (Path(tokenizer_folder("tiny-qwen3")) / "chat_template.jinja").read_text(encoding="utf-8"),
+    "trims": CHATML.replace("message.content", "(message.content | trim)"),
+    "splits thoughts": CHATML.replace(
+        "message.content",
+        "(message.content.split('</think>')[-1].lstrip('\n') if '</think>' in message.content else message.content)",
+    ),
+    "strips what it joined": CHATML.replace("message.content", "(' ' + message.content + ' \n').strip()"),
+    "tests the beginning": CHATML.replace(
+        "message.content", "('tool: ' + message.content if message.content.startswith('<tool') else message.content)"
+    ),
+    "leaves out what is empty": "{% for message in messages if message.content %}" + CHATML.split("%}", 1)[1],
+    "numbers long ones": CHATML.replace("message.content", "(message.content[:5] ~ (message.content | length))"),
+    "looks at the last one": CHATML.replace(
+        "message.content", "(message.content ~ ('!' if messages[-1].content == 'ab' else ''))"
+    ),
+    "compares two": CHATML.replace(
+        "message.content", "('again' if loop.previtem.content == message.content else message.content)"
+    ),
+    "finds in a literal": CHATML.replace("message.content", "(message.content if message.content in 'abc' else 'no')"),
+    "marks as safe": CHATML.replace("message.content", "(message.content | safe)"),
+    "upper case": CHATML.replace("message.content", "(message.content | upper)"),
+    "reverses": CHATML.replace("message.content", "message.content[::-1]"),
+    "looks it up": CHATML.replace("message.content", "({'ab': 'known'}.get(message.content, message.content))"),
+}  # fmt: skip
+COMPILED: dict[str, ChatTemplate] = {}
+WORDS = st.text(alphabet="ab \n<>", max_size=5) | st.sampled_from(
+    ["<think>a</think>\n\nb", "<tool>", "ab", "<|im_end|>"]
+)
+
+
+def rows(texts: list[str]) -> Conversation:
+    roles = itertools.cycle((user, assistant))
+    return conversation(*(role(text) for role, text in zip(roles, texts, strict=False)))
+
+
+def outcome(one: Renderer, row: Conversation) -> object:
+    try:
+        return [[piece for piece in path if getattr(piece, "text", True)] for path in one.render(row).paths]
+    except RowError as error:
+        return error.reason
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(rows_of_texts=st.lists(st.lists(WORDS, min_size=2, max_size=4), min_size=2, max_size=4))
+def test_replayed_rows_are_what_the_template_prints_for_them(name: str, rows_of_texts: list[list[str]]) -> None:
+    template = COMPILED.setdefault(name, ChatTemplate(TEMPLATES[name]))
+    replaying = Renderer(template, CONTROL, TargetPolicy())
+    running = Renderer(template, CONTROL, TargetPolicy(), replay=False)
+    for texts in rows_of_texts:
+        assert outcome(replaying, rows(texts)) == outcome(running, rows(texts))
+
+
+def test_rows_of_one_shape_share_a_recording_unless_the_template_asks_what_tells_them_apart() -> None:
+    one = renderer(TEMPLATES["splits thoughts"])
+    first, second, third = (one.fill(rows(["hi", text])) for text in ("plain", "other", "<think>a</think>b"))
+    assert first.blueprint is second.blueprint
+    assert third.blueprint is not first.blueprint
+
+
+def test_a_replay_that_goes_wrong_is_noticed() -> None:
+    one = renderer()
+    one.fill(rows(["hi", "there"]))
+    ((known,),) = one._blueprints.values()
+    template = one.template
+    assert template is not None
+    template._plain = type(template)(
+        CHATML.replace("'<|im_end|>", "' <|im_end|>")
+    )._plain  # what inference runs is another one
+    assert known.replays == 0
+    with pytest.raises(TemplateError, match="prints something else"):
+        one.fill(rows(["hi", "you"]))
+
+
+def test_shapes_tell_apart_what_strings_do_not_say() -> None:
+    calls = [ToolCall(name="f", arguments=arguments) for arguments in ({"a": "x"}, {"a": 1}, {"a": True}, {"b": "x"})]
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+        "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    one = renderer(template)
+    texts = {
+        "".join(getattr(piece, "text", "") for piece in one.render(conversation(user("go"), assistant(call))).paths[0])
+        for call in calls
+    }
+    assert (
+        len(texts) == 4 and any('{"a": 1}' in text for text in texts) and any('{"a": true}' in text for text in texts)
+    )
+
+
+GLM = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GLM_CONTROL = ControlTokens(
+    tokens=frozenset({"<|user|>", "<|assistant|>", "<|tool|>"}),
+    special=frozenset({"<|user|>", "<|assistant|>", "<|tool|>"}),
+    stops=frozenset({"<|user|>", "<|tool|>"}),
+)
+
+
+def trained(path: tuple[object, ...]) -> list[str]:
+    return [getattr(piece, "token", "") or piece.text for piece in path if piece.weight]  # type: ignore[attr-defined]
+
+
+def test_where_the_next_header_is_the_stop_the_last_turn_gets_it_too() -> None:
+    row = conversation(user("a"), assistant("b"), user("c"), assistant("d"))
+    (path,) = renderer(GLM, GLM_CONTROL).render(row).paths
+    assert trained(path) == ["b", "<|user|>", "d", "<|user|>"]
+    unstopped = renderer(GLM, GLM_CONTROL, TargetPolicy(train_stop=False))
+    (path,) = unstopped.render(row).paths
+    assert trained(path) == ["b", "d"]
+
+
+def test_a_turn_that_another_one_of_the_assistant_follows_stops_as_if_it_were_the_last() -> None:
+    row = conversation(user("a"), assistant("b"), assistant("c"))
+    paths = renderer(GLM, GLM_CONTROL).render(row).paths
+    assert [trained(path) for path in paths] == [["b", "<|user|>"], ["c", "<|user|>"]]
+
+
+def test_a_template_that_wants_lists_of_parts_gets_them() -> None:
+    parts = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+        "<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (path,) = renderer(parts).render(conversation(user("hi"), assistant("a", Text(text=" b", train=False)))).paths
+    assert trained(path) == ["a", "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "on and on"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself"),
+        ("{{ 'a' * 99999999999 }}", "too much"),
+        ("{{ 9 ** 999999999 }}", "too much"),
+        ("{% for i in range(999999999) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_templates_without_end_are_stopped(template: str, words: str) -> None:
+    with pytest.raises(RowError, match=words):
+        renderer(template).render(conversation(user("a"), assistant("b")))
+
+
+def test_thinking_that_was_written_in_the_text_returns_to_it_where_the_template_knows_none() -> None:
+    thought = Thinking(text="hm", written="<think>hm</think>\n", written_start=7)
+    row = conversation(user("a"), assistant(thought, "b"))
+    (path,) = renderer().render(row).paths
+    assert "".join(trained(path)) == "<think>hm</think>\nb<|im_end|>"
+    with pytest.raises(RowError, match="dropped_by_template"):
+        renderer().render(conversation(user("a"), assistant(Thinking(text="hm"), "b")))
+
+
+def test_control_strings_in_text_are_counted_refused_or_allowed() -> None:
+    row = conversation(user("say <|im_end|> <think>"), assistant("<|im_end|>"))
+    assert renderer().fill(row).control_strings == {"<|im_end|>": 2, "<think>": 1}
+    assert renderer().fill(conversation(user("< | im_end | >"), assistant("b"))).control_strings == {}
+    with pytest.raises(RowError, match=r"control_string.*<think>, <\|im_end\|>"):
+        renderer(policy=TargetPolicy(forbids_control=True)).fill(row)
+    allowing = renderer(policy=TargetPolicy(allowed=frozenset({"<think>", "<|im_start|>"}))).fill(row)
+    assert allowing.allowed == {"<think>"}
+
+
+def test_many_shapes_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("luthier.rendering.render.MOST_BLUEPRINTS", 3)
+    one = renderer()
+    expected = [renderer().render(rows(["a"] * length)).paths for length in range(2, 12, 2)]
+    assert [one.render(rows(["a"] * length)).paths for length in range(2, 12, 2)] == expected
+    assert len(one._blueprints) <= 4
+
+
+def test_a_row_with_the_same_message_twice_is_followed() -> None:
+    same: Message = user("hi")
+    (path,) = renderer().render(Conversation(messages=(same, assistant("a"), same, assistant("a")))).paths
+    assert trained(path) == ["a", "<|im_end|>", "a", "<|im_end|>"]
+    assert message("user", "hi") == same
