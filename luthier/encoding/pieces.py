@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,15 +73,19 @@ class Assembler:
         ids = np.concatenate(arrays)
         if not len(ids):
             return RowError("empty", "the row renders to nothing", address=row.address)
-        if len(assembly.parents) == 1 and not assembly.is_weighted and not assembly.mixed:
-            target = np.repeat(assembly.is_target, lengths)
-            whole = Branch(parent=-1, length=len(ids))
-            found = tuple(row.control_strings.items())
-            return Sample(input_ids=ids, target=target, branches=(whole,), control_strings=found, address=row.address)
         sizes = np.add.reduceat(lengths, assembly.first_item).tolist()
         branches = [Branch(parent=parent, length=size) for parent, size in zip(assembly.parents, sizes, strict=True)]
-        sample = fold(ids, self._weights(row, assembly, lengths), branches, row.address)
-        return replace(sample, control_strings=tuple(row.control_strings.items())) if row.control_strings else sample
+        found = tuple(row.control_strings.items())
+        if assembly.is_weighted or assembly.mixed or _some_begin_alike(assembly, ids, sizes):
+            sample = fold(ids, self._weights(row, assembly, lengths), branches, row.address)
+            return replace(sample, control_strings=found) if found else sample
+        return Sample(
+            input_ids=ids,
+            target=np.repeat(assembly.is_target, lengths),
+            branches=tuple(branches),
+            control_strings=found,
+            address=row.address,
+        )
 
     def _weights(self, row: Filled, assembly: _Assembly, lengths: NDArray[np.int64]) -> NDArray[np.float32]:
         weights = np.repeat(assembly.weights, lengths)
@@ -108,6 +113,16 @@ class Assembler:
                 last.append(np.array([end - 1]))
             position = end
         return np.concatenate(ids), np.concatenate(last)
+
+
+def _some_begin_alike(assembly: _Assembly, ids: NDArray[np.int32], sizes: Sequence[int]) -> bool:
+    """Whether branches side by side begin with the same token, or have none, so that the tree can be smaller."""
+    if not assembly.siblings:
+        return False
+    if not all(sizes):
+        return True
+    starts = list(accumulate(sizes, initial=0))
+    return any(len({ids.item(starts[branch]) for branch in siblings}) < len(siblings) for siblings in assembly.siblings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +153,10 @@ class _Assembly:
             for run in branch.runs:
                 self._add(run, tokenizer, weights, first_item[-1])
         self.parents = [branch.parent for branch in blueprint.branches]
+        self.siblings = [
+            [branch for branch, parent in enumerate(self.parents) if parent == place] for place in set(self.parents)
+        ]
+        self.siblings = [group for group in self.siblings if len(group) > 1]
         self.first_item = np.array(first_item)
         self.weights = np.array(weights, np.float32)
         self.is_target = self.weights > 0

@@ -29,7 +29,7 @@ def fold(
     ``weights``, float32[T], are 0.0 where a token is no target. Parents come before their children. The sample's
     branches are stored depth first, leaves in the order in which they came.
     """
-    folding = _Folding(tokens=ids.tolist(), learned=(weights > 0).tolist(), weights=weights)
+    folding = _Folding(ids=ids, weights=weights)
     roots: list[_Node] = []
     nodes: list[_Node] = []
     start = 0
@@ -40,19 +40,21 @@ def fold(
     stored: list[tuple[int, _Node]] = []
     for root in folding.merged(roots):
         _flatten(root, -1, stored)
-    spans = [span for _, node in stored for span in node.spans]
-    order = np.concatenate([np.arange(start, end) for start, end in spans])
-    weights = folding.weights[order]
+    spans = [slice(*span) for _, node in stored for span in node.spans]
+    weights = np.concatenate([folding.weights[span] for span in spans])
     target = weights > 0
     return Sample(
-        input_ids=ids[order],
+        input_ids=np.concatenate([ids[span] for span in spans]),
         target=target,
-        weight=None if (weights[target] == 1).all() else np.where(target, weights, 1).astype(np.float32),
+        weight=None if (weights == target).all() else np.where(target, weights, 1).astype(np.float32),
         branches=tuple(
             Branch(parent=parent, length=sum(end - start for start, end in node.spans)) for parent, node in stored
         ),
         address=address,
     )
+
+
+NEAR = 6  # most runs part within so many tokens, which is quicker to see one by one
 
 
 @dataclass(slots=True, eq=False)
@@ -65,10 +67,9 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class _Folding:
-    """Folding one tree. Runs mostly part after a few tokens, which lists see sooner than arrays."""
+    """Folding one tree."""
 
-    tokens: list[int]
-    learned: list[bool]
+    ids: NDArray[np.int32]
     weights: NDArray[np.float32]
 
     def merged(self, nodes: Sequence[_Node]) -> list[_Node]:
@@ -107,19 +108,21 @@ class _Folding:
         return best
 
     def _common(self, one: int, other: int, most: int) -> int:
-        tokens, learned = self.tokens, self.learned
-        for index in range(most):
-            if tokens[one + index] != tokens[other + index] or (learned[one + index] and learned[other + index]):
+        token, weight = self.ids.item, self.weights.item
+        for index in range(min(most, NEAR)):
+            if token(one + index) != token(other + index) or (weight(one + index) > 0 and weight(other + index) > 0):
                 return index
-        return most
+        mine, theirs = slice(one, one + most), slice(other, other + most)
+        differs = self.ids[mine] != self.ids[theirs]
+        differs |= (self.weights[mine] > 0) & (self.weights[theirs] > 0)
+        return int(differs.argmax()) if differs.any() else most
 
     def _share(self, kept: int, left: int, length: int) -> None:
         """Tokens that are kept in place of others are learned if those were."""
-        if any(self.learned[left : left + length]):
-            mine = self.weights[kept : kept + length]
+        theirs = self.weights[left : left + length]
+        if theirs.any():
             self.weights = self.weights.copy()
-            self.weights[kept : kept + length] = np.maximum(mine, self.weights[left : left + length])
-            self.learned[kept : kept + length] = (self.weights[kept : kept + length] > 0).tolist()
+            self.weights[kept : kept + length] = np.maximum(self.weights[kept : kept + length], theirs)
 
 
 def _flatten(node: _Node, parent: int, stored: list[tuple[int, _Node]]) -> None:

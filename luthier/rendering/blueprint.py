@@ -12,9 +12,11 @@ Filling in a row's strings is then a matter of looking its values up; the templa
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import itemgetter
 
 from luthier.errors import RowError
 from luthier.records import Address, ControlPiece, MediaPiece, Piece, Rendered, TextPiece
@@ -120,8 +122,13 @@ def build_blueprint(
     """The blueprint of paths; ``references`` has all that occur in their sketches and in the guards."""
     index_of = {char: index for index, char in enumerate(references)}
     roots: list[_Node] = []
+    before: Sequence[Piece] = ()
+    runs: list[tuple[Run, int]] = []
     for path in paths:
-        _insert(roots, list(_runs(path, index_of, control)))
+        start, kept = _shared_start(before, path, runs)
+        runs = [*runs[:kept], *_runs(path, start, index_of, control)]
+        before = path
+        _insert(roots, [run for run, _ in runs])
     branches: list[BranchPlan] = []
     for root in roots:
         _flatten(root, -1, branches)
@@ -140,27 +147,41 @@ class _Node:
     children: list[_Node] = field(default_factory=list)
 
 
-def _runs(path: Sequence[Piece], index_of: Mapping[str, int], control: ControlTokens) -> Iterator[Run]:
+def _shared_start(before: Sequence[Piece], path: Sequence[Piece], runs: Sequence[tuple[Run, int]]) -> tuple[int, int]:
+    """Up to which piece, just after a control token, a path has the very pieces of another, and how many runs."""
+    same = next((n for n, (one, other) in enumerate(zip(before, path, strict=False)) if one is not other), len(before))
+    for number in range(bisect_right(runs, same, key=itemgetter(1)) - 1, -1, -1):
+        run, end = runs[number]
+        if isinstance(run, ControlPiece) and end <= len(path):
+            return end, number + 1
+    return 0, 0
+
+
+def _runs(
+    path: Sequence[Piece], start: int, index_of: Mapping[str, int], control: ControlTokens
+) -> Iterator[tuple[Run, int]]:
+    """The runs from piece ``start`` on, each with the piece it ends before."""
     # A change of `by_model` is the seam between prompt and completion: inference encodes the two apart.
-    groups = [
-        list(group)
-        for _, group in groupby(path, key=lambda piece: piece.by_model if isinstance(piece, TextPiece) else id(piece))
-    ]
-    for number, group in enumerate(groups):
-        first = group[0]
-        match first:
-            case ControlPiece():
-                yield first
+    keys = [piece.by_model if isinstance(piece, TextPiece) else id(piece) for piece in path]
+    end = start
+    while end < len(path):
+        begin = end
+        while end < len(path) and keys[end] == keys[begin]:
+            end += 1
+        match path[begin]:
+            case ControlPiece() as piece:
+                yield piece, end
             case MediaPiece():
                 raise RowError("media", "media cannot be encoded yet")
             case TextPiece():
-                texts = [piece for piece in group if isinstance(piece, TextPiece)]
-                yield TextRun(
+                texts = [piece for piece in path[begin:end] if isinstance(piece, TextPiece)]
+                run = TextRun(
                     texts=tuple(_gapped(piece.text, index_of) for piece in texts),
                     weights=tuple(piece.weight for piece in texts),
-                    strip_left=number > 0 and _swallows(groups[number - 1][-1], control.rstrip),
-                    strip_right=number + 1 < len(groups) and _swallows(groups[number + 1][0], control.lstrip),
+                    strip_left=begin > 0 and _swallows(path[begin - 1], control.rstrip),
+                    strip_right=end < len(path) and _swallows(path[end], control.lstrip),
                 )
+                yield run, end
 
 
 def _swallows(neighbour: Piece, tokens: frozenset[str]) -> bool:
@@ -196,6 +217,8 @@ def _insert(siblings: list[_Node], runs: list[Run]) -> None:
 
 def _shared(one: Run, other: Run) -> Run | None:
     """One run in place of two, if they are the same text and at most one of them is learned: a target has one path."""
+    if one is other and not (one.weight if isinstance(one, ControlPiece) else any(one.weights)):
+        return one
     match one, other:
         case ControlPiece(), ControlPiece() if one.token == other.token and not (one.weight and other.weight):
             return one if one.weight else other
@@ -206,6 +229,9 @@ def _shared(one: Run, other: Run) -> Run | None:
 
 
 def _flatten(node: _Node, parent: int, branches: list[BranchPlan]) -> None:
+    while len(node.children) == 1:  # a path ended here, which takes no branch of its own
+        (child,) = node.children
+        node = _Node([*node.runs, *child.runs], child.children)
     number = len(branches)
     branches.append(BranchPlan(parent=parent, runs=tuple(node.runs)))
     for child in node.children:

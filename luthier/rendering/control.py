@@ -37,9 +37,14 @@ class ControlTokens:
     def count(self, texts: Sequence[str]) -> Counter[str]:
         """How often each control string stands in some texts."""
         text = "\0".join(texts)
-        if not any(stem in text for stem in self._stems):  # far quicker than to look for each of them
+        # far quicker than to look for each of them
+        if not any(first in text for first in self._firsts) or not any(stem in text for stem in self._stems):
             return Counter()
         return Counter(token for _, _, token in self.find(text))
+
+    @cached_property
+    def _firsts(self) -> frozenset[str]:
+        return frozenset(token[:1] for token in self.tokens)
 
     @cached_property
     def _stems(self) -> frozenset[str]:

@@ -54,6 +54,13 @@ MIRRORED_TESTS = frozenset(
 )
 
 
+DICT_ATTRIBUTES = frozenset(dir(dict))
+STRING_METHODS = frozenset(
+    "endswith lower lstrip partition removeprefix removesuffix replace rpartition rsplit rstrip split splitlines "  # noqa: SIM905
+    "startswith strip title upper".split()
+)
+
+
 class EndlessTemplate(jinja2.TemplateError):
     """A template that would not come to an end."""
 
@@ -128,6 +135,14 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
             self.trace.scope, loops[-1].assigned = self.trace.message_of[id(item)], True
 
     # -------------------------------------------------------------------------------------- hooks of the sandbox
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """``obj.attribute``; for keys of dicts and methods of strings, which is nearly always, without a detour."""
+        if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if isinstance(obj, str) and attribute in STRING_METHODS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls from the template. A method of a plain string given tracked ones is called on a tracked copy."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, zip_longest
 from typing import Any
 
 from luthier.errors import RowError
@@ -31,14 +33,45 @@ class Path:
     end: int | None = None
     stop: str | None = None
 
-    def pieces(self, control: ControlTokens, weigh: Weigh) -> tuple[Piece, ...]:
-        """The path as pieces."""
-        pieces = cut_pieces(self.recording, control, self.spans, weigh, self.end)
-        if self.stop is None:
-            return pieces
-        span = self.spans[-1]
-        weight = weigh(Owner(scope=span.message), span, True)
-        return (*pieces, ControlPiece(token=self.stop, by_model=True, weight=weight, message=span.message))
+
+def cut_paths(paths: Sequence[tuple[Path, Weigh]], control: ControlTokens) -> list[tuple[Piece, ...]]:
+    """The paths as pieces. Of two neighbours that begin alike the second gets the pieces of the first, as far as it
+    can; so give paths beside each other that share much, and weigh what is not learned in them the same.
+    """
+    cut: list[tuple[Piece, ...]] = []
+    before: Path | None = None
+    for path, weigh in paths:
+        reused, start = ((), 0) if before is None else _common_pieces(cut[-1], before, path)
+        pieces = (*reused, *cut_pieces(path.recording, control, path.spans, weigh, start=start, end=path.end))
+        if path.stop is not None:
+            span = next(span for span in reversed(path.spans) if not span.is_history)
+            weight = weigh(Owner(scope=span.message), span, True)
+            pieces = (*pieces, ControlPiece(token=path.stop, by_model=True, weight=weight, message=span.message))
+        cut.append(pieces)
+        before = path
+    return cut
+
+
+def _common_pieces(pieces: tuple[Piece, ...], one: Path, other: Path) -> tuple[tuple[Piece, ...], int]:
+    """The first of one path's pieces, up to a control token, that are the other's too, and where they end."""
+    limit = _common_length(one.recording.sketch[: one.end], other.recording.sketch[: other.end])
+    for mine, theirs in zip_longest(one.spans, other.spans):
+        if mine != theirs or not mine.is_history:
+            limit = min(limit, *(span.seam for span in (mine, theirs) if span is not None))
+            break
+    ends = list(accumulate(len(piece.token if isinstance(piece, ControlPiece) else piece.text) for piece in pieces))  # type: ignore[union-attr]
+    for index in range(bisect_right(ends, limit) - 1, -1, -1):
+        if isinstance(pieces[index], ControlPiece):
+            return pieces[: index + 1], ends[index]
+    return (), 0
+
+
+def _common_length(one: str, other: str) -> int:
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
 
 
 def paths_of(
@@ -51,8 +84,9 @@ def paths_of(
     num_messages = len(history.row.messages)
     trunk = Path(recording=history.recording(num_messages), num_messages=num_messages, kwargs={})
     branches: list[Path] = []
+    contexts: dict[int, Context] = {}
     for index in reversed(turns):  # a later turn's path often holds the context of an earlier one
-        context = context_of(history.template, history, index)
+        context = contexts[index] = context_of(history.template, history, index)
         home = _home(context, (trunk, *branches), control, history)
         if home is None:
             home = Path(recording=context.recording, num_messages=index + 1, kwargs=context.kwargs)
@@ -71,7 +105,23 @@ def paths_of(
             home.end = span.end
         home.spans.insert(0, span)
         _require_every_part(home.recording, span, history)
+    for path in (trunk, *branches):
+        _mark_history(path, contexts, control, history)
     return trunk, branches[::-1]
+
+
+def _mark_history(path: Path, contexts: Mapping[int, Context], control: ControlTokens, history: RowHistory) -> None:
+    """Cut a path where the model took over in turns that other paths train, so that all share what comes before."""
+    own = {span.message for span in path.spans}
+    for index, context in contexts.items():
+        prompt = context.recording.sketch[: context.seam]
+        if index in own or index >= path.num_messages or not path.recording.sketch[: path.end].startswith(prompt):
+            continue
+        if seam_is_safe(path.recording, control, context.seam, history):
+            span = span_of(path.recording, control, index, context.seam)
+            if span is not None:
+                path.spans.append(replace(span, is_history=True))
+    path.spans.sort(key=lambda span: span.seam)
 
 
 def _home(context: Context, paths: Sequence[Path], control: ControlTokens, history: RowHistory) -> Path | None:

@@ -16,27 +16,31 @@ Weigh = Callable[[Owner, Span | None, bool], float]
 
 
 def cut_pieces(
-    recording: Recording, control: ControlTokens, spans: Sequence[Span], weigh: Weigh, end: int | None = None
+    recording: Recording,
+    control: ControlTokens,
+    spans: Sequence[Span],
+    weigh: Weigh,
+    *,
+    start: int = 0,
+    end: int | None = None,
 ) -> tuple[Piece, ...]:
     """Control tokens that the template wrote become `ControlPiece`s, all else `TextPiece`s cut at owners and spans.
 
-    No string of the row is in a sketch, so what looks like a control token there is one. ``end`` cuts the rest off.
+    No string of the row is in a sketch, so what looks like a control token there is one. Gives the pieces from
+    ``start`` on, which is the end of a control token, to ``end``.
     """
     sketch = recording.sketch[:end]
-    seams = {0, len(sketch), *(span.seam for span in spans if span.seam < len(sketch))}
+    seams = {start, len(sketch), *(span.seam for span in spans if start < span.seam < len(sketch))}
     pieces: list[Piece] = []
     for begin, stop in pairwise(sorted(seams)):  # no token reaches over a seam: inference encodes the two sides apart
         position = begin
-        for start, token_end, token in control.find(sketch[begin:stop]):
-            pieces.extend(_texts(recording, position, begin + start, spans, weigh))
-            span = _span_at(spans, begin + start)
-            owner = recording.owner(begin + start)
-            in_stop = span is not None and begin + start >= span.stop
-            pieces.append(
-                ControlPiece(
-                    token=token, by_model=span is not None, weight=weigh(owner, span, in_stop), message=owner.scope
-                )
-            )
+        for token_start, token_end, token in control.find(sketch[begin:stop]):
+            place = begin + token_start
+            pieces.extend(_texts(recording, position, place, spans, weigh))
+            span = _span_at(spans, place)
+            owner = recording.owner(place)
+            weight = _weight(weigh, owner, span, place)
+            pieces.append(ControlPiece(token=token, by_model=span is not None, weight=weight, message=owner.scope))
             position = begin + token_end
         pieces.extend(_texts(recording, position, stop, spans, weigh))
     return tuple(pieces)
@@ -51,10 +55,15 @@ def _texts(recording: Recording, start: int, end: int, spans: Sequence[Span], we
         yield TextPiece(
             text=recording.sketch[begin:stop],
             by_model=span is not None,
-            weight=weigh(owner, span, span is not None and begin >= span.stop),
+            weight=_weight(weigh, owner, span, begin),
             message=owner.scope if owner.field is None else owner.message,
             field=owner.field,
         )
+
+
+def _weight(weigh: Weigh, owner: Owner, span: Span | None, position: int) -> float:
+    learned = None if span is None or span.is_history else span
+    return weigh(owner, learned, learned is not None and position >= learned.stop)
 
 
 def _span_at(spans: Sequence[Span], position: int) -> Span | None:

@@ -33,7 +33,8 @@ from luthier.records import (
 from luthier.rendering.blueprint import Blueprint, build_blueprint
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.messages import message_strings
-from luthier.rendering.paths import Path, paths_of
+from luthier.rendering.paths import Path, cut_paths, paths_of
+from luthier.rendering.pieces import Weigh
 from luthier.rendering.recordings import Recordings, RowHistory
 from luthier.rendering.references import AlphabetFull, Slot
 from luthier.rendering.shape import MessageShape, message_shape, tools_shape
@@ -193,9 +194,12 @@ class Renderer:
         except AlphabetFull:
             raise RowError("too_many_strings", "the row holds more strings than can be followed") from None
         completions_only = weights.without_supplied()
-        cut = [branch.pieces(self.control, completions_only) for branch in branches]
-        if trunk.spans or weights.supplied:
-            cut.append(trunk.pieces(self.control, weights))
+        learned: list[tuple[Path, Weigh]] = [(branch, completions_only) for branch in branches]
+        if weights.supplied:
+            cut = [*cut_paths(learned, self.control), *cut_paths([(trunk, weights)], self.control)]
+        else:
+            is_learned = any(not span.is_history for span in trunk.spans)
+            cut = cut_paths([*learned, (trunk, weights)] if is_learned else learned, self.control)
         paths = [*branches, trunk]
         references = history.references(*(path.recording.sketch for path in paths))
         blueprint = build_blueprint(cut, list(history.guards), references, self.control)

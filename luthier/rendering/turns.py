@@ -38,12 +38,16 @@ class History(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """The completion of one message in a sketch: characters ``[seam, end)``, the stop token being ``[stop, end)``."""
+    """The completion of one message in a sketch: characters ``[seam, end)``, the stop token being ``[stop, end)``.
+
+    ``is_history``: it is learned in a path of its own; here it is what the model said before.
+    """
 
     message: int
     seam: int
     stop: int
     end: int
+    is_history: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
