@@ -172,7 +172,8 @@ class Conversation:
     ``{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}``.
     ``rendered``: control strings in its text are meant as control tokens. ``train_on`` is the row's or data set's own
     policy (a `TrainOn` value), if it has one; ``rules`` are the data set's, which come after the run's; ``weight``
-    multiplies the loss of all targets.
+    multiplies the loss of all targets. ``continue_final_message``: the last message is not finished, so it ends with
+    its text and no stop token is learned there.
     """
 
     messages: tuple[Message, ...]
@@ -182,6 +183,7 @@ class Conversation:
     rules: tuple[TargetRule, ...] = ()
     weight: float = 1.0
     rendered: bool = False
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,7 +315,7 @@ class Sample:
     target     bool[T]     the token itself is to be emitted by the model (not yet shifted)
     weight     float32[T]  or None, which means 1.0 everywhere
     branches               plain SFT has one; their lengths sum to T
-    control_strings        what looks like a control token in the row's own text, and how often
+    notes                  what is worth knowing of the row, and how often: control strings in its text …
     """
 
     input_ids: NDArray[np.int32]
@@ -321,7 +323,7 @@ class Sample:
     weight: NDArray[np.float32] | None = None
     branches: tuple[Branch, ...]
     media: tuple[MediaItem, ...] = ()
-    control_strings: tuple[tuple[str, int], ...] = ()
+    notes: tuple[tuple[str, int], ...] = ()
     address: Address = NOWHERE
 
     def segments(self) -> list[Segment]:

@@ -39,6 +39,7 @@ class ExpectedTurn:
     ``whole``     ids of prompt and completion encoded as one text, as ``apply_chat_template`` gives them
     ``after``     what the conversation goes on with, where this turn is rendered in it as it is on its own
     ``kwargs``    the template variables under which the turn is what its prompt leads to
+    ``unfinished``  the row says that its last answer goes on, so nothing ends it
     ``weights``   what each token of ``completion`` counts, the stop as if it were learned; NaN where it cannot be told
     """
 
@@ -51,6 +52,7 @@ class ExpectedTurn:
     kwargs: Mapping[str, Any]
     policy: TurnPolicy
     weights: Weights
+    unfinished: bool = False
 
     @property
     def ids(self) -> Ids:
@@ -60,7 +62,7 @@ class ExpectedTurn:
     @property
     def open_end(self) -> bool:
         """The template ends the turn with no stop, so where its answer ends cannot be told."""
-        return self.message is not None and not self.num_stop
+        return self.message is not None and not self.num_stop and not self.unfinished
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -93,10 +95,15 @@ def expected_row(
     whole_text = template.render(neutral.messages, neutral.tools)
     turns, not_reproduced = [], []
     for index, turn_policy in policy.turns.items():
+        if not _can_be_asked(template, neutral, index):
+            continue  # an answer before any question is context
         cut = _cut(template, tokenizer, neutral, index)
         if cut is None:
             not_reproduced.append(index)
         else:
+            if row.continue_final_message and index == len(row.messages) - 1:
+                cut = replace(cut, completion=cut.completion[: len(cut.completion) - cut.stop], stop=0, unfinished=True)
+                whole_text = cut.prompt + cut.completion
             turns.append(_expected_turn(turn_policy, cut, whole_text, neutral, tokenizer))
     (text,) = neutral.readable([whole_text], tokenizer)
     return ExpectedRow(
@@ -152,6 +159,17 @@ class _Cut:
     completion: str
     stop: int
     kwargs: Mapping[str, Any]
+    unfinished: bool = False
+
+
+def _can_be_asked(template: ChatTemplate, row: NeutralRow, index: int) -> bool:
+    if any(message.role != "system" for message in row.messages[:index]):
+        return True
+    try:
+        template.render(row.messages[:index], row.tools, generation_prompt=True)
+    except RowError:
+        return False
+    return True
 
 
 def _cut(template: ChatTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow, index: int) -> _Cut | None:
@@ -260,6 +278,7 @@ def _expected_turn(
         after=None if after_text is None else after,
         kwargs=cut.kwargs,
         policy=policy,
+        unfinished=cut.unfinished,
         weights=_weights(
             policy, completion, neutral.readable([cut.completion], tokenizer)[0], tokenizer, neutral.forged
         ),

@@ -146,7 +146,7 @@ def _weight_faults(turn: ExpectedTurn, home: Home, runs: Runs) -> Iterator[Viola
 
 
 def _stop_faults(turn: ExpectedTurn, home: Home, runs: Runs, *, train_stop: bool) -> Iterator[Violation]:
-    if not train_stop or not turn.policy.scaffold:
+    if not train_stop or not turn.policy.scaffold or turn.unfinished:
         return
     if turn.open_end:
         yield runs.fault(Check.STOP_TRAINED, "the template ends this turn with no stop token", message=turn.message)

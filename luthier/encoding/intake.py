@@ -26,7 +26,6 @@ from luthier.records import Address
 from luthier.sources import RowBytes, Source
 
 CHUNK_BYTES = 256_000  # raw bytes of rows that are encoded together: a worker's message is then cheap beside its work
-CONTROL_STRING = "control string in text: "  # before each one, in the ledger's notes
 CHUNK_ROWS = 2_000  # rows between two reports of progress, where nothing needs encoding
 
 
@@ -131,12 +130,12 @@ class Intake:
                 else:
                     writer.add(slot.key, outcome)
                     self.num_encoded += 1
-                    found = outcome.found
+                    found = outcome.counts
                     error = None if sum(outcome.leaf_targets) else _no_target()
             elif error is None:
                 known = store.index_of(slot.key)
                 error = _no_target() if known is not None and not store.num_targets[known] else None
-                found = () if known is None else store.control_strings(known)
+                found = () if known is None else store.notes(known)
             self._settle(slot, error, found)
 
     def _settle(self, slot: _Slot, error: RowError | None, found: Sequence[tuple[str, int]]) -> None:
@@ -148,8 +147,8 @@ class Intake:
             self.ledger.keep()
             self.num_reused += not slot.fresh
             self.kept.add(slot)
-            for token, count in found:
-                self.ledger.note(f"{CONTROL_STRING}{token}", count)
+            for what, count in found:
+                self.ledger.note(what, count)
             return
         placed = error.at(slot.address)
         self.ledger.lose(placed)

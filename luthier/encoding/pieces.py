@@ -75,15 +75,15 @@ class Assembler:
             return RowError("empty", "the row renders to nothing", address=row.address)
         sizes = np.add.reduceat(lengths, assembly.first_item).tolist()
         branches = [Branch(parent=parent, length=size) for parent, size in zip(assembly.parents, sizes, strict=True)]
-        found = tuple(row.control_strings.items())
+        notes = row.notes
         if assembly.is_weighted or assembly.mixed or _some_begin_alike(assembly, ids, sizes):
             sample = fold(ids, self._weights(row, assembly, lengths), branches, row.address)
-            return replace(sample, control_strings=found) if found else sample
+            return replace(sample, notes=notes) if notes else sample
         return Sample(
             input_ids=ids,
             target=np.repeat(assembly.is_target, lengths),
             branches=tuple(branches),
-            control_strings=found,
+            notes=notes,
             address=row.address,
         )
 

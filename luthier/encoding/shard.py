@@ -34,8 +34,8 @@ REBUILD = "delete the folder of the store: its samples will be encoded again"
 class EncodedSample:
     """A sample as it will stand in a shard, with what planning needs to know of its leaves.
 
-    ``leaf_targets`` does not count a leaf's first token, which never is a target. ``control_strings`` is the JSON of
-    the sample's, or nothing.
+    ``leaf_targets`` does not count a leaf's first token, which never is a target. ``notes`` is the JSON of the
+    sample's, or nothing.
     """
 
     payload: bytes
@@ -44,12 +44,12 @@ class EncodedSample:
     branches: tuple[tuple[int, int], ...]
     leaf_lengths: tuple[int, ...]
     leaf_targets: tuple[int, ...]
-    control_strings: bytes = b""
+    notes: bytes = b""
 
     @property
-    def found(self) -> tuple[tuple[str, int], ...]:
-        """The control strings as they were."""
-        return read_counts(self.control_strings)
+    def counts(self) -> tuple[tuple[str, int], ...]:
+        """The notes as they were."""
+        return read_counts(self.notes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class ShardEntry:
     num_branches: int
     num_leaves: int
     num_tokens: int
-    num_control_bytes: int
+    num_note_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,8 +83,8 @@ class ShardIndex:
     leaf_bounds: NDArray[np.int64]  # [n + 1]
     leaf_lengths: NDArray[np.int32]  # [l]
     leaf_targets: NDArray[np.int32]  # [l]
-    control_bounds: NDArray[np.int64]  # [n + 1]
-    control_bytes: NDArray[np.uint8]  # [c], what was found in the samples' text, as JSON
+    note_bounds: NDArray[np.int64]  # [n + 1]
+    note_bytes: NDArray[np.uint8]  # [c], the samples' notes as JSON
 
 
 def freeze_sample(sample: Sample) -> EncodedSample:
@@ -102,7 +102,7 @@ def freeze_sample(sample: Sample) -> EncodedSample:
         branches=tuple((branch.parent, branch.length) for branch in sample.branches),
         leaf_lengths=tuple(length for length, _ in leaves),
         leaf_targets=tuple(num_targets for _, num_targets in leaves),
-        control_strings=msgspec.json.encode(dict(sample.control_strings)) if sample.control_strings else b"",
+        notes=msgspec.json.encode(dict(sample.notes)) if sample.notes else b"",
     )
 
 
@@ -129,7 +129,7 @@ def build_shard(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> tupl
         num_branches=len(index.branch_parents),
         num_leaves=len(index.leaf_lengths),
         num_tokens=int(index.num_tokens.sum()),
-        num_control_bytes=len(index.control_bytes),
+        num_note_bytes=len(index.note_bytes),
     )
     return entry, [MAGIC, b"".join(sample.payload for sample in samples), index_bytes]
 
@@ -167,14 +167,14 @@ class Shard:
             branches=tuple(
                 Branch(parent=parent, length=length) for parent, length in zip(parents, lengths, strict=True)
             ),
-            control_strings=self.control_strings(number),
+            notes=self.notes(number),
             address=address,
         )
 
-    def control_strings(self, number: int) -> tuple[tuple[str, int], ...]:
-        """What looks like a control token in the sample's own text, and how often."""
-        start, stop = self.index.control_bounds[number : number + 2].tolist()
-        return read_counts(self.index.control_bytes[start:stop].tobytes())
+    def notes(self, number: int) -> tuple[tuple[str, int], ...]:
+        """What is worth knowing of the sample's row, and how often."""
+        start, stop = self.index.note_bounds[number : number + 2].tolist()
+        return read_counts(self.index.note_bytes[start:stop].tobytes())
 
     def verify(self) -> None:
         """Read the whole file. Raises `StoreError` if one bit of it is not as it was written."""
@@ -218,8 +218,8 @@ def _index_of(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> ShardI
         leaf_bounds=_bounds([len(sample.leaf_lengths) for sample in samples]),
         leaf_lengths=np.array([n for sample in samples for n in sample.leaf_lengths], dtype=np.int32),
         leaf_targets=np.array([n for sample in samples for n in sample.leaf_targets], dtype=np.int32),
-        control_bounds=_bounds([len(sample.control_strings) for sample in samples]),
-        control_bytes=np.frombuffer(b"".join(sample.control_strings for sample in samples), np.uint8),
+        note_bounds=_bounds([len(sample.notes) for sample in samples]),
+        note_bytes=np.frombuffer(b"".join(sample.notes for sample in samples), np.uint8),
     )
 
 
@@ -228,7 +228,7 @@ def _bounds(counts: list[int]) -> NDArray[np.int64]:
 
 
 def _shapes(
-    num_samples: int, num_branches: int, num_leaves: int, num_control_bytes: int
+    num_samples: int, num_branches: int, num_leaves: int, num_note_bytes: int
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     n, b, leaves = num_samples, num_branches, num_leaves
     return {
@@ -243,14 +243,14 @@ def _shapes(
         "leaf_bounds": ("<i8", (n + 1,)),
         "leaf_lengths": ("<i4", (leaves,)),
         "leaf_targets": ("<i4", (leaves,)),
-        "control_bounds": ("<i8", (n + 1,)),
-        "control_bytes": ("u1", (num_control_bytes,)),
+        "note_bounds": ("<i8", (n + 1,)),
+        "note_bytes": ("u1", (num_note_bytes,)),
     }
 
 
 def _index_chunks(index: ShardIndex) -> Iterator[bytes]:
     arrays = {field.name: getattr(index, field.name) for field in fields(index)}
-    shapes = _shapes(len(index.keys), len(index.branch_parents), len(index.leaf_lengths), len(index.control_bytes))
+    shapes = _shapes(len(index.keys), len(index.branch_parents), len(index.leaf_lengths), len(index.note_bytes))
     for name, (dtype, shape) in shapes.items():
         assert arrays[name].shape == shape, f"{name}: {arrays[name].shape} != {shape}"
         data = arrays[name].astype(dtype, copy=False).tobytes()
@@ -260,7 +260,7 @@ def _index_chunks(index: ShardIndex) -> Iterator[bytes]:
 def _read_index(mapped: mmap.mmap, entry: ShardEntry) -> ShardIndex:
     arrays: dict[str, Any] = {}
     place = entry.index_start
-    shapes = _shapes(entry.num_samples, entry.num_branches, entry.num_leaves, entry.num_control_bytes)
+    shapes = _shapes(entry.num_samples, entry.num_branches, entry.num_leaves, entry.num_note_bytes)
     for name, (dtype, shape) in shapes.items():
         count = int(np.prod(shape))
         arrays[name] = np.frombuffer(mapped, dtype, count=count, offset=place).reshape(shape)

@@ -89,10 +89,10 @@ class SampleStore:
         shard = bisect_right(self._starts, index) - 1
         return self._shards[shard].read(index - self._starts[shard], address)
 
-    def control_strings(self, index: int) -> tuple[tuple[str, int], ...]:
-        """What looks like a control token in the text of a sample's row, and how often."""
+    def notes(self, index: int) -> tuple[tuple[str, int], ...]:
+        """What is worth knowing of a sample's row, and how often."""
         shard = bisect_right(self._starts, index) - 1
-        return self._shards[shard].control_strings(index - self._starts[shard])
+        return self._shards[shard].notes(index - self._starts[shard])
 
     def index_of(self, key: bytes) -> int | None:
         """The number of the sample with this key, if it is in the store."""

@@ -82,7 +82,8 @@ class Blueprint:
     """``references`` by their characters; a row's values are their texts, in this order.
 
     ``paths`` are the pieces that the tree was made of, root to leaf, with sketches for texts. ``checks`` say whether a
-    row fits. Blueprints are compared by identity.
+    row fits. ``has_unasked``: the row begins with an answer to which the template knows no prompt, so that it is not
+    learned. Blueprints are compared by identity.
     """
 
     references: Mapping[str, Reference]
@@ -90,6 +91,7 @@ class Blueprint:
     paths: tuple[tuple[Piece, ...], ...]
     branches: tuple[BranchPlan, ...]
     control: ControlTokens
+    has_unasked: bool = False
 
     def values(self, strings: Sequence[str]) -> list[str]:
         """The texts of the references in a row with these strings."""

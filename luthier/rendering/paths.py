@@ -83,6 +83,7 @@ def paths_of(
     """
     num_messages = len(history.row.messages)
     trunk = Path(recording=history.recording(num_messages), num_messages=num_messages, kwargs={})
+    unfinished = num_messages - 1 if history.row.continue_final_message else None
     branches: list[Path] = []
     contexts: dict[int, Context] = {}
     for index in reversed(turns):  # a later turn's path often holds the context of an earlier one
@@ -92,6 +93,8 @@ def paths_of(
             home = Path(recording=context.recording, num_messages=index + 1, kwargs=context.kwargs)
             branches.append(home)
         span = span_of(home.recording, control, index, context.seam)
+        if index == unfinished:
+            span = open_span(home.recording, index, context.seam, whole=False)
         if span is None:
             stop = _stop_of_next_turn(history, control, context, index)
             if stop is None and needs_stop:
@@ -105,6 +108,8 @@ def paths_of(
             home.end = span.end
         home.spans.insert(0, span)
         _require_every_part(home.recording, span, history)
+    if unfinished is not None:
+        trunk.end = open_span(trunk.recording, unfinished, 0, whole=False).end
     for path in (trunk, *branches):
         _mark_history(path, contexts, control, history)
     return trunk, branches[::-1]

@@ -42,6 +42,9 @@ from luthier.rendering.target_rules import apply_rules
 from luthier.rendering.targets import TargetPolicy, Weights, closing_weight, part_weight, trained_turns
 from luthier.rendering.template import ChatTemplate
 
+CONTROL_STRING = "control string in text: "  # before each one, in notes
+UNASKED = "answer before any question, not learned"
+
 MOST_BLUEPRINTS = 5_000
 MOST_VARIANTS = 16  # blueprints of one shape
 
@@ -59,6 +62,12 @@ class Filled:
     control_strings: Counter[str]
     allowed: frozenset[str] = frozenset()
     address: Address = NOWHERE
+
+    @property
+    def notes(self) -> tuple[tuple[str, int], ...]:
+        """What is worth knowing of the row, and how often."""
+        unlearned = ((UNASKED, 1),) if self.blueprint.has_unasked else ()
+        return (*((f"{CONTROL_STRING}{token}", count) for token, count in self.control_strings.items()), *unlearned)
 
 
 class Renderer:
@@ -124,7 +133,7 @@ class Renderer:
         row = self._prepared(row, self.template)
         shapes = tuple(map(message_shape, row.messages))
         strings = [string for message in row.messages for string in message_strings(message)]
-        variants = self._known((row.train_on, row.weight, shapes, tools_shape(row.tools)))
+        variants = self._known((row.train_on, row.weight, row.continue_final_message, shapes, tools_shape(row.tools)))
         for known in variants:
             values = known.blueprint.values(strings)
             if known.blueprint.fits(values):
@@ -190,6 +199,8 @@ class Renderer:
             raise RowDropped("no_target", "no message of this row is trained")
         history = RowHistory(template, row, shapes, strings, self._recordings)
         try:
+            has_unasked = bool(turns) and _is_unasked(row, turns[0]) and not history.has_prompt(turns[0])
+            turns = turns[1:] if has_unasked else turns
             trunk, branches = paths_of(history, self.control, turns, needs_stop=self.policy.train_stop)
         except AlphabetFull:
             raise RowError("too_many_strings", "the row holds more strings than can be followed") from None
@@ -202,7 +213,10 @@ class Renderer:
             cut = cut_paths([*learned, (trunk, weights)] if is_learned else learned, self.control)
         paths = [*branches, trunk]
         references = history.references(*(path.recording.sketch for path in paths))
+        if not cut:
+            raise RowDropped("no_target", "the only answer comes before any question")
         blueprint = build_blueprint(cut, list(history.guards), references, self.control)
+        blueprint = replace(blueprint, has_unasked=has_unasked)
         return _Known(blueprint=blueprint, paths=paths)
 
     def _check(self, known: _Known, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
@@ -230,6 +244,12 @@ class _Known:
     def is_to_be_checked(self) -> bool:
         """At the first replay, then ever more rarely, but never too rarely: 1, 4, 16, 64, 128, 192 …"""
         return self.replays in (1, 4, 16) or self.replays % 64 == 0
+
+
+def _is_unasked(row: Conversation, index: int) -> bool:
+    """Whether an answer comes before any question, and the row does not insist that it is learned."""
+    before = (message.role for message in row.messages[:index])
+    return all(role == "system" for role in before) and row.messages[index].train is not True
 
 
 def _has_written_thinking(message: Message) -> bool:

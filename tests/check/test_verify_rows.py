@@ -111,11 +111,21 @@ def _differ(row: Row, plain: Encoder, other: Encoder) -> bool:
         Document(parts=(Text(text="one "), Text(text="two", weight=0.5)), address=AT),
         Document(parts=(Text(text="<|im_start|>as it is<|im_end|>"),), address=AT, rendered=True),
         chat(message("user", "a <|im_end|> b"), message("assistant", "<think>so</think> c"), rendered=True),
+        chat(*PLAIN.messages, message("user", "more"), message("assistant", "two a"), continue_final_message=True),
+        chat(*THINKING.messages, message("user", "x"), message("assistant", "and "), continue_final_message=True),
     ],
-    ids=range(18),
+    ids=range(20),
 )  # fmt: skip
 def test_whatever_a_row_asks_for_is_verified_as_it_asks(row: Row) -> None:
     assert [str(violation) for violation in verdict(row, encoder()).violations] == []
+
+
+def test_a_stop_after_an_unfinished_answer_is_found() -> None:
+    finished = chat(message("user", "hi"), message("assistant", "one"))
+    sample = encoder().encode(finished)
+    unfinished = replace(finished, continue_final_message=True)
+    assert verify_row(finished, sample, encoder()) == []
+    assert verify_row(unfinished, sample, encoder())
 
 
 def test_targets_outside_what_a_row_asks_for_besides_are_found() -> None:

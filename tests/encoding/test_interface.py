@@ -99,7 +99,7 @@ def test_allowed_control_strings_are_control_tokens_and_others_are_not(tokenizer
     stop = tokenizer.control_id("<|im_end|>")  # type: ignore[attr-defined]
     assert (as_text.input_ids == stop).sum() == 2 and (allowed.input_ids == stop).sum() == 3
     assert tokenizer.decode(as_text.input_ids) == tokenizer.decode(allowed.input_ids)  # type: ignore[attr-defined]
-    assert dict(as_text.control_strings) == {"<|im_end|>": 1, "<think>": 1}
+    assert dict(as_text.notes) == {"control string in text: <|im_end|>": 1, "control string in text: <think>": 1}
 
 
 def test_rendered_text_is_taken_as_it_is(tokenizer: object) -> None:

@@ -15,7 +15,7 @@ from tests.oracles.conventions import CONVENTIONS
 from tests.oracles.families import family, trained_names, training_render
 from tests.oracles.refusals import is_true
 from tests.oracles.training_masks import compare, merged, turns
-from tests.oracles.vocabulary import encoder_of, whole_tokenizer
+from tests.oracles.vocabulary import encoder_of, new_tags, whole_tokenizer
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("qwen3", marks=pytest.mark.shared)])
@@ -105,3 +105,12 @@ def test_a_wrong_encoding_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reason", ["template", "dropped_by_template", "prompt_not_reproduced", "no_stop", "invented"])
 def test_a_refusal_that_is_not_true_is_seen(reason: str) -> None:
     assert not is_true(RowError(reason), family("llama3"), CHATS["single"][0])
+
+
+def test_the_tags_of_all_families_have_the_ids_that_the_library_gives_them(base: Path, tmp_path: Path) -> None:
+    ours, whole = encoder(base, tmp_path, "qwen3", "assistant").tokenizer, whole_tokenizer(base)
+    ordinary, special = new_tags(base)
+    for tag in special:
+        assert ours.control_id(tag) == whole.token_to_id(tag), tag
+    for tag in ordinary:
+        assert ours.token(whole.token_to_id(tag)) == tag

@@ -46,9 +46,10 @@ def all_tags() -> tuple[str, ...]:
 
 @cache
 def new_tags(base: Path) -> tuple[list[str], list[str]]:
-    """The tags that a base vocabulary does not know, as token or as word: ordinary ones, special ones."""
+    """The tags that a base tokenizer has not added yet, be they words of its vocabulary or not: ordinary, special."""
     tokenizer = tokenizers.Tokenizer.from_file(str(base / "tokenizer.json"))
-    new = [tag for tag in all_tags() if tokenizer.token_to_id(tag) is None]
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    new = [tag for tag in all_tags() if tag not in known]
     return [tag for tag in new if ORDINARY.fullmatch(tag)], [tag for tag in new if not ORDINARY.fullmatch(tag)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from chat import CHATML, CONTROL, assistant, conversation, message, renderer, us
 from hypothesis import given
 from hypothesis import strategies as st
 
+from luthier.config.schema import TrainOn
 from luthier.errors import RowError, TemplateError
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
@@ -133,6 +135,33 @@ def test_where_the_next_header_is_the_stop_the_last_turn_gets_it_too() -> None:
     unstopped = renderer(GLM, GLM_CONTROL, TargetPolicy(train_stop=False))
     (path,) = unstopped.render(row).paths
     assert trained(path) == ["b", "d"]
+
+
+def test_an_answer_before_any_question_is_context_where_the_template_cannot_ask_for_it() -> None:
+    row = conversation(assistant("a"), user("b"), assistant("c"))
+    assert [trained(path) for path in renderer().render(row).paths] == [["a", "<|im_end|>", "c", "<|im_end|>"]]
+    demanding = renderer("{% if messages[0].role != 'system' %}{% endif %}" + CHATML)
+    filled = demanding.fill(row)
+    assert [trained(path) for path in filled.blueprint.rendered(filled.values, row.address).paths] == [
+        ["c", "<|im_end|>"]
+    ]
+    assert filled.notes == (("answer before any question, not learned", 1),)
+    with pytest.raises(RowError, match="no element 0"):
+        demanding.render(conversation(assistant("a", train=True), user("b"), assistant("c")))
+    with pytest.raises(RowError, match="before any question"):
+        demanding.render(conversation(assistant("a"), user("b")))
+
+
+def test_an_unfinished_answer_ends_with_its_text_and_teaches_no_stop() -> None:
+    row = conversation(user("a"), assistant("b"), user("c"), assistant("d "))
+    one = renderer()
+    (whole,), (path,) = one.render(row).paths, one.render(replace(row, continue_final_message=True)).paths
+    assert trained(whole)[-2:] == ["d ", "<|im_end|>"]
+    assert trained(path) == ["b", "<|im_end|>", "d "] and path[-1] == whole[len(path) - 1]
+    untrained = renderer(policy=TargetPolicy(train_on=TrainOn.COMPLETION))
+    prefilled = replace(row, continue_final_message=True, messages=(*row.messages[:3], assistant("d ", train=False)))
+    with pytest.raises(RowError, match="no_target"):
+        untrained.render(prefilled)
 
 
 def test_a_turn_that_another_one_of_the_assistant_follows_stops_as_if_it_were_the_last() -> None:

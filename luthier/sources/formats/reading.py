@@ -156,7 +156,19 @@ class Reading:
             rules=self.layout.rules,
             weight=self.weight(),
             rendered=self.layout.rendered,
+            continue_final_message=self._is_unfinished(messages),
         )
+
+    def _is_unfinished(self, messages: Sequence[Message]) -> bool:
+        value = self.column("continue_final_message")
+        if value is None or value is False:
+            return False
+        field = self.field("continue_final_message")
+        if value is not True:
+            raise RowError("bad_flag", f"true or false, not {str(value)[:40]!r}", field=field)
+        if messages[-1].role != "assistant":
+            raise RowError("not_an_answer", "only an answer can be continued; the last message is none", field=field)
+        return True
 
     def preference(
         self, prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]

@@ -36,7 +36,7 @@ class FormatRule:
 
 _MEDIA = {"images": ("images", "image"), "videos": ("videos", "video"), "audios": ("audios", "audio")}
 _WEIGHT = {"weight": ("weight", "loss_weight")}
-_LOSS = {"train_on": ("train_on",), **_WEIGHT}
+_LOSS = {"train_on": ("train_on",), "continue_final_message": ("continue_final_message",), **_WEIGHT}
 _SHARED = {"system": ("system", "system_prompt"), "tools": ("tools",), **_MEDIA}
 _PAIR = {
     "chosen": ("chosen", "chosen_messages"),
