@@ -95,9 +95,15 @@ def expected_row(
     whole_text = template.render(neutral.messages, neutral.tools)
     turns, not_reproduced = [], []
     for index, turn_policy in policy.turns.items():
-        if not _can_be_asked(template, neutral, index):
-            continue  # an answer before any question is context
-        cut = _cut(template, tokenizer, neutral, index)
+        is_unasked = all(message.role == "system" for message in neutral.messages[:index])
+        try:
+            cut = _cut(template, tokenizer, neutral, index)
+        except RowError:
+            if not is_unasked:
+                raise
+            cut = None
+        if cut is None and is_unasked:
+            continue  # an answer before any question is context where the template cannot ask for it
         if cut is None:
             not_reproduced.append(index)
         else:
@@ -160,16 +166,6 @@ class _Cut:
     stop: int
     kwargs: Mapping[str, Any]
     unfinished: bool = False
-
-
-def _can_be_asked(template: ChatTemplate, row: NeutralRow, index: int) -> bool:
-    if any(message.role != "system" for message in row.messages[:index]):
-        return True
-    try:
-        template.render(row.messages[:index], row.tools, generation_prompt=True)
-    except RowError:
-        return False
-    return True
 
 
 def _cut(template: ChatTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow, index: int) -> _Cut | None:

@@ -115,6 +115,17 @@ def paths_of(
     return trunk, branches[::-1]
 
 
+def can_be_asked(history: RowHistory, index: int) -> bool:
+    """Whether some prompt of the template leads to message ``index``: some know none before the first question."""
+    try:
+        context_of(history.template, history, index)
+    except RowError as error:
+        if error.reason not in ("template", "prompt_not_reproduced"):
+            raise
+        return False
+    return True
+
+
 def _mark_history(path: Path, contexts: Mapping[int, Context], control: ControlTokens, history: RowHistory) -> None:
     """Cut a path where the model took over in turns that other paths train, so that all share what comes before."""
     own = {span.message for span in path.spans}

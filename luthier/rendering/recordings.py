@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from luthier.errors import RowError
 from luthier.records import Conversation, Message
 from luthier.rendering.guards import Guard, compile_guards
 from luthier.rendering.messages import message_strings
@@ -40,16 +39,6 @@ class RowHistory:
             generation_prompt=generation_prompt,
             kwargs=kwargs,
         )
-
-    def has_prompt(self, index: int) -> bool:
-        """Whether the template can ask for message ``index``: some cannot before the first question."""
-        try:
-            self.recording(index, generation_prompt=True)
-        except RowError as error:
-            if error.reason != "template":
-                raise
-            return False
-        return True
 
     def recording_with(self, num_messages: int, following: Message, **kwargs: Any) -> Recording:
         """The recording for ``messages[:num_messages]`` and one more message."""

@@ -33,7 +33,7 @@ from luthier.records import (
 from luthier.rendering.blueprint import Blueprint, build_blueprint
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.messages import message_strings
-from luthier.rendering.paths import Path, cut_paths, paths_of
+from luthier.rendering.paths import Path, can_be_asked, cut_paths, paths_of
 from luthier.rendering.pieces import Weigh
 from luthier.rendering.recordings import Recordings, RowHistory
 from luthier.rendering.references import AlphabetFull, Slot
@@ -199,7 +199,7 @@ class Renderer:
             raise RowDropped("no_target", "no message of this row is trained")
         history = RowHistory(template, row, shapes, strings, self._recordings)
         try:
-            has_unasked = bool(turns) and _is_unasked(row, turns[0]) and not history.has_prompt(turns[0])
+            has_unasked = bool(turns) and _is_unasked(row, turns[0]) and not can_be_asked(history, turns[0])
             turns = turns[1:] if has_unasked else turns
             trunk, branches = paths_of(history, self.control, turns, needs_stop=self.policy.train_stop)
         except AlphabetFull:
