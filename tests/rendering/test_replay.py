@@ -15,9 +15,11 @@ from luthier.config.schema import TrainOn
 from luthier.errors import RowError, TemplateError
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
+from luthier.rendering.blueprint import build_blueprint
 from luthier.rendering.control import ControlTokens
+from luthier.rendering.paths import cut_paths
 from luthier.rendering.render import Renderer
-from luthier.rendering.targets import TargetPolicy
+from luthier.rendering.targets import TargetPolicy, Weights
 from luthier.rendering.template import ChatTemplate
 
 # Templates that look at content in every way that stock templates do.
@@ -73,6 +75,32 @@ def test_replayed_rows_are_what_the_template_prints_for_them(name: str, rows_of_
     running = Renderer(template, CONTROL, TargetPolicy(), replay=False)
     for texts in rows_of_texts:
         assert outcome(replaying, rows(texts)) == outcome(running, rows(texts))
+
+
+@pytest.mark.parametrize("name", ["embedded", "looks at the last one", "strips what it joined"])
+@given(texts=st.lists(WORDS, min_size=2, max_size=8), thoughts=st.booleans())
+def test_pieces_and_runs_that_paths_share_are_those_that_each_has_alone(
+    name: str, texts: list[str], thoughts: bool
+) -> None:
+    row = rows(texts)
+    if thoughts and name == "embedded":
+        row = replace(row, messages=tuple(with_thought(each) for each in row.messages))
+    one = Renderer(COMPILED.setdefault(name, ChatTemplate(TEMPLATES[name])), CONTROL, TargetPolicy(), replay=False)
+    try:
+        together = one.fill(row).blueprint
+    except RowError:
+        return
+    ((known,),) = one._blueprints.values()
+    weights = Weights(row.messages, one.policy)
+    learned = [path for path in known.paths if any(not span.is_history for span in path.spans)]
+    alone = [cut_paths([(path, weights)], CONTROL)[0] for path in learned]
+    assert list(together.paths) == alone
+    apart = build_blueprint([tuple(map(replace, path)) for path in alone], [], together.references, CONTROL)
+    assert apart.branches == together.branches
+
+
+def with_thought(each: Message) -> Message:
+    return replace(each, parts=(Thinking(text="hm"), *each.parts)) if each.role == "assistant" else each
 
 
 def test_rows_of_one_shape_share_a_recording_unless_the_template_asks_what_tells_them_apart() -> None:
