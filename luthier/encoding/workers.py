@@ -18,7 +18,7 @@ from luthier.errors import RowError, UserError
 from luthier.records import Row, Sample
 from luthier.sources import RowBytes, RowReader
 
-# A worker has to import the data path, load the tokenizer and make its own recordings (four seconds or so), in which one
+# A worker has to import the data path, load the tokenizer and make its own recordings: four seconds or so, in which one
 # process does as much as this.
 BYTES_WORTH_WORKERS = 48_000_000
 CHUNKS_AHEAD = 3  # per worker: enough that none waits, few enough that memory stays small

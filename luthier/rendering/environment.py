@@ -80,6 +80,7 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
                 self.filters[name] = _pinning(function)
             elif name not in MIRRORED_FILTERS:
                 self.filters[name] = _untraceable(name, function)
+        self.globals["strftime_now"] = _pinning(now.strftime)
         self.filters |= {"join": self._join, "tojson": self._tojson, "safe": _safe}
         for name, function in list(self.tests.items()):
             if name not in KIND_TESTS | MIRRORED_TESTS:

@@ -70,9 +70,10 @@ class Questioned(str):
         return self._starts("endswith", suffix, bounds)
 
     def _starts(self, question: str, affixes: Any, bounds: tuple[Any, ...]) -> bool:
-        if bounds:
-            return bool(getattr(str, question)(self._pinned(), affixes, *bounds))
         choices = affixes if isinstance(affixes, tuple) else (affixes,)
+        if bounds:
+            texts = tuple(plain(choice) for choice in choices)
+            return bool(getattr(str, question)(self._pinned(), texts, *bounds))
         return any(self._ask(question, affix, answer=getattr(str, question)(self, affix)) for affix in choices)
 
     def _ask(self, question: str, *others: str, answer: Any) -> Any:

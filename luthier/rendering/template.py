@@ -127,20 +127,22 @@ class ChatTemplate:
 
     @functools.cached_property
     def content_form(self) -> ContentForm:
-        """How the template wants a message's content: found out by giving it some."""
-        word = "Luthier"
+        """How the template wants a message's content: found out by giving it some.
+
+        Raises `TemplateError` if the template does not come to an end.
+        """
         for form in ContentForm:
             for role in ("user", "assistant"):  # some templates want a user first, some print one role only
-                messages = [Message(role=role, parts=(Text(text=word),))]
+                trace = Trace()
                 try:
-                    text = str.__str__(self._run_recorded(Trace(), messages, (), form=form))
-                except EndlessTemplate:
-                    return form
+                    output = self._run_recorded(trace, [Message(role=role, parts=(Text(text="so"),))], (), form=form)
+                except EndlessTemplate as error:
+                    raise TemplateError(f"chat template, {_line(error)}{error}") from error
                 except TEMPLATE_ERRORS:
                     continue
                 except LostProvenance:  # it did something to it, so this is what it wanted
                     return form
-                if word in text:
+                if any(trace.owners[ord(owner)].field is not None for owner in output._owners):
                     return form
         return ContentForm.TEXT
 

@@ -56,10 +56,11 @@ class Tracked(Questioned):
     # ------------------------------------------------------------------------------------------------ slicing
 
     def __getitem__(self, key: SupportsIndex | slice) -> Tracked:
-        text = str.__getitem__(self, key)  # first, so that a wrong key is refused as a plain string refuses it
         if isinstance(key, slice) and self._is_reference:
-            return self._derived(text, "slice", key.start, key.stop, key.step)
-        return self._fixed(text, self._pinned()._shadow[key])
+            return self._derived(str.__getitem__(self, key), "slice", key.start, key.stop, key.step)
+        if isinstance(key, int | slice):
+            self._pinned()  # first: that there is no such character depends on the text too
+        return self._fixed(str.__getitem__(self, key), self._shadow[key])
 
     def __iter__(self) -> Iterator[Tracked]:
         pairs = zip(str.__iter__(self._pinned()), self._shadow, strict=True)
@@ -138,8 +139,9 @@ class Tracked(Questioned):
         return tracked
 
     def _three(self, name: str, parts: tuple[str, str, str], sep: str) -> tuple[Tracked, Tracked, Tracked]:
+        separator = plain(sep)
         if self._is_reference:
-            first, second, third = (self._derived(part, name, plain(sep), i) for i, part in enumerate(parts))
+            first, second, third = (self._derived(part, name, separator, i) for i, part in enumerate(parts))
             return first, second, third
         shadow, one, two = self._pinned()._shadow, len(parts[0]), len(parts[0]) + len(parts[1])
         shadows = (shadow[:one], shadow[one:two], shadow[two:])

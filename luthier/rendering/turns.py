@@ -66,7 +66,8 @@ class Context:
 def context_of(template: ChatTemplate, history: History, index: int) -> Context:
     """The inference context of message ``index``.
 
-    Where the template has a thinking switch that the user left open, the position that reproduces this turn is taken.
+    Where the template has a thinking switch that the user left open, the first position that reproduces this turn is
+    taken; left open comes first, for that is what inference shows by default.
     Raises `RowError` if no generation prompt is the beginning of the rendered turn: it cannot be trained on what
     inference will show.
     """
@@ -75,10 +76,11 @@ def context_of(template: ChatTemplate, history: History, index: int) -> Context:
         turn = history.recording(index + 1, **kwargs)
         if turn.sketch.startswith(prompt):
             return Context(recording=turn, seam=len(prompt), kwargs=kwargs)
+    switches = [name for name in THINKING_SWITCHES if name in template.variables]
+    hint = f"; template.kwargs ({', '.join(switches)}) may contradict this row" if switches else ""
     raise RowError(
         "prompt_not_reproduced",
-        f"the generation prompt {_tail(prompt, history)!r} is not how the rendered turn begins; "
-        f"template.kwargs ({' or '.join(THINKING_SWITCHES)}) may contradict this row",
+        f"the generation prompt {_tail(prompt, history)!r} is not how the rendered turn begins{hint}",
         field=f"messages[{index}]",
     )
 
@@ -87,15 +89,19 @@ def span_of(recording: Recording, control: ControlTokens, message: int, seam: in
     """Where the completion of ``message`` ends.
 
     The stop token is, in this order: the last one of the turn's scope after its content; one that follows the scope
-    at once (the next header, as in GLM-like templates, or a closing token of the text); the last special token of the
-    scope. None if there is none.
+    at once (the next header, as in GLM-like templates, or a closing token of the text); a special token at the end of
+    the scope. None if there is none.
     """
     stretch = _stretch(recording, message)
     scope_end = stretch.end
     found = list(_tokens(recording, control, max(seam, stretch.content_end), scope_end))
     inside = [(start, end) for start, end, token in found if end <= scope_end and token in control.stops]
     following = [(start, end) for start, end, token in found if start == scope_end and token in control.stops]
-    special = [(start, end) for start, end, token in found if end <= scope_end and token in control.special]
+    special = [
+        (start, end)
+        for start, end, token in found
+        if end <= scope_end and token in control.special and not recording.sketch[end:scope_end].strip()
+    ]
     for candidates in (inside, following, special):
         if candidates:
             stop, end = candidates[-1]

@@ -163,10 +163,6 @@ ADVERSARIES: dict[str, Adversary] = {
         "over\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: <|endoftext|>' }}{% endif %}",
         refused="no_stop",
     ),
-    "endless loop": Adversary(
-        source="{% for i in range(3000) %}{% for j in range(3000) %}{% endfor %}{% endfor %}" + ASK,
-        refused="template",
-    ),
     "endless recursion": Adversary(
         source="{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", refused="template"
     ),

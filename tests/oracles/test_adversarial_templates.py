@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
-from luthier.errors import RowError
+from luthier.errors import RowError, TemplateError
 from luthier.records import Sample
 from tests.oracles.adversarial import ADVERSARIES, FIRST, STOP, Adversary
 from tests.oracles.chat_rows import Chat, as_conversation, assistant, hugging_face_render, system, user
@@ -23,20 +22,12 @@ ANSWERS = (
     ("rr vv", "bergamo annp"),
     ("1 2", "eeee zzz"),
 )
-KNOWN = {
-    "sorts characters": "the form of content is guessed from whether a word is printed unchanged",
-    "goes on after a special token": "a special token counts as the stop even where the template goes on after it",
-}
 SPECIAL = {"eos_token": STOP, "pad_token": "<|endoftext|>"}
 
 
-def names(*, refused: bool) -> list[ParameterSet]:
-    """The adversaries that are refused, or those that are not; what is known to be wrong is expected to fail."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=KNOWN[name]) if name in KNOWN else ())
-        for name, adversary in ADVERSARIES.items()
-        if (adversary.refused is not None) == refused
-    ]
+def names(*, refused: bool) -> list[str]:
+    """The adversaries that are refused, or those that are not."""
+    return [name for name, adversary in ADVERSARIES.items() if (adversary.refused is not None) == refused]
 
 
 def chats() -> Iterator[Chat]:
@@ -61,12 +52,17 @@ def test_what_can_be_followed_is_exact(name: str) -> None:
 @pytest.mark.parametrize("name", names(refused=True))
 def test_what_cannot_be_followed_is_refused_for_its_own_reason(name: str) -> None:
     adversary, ours = ADVERSARIES[name], encoder(ADVERSARIES[name])
-    rows = map(as_conversation, chats()) if name != "endless loop" else [as_conversation(next(chats()))]
-    for outcome in ours.encode_many(rows):
+    for outcome in ours.encode_many(map(as_conversation, chats())):
         assert isinstance(outcome, RowError)
         assert outcome.reason == adversary.refused
         if adversary.line is not None:
             assert f"line {adversary.line}: " in str(outcome)
+
+
+def test_a_template_without_end_stops_the_run() -> None:
+    source = "{% for i in range(3000) %}{% for j in range(3000) %}{% endfor %}{% endfor %}"
+    with pytest.raises(TemplateError, match="on and on"):
+        encoder(Adversary(source=source)).encode(as_conversation(next(chats())))
 
 
 def check(ours: Encoder, adversary: Adversary, chat: Chat, sample: Sample) -> None:

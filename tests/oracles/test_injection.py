@@ -55,7 +55,8 @@ FRAGMENTS = st.one_of(
     st.sampled_from([" ", "\n", "\n\n", "\t", "\u200b", "\\u003c", '"', "'", "{{", "{%", "<", "|", ">", "[", "a", "9"]),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=4),
 )
-STRINGS = st.lists(FRAGMENTS, min_size=1, max_size=6).map("".join)
+# A blank text may make a template drop its part altogether, and holds nothing to forge.
+STRINGS = st.lists(FRAGMENTS, min_size=1, max_size=6).map("".join).filter(str.strip)
 CASES = st.lists(
     st.builds(Case, place=st.sampled_from(sorted(PLACES)), manner=st.sampled_from(sorted(MANNERS)), token=STRINGS),
     min_size=1,

@@ -22,13 +22,6 @@ CONTROL = ControlTokens(
     stops=frozenset({"<|im_end|>"}),
 )
 WORDS = ("yes", "abc", " no ", "", "7", "Yes", "ye,s no", "a\nb", "eee e", "NO", "o", "é")
-KNOWN = {
-    "text[0]": "that a string is too short is not noted, as the template goes on without it",
-    "text[0] == 'y'": "that a string is too short is not noted, as the template goes on without it",
-    "'yesno'.partition(text)[1]": "a separator that is not found is not asked about",
-    "'yesno'.rpartition(text)[0]": "a separator that is not found is not asked about",
-    "strftime_now(text)": "the date is printed in a form that the row gives, which is not asked about",
-}
 
 
 def template(operation: str) -> str:
@@ -45,11 +38,7 @@ def chats(first: str) -> Iterator[Chat]:
         yield [user(word), assistant("no doubt")]
 
 
-def known(operation: str) -> Sequence[pytest.MarkDecorator]:
-    return [pytest.mark.xfail(strict=True, reason=KNOWN[operation])] if operation in KNOWN else []
-
-
-@pytest.mark.parametrize("operation", [pytest.param(operation, marks=known(operation)) for operation in OPERATIONS])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_row_is_rendered_as_if_it_were_the_only_one(operation: str) -> None:
     for first in WORDS[:3]:
         renderer = Renderer(ChatTemplate(template(operation)), CONTROL, TargetPolicy())

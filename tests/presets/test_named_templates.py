@@ -113,8 +113,8 @@ def completions(rendered: Rendered) -> list[str]:
     for path in rendered.paths:
         stretch, begin = "", 0
         for place, piece in enumerate([*path, ControlPiece(token="")]):
-            assert getattr(piece, "by_model", False) == (getattr(piece, "weight", 0.0) > 0)
-            if getattr(piece, "by_model", False):
+            if getattr(piece, "weight", 0.0) > 0:
+                assert getattr(piece, "by_model", False)
                 begin = begin if stretch else place
                 stretch += text_of(piece)
             elif stretch:
