@@ -9,7 +9,8 @@
     │   ├── ModelError                a model cannot be loaded, adapted or packed
     │   ├── StoreError                prepared data is damaged or of another version
     │   ├── BudgetError               more rows were lost than the run allows
-    │   ├── CheckpointError           a run cannot be resumed from where it points
+    │   ├── CheckpointError           a run cannot be resumed from where it points, or its folder cannot be written
+    │   ├── LoaderError               a process that reads batches died, or does not answer
     │   └── TrainingError             a run had to stop: the loss is no number any more
     └── RowError (ValueError)         one row is bad: it is quarantined under ``reason``, the run goes on
         └── RowDropped                one row is fine but cannot be used: it is dropped under ``reason``
@@ -89,7 +90,18 @@ class BudgetError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be used to resume this run."""
+    """A checkpoint cannot be used to resume this run, or the run's folder cannot be written."""
+
+
+class LoaderError(UserError):
+    """A process that reads batches died, raised, or does not answer. ``rows`` are those it held, in its order."""
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, pid: int | None = None, rows: tuple[Address, ...] = ()
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.pid = pid
+        self.rows = rows
 
 
 class TrainingError(UserError):

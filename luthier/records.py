@@ -4,7 +4,7 @@
                    -> Rendered (paths of Pieces)                          rendering
                    -> Sample (a token tree)                               encoding
                    -> Segment -> Pack                                     layout, packing
-                   -> Batch (tensors for ``model(**batch.model_inputs)``) collate
+                   -> Batch (tensors for ``model(**batch.model_inputs)``) collation
 
 Every record is frozen. A plain dict exists only at the two ends: the raw row, and the keyword arguments of the model.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
+BLANK_ANSWER = "blank answer, not learned"  # a note on conversations
 IGNORE_INDEX = -100  # the label that cross-entropy skips, PyTorch's default
 
 
@@ -173,7 +174,7 @@ class Conversation:
     ``rendered``: control strings in its text are meant as control tokens. ``train_on`` is the row's or data set's own
     policy (a `TrainOn` value), if it has one; ``rules`` are the data set's, which come after the run's; ``weight``
     multiplies the loss of all targets. ``continue_final_message``: the last message is not finished, so it ends with
-    its text and no stop token is learned there.
+    its text and no stop token is learned there. ``notes``: what is worth counting of the row, and how often.
     """
 
     messages: tuple[Message, ...]
@@ -184,6 +185,7 @@ class Conversation:
     weight: float = 1.0
     rendered: bool = False
     continue_final_message: bool = False
+    notes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -395,7 +397,8 @@ class Batch:
     weights_BT         float32 or None (1.0 everywhere), aligned with ``labels_BT``
     num_targets        labels that are not IGNORE_INDEX
     segment_starts     per row, where its segments begin
-    addresses          the rows that are in the batch, for error messages
+    addresses          of the row of each segment, for error messages
+    sources            of each segment, in the same order: which data set of the run it is from; () where nobody said
     """
 
     model_inputs: dict[str, Any]
@@ -404,3 +407,28 @@ class Batch:
     num_targets: int
     segment_starts: tuple[tuple[int, ...], ...]
     addresses: tuple[Address, ...] = field(default=())
+    sources: tuple[int, ...] = field(default=())
+
+    def to_dict(self, *, labels: Literal["shifted", "unshifted"]) -> dict[str, Any]:
+        """The batch as keyword arguments, ``labels`` among them.
+
+        ``unshifted``: ``labels[t]`` is the id at ``t`` itself where it is a target, for models that shift inside their
+        loss: ``model(**batch.to_dict(labels="unshifted")).loss`` and every trainer that is built on it.
+        ``shifted``: as in ``labels_BT``, for a loss of one's own; with ``weights`` if there are any.
+
+        Raises ``ValueError`` for unshifted labels with weights, which such a loss would leave out.
+        """
+        if labels == "shifted":
+            weights = {} if self.weights_BT is None else {"weights": self.weights_BT}
+            return {**self.model_inputs, "labels": self.labels_BT, **weights}
+        if labels != "unshifted":
+            raise ValueError(f"labels are 'shifted' or 'unshifted', not {labels!r}")
+        if self.weights_BT is not None:
+            raise ValueError(
+                "some targets of this batch have weights, which a loss inside the model would leave out: "
+                "take labels='shifted' and luthier.token_loss_sum"
+            )
+        # [-, A, B, -] at the positions that predict -> [-, -, A, B] at the tokens themselves
+        at_tokens_BT = self.labels_BT.new_full(self.labels_BT.shape, IGNORE_INDEX)
+        at_tokens_BT[:, 1:] = self.labels_BT[:, :-1]
+        return {**self.model_inputs, "labels": at_tokens_BT}

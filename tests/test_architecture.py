@@ -21,7 +21,8 @@ LINES = (
     "sources rendering layout",
     "media packing",
     "encoding",
-    "collate objectives",
+    "collation objectives",
+    "loader",
     "train check",
     "cli",
 )

@@ -1,4 +1,4 @@
-"""What a run will cost, exactly, before any model is loaded: rows, tokens, targets, packs, steps, padding."""
+"""What a run will cost, exactly, before any model is loaded: rows, tokens, targets, packs, steps, padding, balance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import numpy as np
 
 from luthier.config.schema import Overflow, Packing, RunConfig
 from luthier.encoding.segments import SegmentIndex
-from luthier.packing import PlanSettings, PlanSummary, describe, plan_epoch
+from luthier.loader.run_settings import eval_settings, train_settings
+from luthier.packing import (
+    EpochPlan,
+    PlanSettings,
+    PlanSummary,
+    SourceShare,
+    describe,
+    plan_epoch,
+    realised_mixture,
+    straggler_factor,
+)
 
 NUM_LONGEST = 5
 
@@ -25,14 +35,27 @@ class LongRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourcePlan:
+    """What the first epoch takes from one source; a row counts as often as it is seen."""
+
+    name: str
+    taken: SourceShare
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataPlan:
-    """One side of the data, cut to ``data.max_length``: ``epoch`` is what its first epoch consists of."""
+    """One side of the data, cut to ``data.max_length``: ``epoch`` is what its first epoch consists of.
+
+    ``straggler_factor``: the most work of a rank over the mean, on average over all synchronisations; 1.0 is even.
+    """
 
     rows: int
     segments: int
     tokens: int
     targets: int
     epoch: PlanSummary
+    straggler_factor: float
+    sources: tuple[SourcePlan, ...]
     longest: tuple[LongRow, ...]
     ledger: dict[str, Any]
 
@@ -55,35 +78,25 @@ class RunPlan:
     warmup_steps: int
 
 
-def train_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
-    """How training data is planned; a step is accumulation x ranks micro-batches."""
-    return PlanSettings(
-        packing=config.train.packing,
-        capacity=config.data.max_length,
-        rows_per_micro_batch=config.train.per_device_train_batch_size,
-        micro_batches_per_step=config.train.gradient_accumulation_steps * num_ranks,
-        num_ranks=num_ranks,
-        seed=config.runtime.seed,
-    )
-
-
 def plan_run(
-    config: RunConfig, train: SegmentIndex, held_out: SegmentIndex | None, *, total_steps: int, num_ranks: int = 1
+    config: RunConfig,
+    train: SegmentIndex,
+    held_out: SegmentIndex | None,
+    *,
+    total_steps: int,
+    num_ranks: int = 1,
+    first_epoch: EpochPlan | None = None,
 ) -> RunPlan:
-    """The plan of a run over segments cut by `SegmentIndex`; ``total_steps`` comes from the trainer's schedule."""
+    """The plan of a run over segments cut by `SegmentIndex`.
+
+    ``total_steps`` and ``first_epoch`` come from the trainer's schedule, which knows of mixtures; without it, every
+    source comes as often as its weight says.
+    """
     settings = train_settings(config, num_ranks=num_ranks)
-    eval_settings = PlanSettings(
-        packing=config.train.packing,
-        capacity=config.data.max_length,
-        rows_per_micro_batch=config.eval.per_device_eval_batch_size,
-        micro_batches_per_step=num_ranks,
-        num_ranks=num_ranks,
-        seed=config.runtime.seed,
-    )
     warmup = config.train.warmup_steps
     return RunPlan(
-        train=plan_data(train, settings),
-        eval=None if held_out is None else plan_data(held_out, eval_settings),
+        train=plan_data(train, settings, first_epoch),
+        eval=None if held_out is None else plan_data(held_out, eval_settings(config, num_ranks=num_ranks)),
         packing=config.train.packing,
         max_length=config.data.max_length,
         overflow=config.data.overflow,
@@ -97,15 +110,21 @@ def plan_run(
     )
 
 
-def plan_data(index: SegmentIndex, settings: PlanSettings) -> DataPlan:
+def plan_data(index: SegmentIndex, settings: PlanSettings, first_epoch: EpochPlan | None = None) -> DataPlan:
     """One side of the data, planned for its first epoch."""
     table = index.table()
+    plan = first_epoch if first_epoch is not None else plan_epoch(table, settings, epoch=0)
+    names = [source.name for source in index.prepared.sources]
     return DataPlan(
         rows=len(np.unique(index.row_ids)),
         segments=len(index),
         tokens=int(index.lengths.sum()),
         targets=int(index.num_targets.sum()),
-        epoch=describe(plan_epoch(table, settings, epoch=0), table),
+        epoch=describe(plan, table),
+        straggler_factor=straggler_factor(plan, table, settings, settings.num_ranks),
+        sources=tuple(
+            SourcePlan(name=name, taken=taken) for name, taken in zip(names, realised_mixture(plan, table), strict=True)
+        ),
         longest=longest_rows(index),
         ledger=index.ledger.to_json(),
     )

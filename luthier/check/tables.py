@@ -13,7 +13,6 @@ from rich.text import Text
 
 from luthier.check.plan import DataPlan, LongRow, RunPlan
 from luthier.check.stats import Distribution, SourceStats, Stats
-from luthier.config.schema import Packing
 
 BAR_WIDTH = 40
 
@@ -22,6 +21,8 @@ def plan_table(plan: RunPlan) -> Group:
     """The plan of a run: the two sides of the data, the steps, the ledger, the longest rows."""
     parts: list[RenderableType] = [Text("Plan", style="bold"), Padding(_sides(plan), (0, 0, 1, 2))]
     parts.append(Padding(_steps(plan), (0, 0, 1, 2)))
+    if len(plan.train.sources) > 1:
+        parts += [Text("Mixture of the first epoch", style="bold"), Padding(_mixture(plan.train), (0, 0, 1, 2))]
     parts.append(Padding(ledger_line(plan.train.ledger), (0, 0, 1, 2)))
     parts += [Text("Longest rows", style="bold"), Padding(_longest(plan.train.longest), (0, 0, 0, 2))]
     return Group(*parts)
@@ -69,8 +70,8 @@ def _sides(plan: RunPlan) -> Table:
     table.add_column("per epoch", style="dim", no_wrap=True)
     for name in sides:
         table.add_column(name, justify="right", no_wrap=True)
-    packs = "packs" if plan.packing is Packing.BEST_FIT else "sequences"
-    names = ("rows", "segments", "tokens", "targets", packs, "micro-batches", "fill", "padding")
+    packs = "packs" if plan.packing.is_packed else "sequences"
+    names = ("rows", "segments", "tokens", "targets", packs, "micro-batches", "fill", "padding", "straggler factor")
     for name, *values in zip(names, *(_side(data) for data in sides.values()), strict=True):
         table.add_row(name, *values)
     return table
@@ -79,7 +80,22 @@ def _sides(plan: RunPlan) -> Table:
 def _side(data: DataPlan) -> list[str]:
     epoch = data.epoch
     counts = (data.rows, epoch.segments, epoch.tokens, epoch.targets, epoch.packs, epoch.micro_batches)
-    return [*(f"{count:,}" for count in counts), f"{epoch.fill:.1%}", f"{epoch.padding:.1%}"]
+    factor = f"{data.straggler_factor:.3f}"
+    return [*(f"{count:,}" for count in counts), f"{epoch.fill:.1%}", f"{epoch.padding:.1%}", factor]
+
+
+def _mixture(data: DataPlan) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
+    table.add_column("source", overflow="fold")
+    for name in ("rows", "of all", "tokens", "of all", "targets"):
+        table.add_column(name, justify="right", no_wrap=True)
+    names = _short_names([source.name for source in data.sources])
+    for name, taken in zip(names, (source.taken for source in data.sources), strict=True):
+        table.add_row(
+            Text(name), f"{taken.rows:,}", f"{taken.share_of_rows:.1%}",
+            f"{taken.tokens:,}", f"{taken.share_of_tokens:.1%}", f"{taken.targets:,}",
+        )  # fmt: skip
+    return table
 
 
 def _steps(plan: RunPlan) -> Table:
@@ -88,9 +104,7 @@ def _steps(plan: RunPlan) -> Table:
     table.add_column()
     per_step = plan.micro_batches_per_step
     accumulation = per_step // plan.num_ranks
-    sharing = (
-        f"packed, {plan.max_length:,} tokens each" if plan.packing is Packing.BEST_FIT else "padded to the longest"
-    )
+    sharing = f"packed, {plan.max_length:,} tokens each" if plan.packing.is_packed else "padded to the longest"
     table.add_row("row of a batch", f"{sharing} (over {plan.max_length:,} tokens: {plan.overflow.value})")
     ranks = "" if plan.num_ranks == 1 else f" × {plan.num_ranks} devices"
     table.add_row("step", f"{plan.rows_per_micro_batch} rows × {accumulation} micro-batches{ranks}")

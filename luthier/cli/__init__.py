@@ -1,5 +1,5 @@
 """The command ``luthier``: thin; each command parses, calls and prints.
 
-Read in this order: output, pipeline, selection, configuration, environment, inspection, comparison, training,
-quickstart, verification, main.
+Read in this order: output, preparing, pipeline, estimating, selection, configuration, environment, inspection,
+comparison, training, quickstart, verification, store, main.
 """

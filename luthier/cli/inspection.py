@@ -8,19 +8,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from luthier.cli.output import EXIT_UNTRUE, JsonTarget, Output, reporting
-from luthier.cli.pipeline import ConfigFile, Overrides, plan_of, prepare_data, read_config, tell_preparation
+from luthier.cli.pipeline import (
+    ConfigFile,
+    Loaded,
+    Overrides,
+    plan_of,
+    prepare_data,
+    read_config,
+    schedule_of,
+    tell_preparation,
+)
 from luthier.writing import write_text
 
 if TYPE_CHECKING:
+    from luthier.check.plan import RunPlan
     from luthier.check.show import RowView
+    from luthier.config.schema import RunConfig
+    from luthier.train.schedule import Schedule
 
 
 RowNumber = Annotated[int | None, typer.Option(metavar="N", min=1, help="The N-th row; without an option, the first.")]
 PackNumber = Annotated[int | None, typer.Option(metavar="N", min=1, help="The N-th pack of the first epoch.")]
 BatchNumber = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="The N-th micro-batch of the first epoch, as the model gets it.")
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray", metavar="ADDRESS", help="Leave the work to a Ray cluster: auto (this node's), local, ray://host:10001."
+    ),
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Estimate for this device: h100, a100, l4 … Without it, for the one here."),
+]
+Utilisation = Annotated[
+    float | None,
+    typer.Option(metavar="SHARE", min=0.001, max=1.0, help="Share of the device's peak that training will reach."),
 ]
 
 
@@ -31,18 +58,21 @@ class Split(StrEnum):
     EVAL = "eval"
 
 
-def prepare(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = None) -> None:
+def prepare(config: ConfigFile, overrides: Overrides = None, ray: RayAddress = None, json: JsonTarget = None) -> None:
     """Render and encode all rows into the store; use it to find bad rows early, or on a machine without a GPU.
 
     Training does this by itself; what is in the store is not encoded again.
+    Started several times, on as many machines as see data and store, it
+    shares the work among them.
 
     [dim]Example[/]   luthier prepare run.yaml
+    [dim]Example[/]   luthier prepare run.yaml --ray auto
     """
     with reporting(json) as output:
         run = read_config(config, overrides)
         from luthier.check.tables import ledger_line
 
-        loaded = prepare_data(run, output.console)
+        loaded = prepare_data(run, output.console, ray_address=ray)
         tell_preparation(loaded, output.console)
         sides = {"train": loaded.train, "eval": loaded.held_out}
         ledgers = {name: side.ledger.to_json() for name, side in sides.items() if side is not None}
@@ -62,32 +92,43 @@ def prepare(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = 
         )
 
 
-def plan(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = None) -> None:
-    """Say exactly what a run will do, without a model: rows, tokens, targets, packs, steps, padding.
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    device: DeviceName = None,
+    utilisation: Utilisation = None,
+    json: JsonTarget = None,
+) -> None:
+    """Say exactly what a run will do, without a model: rows, tokens, targets, packs, steps, padding, mixture.
 
-    Use it to choose data.max_length, batch size and packing. Nothing is estimated.
+    Use it to choose data.max_length, batch size and packing. Time and memory are estimated, and said to be.
 
-    [dim]Example[/]   luthier plan run.yaml
+    [dim]Example[/]   luthier plan run.yaml --device h100
     [dim]Example[/]   luthier plan run.yaml train.packing=none --json -
     """
     with reporting(json) as output:
         run = read_config(config, overrides)
         import msgspec
 
+        from luthier.check.devices import check_name
         from luthier.check.tables import plan_table
 
+        check_name(device)  # before the data is prepared, which may take long
         loaded = prepare_data(run, output.console)
         tell_preparation(loaded, output.console)
-        found = plan_of(loaded)
+        schedule = schedule_of(loaded)
+        found = plan_of(loaded, schedule)
         output.console.print()
         output.console.print(plan_table(found))
-        output.emit(msgspec.to_builtins(found))
+        output.console.print()
+        estimate = _estimate(loaded, schedule, found, output, device=device, utilisation=utilisation)
+        output.emit({**msgspec.to_builtins(found), "estimate": estimate})
 
 
 def stats(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = None) -> None:
     """Describe the data: lengths, targets and the share that is learned, per source, with histograms.
 
-    Use it to get to know a data set, and to see what data.max_length would cost.
+    Use it to get to know a data set, and to see what data.max_length would cost. Ids that come twice are told.
 
     [dim]Example[/]   luthier stats run.yaml
     """
@@ -107,7 +148,7 @@ def stats(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
                 output.console.print(stats_table(found))
                 output.console.print()
                 told[name] = msgspec.to_builtins(found, str_keys=True)
-        output.emit(told)
+        output.emit({**told, "repeated_ids": _repeated_ids(run, output)})
 
 
 def show(
@@ -148,6 +189,50 @@ def show(
         output.emit({"facts": facts, **_views_as_json(views)})
     if any(view.findings for view in views):
         raise typer.Exit(EXIT_UNTRUE)
+
+
+def _estimate(
+    loaded: Loaded,
+    schedule: Schedule,
+    found: RunPlan,
+    output: Output,
+    *,
+    device: str | None,
+    utilisation: float | None,
+) -> dict[str, Any] | None:
+    """Print the estimate; None, and why, where the model's config cannot be read here or says too little."""
+    import msgspec
+
+    from luthier.check.estimate_terminal import estimate_table
+    from luthier.cli.estimating import estimate_of
+    from luthier.errors import ModelError
+
+    try:
+        estimate = estimate_of(loaded, schedule, found, device=device, utilisation=utilisation)
+    except ModelError as error:
+        output.console.print(Text(f"No estimate: {error}", style="yellow"))
+        return None
+    output.console.print(estimate_table(estimate))
+    told: dict[str, Any] = msgspec.to_builtins(estimate)
+    return told
+
+
+def _repeated_ids(run: RunConfig, output: Output) -> list[dict[str, Any]]:
+    """Rows whose id an earlier row of their source has; streams of the Hub are not read for it."""
+    from luthier.sources import open_sources, repeated_ids, resolve_sources
+
+    train, held_out = resolve_sources(run.data)
+    files = [config for config in (*train, *held_out) if not config.streaming]
+    told = []
+    for source in open_sources(files, seed=run.runtime.seed):
+        found = repeated_ids(source)
+        if found is not None:
+            first, again = map(str, found.first)
+            rows = f"{found.rows:,} rows have" if found.rows > 1 else "1 row has"
+            line = f"{source.name}: {rows} the id of an earlier row; the first: {found.id} at {first} and {again}"
+            output.console.print(Text(line, style="yellow"))
+            told.append({"source": found.source, "rows": found.rows, "id": found.id, "first": [first, again]})
+    return told
 
 
 def _print_views(views: list[RowView], facts: Mapping[str, str], output: Output) -> None:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from luthier.cli import comparison, configuration, environment, inspection, quickstart, training, verification
+from luthier.cli import comparison, configuration, environment, inspection, quickstart, store, training, verification
 from luthier.errors import ConfigError, RowError, UserError
 
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPT, EXIT_TERMINATED = 0, 1, 2, 130, 143
@@ -52,6 +52,7 @@ app.command("verify", rich_help_panel="Look before you train")(verification.veri
 app.command("diff", rich_help_panel="Look before you train")(comparison.diff)
 app.command("plan", rich_help_panel="Look before you train")(inspection.plan)
 app.command("stats", rich_help_panel="Look before you train")(inspection.stats)
+app.add_typer(store.app, name="store", rich_help_panel="About")
 app.add_typer(configuration.app, name="config", rich_help_panel="About")
 app.command("env", rich_help_panel="About")(environment.env)
 app.command("version", rich_help_panel="About")(environment.version)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+from luthier.cli.preparing import preparing
 
 if TYPE_CHECKING:
     from luthier.check.plan import RunPlan
     from luthier.config.schema import RunConfig
     from luthier.encoding.encoder import Encoder
-    from luthier.encoding.intake import Progress as Progressed
     from luthier.encoding.prepared import Prepared
     from luthier.encoding.segments import SegmentIndex
+    from luthier.train.schedule import Schedule
 
 ConfigFile = Annotated[
     str, typer.Argument(metavar="CONFIG", help="The run description, a YAML file.", show_default=False)
@@ -50,7 +50,7 @@ def read_config(path: str, overrides: Sequence[str] | None) -> RunConfig:
     return load_config(path, overrides or ())
 
 
-def prepare_data(config: RunConfig, console: Console) -> Loaded:
+def prepare_data(config: RunConfig, console: Console, *, ray_address: str | None = None) -> Loaded:
     """Render and encode the run's rows, with a line of progress; raises what `encoding.prepare` raises."""
     from luthier.encoding.encoder import Encoder
     from luthier.encoding.prepare import prepare
@@ -58,8 +58,8 @@ def prepare_data(config: RunConfig, console: Console) -> Loaded:
 
     started = time.perf_counter()
     encoder = Encoder.from_config(config)
-    with _progress(console, wanted=config.tracking.progress) as on_progress:
-        prepared = prepare(config, encoder, on_progress=on_progress)
+    with preparing(console, wanted=config.tracking.progress) as on_progress:
+        prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address)
     limit, overflow = config.data.max_length, config.data.overflow
     held_out = prepared.eval
     return Loaded(
@@ -72,10 +72,11 @@ def prepare_data(config: RunConfig, console: Console) -> Loaded:
     )
 
 
-def plan_of(loaded: Loaded) -> RunPlan:
-    """The run's plan on the processes that were launched; raises `BudgetError` and `UserError` as training would."""
-    from luthier.check.plan import plan_run, train_settings
+def schedule_of(loaded: Loaded) -> Schedule:
+    """All steps of the run on all processes launched; raises `BudgetError` and `UserError` as training would."""
     from luthier.errors import UserError
+    from luthier.loader.run_order import mixture_of
+    from luthier.loader.run_settings import train_settings
     from luthier.train.schedule import Schedule
 
     config = loaded.config
@@ -85,12 +86,28 @@ def plan_of(loaded: Loaded) -> RunPlan:
             f"no training row is left at data.max_length={config.data.max_length}",
             hint="raise data.max_length, or set data.overflow: split",
         )
-    settings = train_settings(config, num_ranks=num_processes())
-    schedule = Schedule(
-        loaded.train.table(), settings, num_epochs=config.train.num_train_epochs, max_steps=config.train.max_steps
+    table = loaded.train.table()
+    return Schedule(
+        table,
+        train_settings(config, num_ranks=num_processes()),
+        num_epochs=config.train.num_train_epochs,
+        max_steps=config.train.max_steps,
+        mixture=mixture_of(config, table.source_weights),
     )
+
+
+def plan_of(loaded: Loaded, schedule: Schedule | None = None) -> RunPlan:
+    """The run's plan; raises what `schedule_of` raises."""
+    from luthier.check.plan import plan_run
+
+    schedule = schedule or schedule_of(loaded)
     return plan_run(
-        config, loaded.train, loaded.held_out, total_steps=schedule.total_steps, num_ranks=settings.num_ranks
+        loaded.config,
+        loaded.train,
+        loaded.held_out,
+        total_steps=schedule.total_steps,
+        num_ranks=schedule.settings.num_ranks,
+        first_epoch=schedule.plan(0),
     )
 
 
@@ -115,19 +132,3 @@ def tell_preparation(loaded: Loaded, console: Console) -> None:
     console.print(text)
     if prepared.quarantine is not None:
         console.print(Text.assemble(("  lost rows are in ", "yellow"), str(prepared.quarantine)))
-
-
-@contextmanager
-def _progress(console: Console, *, wanted: bool) -> Iterator[Callable[[Progressed], None]]:
-    if not wanted or not console.is_terminal:
-        yield lambda progress: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("preparing", total=None)
-
-        def show(now: Progressed) -> None:
-            lost = f", {now.lost:,} lost" if now.lost else ""
-            bar.update(task, description=f"preparing {now.split}: {now.read:,} rows, {now.encoded:,} encoded{lost}")
-
-        yield show

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from luthier.check.origins import SegmentOrigin, row_origins, segment_origin
-from luthier.check.plan import train_settings
 from luthier.check.show import RowView, show_batch, show_pack, show_sample
 from luthier.cli.pipeline import Loaded
-from luthier.config.schema import Packing
 from luthier.encoding.prepared import PreparedSet
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
+from luthier.loader.run_settings import train_settings
 from luthier.packing import EpochPlan, plan_epoch
 from luthier.records import Pack
 from luthier.sources import open_sources, resolve_sources
@@ -93,15 +92,15 @@ class Selection:
         ]
 
     def _batch(self, index: SegmentIndex, loaded: Loaded, control: frozenset[int]) -> list[RowView]:
-        from luthier.collate import collate
+        from luthier.collation import collate_packs
 
         config, tokenizer = loaded.config, loaded.encoder.tokenizer
         rows = config.eval.per_device_eval_batch_size if self.held_out else config.train.per_device_train_batch_size
         plan = _plan(index, loaded, rows_per_micro_batch=rows)
         self._check(len(plan), "micro-batches")
         packs, origins = self._packs(plan, index, loaded)
-        packed = config.train.packing is Packing.BEST_FIT
-        batch = collate(packs, packed=packed, pad_token_id=tokenizer.pad_token_id)
+        packed = config.train.packing.is_packed
+        batch = collate_packs(packs, packed=packed, pad_token_id=tokenizer.pad_token_id)
         return show_batch(batch, tokenizer, title=self.title, control=control, origins=origins)
 
     def _packs(

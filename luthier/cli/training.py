@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -22,6 +23,10 @@ from luthier.cli.pipeline import (
 if TYPE_CHECKING:
     from luthier.check.show import RowView
     from luthier.config.schema import RunConfig
+    from luthier.encoding.encoder import Encoder
+    from luthier.loader.feed import FeedReader
+    from luthier.records import Segment
+    from luthier.train.live import LiveData
     from luthier.train.report import Report
 
 MAX_TOKENS_SHOWN = 400  # of the sample in the terminal; `luthier show` has all
@@ -51,6 +56,10 @@ def train(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
 
 def run_and_report(config: RunConfig, console: Console, *, quickstart: bool = False) -> Report:
     """Prepare, plan, show one sample, train and report; what is raised is what the stages raise."""
+    from luthier.loader.choosing import prepares_meanwhile
+
+    if prepares_meanwhile(config):
+        return _run_meanwhile(config, console)
     loaded = prepare_data(config, console)
     tell_preparation(loaded, console)
     report_parts = _tell_plan_and_sample(loaded, console)
@@ -67,20 +76,63 @@ def run_and_report(config: RunConfig, console: Console, *, quickstart: bool = Fa
     return report
 
 
+def _run_meanwhile(config: RunConfig, console: Console) -> Report:
+    """Train while another process prepares the rows, and report."""
+    from luthier.loader.choosing import feed_folder
+    from luthier.loader.feed import Feed, FeedReader
+    from luthier.loader.feed_files import FeedJob
+
+    folder = feed_folder(config)
+    with Feed.start(FeedJob(config=config, folder=folder)) if is_main_process() else nullcontext() as feed:
+        reader = FeedReader(folder) if feed is None else feed.reader
+        console.print("[bold]Preparing rows while training[/] [dim]in the order in which they are needed[/]")
+
+        from luthier.encoding.encoder import Encoder
+        from luthier.train.fit import fit_data
+        from luthier.train.live import open_live_data
+        from luthier.train.report import Report, summary, write_report
+
+        encoder = Encoder.from_config(config)
+        samples: list[Any] = []
+
+        def open_data() -> LiveData:
+            data = open_live_data(config, reader)
+            samples.append(_tell_live(data, reader, encoder, console))
+            return data
+
+        result = fit_data(config, encoder.tokenizer, open_data)
+        fingerprints = {"encoder": encoder.fingerprint, "tokenizer": encoder.tokenizer.fingerprint}
+        report = Report(result=result, fingerprints=fingerprints, sample=samples[0])
+    if is_main_process():
+        files = write_report(report)
+        console.print()
+        console.print(summary(report, files))
+    return report
+
+
+def _tell_live(data: LiveData, reader: FeedReader, encoder: Encoder, console: Console) -> Any:
+    from luthier.check.show_html import tokens_html
+
+    facts = reader.facts()
+    held_out = f", {facts.num_eval_rows:,} held out" if facts.num_eval_rows else ""
+    console.print(f"{sum(facts.num_rows):,} rows in {len(facts.num_rows)} sources{held_out}")
+    data.rows.wait_for(data.order(0)[:1])
+    sample = _view_of(data.train[0], encoder)
+    _tell_sample(sample, console)
+    return tokens_html([sample])
+
+
 def _tell_plan_and_sample(loaded: Loaded, console: Console) -> dict[str, Any]:
     import msgspec
 
     from luthier.check.show_html import tokens_html
-    from luthier.check.show_terminal import coloured_text
     from luthier.check.tables import plan_table
 
     plan = plan_of(loaded)
     console.print()
     console.print(plan_table(plan))
-    sample = _first_sample(loaded)
-    console.print()
-    console.print("[bold]The first sample[/] [dim]as the model sees it; luthier show has the others[/]")
-    console.print(coloured_text(sample, max_tokens=MAX_TOKENS_SHOWN))
+    sample = _view_of(loaded.train[0], loaded.encoder)
+    _tell_sample(sample, console)
     return {
         "plan": msgspec.to_builtins(plan),
         "sample": tokens_html([sample]),
@@ -91,11 +143,18 @@ def _tell_plan_and_sample(loaded: Loaded, console: Console) -> dict[str, Any]:
     }
 
 
-def _first_sample(loaded: Loaded) -> RowView:
+def _tell_sample(sample: RowView, console: Console) -> None:
+    from luthier.check.show_terminal import coloured_text
+
+    console.print()
+    console.print("[bold]The first sample[/] [dim]as the model sees it; luthier show has the others[/]")
+    console.print(coloured_text(sample, max_tokens=MAX_TOKENS_SHOWN))
+
+
+def _view_of(segment: Segment, encoder: Encoder) -> RowView:
     from luthier.check.show import show_pack
     from luthier.records import Pack
 
-    tokenizer = loaded.encoder.tokenizer
+    tokenizer = encoder.tokenizer
     control = frozenset(tokenizer.control_id(token) for token in tokenizer.control.tokens)
-    segment = loaded.train[0]
     return show_pack(Pack(segments=(segment,)), tokenizer, title=str(segment.address), control=control)

@@ -33,10 +33,32 @@ class TokenizerBackend(StrEnum):
 
 
 class Packing(StrEnum):
-    """How sequences share a row of a batch."""
+    """How sequences share a row of a batch: all but ``none`` keep several in a row apart ([packing.md](packing.md))."""
 
     NONE = "none"
     BEST_FIT = "best_fit"
+    WINDOW = "window"
+    SPLIT = "split"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row may hold several sequences, which the model must keep apart."""
+        return self is not Packing.NONE
+
+
+class MixtureBy(StrEnum):
+    """What the weights of several data sets mean: how often each is seen, or shares of the rows or tokens."""
+
+    EPOCHS = "epochs"
+    ROWS = "rows"
+    TOKENS = "tokens"
+
+
+class MixtureStop(StrEnum):
+    """When an epoch of a mixture by shares ends."""
+
+    FIRST = "first"
+    ALL = "all"
 
 
 class TrainOn(StrEnum):
@@ -71,6 +93,14 @@ class Turn(StrEnum):
 
     FIRST = "first"
     LAST = "last"
+
+
+class SameRole(StrEnum):
+    """What becomes of two messages of the user, or of the assistant, in a row."""
+
+    KEEP = "keep"
+    MERGE = "merge"
+    QUARANTINE = "quarantine"
 
 
 class ThinkingStyle(StrEnum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from luthier.config.adapters import check_adapter
-from luthier.config.choices import Precision, Strategy, ThinkingStyle, TrainOn
+from luthier.config.choices import MixtureBy, MixtureStop, Packing, Precision, Strategy, ThinkingStyle, TrainOn
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
 from luthier.config.schema import Format
@@ -120,6 +120,36 @@ def _steps(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.warmup_steps", what, f"at most {train.max_steps}, or a share such as 0.03")
 
 
+def _step_size(draft: Draft) -> Iterator[Problem]:
+    train = draft.config.train
+    if train.tokens_per_step is not None and train.gradient_accumulation_steps != 1:
+        what = (
+            f"a step ends at {train.tokens_per_step} tokens, and {draft.cite('train.gradient_accumulation_steps')} "
+            f"says it has {train.gradient_accumulation_steps} micro-batches"
+        )
+        yield draft.problem("train.tokens_per_step", what, "keep one: remove train.gradient_accumulation_steps")
+
+
+def _splitting(draft: Draft) -> Iterator[Problem]:
+    name = draft.config.objective.name
+    if draft.config.train.packing is Packing.SPLIT and name != "pt":
+        what = f"split cuts rows anywhere, which is for plain text, and {draft.cite('objective.name')} is {name}"
+        yield draft.problem("train.packing", what, "set train.packing: best_fit, or objective: pt")
+
+
+def _mixture(draft: Draft) -> Iterator[Problem]:
+    mixture = draft.config.data.mixture
+    if mixture.by is not MixtureBy.EPOCHS:
+        return
+    wanting = [
+        ("data.mixture.temperature", mixture.temperature is not None),
+        ("data.mixture.stop", mixture.stop is not MixtureStop.ALL),
+    ]
+    for key in (key for key, wants in wanting if wants):
+        what = f"this is for mixtures by shares, and {draft.cite('data.mixture.by')} is epochs"
+        yield draft.problem(key, what, f"set data.mixture.by: rows or tokens, or remove {key}")
+
+
 def _schedule(draft: Draft) -> Iterator[Problem]:
     train = draft.config.train
     needs = _SCHEDULE_NEEDS.get(train.lr_scheduler_type, ())
@@ -216,6 +246,9 @@ _RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("data.eval", "data.eval_use", "data.eval_split", "eval.generate_rows"), _generation),
     (("eval", "output.save_strategy", "output.save_steps"), _best_checkpoint),
     (("train.warmup_steps", "train.max_steps"), _steps),
+    (("train.tokens_per_step", "train.gradient_accumulation_steps"), _step_size),
+    (("train.packing", "objective.name"), _splitting),
+    (("data.mixture",), _mixture),
     (("train.lr_scheduler_type", "train.lr_scheduler_kwargs"), _schedule),
     (("train.optim",), _optimizer),
     (("runtime.device", "train.precision", "model"), _on_cpu),

@@ -11,6 +11,8 @@ from luthier.config.choices import (
     MIN_WEIGHT,
     Count,
     Format,
+    MixtureBy,
+    MixtureStop,
     Natural,
     NonEmpty,
     NonNegative,
@@ -18,6 +20,7 @@ from luthier.config.choices import (
     PathLike,
     Positive,
     Role,
+    SameRole,
     ShareOrCount,
     TargetPart,
     Texts,
@@ -152,7 +155,8 @@ class SourceConfig(Section):
     max_rows: Count | None = None
     """Take a seeded sample of this many rows (all, if there are fewer)."""
     weight: Positive = 1.0
-    """How often each row is seen per epoch: 2 is twice, 0.5 is a seeded half, anew each epoch."""
+    """How often each row is seen per epoch: 2 is twice, 0.5 is a seeded half, anew each epoch. With
+    ``data.mixture.by: rows`` or ``tokens`` it is the set's share, in any unit."""
     streaming: bool = False
     """Read a Hub data set as a stream instead of downloading it first."""
     train_on: Annotated[TrainOn | None, as_enum(TrainOn)] = None
@@ -169,9 +173,28 @@ class SourceConfig(Section):
     text pairs are taken as they are, nothing put around them."""
     media_root: PathLike | None = None
     """Folder that media paths in rows are relative to and may not leave; default: the data file's folder."""
+    same_role: Annotated[SameRole | None, as_enum(SameRole)] = None
+    """Overrides ``data.same_role`` for this data set."""
+    text_limit: Count | None = None
+    """Overrides ``data.text_limit`` for this data set."""
 
 
 Sources = Annotated[list[SourceConfig], BeforeValidator(as_list)]
+
+
+class MixtureConfig(Section):
+    """How several training sets share an epoch. ``mixture: rows`` is short for ``mixture: {by: rows}``."""
+
+    shorthand = "by"
+
+    by: Annotated[MixtureBy, as_enum(MixtureBy)] = MixtureBy.EPOCHS
+    """What the sets' ``weight`` means. ``epochs``: how often each row is seen in an epoch. ``rows``, ``tokens``: shares
+    of the rows, or of the tokens, that hold throughout the epoch, whatever the sizes of the sets."""
+    temperature: Positive | None = None
+    """With shares: they are also proportional to size^(1/temperature). 1 is as the sizes are, 2 lifts small sets, a
+    high one makes all equal. Default: sizes do not matter."""
+    stop: Annotated[MixtureStop, as_enum(MixtureStop)] = MixtureStop.ALL
+    """With shares: an epoch ends when ``all`` sets were seen whole (small ones are repeated), or the ``first`` one."""
 
 
 class DataConfig(Section):
@@ -181,6 +204,8 @@ class DataConfig(Section):
     """Data sets to train on; one may stand without a list."""
     eval: Sources = []
     """Data sets to evaluate on."""
+    mixture: MixtureConfig = MixtureConfig()
+    """How the training sets share an epoch."""
     registry: PathLike | None = None
     """A ``dataset_info.json`` (or its YAML form) that names data sets."""
     use: Texts = []
@@ -196,8 +221,18 @@ class DataConfig(Section):
     ``split`` cuts them into several at ends of turns. All are counted."""
     max_drop: ShareOrCount = 0.05
     """Most rows that may be dropped or quarantined before the run stops: a share below 1, or a number of rows."""
+    same_role: Annotated[SameRole, as_enum(SameRole)] = SameRole.KEEP
+    """Two messages of the user, or of the assistant, in a row: ``keep`` them, as far as the template takes it;
+    ``merge`` them, with a blank line between; or ``quarantine`` the row. Counted in the ledger."""
+    text_limit: Count | None = 1_000_000
+    """A row with a text (a message, a thought, a document) of so many characters or more is quarantined before it is
+    tokenized. ``null``: no limit but that of the row, 10 MB."""
     workers: Natural | Literal["auto"] = "auto"
     """Processes that render and encode. ``auto``: the number of cores, and none for small data."""
+    prepare: Literal["auto", "before", "meanwhile"] = "auto"
+    """When rows are rendered and encoded: all of them ``before`` training, or ``meanwhile``, so that training begins
+    with the first rows; the learning rate then follows the share of rows used. ``auto``: meanwhile, under
+    ``train.packing: window``, where the files have more than 32 MB."""
     store: PathLike | None = None
     """Folder of encoded samples. Default: ``~/.cache/luthier/store``."""
 

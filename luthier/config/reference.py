@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from luthier.config.inputs import SourceConfig, TargetRuleConfig
+from luthier.config.inputs import MixtureConfig, SourceConfig, TargetRuleConfig
 from luthier.config.schema import RunConfig, Section
 from luthier.config.words import JsonSchema, choices, expected, raw_schema, resolve, schema_at
 
@@ -59,6 +59,7 @@ def config_reference() -> str:
         parts.append(_section(f"`{name}`", kind, (name,)))
         if name == "data":
             parts.append(_section("`data.train[…]`, `data.eval[…]`", SourceConfig, ("data", "train", 0)))
+            parts.append(_section("`data.mixture`", MixtureConfig, ("data", "mixture")))
         if name == "template":
             title = "`template.targets[…]`, `data.train[…].targets[…]`"
             parts.append(_section(title, TargetRuleConfig, ("template", "targets", 0)))

@@ -123,12 +123,16 @@ class TrainConfig(Section):
     """Passes over the training data; 0.5 is half a pass."""
     max_steps: Count | None = None
     """Stop after this many optimizer steps; overrides ``num_train_epochs``."""
-    packing: Annotated[Packing, as_enum(Packing)] = Packing.BEST_FIT
-    """``best_fit``: sequences share rows of ``data.max_length`` tokens, isolated from each other; ``none``: padded."""
+    packing: Annotated[Packing, as_enum(Packing)] = Packing.WINDOW
+    """``window``: sequences share rows of ``data.max_length`` tokens, isolated from each other, packed some thousands
+    at a time while others are still to come; ``best_fit``: all at once; ``split``: plain text cut into full rows;
+    ``none``: padded ([packing.md](packing.md))."""
     per_device_train_batch_size: Count = 1
     """Rows (packs, or padded sequences) per device and micro-batch."""
     gradient_accumulation_steps: Count = 1
     """Micro-batches per optimizer step."""
+    tokens_per_step: Count | None = None
+    """Instead: a step goes on until it has at least this many tokens, on all devices together."""
     learning_rate: Positive = 2e-5
     """Highest learning rate of the schedule. LoRA usually wants about ten times the rate of full training."""
     lr_scheduler_type: Literal[SCHEDULERS] = "cosine"  # type: ignore[valid-type]

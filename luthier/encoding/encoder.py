@@ -77,6 +77,16 @@ class Encoder:
         parts = [_code_version(), self.tokenizer.fingerprint, options]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
+    @property
+    def about(self) -> dict[str, str]:
+        """What a person would want to know of it: the model and the template."""
+        template = self.options.chat_template
+        named = template if template is not None and "\n" not in template and "{" not in template else None
+        return {
+            "model": self.model.tokenizer_name_or_path or self.model.name_or_path,
+            "template": named or ("inline" if template else "the model's own"),
+        }
+
     def _allowed(self) -> frozenset[str]:
         if isinstance(self.options.control, str):
             return frozenset()

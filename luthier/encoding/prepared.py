@@ -29,16 +29,16 @@ class PreparedSet:
     """n rows that can be trained on, in the order in which they were read.
 
     sample_ids   int64[n], the row's sample in ``store``; rows with the same content share one
-    source_ids   int64[n], index into ``sources``
-    file_ids     int64[n], index into ``files``
+    source_ids   int32[n], index into ``sources``
+    file_ids     int32[n], index into ``files``
     row_numbers  int64[n], counted from 1 in each file
     ledger       what became of all rows that were read for this set
     """
 
     store: SampleStore
     sample_ids: Ints
-    source_ids: Ints
-    file_ids: Ints
+    source_ids: NDArray[np.int32]
+    file_ids: NDArray[np.int32]
     row_numbers: Ints
     files: tuple[str, ...]
     sources: tuple[SourceInfo, ...]
@@ -78,31 +78,43 @@ class Prepared:
     quarantine: Path | None
 
 
-def hold_out(whole: PreparedSet, size: float | int, *, seed: int) -> tuple[PreparedSet, PreparedSet]:
-    """``(train, eval)``: a seeded choice of rows, a share of all below 1, else a number.
+def hold_out(whole: PreparedSet, rows: Ints, size: float | int, *, seed: int) -> tuple[PreparedSet, PreparedSet]:
+    """``(train, eval)``: a seeded choice of rows, a share of all that were read below 1, else a number.
 
-    Rows with the same content stay on the same side, so nothing that is evaluated was trained on; where rows repeat,
-    the choice may come out a little larger than asked. It depends on the rows' order, not on what is in them.
+    ``rows`` int64[n] are the rows' global numbers. The choice depends on the number of rows and the seed alone: the
+    first so many of `hold_out_order` that are not lost. Rows with the same content as one of them are left out of
+    training, so nothing that is evaluated was trained on; the ledger notes them as ``same_as_held_out``.
 
     Raises `UserError` if a side would be empty.
     """
-    wanted = round(size * len(whole)) if size < 1 else int(size)
-    _, first, group = np.unique(whole.sample_ids, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")  # groups by first row: the store's numbering must not matter
-    shuffled = order[np.random.Generator(np.random.PCG64(seed)).permutation(len(order))]
-    rows_so_far = np.cumsum(np.bincount(group, minlength=len(first))[shuffled])
-    num_groups = int(np.searchsorted(rows_so_far, wanted)) + 1
-    held = np.isin(group, shuffled[:num_groups])
-    num_held = int(held.sum())
-    if wanted < 1 or num_held >= len(whole):
+    num_read = whole.ledger.read
+    wanted = num_held_out(size, num_read)
+    place_of_row = np.full(num_read, -1, dtype=np.int64)
+    place_of_row[rows] = np.arange(len(whole))
+    tried = place_of_row[hold_out_order(num_read, seed=seed)]
+    held = np.sort(tried[tried >= 0][:wanted])
+    same = np.isin(whole.sample_ids, whole.sample_ids[held])
+    if wanted < 1 or same.all():
         raise UserError(
             f"data.eval_split={size:g} holds out {wanted} of {len(whole)} rows: "
             + ("nothing to evaluate on" if wanted < 1 else "nothing is left to train on"),
             hint="choose another data.eval_split, or name evaluation data with data.eval",
         )
     train_ledger = Ledger.from_json(whole.ledger.to_json())
-    train_ledger.read -= num_held
-    train_ledger.trained -= num_held
-    train_ledger.note("held_out", num_held)
-    train = whole.take(np.flatnonzero(~held), ledger=train_ledger)
-    return train, whole.take(np.flatnonzero(held), ledger=Ledger(read=num_held, trained=num_held))
+    train_ledger.read -= int(same.sum())
+    train_ledger.trained -= int(same.sum())
+    train_ledger.note("held_out", len(held))
+    if same.sum() > len(held):
+        train_ledger.note("same_as_held_out", int(same.sum()) - len(held))
+    train = whole.take(np.flatnonzero(~same), ledger=train_ledger)
+    return train, whole.take(held, ledger=Ledger(read=len(held), trained=len(held)))
+
+
+def num_held_out(size: float | int, num_rows: int) -> int:
+    """How many of so many rows ``data.eval_split`` holds out."""
+    return round(size * num_rows) if size < 1 else int(size)
+
+
+def hold_out_order(num_rows: int, *, seed: int) -> Ints:
+    """int64[num_rows]: global row numbers, in the order in which rows are held out."""
+    return np.random.Generator(np.random.PCG64(seed)).permutation(num_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,8 @@ class Quarantine:
         self.num_rows = 0
         self._temporary = path.with_name(f".{path.name}-{os.getpid()}.tmp")
         self._file: TextIOWrapper | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # a process that is told to end closes it from another thread
 
     def add(self, error: RowError, *, split: str, raw: bytes | None) -> None:
         """Write one row; ``raw`` None where the row could not even be read. Raises `UserError` if that fails."""
@@ -37,6 +40,12 @@ class Quarantine:
             "detail": error.detail,
             "raw": None if raw is None else raw.decode("utf-8", "backslashreplace"),
         }
+        with self._lock:
+            if not self._is_closed:
+                self._write(line)
+        self.num_rows += 1
+
+    def _write(self, line: dict[str, str | None]) -> None:
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +53,21 @@ class Quarantine:
             self._file.write(json.dumps(line) + "\n")
         except OSError as error_:
             raise self._unwritable(error_) from error_
-        self.num_rows += 1
+
+    def close(self) -> None:
+        """Give the file its name; nothing is written afterwards. Raises `UserError` if that fails."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            try:
+                if self._file is None:
+                    self.path.unlink(missing_ok=True)
+                    return
+                self._file.close()
+                os.replace(self._temporary, self.path)
+            except OSError as error:
+                raise self._unwritable(error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -52,14 +75,7 @@ class Quarantine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if self._file is None:
-                self.path.unlink(missing_ok=True)
-                return
-            self._file.close()
-            os.replace(self._temporary, self.path)
-        except OSError as error_:
-            raise self._unwritable(error_) from error_
+        self.close()
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(

@@ -63,7 +63,7 @@ class SegmentIndex:
         self.num_targets = np.concatenate(targets)[order]
         self.row_ids = leaves.row[self._leaf]
         self.sample_ids = prepared.sample_ids[self.row_ids]
-        self.source_ids = prepared.source_ids[self.row_ids]
+        self.source_ids = prepared.source_ids[self.row_ids].astype(np.int64)
         self.lost_rows = self._account(leaves, fits, cuts, max_length)
 
     def __len__(self) -> int:
@@ -86,6 +86,10 @@ class SegmentIndex:
     def place(self, index: int) -> tuple[int, int, int]:
         """Which part of its row a segment is: the leaf's number in its sample, and ``start:stop`` of that run."""
         return int(self._leaf_number[self._leaf[index]]), int(self._start[index]), int(self._stop[index])
+
+    def cuts(self) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+        """``(leaf, start, stop, open_end)`` of every segment: `place` and `layout.Window` as columns."""
+        return self._leaf_number[self._leaf], self._start, self._stop, self._open_end
 
     def table(self) -> SegmentTable:
         """What `packing.plan_epoch` needs to know."""

@@ -2,32 +2,33 @@
 
     magic                                         8 bytes
     payload of sample 0, of sample 1, …           one run of bytes each, a multiple of 4 bytes long
-    index: the arrays of `ShardIndex`, in order   each starts at a multiple of 8 bytes from the index's start
+    zeros                                         to a multiple of 8 bytes
+    index: the arrays of `ShardIndex`, in order   each filled with zeros to a multiple of 8 bytes
 
 A payload is ``input_ids`` int32[T], then ``target`` as bits (little-endian, to a multiple of 4 bytes), then ``weight``
-float32[T] if the sample has weights. So reading a sample touches one run of bytes, whose checksum is in the index.
+float32[T] if the sample has weights. So reading a sample touches one run of bytes, whose checksum is in the index. The
+index is vouched for by the manifest, with one digest for the keys and one for the rest: to look keys up, only they are
+read. So every byte is covered, and none is hashed twice.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.errors import StoreError
-from luthier.records import Address, Branch, Sample
+from luthier.encoding.leaves import measure_leaves
+from luthier.records import Sample
 
-MAGIC = b"LUTSHRD2"
+MAGIC = b"LUTSHRD3"
 KEY_BYTES = 32
-REBUILD = "delete the folder of the store: its samples will be encoded again"
+WRITE_BYTES = 2**22  # payloads are joined to so much before they are written: few calls, and no second copy of all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +58,25 @@ class ShardEntry:
     """What the manifest says of a shard."""
 
     name: str
-    sha256: str
     size: int
-    index_start: int
-    index_sha256: str
+    index_start: int  # where the payloads end
+    keys_digest: str  # of the index's zeros and keys
+    table_digest: str  # of the rest of the index
     num_samples: int
     num_branches: int
     num_leaves: int
     num_tokens: int
     num_note_bytes: int
+
+    @property
+    def keys_start(self) -> int:
+        """Where the first key is."""
+        return self.index_start + -self.index_start % 8
+
+    @property
+    def keys_stop(self) -> int:
+        """Where the last key ends, and the rest of the index begins."""
+        return self.keys_start + KEY_BYTES * self.num_samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,6 +98,28 @@ class ShardIndex:
     note_bytes: NDArray[np.uint8]  # [c], the samples' notes as JSON
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NewShard:
+    """A shard that is not on the disk yet. Its name follows from its content."""
+
+    entry: ShardEntry
+    payloads: Sequence[bytes]
+    index: bytes
+
+    def chunks(self) -> Iterator[bytes]:
+        """The file's bytes, in some pieces."""
+        yield MAGIC
+        piece: list[bytes] = []
+        num_bytes = 0
+        for payload in self.payloads:
+            piece.append(payload)
+            num_bytes += len(payload)
+            if num_bytes >= WRITE_BYTES:
+                yield b"".join(piece)
+                piece, num_bytes = [], 0
+        yield b"".join([*piece, self.index])
+
+
 def freeze_sample(sample: Sample) -> EncodedSample:
     """A sample as bytes; `Shard.read` is the way back (all but the address, which belongs to the row)."""
     assert not sample.media, "samples with media cannot be stored yet"
@@ -94,14 +127,14 @@ def freeze_sample(sample: Sample) -> EncodedSample:
     parts = [sample.input_ids.astype("<i4", copy=False).tobytes(), bits, b"\0" * (-len(bits) % 4)]
     if sample.weight is not None:
         parts.append(sample.weight.astype("<f4", copy=False).tobytes())
-    leaves = [(len(target), int(np.count_nonzero(target[1:]))) for target in _leaf_targets(sample)]
+    leaf_lengths, leaf_targets = measure_leaves(sample)
     return EncodedSample(
         payload=b"".join(parts),
         num_tokens=len(sample.input_ids),
         has_weight=sample.weight is not None,
         branches=tuple((branch.parent, branch.length) for branch in sample.branches),
-        leaf_lengths=tuple(length for length, _ in leaves),
-        leaf_targets=tuple(num_targets for _, num_targets in leaves),
+        leaf_lengths=leaf_lengths,
+        leaf_targets=leaf_targets,
         notes=msgspec.json.encode(dict(sample.notes)) if sample.notes else b"",
     )
 
@@ -111,97 +144,42 @@ def read_counts(encoded: bytes) -> tuple[tuple[str, int], ...]:
     return tuple(msgspec.json.decode(encoded, type=dict[str, int]).items()) if encoded else ()
 
 
-def build_shard(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> tuple[ShardEntry, list[bytes]]:
-    """The manifest's entry and the file's bytes. The name follows from the content."""
+def build_shard(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> NewShard:
+    """The manifest's entry and the file's bytes. The same samples make the same shard."""
     index = _index_of(keys, samples)
-    index_bytes = b"".join(_index_chunks(index))
-    chunks = [MAGIC, *(sample.payload for sample in samples), index_bytes]
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
+    index_start = int(index.payload_bounds[-1])
+    sections = list(_index_sections(index))
+    key_bytes = b"\0" * (-index_start % 8) + sections[0]
+    table = b"".join(sections[1:])
+    keys_digest, table_digest = hashlib.sha256(key_bytes), hashlib.sha256(table)
+    # the table has a checksum of every payload, so the two digests speak for the whole file
+    name = hashlib.sha256(keys_digest.digest() + table_digest.digest()).hexdigest()[:32]
     entry = ShardEntry(
-        name=f"shard-{digest.hexdigest()[:32]}.bin",
-        sha256=digest.hexdigest(),
-        size=sum(map(len, chunks)),
-        index_start=int(index.payload_bounds[-1]),
-        index_sha256=hashlib.sha256(index_bytes).hexdigest(),
+        name=f"shard-{name}.bin",
+        size=index_start + len(key_bytes) + len(table),
+        index_start=index_start,
+        keys_digest=keys_digest.hexdigest(),
+        table_digest=table_digest.hexdigest(),
         num_samples=len(samples),
         num_branches=len(index.branch_parents),
         num_leaves=len(index.leaf_lengths),
-        num_tokens=int(index.num_tokens.sum()),
+        num_tokens=int(index.num_tokens.sum(dtype=np.int64)),
         num_note_bytes=len(index.note_bytes),
     )
-    return entry, [MAGIC, b"".join(sample.payload for sample in samples), index_bytes]
+    return NewShard(entry=entry, payloads=[sample.payload for sample in samples], index=key_bytes + table)
 
 
-class Shard:
-    """A shard open for reading. The index is checked when it is opened, each payload when it is read."""
-
-    def __init__(self, path: Path, entry: ShardEntry) -> None:
-        """Map the file. Raises `StoreError` if it is missing, cut short, or its index is damaged."""
-        self.path = path
-        self.entry = entry
-        self._bytes = _map(path, entry)
-        found = hashlib.sha256(self._bytes[entry.index_start :]).hexdigest()
-        if self._bytes[: len(MAGIC)] != MAGIC or found != entry.index_sha256:
-            raise _damaged(path, "its index", entry.index_sha256, found)
-        self.index = _read_index(self._bytes, entry)
-
-    def read(self, number: int, address: Address) -> Sample:
-        """The sample; its arrays are read-only views of the file. Raises `StoreError` if its bytes are damaged."""
-        index = self.index
-        start, stop = int(index.payload_bounds[number]), int(index.payload_bounds[number + 1])
-        payload = self._bytes[start:stop]
-        if zlib.crc32(payload) != index.checksums[number]:
-            raise _damaged(self.path, f"sample {number}", int(index.checksums[number]), zlib.crc32(payload))
-        num_tokens = int(index.num_tokens[number])
-        bits_start = 4 * num_tokens
-        bits = np.frombuffer(payload, np.uint8, count=(num_tokens + 7) // 8, offset=bits_start)
-        weight_start = bits_start + -(-len(bits) // 4) * 4
-        branches = slice(int(index.branch_bounds[number]), int(index.branch_bounds[number + 1]))
-        parents, lengths = index.branch_parents[branches].tolist(), index.branch_lengths[branches].tolist()
-        return Sample(
-            input_ids=np.frombuffer(payload, "<i4", count=num_tokens),
-            target=np.unpackbits(bits, count=num_tokens, bitorder="little").view(np.bool_),
-            weight=np.frombuffer(payload, "<f4", offset=weight_start) if index.has_weight[number] else None,
-            branches=tuple(
-                Branch(parent=parent, length=length) for parent, length in zip(parents, lengths, strict=True)
-            ),
-            notes=self.notes(number),
-            address=address,
-        )
-
-    def notes(self, number: int) -> tuple[tuple[str, int], ...]:
-        """What is worth knowing of the sample's row, and how often."""
-        start, stop = self.index.note_bounds[number : number + 2].tolist()
-        return read_counts(self.index.note_bytes[start:stop].tobytes())
-
-    def verify(self) -> None:
-        """Read the whole file. Raises `StoreError` if one bit of it is not as it was written."""
-        found = hashlib.sha256(self._bytes).hexdigest()
-        if found != self.entry.sha256:
-            raise _damaged(self.path, "its content", self.entry.sha256, found)
-
-
-def _leaf_targets(sample: Sample) -> list[NDArray[np.bool_]]:
-    if len(sample.branches) == 1:
-        return [sample.target]
-    return [segment.target for segment in sample.segments()]
-
-
-def _map(path: Path, entry: ShardEntry) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: the file is empty
-        raise StoreError(f"{path}: a shard of the store cannot be read: {error}", hint=REBUILD) from error
-    if len(mapped) != entry.size:
-        raise _damaged(path, "its size", entry.size, len(mapped))
-    return mapped
-
-
-def _damaged(path: Path, what: str, expected: object, found: object) -> StoreError:
-    return StoreError(f"{path}: the shard is damaged: {what} should be {expected}, but is {found}", hint=REBUILD)
+def read_index(mapped: Any, entry: ShardEntry) -> ShardIndex:
+    """The index as views of a shard's bytes."""
+    arrays: dict[str, Any] = {}
+    place = entry.keys_start
+    shapes = _shapes(entry.num_samples, entry.num_branches, entry.num_leaves, entry.num_note_bytes)
+    for name, (dtype, shape) in shapes.items():
+        count = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        array = np.frombuffer(mapped, dtype, count=count, offset=place)
+        arrays[name] = array.reshape(shape)
+        place += array.nbytes + -array.nbytes % 8
+    return ShardIndex(**arrays)
 
 
 def _index_of(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> ShardIndex:
@@ -248,21 +226,10 @@ def _shapes(
     }
 
 
-def _index_chunks(index: ShardIndex) -> Iterator[bytes]:
+def _index_sections(index: ShardIndex) -> Iterator[bytes]:
     arrays = {field.name: getattr(index, field.name) for field in fields(index)}
     shapes = _shapes(len(index.keys), len(index.branch_parents), len(index.leaf_lengths), len(index.note_bytes))
     for name, (dtype, shape) in shapes.items():
         assert arrays[name].shape == shape, f"{name}: {arrays[name].shape} != {shape}"
         data = arrays[name].astype(dtype, copy=False).tobytes()
         yield data + b"\0" * (-len(data) % 8)
-
-
-def _read_index(mapped: mmap.mmap, entry: ShardEntry) -> ShardIndex:
-    arrays: dict[str, Any] = {}
-    place = entry.index_start
-    shapes = _shapes(entry.num_samples, entry.num_branches, entry.num_leaves, entry.num_note_bytes)
-    for name, (dtype, shape) in shapes.items():
-        count = int(np.prod(shape))
-        arrays[name] = np.frombuffer(mapped, dtype, count=count, offset=place).reshape(shape)
-        place += -(-arrays[name].nbytes // 8) * 8
-    return ShardIndex(**arrays)

@@ -1,8 +1,11 @@
 """The token store: encoded samples on disk, found by the content of their rows.
 
+    <store>/about.json          what made it; its time is that of the last use
     <store>/lock                one writer at a time changes the manifest
+    <store>/users               locked by all who use the store, so that nobody cleans up under them
     <store>/manifest.json       names the shards; replaced as a whole, last of all
     <store>/shard-<hash>.bin    samples (`luthier.encoding.shard`)
+    <store>/work/               lists of work that processes share (`luthier.encoding.work_list`)
 
 A key is a digest of a row's bytes and of everything else that decides its sample (`row_key`), so a sample is encoded
 once, however often, in whichever file or run its row comes again. Readers see the manifest before a commit or after
@@ -12,11 +15,12 @@ manifests are merged under the lock; should two have encoded the same row, the f
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -25,66 +29,91 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.encoding.disk import Disk
-from luthier.encoding.shard import KEY_BYTES, REBUILD, EncodedSample, Shard, ShardEntry, build_shard
+from luthier import __version__
+from luthier.encoding.disk import Disk, Hold
+from luthier.encoding.key_index import KeyIndex
+from luthier.encoding.manifest import FORMAT, LOCK, MANIFEST, Manifest, read_manifest, write_manifest
+from luthier.encoding.naming import ABOUT, USERS, row_key, store_folder
+from luthier.encoding.shard import KEY_BYTES, EncodedSample, NewShard, build_shard
+from luthier.encoding.shard_reader import Shard
 from luthier.errors import StoreError
 from luthier.records import NOWHERE, Address, Sample
 
-FORMAT = 2
-MANIFEST = "manifest.json"
-LOCK = "lock"
+__all__ = ["FORMAT", "LOCK", "MANIFEST", "SHARD_BYTES", "SampleStore", "StoreWriter", "row_key", "store_folder"]
+
 SHARD_BYTES = 2**26  # so much is encoded between commits, and lost at most if the process is killed
 
-
-def row_key(raw: bytes, *, fingerprint: str, conversion: str) -> bytes:
-    """The key of a row: ``fingerprint`` covers how rows are encoded, ``conversion`` how they are read."""
-    digest = hashlib.sha256()
-    for part in (fingerprint.encode(), conversion.encode(), raw):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
-
-
-def store_folder(root: Path | None, fingerprint: str) -> Path:
-    """Where the samples of one encoder are kept; ``root`` None is ``~/.cache/luthier/store``."""
-    base = Path.home() / ".cache" / "luthier" / "store" if root is None else root
-    return base / f"v{FORMAT}-{fingerprint[:32]}"
+Ints = NDArray[np.int64]
 
 
 class SampleStore:
     """A snapshot of the store, open for reading: ``store[i]`` is the i-th sample. Numbers stay what they are when
-    shards are added later. Costs little to send to another process, which maps the same files."""
+    shards are added later. Costs little to send to another process, which maps the same files.
 
-    def __init__(self, folder: Path, fingerprint: str, entries: Sequence[ShardEntry]) -> None:
-        """Use `SampleStore.open`."""
+    Opening looks at the manifest and at the shards' sizes. A shard's keys are checked when keys are first looked up,
+    its index when one of its samples is first asked for, a sample's bytes each time they are read: so damage is found
+    before anything that is damaged is used.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, *, before: SampleStore | None = None) -> None:
+        """Use `SampleStore.open`. ``before`` is an earlier snapshot, whose open files serve this one too."""
         self.folder = folder
-        self.fingerprint = fingerprint
-        self._shards = [Shard(folder / entry.name, entry) for entry in entries]
-        self._starts = list(accumulate((entry.num_samples for entry in entries), initial=0))
+        self.fingerprint = manifest.fingerprint
+        self._manifest = manifest
+        self._opened: deque[Shard] = deque() if before is None else before._opened
+        self._key_index: KeyIndex = KeyIndex() if before is None else before._key_index
+        held = before is not None and before._hold.held
+        create = folder.is_dir()
+        self._hold: Hold = before._hold if before is not None and held else Hold(folder / USERS, create=create)
+        known: list[Shard] = [] if before is None else before._shards
+        new = [Shard(folder / entry.name, entry, self._opened) for entry in manifest.entries[len(known) :]]
+        for shard in new:
+            shard.check_size()
+        self._shards: list[Shard] = [*known, *new]
+        self._starts = list(accumulate((entry.num_samples for entry in manifest.entries), initial=0))
 
     @classmethod
-    def open(cls, folder: Path, *, fingerprint: str) -> SampleStore:
-        """The store as its manifest says; empty where there is none.
+    def open(cls, folder: Path, *, fingerprint: str | None) -> SampleStore:
+        """The store as its manifest says; empty where there is none. ``fingerprint`` None takes any encoder's.
 
         Raises `StoreError` if it is damaged, or belongs to another encoder or another version of Luthier.
         """
-        return cls(folder, fingerprint, _read_manifest(folder, fingerprint))
+        with suppress(OSError):
+            os.utime(folder / ABOUT)
+        return cls(folder, read_manifest(folder, fingerprint, disk=Disk()))
+
+    def refresh(self) -> SampleStore:
+        """The store with what was committed since; the same object if nothing was. Numbers stay what they are.
+
+        Raises `StoreError` if what this snapshot has is not in the store any more.
+        """
+        now = read_manifest(self.folder, self.fingerprint, disk=Disk(), known=self._manifest)
+        if now.digest == self._manifest.digest:
+            return self
+        known = self._manifest.entries
+        if now.entries[: len(known)] != known:
+            raise StoreError(
+                f"{self.folder / MANIFEST}: the store was changed while it was in use: it had {len(known)} shards, "
+                f"the first {len(known)} of the {len(now.entries)} that it has now are others",
+                hint="start again",
+            )
+        return SampleStore(self.folder, now, before=self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SampleStore, (self.folder, self.fingerprint, [shard.entry for shard in self._shards])
+        return SampleStore, (self.folder, self._manifest)
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._index_of_key
+        return self.index_of(key) is not None
 
     def __getitem__(self, index: int) -> Sample:
         return self.read(index, NOWHERE)
 
     def read(self, index: int, address: Address) -> Sample:
         """A sample with its row's address. Raises `StoreError` if its bytes are damaged."""
-        if not 0 <= index < len(self):
+        if not 0 <= index < self._starts[-1]:
             raise IndexError(f"sample {index} of {len(self)}")
         shard = bisect_right(self._starts, index) - 1
         return self._shards[shard].read(index - self._starts[shard], address)
@@ -94,9 +123,51 @@ class SampleStore:
         shard = bisect_right(self._starts, index) - 1
         return self._shards[shard].notes(index - self._starts[shard])
 
+    def lookup(self, keys: NDArray[np.uint8]) -> Ints:
+        """int64[n]: the numbers of the samples with the keys uint8[n, KEY_BYTES]; -1 where there is none.
+
+        Raises `StoreError` if a shard's keys are damaged.
+        """
+        index = self._key_index
+        if index.num_samples < len(self):
+            first = self._starts.index(index.num_samples)
+            self._key_index = index = index.extended(shard.keys() for shard in self._shards[first:])
+        return index.lookup(keys)
+
     def index_of(self, key: bytes) -> int | None:
-        """The number of the sample with this key, if it is in the store."""
-        return self._index_of_key.get(key)
+        """The number of the sample with this key, if it is in the store. For many keys use `lookup`."""
+        if not len(self):
+            return None
+        found = int(self.lookup(np.frombuffer(key, np.uint8).reshape(1, KEY_BYTES))[0])
+        return None if found < 0 else found
+
+    def leaves_of(self, sample_ids: Ints) -> tuple[Ints, Ints, Ints]:
+        """``(counts int64[n], lengths int64[l], targets int64[l])``: how many leaves each sample has; then, leaf by
+        leaf in the samples' order, its tokens from root to leaf and the targets that its segment counts."""
+        counts = np.zeros(len(sample_ids), dtype=np.int64)
+        found: list[tuple[Ints, NDArray[np.int32], NDArray[np.int32]]] = []
+        for shard, places, inside in self._by_shard(sample_ids):
+            index = shard.index
+            first = index.leaf_bounds[inside]
+            counts[places] = here = index.leaf_bounds[inside + 1] - first
+            leaf = np.repeat(first, here) + _numbers_within(here)
+            found.append((places, index.leaf_lengths[leaf], index.leaf_targets[leaf]))
+            shard.release()
+        starts = np.cumsum(counts) - counts
+        lengths = np.zeros(int(counts.sum()), dtype=np.int64)
+        targets = np.zeros(len(lengths), dtype=np.int64)
+        for places, leaf_lengths, leaf_targets in found:
+            to = np.repeat(starts[places], counts[places]) + _numbers_within(counts[places])
+            lengths[to], targets[to] = leaf_lengths, leaf_targets
+        return counts, lengths, targets
+
+    def keys_of(self, sample_ids: Ints) -> NDArray[np.uint8]:
+        """uint8[n, KEY_BYTES]: the keys of these samples."""
+        keys = np.zeros((len(sample_ids), KEY_BYTES), dtype=np.uint8)
+        for shard, places, inside in self._by_shard(sample_ids):
+            keys[places] = shard.keys_at(inside)
+            shard.release()
+        return keys
 
     def verify(self) -> None:
         """Read every byte. Raises `StoreError` if one is not as it was written."""
@@ -104,17 +175,22 @@ class SampleStore:
             shard.verify()
 
     @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards, in the order of their samples."""
+        return tuple(self._shards)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all samples; those that leaves share are counted once."""
-        return sum(shard.entry.num_tokens for shard in self._shards)
+        return sum(entry.num_tokens for entry in self._manifest.entries)
 
     @property
     def num_bytes(self) -> int:
         """What the shards take on disk."""
-        return sum(shard.entry.size for shard in self._shards)
+        return sum(entry.size for entry in self._manifest.entries)
 
     @cached_property
-    def leaf_bounds(self) -> NDArray[np.int64]:
+    def leaf_bounds(self) -> Ints:
         """int64[n + 1]: sample ``i`` has the leaves ``leaf_bounds[i]:leaf_bounds[i + 1]``."""
         bounds = np.zeros(len(self) + 1, dtype=np.int64)
         counts = [np.diff(shard.index.leaf_bounds) for shard in self._shards]
@@ -122,47 +198,60 @@ class SampleStore:
         return bounds
 
     @cached_property
-    def leaf_lengths(self) -> NDArray[np.int64]:
+    def leaf_lengths(self) -> Ints:
         """int64[l]: tokens from root to leaf."""
         return _joined([shard.index.leaf_lengths for shard in self._shards])
 
     @cached_property
-    def leaf_targets(self) -> NDArray[np.int64]:
+    def leaf_targets(self) -> Ints:
         """int64[l]: targets that the leaf's segment counts."""
         return _joined([shard.index.leaf_targets for shard in self._shards])
 
     @cached_property
-    def num_targets(self) -> NDArray[np.int64]:
+    def num_targets(self) -> Ints:
         """int64[n]: targets of each sample."""
         running = np.zeros(len(self.leaf_targets) + 1, dtype=np.int64)
         np.cumsum(self.leaf_targets, out=running[1:])
         return np.diff(running[self.leaf_bounds])
 
-    @cached_property
+    @property
     def keys(self) -> NDArray[np.uint8]:
-        """uint8[n, KEY_BYTES]: each sample's key (`row_key`), which says what is in it wherever it is stored."""
-        return np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *(shard.index.keys for shard in self._shards)])
+        """uint8[n, KEY_BYTES]: every sample's key (`row_key`), 32 bytes each; `keys_of` gives some of them."""
+        return np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *(shard.keys() for shard in self._shards)])
 
-    @cached_property
-    def _index_of_key(self) -> dict[bytes, int]:
-        keys = self.keys.tobytes()
-        found: dict[bytes, int] = {}
-        for number in range(len(self)):
-            found.setdefault(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES], number)
-        return found
+    def _by_shard(self, sample_ids: Ints) -> Iterator[tuple[Shard, Ints, Ints]]:
+        """Each shard that has some of the samples; which of ``sample_ids`` these are; their numbers in the shard."""
+        if not len(sample_ids):
+            return
+        if sample_ids.min() < 0 or sample_ids.max() >= len(self):
+            raise IndexError(f"samples {sample_ids.min()} to {sample_ids.max()} of {len(self)}")
+        starts = np.array(self._starts, dtype=np.int64)
+        shard_of = np.searchsorted(starts, sample_ids, side="right") - 1
+        order = np.argsort(shard_of, kind="stable")
+        cuts = np.flatnonzero(np.diff(shard_of[order])) + 1
+        for places in np.split(order, cuts):
+            shard = int(shard_of[places[0]])
+            yield self._shards[shard], places, sample_ids[places] - starts[shard]
 
 
 class StoreWriter:
     """Adds samples to a store. What was added is in the store after `commit`, or once `SHARD_BYTES` are together."""
 
-    def __init__(self, folder: Path, *, fingerprint: str, disk: Disk | None = None) -> None:
-        """Create the folder if need be. Raises `StoreError` if that cannot be done."""
+    def __init__(
+        self, folder: Path, *, fingerprint: str, disk: Disk | None = None, about: Mapping[str, str] | None = None
+    ) -> None:
+        """Create the folder if need be. ``about`` tells people what made the store (model, template …); the first
+        writer's is kept. Raises `StoreError` if the folder cannot be created."""
         self._folder = folder
         self._fingerprint = fingerprint
         self._disk = Disk() if disk is None else disk
         self._pending: dict[bytes, EncodedSample] = {}
         self._pending_bytes = 0
         self._disk.make_folder(folder)
+        self._hold = Hold(folder / USERS)
+        if not (folder / ABOUT).exists():
+            told = {"luthier": __version__, "format": FORMAT, "fingerprint": fingerprint, **(about or {})}
+            self._disk.create_once(folder / ABOUT, json.dumps(told, indent=1).encode())
 
     def add(self, key: bytes, sample: EncodedSample) -> None:
         """Add a sample under its key; a key that is pending already keeps its sample."""
@@ -175,46 +264,30 @@ class StoreWriter:
             self.commit()
 
     def commit(self) -> None:
-        """Write what is pending, then name it in the manifest. Raises `StoreError`; the store is then as before."""
+        """Write what is pending, then name it in the manifest. Raises `StoreError`; the store is then as before or,
+        if only the last step failed, as after; either way what is pending can be committed again."""
         if not self._pending:
             return
-        entry, chunks = build_shard(list(self._pending), list(self._pending.values()))
-        self._disk.publish(self._folder / entry.name, chunks)
+        shard = build_shard(list(self._pending), list(self._pending.values()))
+        self._disk.publish(self._folder / shard.entry.name, shard.chunks())
         with self._disk.locked(self._folder / LOCK):
-            entries = _read_manifest(self._folder, self._fingerprint)
-            if entry not in entries:
-                manifest = _manifest_bytes(self._fingerprint, [*entries, entry])
-                self._disk.publish(self._folder / MANIFEST, [manifest])
+            self._name(shard)
         self._pending = {}
         self._pending_bytes = 0
 
-
-def _manifest_bytes(fingerprint: str, entries: Iterable[ShardEntry]) -> bytes:
-    content = {"format": FORMAT, "fingerprint": fingerprint, "shards": [asdict(entry) for entry in entries]}
-    body = json.dumps(content, indent=1).encode()
-    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body  # the first line vouches for the rest
-
-
-def _read_manifest(folder: Path, fingerprint: str) -> list[ShardEntry]:
-    path = folder / MANIFEST
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StoreError(f"{path}: the store cannot be read: {error.strerror or error}") from error
-    digest, _, body = raw.partition(b"\n")
-    found = hashlib.sha256(body).hexdigest()
-    if digest != found.encode():
-        raise StoreError(
-            f"{path}: the manifest is damaged: its digest should be {digest[:64]!r}, but is {found}", hint=REBUILD
-        )
-    content = json.loads(body)
-    for name, mine in (("format", FORMAT), ("fingerprint", fingerprint)):
-        if content[name] != mine:
-            raise StoreError(f"{path}: the store's {name} is {content[name]}, this run's is {mine}", hint=REBUILD)
-    return [ShardEntry(**entry) for entry in content["shards"]]
+    def _name(self, shard: NewShard) -> None:
+        entries = read_manifest(self._folder, self._fingerprint, disk=self._disk).entries
+        if shard.entry in entries:
+            return
+        if not (self._folder / shard.entry.name).exists():  # somebody cleaned up where locks are not shared
+            self._disk.publish(self._folder / shard.entry.name, shard.chunks())
+        write_manifest(self._folder, self._fingerprint, [*entries, shard.entry], disk=self._disk)
 
 
-def _joined(parts: list[NDArray[np.int32]]) -> NDArray[np.int64]:
+def _numbers_within(counts: Ints) -> Ints:
+    """``[2, 0, 3] -> [0, 1, 0, 1, 2]``"""
+    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _joined(parts: list[NDArray[np.int32]]) -> Ints:
     return np.concatenate([np.zeros(0, np.int64), *(part.astype(np.int64) for part in parts)])

@@ -25,11 +25,14 @@ class TokenLoss:
     loss_sum     float32 scalar, differentiable
     num_targets  labels that are not IGNORE_INDEX; weights scale the loss, not this count
     num_correct  int64 scalar: targets that the logits rank first
+    by_source    where the caller told S sources apart, float64[2, S]: the sum of losses and the number of targets of
+                 each; they add up to ``loss_sum`` and ``num_targets``
     """
 
     loss_sum: torch.Tensor
     num_targets: int
     num_correct: torch.Tensor
+    by_source: torch.Tensor | None = None
 
 
 def token_loss_sum(
@@ -38,8 +41,12 @@ def token_loss_sum(
     weights_N: torch.Tensor | None = None,
     *,
     label_smoothing: float = 0.0,
+    sources_N: torch.Tensor | None = None,
+    num_sources: int = 1,
 ) -> TokenLoss:
     """The sum of ``weight x cross-entropy`` over targets; labels are already shifted.
+
+    ``sources_N``, int64, says which of ``num_sources`` data sets each token is of; without it nothing is told apart.
 
     Equals ``F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=…)`` where weights are None, with
     the gradient in the logits' type. Label smoothing e mixes the one-hot target with the uniform distribution,
@@ -51,12 +58,22 @@ def token_loss_sum(
     rows_K = torch.nonzero(labels_N != IGNORE_INDEX).squeeze(1)
     labels_K = labels_N[rows_K]
     weights_K = None if weights_N is None else weights_N[rows_K].float()
-    loss_sum, num_correct = _ChunkedCrossEntropy.apply(logits_NV, rows_K, labels_K, weights_K, label_smoothing)
-    return TokenLoss(loss_sum=loss_sum, num_targets=len(rows_K), num_correct=num_correct)
+    by_source = sources_K = None
+    if sources_N is not None:
+        assert sources_N.shape == labels_N.shape, f"{sources_N.shape} and {labels_N.shape}"
+        sources_K = sources_N[rows_K]
+        by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=logits_NV.device)
+    loss_sum, num_correct = _ChunkedCrossEntropy.apply(
+        logits_NV, rows_K, labels_K, weights_K, label_smoothing, sources_K, by_source
+    )
+    return TokenLoss(loss_sum=loss_sum, num_targets=len(rows_K), num_correct=num_correct, by_source=by_source)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """loss = w [lse(x) - (1 - e) x_label - e mean(x)]; d loss / dx = w [softmax(x) - (1 - e) onehot - e / V]."""
+    """loss = w [lse(x) - (1 - e) x_label - e mean(x)]; d loss / dx = w [softmax(x) - (1 - e) onehot - e / V].
+
+    What the sources lose is written into ``by_source`` on the way: it is counted, not differentiated.
+    """
 
     @staticmethod
     def forward(
@@ -66,6 +83,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels_K: torch.Tensor,
         weights_K: torch.Tensor | None,
         smoothing: float,
+        sources_K: torch.Tensor | None,
+        by_source: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         loss_sum = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
         num_correct = torch.zeros((), dtype=torch.int64, device=logits_NV.device)
@@ -78,6 +97,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if smoothing:
                 loss_C -= smoothing * logits_CV.mean(dim=1)
             loss_sum += loss_C.sum() if weights_K is None else loss_C @ weights_K[chunk]
+            if by_source is not None and sources_K is not None:
+                weighted_C = loss_C if weights_K is None else loss_C * weights_K[chunk]
+                counted_2C = torch.stack([weighted_C, torch.ones_like(loss_C)]).double()
+                by_source.index_add_(1, sources_K[chunk], counted_2C)
             num_correct += (logits_CV.argmax(dim=1) == labels_C).sum()
         ctx.save_for_backward(logits_NV, rows_K, labels_K, weights_K, lse_K)
         ctx.smoothing = smoothing
@@ -98,7 +121,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_CV.scatter_add_(1, labels_K[chunk][:, None], label_share)
             grad_CV *= grad_loss if weights_K is None else grad_loss * weights_K[chunk, None]
             grad_NV[rows_K[chunk]] = grad_CV.to(grad_NV.dtype)
-        return grad_NV, None, None, None, None
+        return grad_NV, None, None, None, None, None, None
 
 
 def _chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:

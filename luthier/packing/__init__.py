@@ -1,28 +1,40 @@
 """Which segments share a row, and in which order the rows come: plans, made of integers only.
 
-Read in this order: best_fit_kernel, best_fit, epoch.
+Read in this order: settings, planned, best_fit_kernel, best_fit, window, split, balance, packer, padded, mixture,
+epoch, realised.
 """
 
 from __future__ import annotations
 
-from luthier.packing.best_fit import plan_packs
-from luthier.packing.epoch import (
-    EpochPlan,
-    MicroBatchPlan,
-    PlanSettings,
-    PlanSummary,
-    SegmentTable,
-    describe,
-    plan_epoch,
-)
+from luthier.packing.epoch import EpochPlan, PlanSummary, describe, plan_epoch, segments_of, straggler_factor
+from luthier.packing.mixture import MixtureSettings, row_order
+from luthier.packing.packer import WindowPacker
+from luthier.packing.planned import MicroBatchPlan, Planned
+from luthier.packing.realised import SourceShare, count_by_source, realised_mixture, shares_of, source_counts
+from luthier.packing.settings import PlanSettings, SegmentTable
+from luthier.packing.split import Pieces, split_segments
+from luthier.packing.window import plan_packs
 
 __all__ = [
     "EpochPlan",
     "MicroBatchPlan",
+    "MixtureSettings",
+    "Pieces",
     "PlanSettings",
     "PlanSummary",
+    "Planned",
     "SegmentTable",
+    "SourceShare",
+    "WindowPacker",
+    "count_by_source",
     "describe",
     "plan_epoch",
     "plan_packs",
+    "realised_mixture",
+    "row_order",
+    "segments_of",
+    "shares_of",
+    "source_counts",
+    "split_segments",
+    "straggler_factor",
 ]

@@ -6,7 +6,7 @@ that are not empty finds the best one without a search. The cost hardly depends 
 
 from __future__ import annotations
 
-import itertools
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,33 +14,24 @@ from numpy.typing import NDArray
 
 from luthier.errors import UserError
 
-# Compiling (or loading) the kernel costs more than it saves below this; both give the same packs.
-MIN_COMPILED = 30_000
+# Loading numba and the kernel takes a second, and saves half a second per million; both ways give the same packs.
+# What is loaded already pays for far less.
+MIN_TO_LOAD, MIN_COMPILED = 1_000_000, 1000
+KERNEL = "luthier.packing.best_fit_kernel"
 
 Ints = NDArray[np.int64]
 
 
-def plan_packs(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> list[Ints]:
-    """Indices into ``lengths``, pack by pack; every index is in exactly one.
-
-    ``plan_packs([700, 300, 900], capacity=1024) -> [[2], [0, 1]]``
-
-    Raises `UserError` where a length is over ``capacity`` or not positive.
-    """
-    order, bounds = pack_in_order(lengths, capacity)
-    stops = bounds.tolist()
-    return [order[start:stop] for start, stop in itertools.pairwise(stops)]
-
-
 def pack_in_order(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> tuple[Ints, Ints]:
-    """The same packs as one flat array: pack ``i`` is ``order[bounds[i]:bounds[i + 1]]``.
+    """Packs as one flat array of indices into ``lengths``: pack ``i`` is ``order[bounds[i]:bounds[i + 1]]``.
 
     Equal lengths are placed in the order in which they come, so shuffling them changes who shares a pack with whom.
+    Raises `UserError` where a length is over ``capacity`` or not positive.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     check_lengths(sizes, capacity)
     longest_first = np.argsort(_sort_key(capacity - sizes, capacity), kind="stable").astype(np.int64)
-    fill = _compiled() if len(sizes) >= MIN_COMPILED else _fill_packs
+    fill = _compiled() if len(sizes) >= (MIN_COMPILED if KERNEL in sys.modules else MIN_TO_LOAD) else _fill_packs
     pack_of, num_packs = fill(sizes[longest_first], capacity)
     bounds = np.zeros(num_packs + 1, dtype=np.int64)
     np.cumsum(np.bincount(pack_of, minlength=num_packs), out=bounds[1:])

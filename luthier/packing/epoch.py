@@ -1,8 +1,8 @@
 """The order of everything in one epoch: a pure function of the segments' lengths, the settings, and (seed, epoch).
 
 Micro-batches have one global order, which knows nothing of ranks or workers. Rank ``r`` of ``W`` takes every ``W``-th
-from its ``r``-th on, and a step is the next ``micro_batches_per_step`` of them; so a run with half the ranks and twice
-the accumulation has the same steps.
+from its ``r``-th on, and a step is the next ``micro_batches_per_step`` of them, or, with ``tokens_per_step``, several
+times as many; so a run with half the ranks and twice the accumulation has the same steps.
 
 The remainder: nothing is left out. The last step of an epoch may have fewer micro-batches. Where they cannot be shared
 out evenly among the ranks, copies of the shortest one, with nothing to learn in them (``dummy``), fill the gap.
@@ -10,68 +10,22 @@ out evenly among the ranks, copies of the shortest one, with nothing to learn in
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import Packing
-from luthier.packing.best_fit import check_lengths, pack_in_order
-
-SORTING_WINDOW = 50  # micro-batches whose rows are sorted by length together: little padding, and still a random order
+from luthier.packing.balance import Balancer, mean_straggler, micro_batch_costs
+from luthier.packing.best_fit import check_lengths
+from luthier.packing.mixture import repeat_counts
+from luthier.packing.packer import WindowPacker
+from luthier.packing.padded import pad_rows
+from luthier.packing.planned import MicroBatchPlan, Planned, bounds_of, join, sums
+from luthier.packing.settings import PlanSettings, SegmentTable
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SegmentTable:
-    """What a plan needs to know of N segments.
-
-    lengths, num_targets  int64[N]
-    row_ids               int64[N], the row each came from: a row's segments are in an epoch together or not at all
-    source_ids            int64[N], index into ``source_weights``, which say how often a row is seen per epoch
-    """
-
-    lengths: Ints
-    num_targets: Ints
-    row_ids: Ints
-    source_ids: Ints
-    source_weights: tuple[float, ...] = (1.0,)
-
-    @classmethod
-    def of_lengths(cls, lengths: NDArray[np.integer] | list[int]) -> SegmentTable:
-        """Segments that are rows of their own, from one source; every token but the first is taken for a target."""
-        sizes = np.asarray(lengths, dtype=np.int64)
-        rows = np.arange(len(sizes), dtype=np.int64)
-        return cls(lengths=sizes, num_targets=sizes - 1, row_ids=rows, source_ids=np.zeros_like(rows))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanSettings:
-    """``capacity`` is tokens per pack; ``micro_batches_per_step`` counts those of all ranks together."""
-
-    packing: Packing
-    capacity: int
-    rows_per_micro_batch: int = 1
-    micro_batches_per_step: int = 1
-    num_ranks: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        assert self.capacity >= 1 and self.rows_per_micro_batch >= 1 and self.num_ranks >= 1
-        assert self.micro_batches_per_step % self.num_ranks == 0 and self.micro_batches_per_step > 0, (
-            f"{self.micro_batches_per_step} micro-batches a step cannot be shared by {self.num_ranks} ranks"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatchPlan:
-    """The segment ids of each pack. ``dummy``: its targets are to be cleared (`layout.without_targets`)."""
-
-    packs: tuple[tuple[int, ...], ...]
-    dummy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,30 +33,70 @@ class EpochPlan:
     """The micro-batches of one epoch. ``plan[i]``, ``len(plan)`` and iteration go over them in their global order.
 
     Kept as flat arrays: pack ``p`` is ``segment_ids[pack_bounds[p]:pack_bounds[p + 1]]``, and micro-batch ``m`` is the
-    packs ``batch_bounds[m]:batch_bounds[m + 1]``. The last ``num_dummies`` micro-batches repeat ``dummy_of``.
+    packs ``batch_bounds[m]:batch_bounds[m + 1]``. Under ``Packing.SPLIT``, ``starts`` and ``stops`` say which tokens of
+    each segment are meant; else they are None. The last ``num_dummies`` micro-batches repeat ``dummy_of``.
+    Step ``s`` is the micro-batches ``step_bounds[s]:step_bounds[s + 1]``, dummies and all.
     """
 
-    segment_ids: Ints
-    pack_bounds: Ints
-    batch_bounds: Ints
+    planned: Planned
+    step_bounds: Ints
     settings: PlanSettings
     epoch: int
     num_dummies: int = 0
-    dummy_of: int = field(default=-1)
+    dummy_of: int = -1
+
+    @classmethod
+    def of_planned(cls, planned: Planned, lengths: Ints, settings: PlanSettings, *, epoch: int) -> EpochPlan:
+        """A whole epoch's micro-batches with their remainder dealt with; ``lengths`` are those of all segments."""
+        num_batches = len(planned)
+        tokens = sums(planned.lengths(lengths), planned.pack_bounds[planned.batch_bounds])
+        num_dummies = -num_batches % settings.num_ranks
+        ends = planned.step_ends
+        if num_batches and (not len(ends) or ends[-1] < num_batches):
+            ends = np.append(ends, num_batches + num_dummies)
+        return cls(
+            planned=planned,
+            step_bounds=np.append(np.int64(0), ends),
+            settings=settings,
+            epoch=epoch,
+            num_dummies=num_dummies,
+            dummy_of=int(np.argmin(tokens)) if num_batches else -1,
+        )
+
+    @property
+    def segment_ids(self) -> Ints:
+        """int64[S]."""
+        return self.planned.segment_ids
+
+    @property
+    def pack_bounds(self) -> Ints:
+        """int64[P + 1]."""
+        return self.planned.pack_bounds
+
+    @property
+    def batch_bounds(self) -> Ints:
+        """int64[M + 1], without dummies."""
+        return self.planned.batch_bounds
+
+    @property
+    def starts(self) -> Ints | None:
+        """int64[S] where segments are cut."""
+        return self.planned.starts
+
+    @property
+    def stops(self) -> Ints | None:
+        """int64[S] where segments are cut."""
+        return self.planned.stops
 
     def __len__(self) -> int:
-        return len(self.batch_bounds) - 1 + self.num_dummies
+        return len(self.planned) + self.num_dummies
 
     def __getitem__(self, index: int) -> MicroBatchPlan:
         if not 0 <= index < len(self):
             raise IndexError(f"micro-batch {index} of {len(self)}")
-        real = len(self.batch_bounds) - 1
-        if index >= real:
-            return MicroBatchPlan(packs=self[self.dummy_of].packs, dummy=True)
-        first, stop = int(self.batch_bounds[index]), int(self.batch_bounds[index + 1])
-        bounds = self.pack_bounds[first : stop + 1].tolist()
-        spans = itertools.pairwise(bounds)
-        return MicroBatchPlan(packs=tuple(tuple(self.segment_ids[a:b].tolist()) for a, b in spans))
+        if index >= len(self.planned):
+            return replace(self.planned[self.dummy_of], dummy=True)
+        return self.planned[index]
 
     def __iter__(self) -> Iterator[MicroBatchPlan]:
         return (self[index] for index in range(len(self)))
@@ -110,7 +104,7 @@ class EpochPlan:
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the epoch; the last may be smaller than the others."""
-        return -(-len(self) // self.settings.micro_batches_per_step)
+        return len(self.step_bounds) - 1
 
     def of_rank(self, rank: int) -> range:
         """The micro-batches of one rank, in order; every rank has the same number of them."""
@@ -118,9 +112,9 @@ class EpochPlan:
         return range(rank, len(self), self.settings.num_ranks)
 
     def of_step(self, step: int) -> range:
-        """The micro-batches of one step, all ranks together."""
-        size = self.settings.micro_batches_per_step
-        return range(step * size, min((step + 1) * size, len(self)))
+        """The micro-batches of one step, all ranks together: a multiple of the number of ranks."""
+        assert 0 <= step < self.num_steps, f"step {step} of {self.num_steps}"
+        return range(int(self.step_bounds[step]), int(self.step_bounds[step + 1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,41 +133,63 @@ class PlanSummary:
     padding: float
 
 
-def plan_epoch(table: SegmentTable, settings: PlanSettings, *, epoch: int) -> EpochPlan:
-    """The plan of one epoch: another order and, under best fit, other packs in each, and the same for the same seed.
+def plan_epoch(table: SegmentTable, settings: PlanSettings, *, epoch: int, order: Ints | None = None) -> EpochPlan:
+    """The plan of one epoch: another order and, but for ``none``, other packs in each, and the same for the same seed.
 
-    Raises `UserError` where a segment is longer than the capacity.
+    ``order``, int64[S], are the segments in the order in which they come, each as often as it is to be seen. Without
+    it every row comes as often as its source's weight says, in a seeded full shuffle of the segments.
+    Raises `UserError` where a segment is longer than the capacity (not under ``Packing.SPLIT``, which cuts).
     """
-    check_lengths(table.lengths, settings.capacity)
+    if settings.packing is not Packing.SPLIT:
+        check_lengths(table.lengths, settings.capacity)
     rng = np.random.Generator(np.random.PCG64([settings.seed, epoch]))
-    chosen = _choose(table, rng)
-    chosen = chosen[rng.permutation(len(chosen))]
+    if order is None:
+        order = _choose(table, rng)
+        order = order[rng.permutation(len(order))]
+    extra_costs = None if table.extra_costs is None else table.extra_costs[order]
     match settings.packing:
-        case Packing.BEST_FIT:
-            segment_ids, pack_bounds = _pack(chosen, table.lengths, settings.capacity, rng)
-            num_packs = len(pack_bounds) - 1
-            batch_bounds = _every(num_packs, settings.rows_per_micro_batch)
+        case Packing.BEST_FIT | Packing.WINDOW | Packing.SPLIT:
+            packer = WindowPacker(settings, epoch=epoch, total=len(order))
+            planned = join([packer.add(order, table.lengths[order], extra_costs), packer.finish()])
         case Packing.NONE:
-            segment_ids, batch_bounds = _group(chosen, table.lengths, settings.rows_per_micro_batch, rng)
-            pack_bounds = np.arange(len(segment_ids) + 1, dtype=np.int64)
+            planned = pad_rows(order, table.lengths, settings)
+            costs, tokens = _costs(planned, table, settings), _tokens(planned, table)
+            planned = planned.with_batches_in(*Balancer(settings).order(costs, tokens, rng, whole=True))
         case _:
             raise AssertionError(f"unknown packing {settings.packing!r}")
-    num_batches = len(batch_bounds) - 1
-    sizes = np.add.reduceat(table.lengths[segment_ids], pack_bounds[batch_bounds[:-1]]) if num_batches else np.zeros(0)
-    return EpochPlan(
-        segment_ids=segment_ids,
-        pack_bounds=pack_bounds,
-        batch_bounds=batch_bounds,
-        settings=settings,
-        epoch=epoch,
-        num_dummies=-num_batches % settings.num_ranks,
-        dummy_of=int(np.argmin(sizes)) if num_batches else -1,
-    )
+    return EpochPlan.of_planned(planned, table.lengths, settings, epoch=epoch)
+
+
+def segments_of(table: SegmentTable, rows: Ints) -> Ints:
+    """The segments of ``rows``, row by row: what `plan_epoch` takes as ``order``. A row without segments gives none.
+
+    ``table.row_ids`` has to ascend, as those of a `SegmentIndex` do.
+    """
+    assert not len(table.row_ids) or np.all(np.diff(table.row_ids) >= 0), "rows are not in order"
+    first = np.searchsorted(table.row_ids, rows, side="left")
+    counts = np.searchsorted(table.row_ids, rows, side="right") - first
+    places = bounds_of(counts)
+    within: Ints = np.arange(places[-1], dtype=np.int64) - np.repeat(places[:-1], counts)
+    return within + np.repeat(first, counts)
+
+
+def straggler_factor(plan: EpochPlan, table: SegmentTable, settings: PlanSettings, num_ranks: int) -> float:
+    """How uneven the ranks' work is: max/mean of the costs of micro-batches that run at the same time, on average.
+
+    ``num_ranks`` neighbours of a step run at the same time. Those at the end of an epoch that are too few for all
+    ranks do not count here (`PlanSummary.dummies` counts them). Costs are those of ``settings``.
+    """
+    num_batches = len(plan.planned)
+    step_bounds = np.minimum(plan.step_bounds, num_batches)
+    return mean_straggler(_costs(plan.planned, table, settings), step_bounds, num_ranks)
 
 
 def describe(plan: EpochPlan, table: SegmentTable) -> PlanSummary:
-    """What the plan costs. Dummies are counted in ``micro_batches``, ``dummies`` and ``steps``, and in nothing else."""
-    lengths = table.lengths[plan.segment_ids]
+    """What the plan costs. Dummies are counted in ``micro_batches``, ``dummies`` and ``steps``, and in nothing else.
+
+    Under ``Packing.SPLIT`` ``targets`` is exact for plain text, all of whose tokens are targets.
+    """
+    lengths = plan.planned.lengths(table.lengths)
     num_packs = len(plan.pack_bounds) - 1
     tokens = int(lengths.sum())
     slots = 0
@@ -181,6 +197,7 @@ def describe(plan: EpochPlan, table: SegmentTable) -> PlanSummary:
         rows = np.add.reduceat(lengths, plan.pack_bounds[:-1])
         longest = np.maximum.reduceat(rows, plan.batch_bounds[:-1])
         slots = int((longest * np.diff(plan.batch_bounds)).sum())
+    first = plan.starts == 0 if plan.starts is not None else np.ones(len(lengths), dtype=np.bool_)
     return PlanSummary(
         micro_batches=len(plan),
         dummies=plan.num_dummies,
@@ -188,11 +205,21 @@ def describe(plan: EpochPlan, table: SegmentTable) -> PlanSummary:
         packs=num_packs,
         segments=len(plan.segment_ids),
         tokens=tokens,
-        targets=int(table.num_targets[plan.segment_ids].sum()),
+        # the first token of what follows a cut is no target any more
+        targets=int(table.num_targets[plan.segment_ids[first]].sum()) - int((~first).sum()),
         slots=slots,
         fill=tokens / (num_packs * plan.settings.capacity) if num_packs else 0.0,
         padding=1 - tokens / slots if slots else 0.0,
     )
+
+
+def _costs(planned: Planned, table: SegmentTable, settings: PlanSettings) -> Ints:
+    extra = None if table.extra_costs is None else table.extra_costs[planned.segment_ids]
+    return micro_batch_costs(planned, planned.lengths(table.lengths), settings, extra_costs=extra)
+
+
+def _tokens(planned: Planned, table: SegmentTable) -> Ints:
+    return sums(planned.lengths(table.lengths), planned.pack_bounds[planned.batch_bounds])
 
 
 def _choose(table: SegmentTable, rng: np.random.Generator) -> Ints:
@@ -200,37 +227,9 @@ def _choose(table: SegmentTable, rng: np.random.Generator) -> Ints:
     everything = np.arange(len(table.lengths), dtype=np.int64)
     if all(weight == 1 for weight in table.source_weights):
         return everything
-    repeats = np.zeros(len(everything), dtype=np.int64)
+    rows, row_of = np.unique(table.row_ids, return_inverse=True)
+    times = np.zeros(len(rows), dtype=np.int64)
     for source, weight in enumerate(table.source_weights):
-        mine = table.source_ids == source
-        rows = np.unique(table.row_ids[mine])
-        extra = rng.permutation(rows)[: round((weight - int(weight)) * len(rows))]
-        repeats[mine] = int(weight) + np.isin(table.row_ids[mine], extra)
-    return np.repeat(everything, repeats)
-
-
-def _pack(chosen: Ints, lengths: Ints, capacity: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    order, bounds = pack_in_order(lengths[chosen], capacity)
-    shuffled = rng.permutation(len(bounds) - 1)
-    counts = np.diff(bounds)[shuffled]
-    new_bounds = np.zeros_like(bounds)
-    np.cumsum(counts, out=new_bounds[1:])
-    # where each item of the shuffled packs stands in the old order
-    source = np.arange(len(order)) - np.repeat(new_bounds[:-1] - bounds[:-1][shuffled], counts)
-    return chosen[order[source]], new_bounds
-
-
-def _group(chosen: Ints, lengths: Ints, rows: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    window = rows * SORTING_WINDOW
-    # lexsort's last key is the first to count: by window, then longest first, then as shuffled
-    by_length = chosen[np.lexsort((-lengths[chosen], np.arange(len(chosen)) // window))]
-    bounds = _every(len(chosen), rows)
-    whole, rest = divmod(len(chosen), rows)
-    # the one incomplete micro-batch stays last: the last step is the smaller one anyway
-    shuffled = by_length[: whole * rows].reshape(whole, rows)[rng.permutation(whole)].reshape(-1)
-    return np.concatenate([shuffled, by_length[len(by_length) - rest :]]), bounds
-
-
-def _every(count: int, size: int) -> Ints:
-    """Bounds of groups of ``size``: ``_every(5, 2) -> [0, 2, 4, 5]``."""
-    return np.append(np.arange(0, count, size, dtype=np.int64), np.int64(count))
+        mine = np.unique(row_of[table.source_ids == source])
+        times[mine] = repeat_counts(len(mine), weight, rng)
+    return np.repeat(everything, times[row_of])

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from luthier.config.schema import TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.records import (
+    BLANK_ANSWER,
     NOWHERE,
     Address,
     ControlPiece,
@@ -54,7 +55,7 @@ class Filled:
     """A row as the blueprint of its shape and the texts for its gaps: all that encoding needs.
 
     ``control_strings`` counts what looks like a control token in the row's own strings; those in ``allowed`` are meant
-    as control tokens, the others are text.
+    as control tokens, the others are text. ``counted`` are the notes that the row brought with it.
     """
 
     blueprint: Blueprint
@@ -62,12 +63,14 @@ class Filled:
     control_strings: Counter[str]
     allowed: frozenset[str] = frozenset()
     address: Address = NOWHERE
+    counted: tuple[tuple[str, int], ...] = ()
 
     @property
     def notes(self) -> tuple[tuple[str, int], ...]:
         """What is worth knowing of the row, and how often."""
         unlearned = ((UNASKED, 1),) if self.blueprint.has_unasked else ()
-        return (*((f"{CONTROL_STRING}{token}", count) for token, count in self.control_strings.items()), *unlearned)
+        found = ((f"{CONTROL_STRING}{token}", count) for token, count in self.control_strings.items())
+        return (*self.counted, *found, *unlearned)
 
 
 class Renderer:
@@ -171,6 +174,7 @@ class Renderer:
             control_strings=found,
             allowed=frozenset(allowed),
             address=row.address,
+            counted=row.notes if isinstance(row, Conversation) else (),
         )
 
     def _known(self, key: Hashable) -> list[_Known]:
@@ -196,6 +200,8 @@ class Renderer:
         turns = trained_turns(row, train_on)
         weights = Weights(row.messages, self.policy, train_on=train_on, weight=row.weight)
         if not turns and not weights.supplied:
+            if any(what == BLANK_ANSWER for what, _ in row.notes):
+                raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
             raise RowDropped("no_target", "no message of this row is trained")
         history = RowHistory(template, row, shapes, strings, self._recordings)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from luthier.config.choices import ThinkingStyle
+from luthier.config.choices import SameRole, ThinkingStyle
 from luthier.config.schema import Format, SourceConfig
 from luthier.errors import SourceError
 from luthier.records import TargetRule
@@ -51,6 +51,8 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, Any]]) -> La
         rules=tuple(TargetRule(**rule.model_dump()) for rule in config.targets),
         media_root=None if config.media_root is None else str(config.media_root),
         rendered=config.rendered,
+        same_role=SameRole.KEEP if config.same_role is None else config.same_role,
+        text_limit=config.text_limit,
     )
 
 

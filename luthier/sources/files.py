@@ -53,6 +53,11 @@ class DataFile:
     size: int
     mtime_ns: int
 
+    @property
+    def is_columnar(self) -> bool:
+        """Whether it is an Arrow table on disk rather than text."""
+        return self.kind in _COLUMNAR
+
     def check_unchanged(self) -> None:
         """Raises `SourceError` if the file vanished or was written to since it was found."""
         try:

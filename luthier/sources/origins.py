@@ -13,7 +13,7 @@ from luthier.config.schema import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Address
 from luthier.sources.columnar import count_columnar_rows, encode_row, read_columnar_file, table_rows
-from luthier.sources.files import DataFile, FileKind, find_files
+from luthier.sources.files import DataFile, find_files
 from luthier.sources.rows import RowBytes
 from luthier.sources.text_files import read_text_file
 
@@ -63,7 +63,7 @@ class LocalFiles:
         total = 0
         for file in self.files:
             file.check_unchanged()
-            total += count_columnar_rows(file) if _is_columnar(file) else sum(1 for _ in _read_file(file))
+            total += count_columnar_rows(file) if file.is_columnar else sum(1 for _ in _read_file(file))
         return total
 
 
@@ -82,17 +82,23 @@ class HubRows:
         """All rows; pictures and sounds stay encoded, for they are read as Arrow tables."""
         row = 1
         try:
-            for table in self._load().with_format("arrow").iter(batch_size=_ROWS_PER_BATCH):
-                yield from table_rows(table, f"{HUB}{self.name}[{self.split}]", first_row=row)
+            for table in self.load().with_format("arrow").iter(batch_size=_ROWS_PER_BATCH):
+                yield from table_rows(table, self.address, first_row=row)
                 row += table.num_rows
         except OSError as error:
             raise SourceError(f"{HUB}{self.name}: the stream broke off after row {row - 1}: {error}") from error
 
     def count(self) -> int | None:
         """The size of the split; None for a stream."""
-        return None if self.streaming else int(self._load().num_rows)
+        return None if self.streaming else int(self.load().num_rows)
 
-    def _load(self) -> Any:
+    @property
+    def address(self) -> str:
+        """What the addresses of its rows call it."""
+        return f"{HUB}{self.name}[{self.split}]"
+
+    def load(self) -> Any:
+        """The data set as `datasets` has it; raises `SourceError`."""
         try:
             import datasets
         except ImportError as error:
@@ -138,12 +144,8 @@ class PresetRows:
         return iter(skills_rows(self.split))
 
 
-def _is_columnar(file: DataFile) -> bool:
-    return file.kind in (FileKind.PARQUET, FileKind.ARROW)
-
-
 def _read_file(file: DataFile) -> Iterator[RowBytes | RowError]:
-    return read_columnar_file(file) if _is_columnar(file) else read_text_file(file)
+    return read_columnar_file(file) if file.is_columnar else read_text_file(file)
 
 
 def _hub_origin(config: SourceConfig) -> HubRows:

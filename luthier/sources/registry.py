@@ -26,14 +26,28 @@ _JSON_KEYS = {
     "subset", "split", "folder", "num_samples", "columns", "tags",
 }  # fmt: skip
 _YAML_KEYS = {"path", "source", "split", "converter", "size", "weight", "streaming"}
-# Ours, in both forms: what is learned of the data set.
-_TARGET_KEYS = ("train_on", "targets", "thinking", "thinking_tags")
+# Ours, in both forms: what is learned of the data set, and which of its rows.
+_TARGET_KEYS = ("train_on", "targets", "thinking", "thinking_tags", "same_role", "text_limit")
 _FORMATTINGS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "openai": Format.MESSAGES}
 _CONVERTERS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "pair": Format.PREFERENCE}
 
 
 def resolve_sources(data: DataConfig) -> tuple[list[SourceConfig], list[SourceConfig]]:
-    """The sources to train on and to evaluate on: those that the config lists, then those it names of the registry."""
+    """The sources to train on and to evaluate on: those that the config lists, then those it names of the registry.
+
+    What a source leaves open and ``data`` says for all of them is filled in.
+    """
+    train, held_out = _listed_and_named(data)
+    return [_filled_in(source, data) for source in train], [_filled_in(source, data) for source in held_out]
+
+
+def _filled_in(source: SourceConfig, data: DataConfig) -> SourceConfig:
+    same_role = data.same_role if source.same_role is None else source.same_role
+    text_limit = data.text_limit if source.text_limit is None else source.text_limit
+    return source.model_copy(update={"same_role": same_role, "text_limit": text_limit})
+
+
+def _listed_and_named(data: DataConfig) -> tuple[list[SourceConfig], list[SourceConfig]]:
     named = [*data.use, *data.eval_use]
     if data.registry is None:
         if named:

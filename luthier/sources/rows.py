@@ -14,6 +14,7 @@ from luthier.sources.strict_json import decode_strict
 MAX_ROW_BYTES = 10_000_000
 # Rows of columnar files may carry pictures, base64-coded in their canonical form.
 MAX_COLUMNAR_ROW_BYTES = 100_000_000
+_UNFINISHED = "it was cut off, or is still being written"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,19 +22,21 @@ class RowBytes:
     """A row that is not decoded yet: cheap to send to another process.
 
     ``raw`` is the row's JSON: the bytes as they stand in the file (json, jsonl), or the canonical JSON of the row where
-    the file does not hold JSON (csv, txt, parquet, arrow, the Hub). Equal rows have equal bytes.
+    the file does not hold JSON (csv, txt, parquet, arrow, the Hub). Equal rows have equal bytes. ``is_open``: the last
+    line of a file, without a line's end.
     """
 
     raw: bytes
     address: Address
+    is_open: bool = False
 
-    def __reduce__(self) -> tuple[Callable[..., RowBytes], tuple[bytes, str, int]]:
+    def __reduce__(self) -> tuple[Callable[..., RowBytes], tuple[bytes, str, int, bool]]:
         # Thousands of these go to workers at a time; what dataclasses with slots do by default is five times slower.
-        return _restore, (self.raw, self.address.file, self.address.row)
+        return _restore, (self.raw, self.address.file, self.address.row, self.is_open)
 
 
-def _restore(raw: bytes, file: str, row: int) -> RowBytes:
-    return RowBytes(raw=raw, address=Address(file=file, row=row))
+def _restore(raw: bytes, file: str, row: int, is_open: bool) -> RowBytes:
+    return RowBytes(raw=raw, address=Address(file=file, row=row), is_open=is_open)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +53,8 @@ def decode_row(row: RowBytes) -> RawRow:
     try:
         data = decode_strict(row.raw)
     except RowError as error:
+        if row.is_open and error.reason == "truncated_json":
+            error = RowError(error.reason, f"{error.detail}, and the file ends there too: {_UNFINISHED}")
         raise error.at(row.address) from None
     if type(data) is not dict:
         detail = f"a row is a JSON object, this is a JSON {json_kind(data)}"

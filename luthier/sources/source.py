@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luthier.config.schema import Format, SourceConfig
 from luthier.errors import RowError, SourceError
@@ -23,7 +24,9 @@ from luthier.sources.detect import NUM_ROWS_SEEN, detect_layout
 from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.reading import Reading
 from luthier.sources.formats.table import FORMATS
-from luthier.sources.origins import HUB, PRESET, Origin, open_origin
+from luthier.sources.formats.text_limit import check_texts
+from luthier.sources.origins import HUB, PRESET, LocalFiles, Origin, open_origin
+from luthier.sources.row_index import RowIndex, index_origin
 from luthier.sources.rows import RawRow, RowBytes, decode_row, json_kind
 
 _COUNT_SUFFIX = re.compile(r"^(?P<path>.+)#(?P<count>[1-9][0-9]*)$")
@@ -44,8 +47,12 @@ class RowReader:
         if type(row.data) is not dict:
             detail = f"a row is a JSON object, this is a JSON {json_kind(row.data)}"
             raise RowError("not_an_object", detail, address=row.address)
+        limit = self.layout.text_limit
         try:
-            return FORMATS[self.layout.format].convert(Reading(row, self.layout))
+            record = FORMATS[self.layout.format].convert(Reading(row, self.layout))
+            if limit is not None and len(row.raw) >= limit:  # no character takes less than a byte
+                check_texts(record, limit)
+            return record
         except RowError as error:
             raise error.at(row.address) from None
 
@@ -82,6 +89,25 @@ class Source:
         if count is None:
             return islice(rows, limit)
         return _sample(rows, count, limit, self.seed) if limit < count else rows
+
+    def index(self, *, spool: Path | None = None) -> RowIndex | None:
+        """The rows of `row_bytes` by number, in any order; None for a stream, whose length nobody knows.
+
+        Files that can only be read from their beginning (json arrays, csv, tsv, gzip, and columnar ones that are large
+        once decoded) are written once into the folder ``spool``, or into files that are gone with this process. Raises
+        `SourceError` if a file as a whole cannot be read.
+        """
+        parts, limit = index_origin(self.origin, spool), self.config.max_rows
+        if parts is None:
+            return None
+        count = sum(len(part) for part in parts)
+        return RowIndex(parts, chosen=None if limit is None or limit >= count else _choose(count, limit, self.seed))
+
+    def check_unchanged(self) -> None:
+        """Raises `SourceError` if a file of this source vanished or was written to since the source was opened."""
+        if isinstance(self.origin, LocalFiles):
+            for file in self.origin.files:
+                file.check_unchanged()
 
     def rows(self) -> Iterator[RawRow | RowError]:
         """The rows, decoded. One that cannot be read comes as the `RowError` that says why, in its place."""
@@ -147,5 +173,11 @@ def _first_rows(origin: Origin, config: SourceConfig) -> list[dict[str, Any]]:
 
 
 def _sample(rows: Iterator[RowBytes | RowError], count: int, size: int, seed: int) -> Iterator[RowBytes | RowError]:
-    chosen = set(np.random.default_rng(seed).choice(count, size=size, replace=False, shuffle=False).tolist())
+    chosen = set(_choose(count, size, seed).tolist())
     return (row for index, row in enumerate(rows) if index in chosen)
+
+
+def _choose(count: int, size: int, seed: int) -> NDArray[np.integer[Any]]:
+    """The numbers of ``size`` rows of ``count``, rising."""
+    chosen = np.sort(np.random.default_rng(seed).choice(count, size=size, replace=False, shuffle=False))
+    return chosen.astype(np.uint32) if count < 1 << 32 else chosen

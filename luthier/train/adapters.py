@@ -80,8 +80,8 @@ def save_adapter(model: PeftModel, folder: Path, *, initial: Path | None = None)
         return
     settings = model.peft_config["default"]
     before = (settings.init_lora_weights, settings.r, settings.lora_alpha)
-    # PEFT rewrites the settings of the folder it compares with, so it gets a copy
-    scratch = folder.with_name(f"{folder.name}_initial")
+    # PEFT rewrites the settings of the folder it compares with, so it gets a copy; its name is to have no dots
+    scratch = folder / "initial_adapter"
     shutil.copytree(initial, scratch, dirs_exist_ok=True)
     try:
         with _quiet_peft():

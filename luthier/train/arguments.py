@@ -58,6 +58,7 @@ def training_arguments(
         "greater_is_better": is_greater_better(config.eval),
         "logging_steps": tracking.logging_steps,
         "logging_nan_inf_filter": False,  # a loss that is not finite stops the run, it is not averaged away
+        "ignore_data_skip": True,  # the stream begins where the run goes on
         "disable_tqdm": True,
         "log_level": "error",
         "label_names": ["labels"],

@@ -8,7 +8,7 @@ from pathlib import Path
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel
 
-from luthier.config.schema import AdapterType, Packing, RunConfig
+from luthier.config.schema import AdapterType, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import TokenizerError
 from luthier.train.adapters import save_adapter
@@ -122,7 +122,7 @@ def _data(result: RunResult) -> list[tuple[str, str]]:
 def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
     train, adapter = config.train, config.adapter
     rows_per_step = train.per_device_train_batch_size * train.gradient_accumulation_steps * result.world_size
-    unit = "packs" if train.packing is Packing.BEST_FIT else "sequences"
+    unit = "packs" if train.packing.is_packed else "sequences"
     rows = [
         ("parameters", f"{result.model.parameters} ({result.model.trainable_parameters} trained)"),
         ("steps", f"{result.global_step} ({result.epochs:g} epochs)"),

@@ -10,20 +10,26 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
+from luthier.collation import CollateSettings
 from luthier.config.schema import AdapterType, RunConfig, Strategy
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import CheckpointError
+from luthier.loader.live_plan import StreamPlan
+from luthier.loader.run_order import mixture_of
+from luthier.loader.run_settings import eval_settings, train_settings
+from luthier.loader.state import LoaderState, RowTrail, Scalar
 from luthier.objectives import objective_named
-from luthier.packing import PlanSettings
 from luthier.train import adapters, artifacts, run_folder
 from luthier.train.arguments import run_precision, training_arguments
 from luthier.train.callbacks import EarlyStopping, Flow, Journal, Meter
 from luthier.train.data import RunData
 from luthier.train.events import Listener, Note
-from luthier.train.loader import CollateSettings, EvalStream, LoaderState, TrainStream, is_packed
+from luthier.train.live import LiveData
 from luthier.train.model import LoadedModel, Vocabulary, load_model
 from luthier.train.result import ModelSummary
 from luthier.train.schedule import Schedule
 from luthier.train.signals import StopSignals
+from luthier.train.streams import EvalStream, train_stream
 from luthier.train.trainer import LuthierTrainer, TrainerParts
 
 BASE_FOLDER = "base"  # a base model with random weights, which an adapter would be lost without
@@ -64,34 +70,51 @@ class RunModel:
         text_config.use_cache = during
 
 
-def make_schedule(config: RunConfig, data: RunData, world: World) -> Schedule:
-    """All steps of the run."""
-    settings = PlanSettings(
-        packing=config.train.packing,
-        capacity=config.data.max_length,
-        rows_per_micro_batch=config.train.per_device_train_batch_size,
-        micro_batches_per_step=config.train.gradient_accumulation_steps * world.size,
-        num_ranks=world.size,
-        seed=config.runtime.seed,
-    )
+def make_schedule(config: RunConfig, data: RunData | LiveData, world: World) -> Schedule | StreamPlan:
+    """All steps of the run, or a plan that makes them as rows arrive."""
+    settings = train_settings(config, num_ranks=world.size)
+    if isinstance(data, LiveData):
+        return data.plan(config, settings)
     return Schedule(
-        data.train_table, settings, num_epochs=config.train.num_train_epochs, max_steps=config.train.max_steps
+        data.train_table,
+        settings,
+        num_epochs=config.train.num_train_epochs,
+        max_steps=config.train.max_steps,
+        mixture=mixture_of(config, data.train_table.source_weights),
     )
 
 
-def loader_state(schedule: Schedule, data: RunData, step: int) -> LoaderState:
+def loader_state(schedule: Schedule | StreamPlan, data: RunData | LiveData, step: int) -> LoaderState:
     """The place after ``step`` steps."""
     settings = schedule.settings
+    fixed: dict[str, Scalar] = {
+        "train.packing": settings.packing.value,
+        "data.max_length": settings.capacity,
+        "train.per_device_train_batch_size": settings.rows_per_micro_batch,
+        "micro-batches per step (gradient_accumulation_steps x ranks)": settings.micro_batches_per_step,
+        "train.tokens_per_step": settings.tokens_per_step,
+    }
+    planned = schedule.step(step - 1) if isinstance(schedule, StreamPlan) and step else None
     return LoaderState(
         seed=settings.seed,
         epoch=int(schedule.epoch_after(min(step, schedule.total_steps))),
         step=step,
-        micro_batches_per_step=settings.micro_batches_per_step,
-        rows_per_micro_batch=settings.rows_per_micro_batch,
-        max_length=settings.capacity,
-        packing=settings.packing.value,
+        cursor=planned.cursor if planned else 0,
+        waiting=planned.waiting if planned else {},
+        trail=planned.trail if planned else RowTrail(),
+        settings=fixed,
         data=data.fingerprint,
     )
+
+
+def check_rows(there: LoaderState, here: LoaderState, where: Path) -> None:
+    """Raise `CheckpointError` if a checkpoint was trained on other rows than those that its steps have now."""
+    parting = there.trail.parts_from(here.trail)
+    if parting is not None:
+        raise CheckpointError(
+            f"{where} was trained on other rows: those of steps {parting[0] + 1} to {parting[1]} have changed since",
+            hint="restore the data, or start anew with output.overwrite: true or another output.dir",
+        )
 
 
 def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Listener) -> RunModel:
@@ -128,14 +151,14 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: List
 def make_trainer(
     config: RunConfig,
     tokenizer: Tokenizer,
-    data: RunData,
+    data: RunData | LiveData,
     run_model: RunModel,
-    schedule: Schedule,
+    schedule: Schedule | StreamPlan,
     *,
-    resumed: bool,
+    first_step: int | None,
     hooks: Hooks,
 ) -> LuthierTrainer:
-    """The trainer, ready to run."""
+    """The trainer, ready to run. ``first_step`` is where a resumed run goes on, None where a run begins."""
     world = hooks.stop.world
     evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
     meter = Meter()
@@ -150,8 +173,17 @@ def make_trainer(
         run_folder.write_run_config(config, folder)
 
     parts = TrainerParts(
-        stream=TrainStream(data.train, schedule, collating, rank=world.rank),
+        stream=train_stream(
+            data.train,
+            schedule,
+            collating,
+            rank=world.rank,
+            first_step=first_step or 0,
+            num_workers=config.runtime.dataloader_num_workers,
+        ),
         eval_stream=_eval_stream(config, data, collating, world),
+        sources=data.sources,
+        eval_sources=data.eval_sources,
         loss=objective_named(config.objective.name).loss,
         label_smoothing=config.objective.label_smoothing,
         loraplus_lr_ratio=config.adapter.loraplus_lr_ratio if config.adapter.type is AdapterType.LORA else None,
@@ -163,7 +195,10 @@ def make_trainer(
         save_state=save_state,
     )
     arguments = training_arguments(
-        config, max_steps=schedule.total_steps, evaluates=evaluates, evaluates_first=evaluates and not resumed
+        config,
+        max_steps=schedule.horizon,
+        evaluates=evaluates,
+        evaluates_first=evaluates and first_step is None,
     )
     return LuthierTrainer(run_model.model, arguments, parts, callbacks)
 
@@ -197,18 +232,6 @@ class StopAgreement:
         return self.signal is not None
 
 
-def eval_settings(config: RunConfig, world: World) -> PlanSettings:
-    """How the held-out segments share rows."""
-    return PlanSettings(
-        packing=config.train.packing,
-        capacity=config.data.max_length,
-        rows_per_micro_batch=config.eval.per_device_eval_batch_size,
-        micro_batches_per_step=world.size,
-        num_ranks=world.size,
-        seed=config.runtime.seed,
-    )
-
-
 def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrainer) -> ModelSummary:
     """The model in words and numbers."""
     plain = run_model.loaded.model
@@ -227,11 +250,18 @@ def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrai
 
 
 def _collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel) -> CollateSettings:
-    packed = is_packed(config.train.packing)
+    packed = config.train.packing.is_packed
     return CollateSettings(packed=packed, pad_token_id=tokenizer.pad_token_id, varlen=packed and loaded.varlen)
 
 
-def _eval_stream(config: RunConfig, data: RunData, how: CollateSettings, world: World) -> EvalStream | None:
+def _eval_stream(config: RunConfig, data: RunData | LiveData, how: CollateSettings, world: World) -> EvalStream | None:
     if data.eval is None or data.eval_table is None:
         return None
-    return EvalStream(data.eval, data.eval_table, eval_settings(config, world), how, rank=world.rank)
+    return EvalStream.of_segments(
+        data.eval,
+        data.eval_table,
+        eval_settings(config, num_ranks=world.size),
+        how,
+        rank=world.rank,
+        num_workers=config.runtime.dataloader_num_workers,
+    )

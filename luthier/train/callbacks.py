@@ -12,8 +12,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from luthier.config.schema import EvalConfig, RunConfig, Strategy
 from luthier.train.events import Listener, Note, Saved, Started, StepDone
+from luthier.train.losses import by_source
 from luthier.train.result import EvalRecord, StepRecord
-from luthier.train.schedule import Schedule
+from luthier.train.schedule import Steps
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,7 +44,7 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
     """
 
     def __init__(
-        self, config: RunConfig, schedule: Schedule, *, evaluates: bool, asked_to_stop: Callable[[], bool]
+        self, config: RunConfig, schedule: Steps, *, evaluates: bool, asked_to_stop: Callable[[], bool]
     ) -> None:
         self.config = config
         self.schedule = schedule
@@ -54,7 +55,7 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
         """Set the loop's switches."""
         step = state.global_step
         state.epoch = self.schedule.epoch_after(step)
-        last = step >= self.schedule.total_steps
+        last = self.schedule.is_last(step - 1)
         stop = self.asked_to_stop()
         control.should_log = last or stop or step % self.config.tracking.logging_steps == 0
         evaluation, output = self.config.eval, self.config.output
@@ -62,7 +63,7 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
             self.evaluates and not stop and self._due(evaluation.strategy, evaluation.steps, step, last)
         )
         control.should_save = stop or self._due(output.save_strategy, output.save_steps, step, last)
-        control.should_training_stop = control.should_training_stop or stop
+        control.should_training_stop = control.should_training_stop or stop or last
 
     def _due(self, strategy: Strategy, every: int, step: int, last: bool) -> bool:
         match strategy:
@@ -144,6 +145,8 @@ class Journal(TrainerCallback):  # type: ignore[misc]
             seconds=seconds,
             tokens_per_second=tokens / seconds,
             target_tokens_per_second=targets / seconds,
+            loss_by_source=by_source(logs, "loss"),
+            targets_by_source=_whole(by_source(logs, "targets")),
         )
 
 
@@ -157,7 +160,13 @@ def eval_record(state: TrainerState, logs: dict[str, Any]) -> EvalRecord:
         token_accuracy=logs["eval_token_accuracy"],
         num_targets=logs["eval_num_targets"],
         seconds=logs["eval_seconds"],
+        loss_by_source=by_source(logs, "eval_loss"),
+        targets_by_source=_whole(by_source(logs, "eval_num_targets")),
     )
+
+
+def _whole(counts: dict[str, float]) -> dict[str, int]:
+    return {name: int(count) for name, count in counts.items()}
 
 
 def is_greater_better(section: EvalConfig) -> bool:

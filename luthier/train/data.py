@@ -12,13 +12,18 @@ from luthier.encoding.prepared import Prepared, PreparedSet
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
 from luthier.packing import PlanSettings, SegmentTable, describe, plan_epoch
-from luthier.train.loader import Segments
+from luthier.train.losses import distinct_names
 from luthier.train.result import DataSummary
+from luthier.train.streams import Segments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunData:
-    """Both sides of the data. ``fingerprint`` covers the content of the training segments and their order."""
+    """Both sides of the data.
+
+    fingerprint        covers the content of the training segments and their order
+    names, eval_names  what the tables' sources are called; not needed where segments are from memory
+    """
 
     train: Segments
     train_table: SegmentTable
@@ -26,6 +31,19 @@ class RunData:
     eval_table: SegmentTable | None
     fingerprint: str
     ledger: dict[str, Any]
+    names: tuple[str, ...] = ()
+    eval_names: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the training data sets, by their number."""
+        return distinct_names(self.names, len(self.train_table.source_weights))
+
+    @property
+    def eval_sources(self) -> tuple[str, ...]:
+        """Names of those that the held-out segments are from."""
+        table = self.eval_table
+        return () if table is None else distinct_names(self.eval_names, len(table.source_weights))
 
 
 def open_run_data(config: RunConfig, prepared: Prepared, *, encoder_fingerprint: str) -> RunData:
@@ -53,6 +71,8 @@ def open_run_data(config: RunConfig, prepared: Prepared, *, encoder_fingerprint:
         eval_table=None if held_out is None else held_out.table(),
         fingerprint=_fingerprint(prepared.train, train.table(), encoder_fingerprint),
         ledger=train.ledger.to_json(),
+        names=tuple(source.name for source in prepared.train.sources),
+        eval_names=() if prepared.eval is None else tuple(source.name for source in prepared.eval.sources),
     )
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import platform
-import resource
-import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -22,35 +19,33 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.prepared import Prepared
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
+from luthier.loader.feed import FeedReader
+from luthier.loader.live_plan import StreamPlan
+from luthier.loader.state import LoaderState
 from luthier.train import adapters, artifacts, run_folder
 from luthier.train.assemble import (
     Hooks,
-    RunModel,
     StopAgreement,
     World,
-    eval_settings,
+    check_rows,
     loader_state,
     make_model,
     make_schedule,
     make_trainer,
     summarise_model,
 )
-from luthier.train.callbacks import EarlyStopping
-from luthier.train.checkpoint import checkpoint_step
-from luthier.train.data import RunData, open_run_data, summarise
+from luthier.train.checkpoint import checkpoint_step, replacing
+from luthier.train.data import RunData, open_run_data
 from luthier.train.events import Event, Finished, Listener, Note, tell_all
 from luthier.train.generate import Question, answer_all, choose_questions
 from luthier.train.isolation import check_isolation
-from luthier.train.journal import LogFile, read_log
-from luthier.train.loader import LoaderState
+from luthier.train.journal import LogFile
+from luthier.train.live import LiveData, open_live_data
 from luthier.train.model import run_device
+from luthier.train.outcome import Run, result_of
 from luthier.train.progress import ProgressBar, make_view
-from luthier.train.result import LOG_FILE, Ended, ModelSummary, RunResult
-from luthier.train.schedule import Schedule
+from luthier.train.result import LOG_FILE, RunResult
 from luthier.train.signals import StopSignals
-from luthier.train.trainer import LuthierTrainer
-
-REPORTED_VERSIONS = ("luthier", "torch", "transformers", "peft", "accelerate")
 
 
 def fit(config: RunConfig, encoder: Encoder, prepared: Prepared, *, on_event: Listener | None = None) -> RunResult:
@@ -67,8 +62,21 @@ def fit(config: RunConfig, encoder: Encoder, prepared: Prepared, *, on_event: Li
     return fit_data(config, encoder.tokenizer, data, on_event=on_event)
 
 
-def fit_data(config: RunConfig, tokenizer: Tokenizer, data: RunData, *, on_event: Listener | None = None) -> RunResult:
-    """`fit` for segments from anywhere."""
+def fit_live(
+    config: RunConfig, tokenizer: Tokenizer, feed: FeedReader, *, on_event: Listener | None = None
+) -> RunResult:
+    """`fit` while a feed prepares the rows. Raises also what stops the feed."""
+    return fit_data(config, tokenizer, lambda: open_live_data(config, feed), on_event=on_event)
+
+
+def fit_data(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    data: RunData | Callable[[], LiveData],
+    *,
+    on_event: Listener | None = None,
+) -> RunResult:
+    """`fit` for segments from anywhere. Data that is still on its way is asked for when the ranks have met."""
     begun, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
     _set_up_process(config)
     world = World.from_environment()
@@ -77,9 +85,10 @@ def fit_data(config: RunConfig, tokenizer: Tokenizer, data: RunData, *, on_event
     tell = tell_all(listeners) if world.is_main else _silent
     try:
         with StopSignals() as signals:
-            run = _set_up(config, tokenizer, data, Hooks(tell=tell, stop=StopAgreement(signals, world)), listeners)
+            found = data if isinstance(data, RunData) else _open(data)
+            run = _set_up(config, tokenizer, found, Hooks(tell=tell, stop=StopAgreement(signals, world)), listeners)
             _train(run)
-            result = _result(run, started_at)
+            result = result_of(run, started_at)
     finally:
         if isinstance(view, ProgressBar):
             view.close()
@@ -92,23 +101,9 @@ def fit_data(config: RunConfig, tokenizer: Tokenizer, data: RunData, *, on_event
     return result
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """Everything of a run that is set up before its first step."""
-
-    config: RunConfig
-    tokenizer: Tokenizer
-    data: RunData
-    hooks: Hooks
-    schedule: Schedule
-    resume: Path | None
-    run_model: RunModel
-    trainer: LuthierTrainer
-    summary: ModelSummary  # made now: merging takes the adapter off
-
-    @property
-    def is_main(self) -> bool:
-        return self.hooks.stop.world.is_main
+def _open(data: Callable[[], LiveData]) -> LiveData:
+    PartialState().wait_for_everyone()  # the main process has emptied the feed's folder by then
+    return data()
 
 
 def _set_up_process(config: RunConfig) -> None:
@@ -119,7 +114,9 @@ def _set_up_process(config: RunConfig) -> None:
     PartialState(cpu=run_device(config) == "cpu")  # joins the other ranks, under torchrun
 
 
-def _set_up(config: RunConfig, tokenizer: Tokenizer, data: RunData, hooks: Hooks, listeners: list[Listener]) -> _Run:
+def _set_up(
+    config: RunConfig, tokenizer: Tokenizer, data: RunData | LiveData, hooks: Hooks, listeners: list[Listener]
+) -> Run:
     world = hooks.stop.world
     schedule = make_schedule(config, data, world)
     resume = _open_folder(config, loader_state(schedule, data, 0), hooks)
@@ -127,10 +124,14 @@ def _set_up(config: RunConfig, tokenizer: Tokenizer, data: RunData, hooks: Hooks
         step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training
         listeners.append(LogFile(config.output.dir / LOG_FILE, step=step))
     run_model = make_model(config, tokenizer, world, hooks.tell)
-    trainer = make_trainer(config, tokenizer, data, run_model, schedule, resumed=resume is not None, hooks=hooks)
+    first_step = None if resume is None else checkpoint_step(resume)
+    if resume is not None and isinstance(schedule, StreamPlan):
+        assert first_step is not None
+        check_rows(LoaderState.load(resume), loader_state(schedule, data, first_step), resume)
+    trainer = make_trainer(config, tokenizer, data, run_model, schedule, first_step=first_step, hooks=hooks)
     if trainer.parts.stream.how.packed:
         check_isolation(run_model.model, data.train, trainer.parts.stream.how, device=trainer.args.device)
-    return _Run(
+    return Run(
         config=config,
         tokenizer=tokenizer,
         data=data,
@@ -156,12 +157,12 @@ def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | N
         return None
     checkpoint = Path(chosen[0])
     there = LoaderState.load(checkpoint)
-    there.check(here, checkpoint)
+    there.check(here, where=str(checkpoint))
     hooks.tell(Note(text=f"going on from {checkpoint.name}: step {there.step}"))
     return checkpoint
 
 
-def _train(run: _Run) -> None:
+def _train(run: Run) -> None:
     """Training, with what comes before and after it."""
     questions = _questions(run)
     if run.resume is None:
@@ -179,7 +180,7 @@ def _train(run: _Run) -> None:
     run.trainer.accelerator.wait_for_everyone()
 
 
-def _questions(run: _Run) -> list[Question]:
+def _questions(run: Run) -> list[Question]:
     wanted = run.config.eval.generate_rows
     if not wanted:
         return []
@@ -193,7 +194,7 @@ def _questions(run: _Run) -> list[Question]:
     return found
 
 
-def _answer(run: _Run, questions: list[Question]) -> None:
+def _answer(run: Run, questions: list[Question]) -> None:
     """Answer the questions on the main process; the others wait at the next step they share."""
     if questions and run.is_main:
         answers = answer_all(
@@ -208,58 +209,16 @@ def _answer(run: _Run, questions: list[Question]) -> None:
     run.trainer.accelerator.wait_for_everyone()
 
 
-def _save(run: _Run) -> None:
+def _save(run: Run) -> None:
     """The final model, and the merged one if asked for."""
     folder = run.config.output.dir
-    run.run_model.save(folder / run_folder.MODEL_FOLDER, run.tokenizer)
+    with replacing(folder / run_folder.MODEL_FOLDER) as staging:
+        run.run_model.save(staging, run.tokenizer)
     if run.config.adapter.merge and isinstance(run.run_model.model, PeftModel):
         merged = adapters.merge_adapter(run.run_model.model)
         merged.config.use_cache = run.run_model.use_cache
-        artifacts.save_model(merged, folder / run_folder.MERGED_FOLDER, run.tokenizer)
-
-
-def _result(run: _Run, started_at: str) -> RunResult:
-    config, state, output = run.config, run.trainer.state, run.config.output.dir
-    steps, evals, generations = read_log(output / LOG_FILE)
-    signal = run.hooks.stop.signal
-    stopped_early = any(isinstance(c, EarlyStopping) and c.stopped for c in run.trainer.callback_handler.callbacks)
-    world = run.hooks.stop.world
-    merged = run.config.adapter.merge and isinstance(run.run_model.model, PeftModel)
-    return RunResult(
-        output_dir=str(output),
-        model_dir=run_folder.MODEL_FOLDER if signal is None else None,
-        merged_dir=run_folder.MERGED_FOLDER if merged and signal is None else None,
-        adapter=config.adapter.type.value,
-        ended=Ended.INTERRUPTED if signal is not None else Ended.EARLY_STOPPED if stopped_early else Ended.COMPLETED,
-        signal=signal,
-        started_at=started_at,
-        seconds=0.0,
-        epochs=run.schedule.epoch_after(state.global_step),
-        global_step=state.global_step,
-        max_steps=run.schedule.total_steps,
-        world_size=world.size,
-        resumed_from=None if run.resume is None else run.resume.name,
-        steps=steps,
-        evals=evals,
-        # a finished run that is started again answers again
-        generations=tuple({done.step: done for done in generations}.values()),
-        best_checkpoint=None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name,
-        best_metric=state.best_metric,
-        train_data=summarise(run.data.train_table, run.schedule.settings),
-        eval_data=None if run.data.eval_table is None else summarise(run.data.eval_table, eval_settings(config, world)),
-        model=run.summary,
-        peak_memory_bytes=_peak_memory(),
-        ledger=run.data.ledger,
-        versions={"python": platform.python_version(), **{name: version(name) for name in REPORTED_VERSIONS}},
-        config=config.model_dump(mode="json"),
-    )
-
-
-def _peak_memory() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    # kilobytes on Linux, bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        with replacing(folder / run_folder.MERGED_FOLDER) as staging:
+            artifacts.save_model(merged, staging, run.tokenizer)
 
 
 def _silent(_: Event) -> None:

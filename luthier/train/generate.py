@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.records import Address, Segment
-from luthier.train.loader import Segments
 from luthier.train.result import GenerationRecord, GenerationRound
+from luthier.train.streams import Segments
 
 Ids = NDArray[np.int32]
 

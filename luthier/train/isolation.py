@@ -8,10 +8,10 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from luthier.collate import collate
+from luthier.collation import CollateSettings, collate_packs
 from luthier.errors import ModelError
 from luthier.records import Pack, Segment
-from luthier.train.loader import CollateSettings, Segments
+from luthier.train.streams import Segments
 
 TOKENS_TRIED = 24  # of each segment: enough for any attention to reach across
 TOLERANCE = 1e-4  # of the largest logit; the same kernels run on the same shapes, so isolated logits do not move at all
@@ -51,7 +51,9 @@ def _logits(
     model: nn.Module, first: Segment, second: Segment, how: CollateSettings, device: torch.device
 ) -> torch.Tensor:
     """[T, V] of the second segment, packed behind the first."""
-    batch = collate([Pack(segments=(first, second))], packed=True, pad_token_id=how.pad_token_id, varlen=how.varlen)
+    batch = collate_packs(
+        [Pack(segments=(first, second))], packed=True, pad_token_id=how.pad_token_id, varlen=how.varlen
+    )
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.model_inputs.items()}
     logits: torch.Tensor = model(**inputs).logits
     return logits[0, len(first) :].float()

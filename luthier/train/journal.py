@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from luthier.train.events import Event
+from luthier.train.files import FILES
 from luthier.train.result import EvalRecord, GenerationRound, StepRecord
 
 _KINDS: dict[str, type[StepRecord] | type[EvalRecord] | type[GenerationRound]] = {
@@ -19,7 +19,7 @@ _KINDS: dict[str, type[StepRecord] | type[EvalRecord] | type[GenerationRound]] =
 
 
 class LogFile:
-    """A listener that appends records to ``log.jsonl``, flushed line by line.
+    """A listener that appends records to ``log.jsonl``, line by line. Raises `CheckpointError` if it cannot.
 
     Opened at ``step`` of a resumed run it first drops the lines of later steps: they will be written again.
     """
@@ -31,9 +31,9 @@ class LogFile:
     def __call__(self, event: Event) -> None:
         for kind, record_type in _KINDS.items():
             if isinstance(event, record_type):
-                line = msgspec.json.encode({"kind": kind, **msgspec.to_builtins(event)})
-                with self.path.open("ab") as file:
-                    file.write(line + b"\n")
+                told = {name: value for name, value in msgspec.to_builtins(event).items() if value != {}}
+                line = msgspec.json.encode({"kind": kind, **told})
+                FILES.append(self.path, line + b"\n")
 
 
 def read_log(path: Path) -> tuple[tuple[StepRecord, ...], tuple[EvalRecord, ...], tuple[GenerationRound, ...]]:
@@ -48,10 +48,8 @@ def read_log(path: Path) -> tuple[tuple[StepRecord, ...], tuple[EvalRecord, ...]
 def _truncate(path: Path, step: int) -> None:
     if not path.exists():
         return
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.writelines(msgspec.json.encode(line) + b"\n" for line in _whole_lines(path) if line["step"] <= step)
-    os.replace(partial, path)
+    kept = (msgspec.json.encode(line) + b"\n" for line in _whole_lines(path) if line["step"] <= step)
+    FILES.write(path, b"".join(kept))
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

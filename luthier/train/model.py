@@ -78,6 +78,18 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     )
 
 
+def build_weightless(config: RunConfig, vocabulary: Vocabulary) -> PreTrainedModel:
+    """The model of `load_model` on torch's meta device: all its shapes and no numbers; only its config is read.
+
+    Raises `ModelError` for a config that cannot be found or read.
+    """
+    source, _ = _source(config.model)
+    model_config = _model_config(config.model, source)
+    _fit_unborn(model_config, vocabulary, [])
+    with torch.device("meta"):
+        return _build(config.model, model_config, None, _dtype(config, model_config, []))
+
+
 def use_liger(section: ModelConfig) -> bool:
     """Whether Liger's kernels are used. Raises `ModelError` if they are demanded where they cannot run."""
     installed = importlib.util.find_spec("liger_kernel") is not None

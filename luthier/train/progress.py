@@ -118,6 +118,7 @@ def sentence(event: Event) -> str:
             return (
                 f"eval at step {event.step}: loss {event.loss:.4f}, perplexity {event.perplexity:.3f}, "
                 f"token accuracy {event.token_accuracy:.2%} of {event.num_targets} targets"
+                + "".join(f"\n  {name}: loss {loss:.4f}" for name, loss in event.loss_by_source.items())
             )
         case GenerationRound():
             right = sum(record.equal for record in event.records)

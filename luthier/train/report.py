@@ -66,6 +66,7 @@ class Report:
             "best_checkpoint": result.best_checkpoint,
             "best_metric": result.best_metric,
             "ledger": ledger_numbers(result.ledger),
+            "mixture": [asdict(source) for source in result.mixture],
             "plan": dict(self.plan),
             "model": asdict(result.model),
             "adapter": result.adapter,
@@ -174,7 +175,8 @@ def _facts(report: Report) -> list[tuple[str, RenderableType]]:
         first, last = result.evals[0], result.evals[-1]
         before = "" if first is last else f"{first.loss:.3f} → "
         words = f"   perplexity {last.perplexity:.2f}, {last.token_accuracy:.1%} of {last.num_targets:,} targets right"
-        facts.append(("eval loss", Text.assemble(before, (f"{last.loss:.3f}", "bold"), (words, "dim"))))
+        each = "".join(f"\n{loss:.3f}   {name}" for name, loss in last.loss_by_source.items())
+        facts.append(("eval loss", Text.assemble(before, (f"{last.loss:.3f}", "bold"), (words, "dim"), each)))
     if result.generations:
         facts.append(("exact answers", _exact(result.generations)))
     speed = tokens_per_second(result)
@@ -183,6 +185,8 @@ def _facts(report: Report) -> list[tuple[str, RenderableType]]:
         targets = sum(step.target_tokens for step in result.steps)
         facts.append(("tokens", f"{tokens:,}, of which {targets:,} targets   {speed:,.0f} a second"))
     facts.append(("rows", _rows(ledger_numbers(result.ledger))))
+    if len(result.mixture) > 1:
+        facts.append(("data sets", _data_sets(result)))
     if result.resumed_from is not None:
         facts.append(("resumed from", result.resumed_from))
     if result.ended is Ended.INTERRUPTED:
@@ -208,6 +212,21 @@ def _rows(ledger: Mapping[str, Any]) -> Text:
         (f"{dropped:,} dropped", "yellow" if dropped else ""), " + ",
         (f"{quarantined:,} quarantined", "red" if quarantined else ""),
     )  # fmt: skip
+
+
+def _data_sets(result: RunResult) -> Table:
+    """What was trained on, and how well it is known: a line for each data set."""
+    losses = result.source_losses
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(overflow="fold")
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    for source in result.mixture:
+        first, last = losses.get(source.name, (None, None))
+        loss = "" if first is None else Text.assemble(f"loss {first:.3f} → ", (f"{last:.3f}", "bold"))
+        share = Text.assemble((f"{source.share_of_tokens:.1%}", "bold"), " of tokens")
+        table.add_row(Text(source.name), share, f"{source.rows:,} rows", loss)
+    return table
 
 
 def _quickstart_words(result: RunResult) -> Text:

@@ -13,6 +13,7 @@ from luthier.train.plots import Chart, Curve, chart, smoothed, smoothing_radius
 from luthier.train.result import GenerationRound, RunResult
 
 MAX_EXAMPLES = 12  # answers on the page; report.json has all
+MAX_SOURCE_CHARTS = 12
 
 
 def report_page(result: RunResult, told: Mapping[str, Any], *, sample: Markup) -> str:
@@ -28,6 +29,8 @@ def report_page(result: RunResult, told: Mapping[str, Any], *, sample: Markup) -
         told=told,
         loss_chart=_loss_chart(result),
         small_charts=_small_charts(result),
+        sources=_sources(result),
+        source_charts=_source_charts(result),
         answers=_answers(result.generations),
         num_answers=len(result.generations[-1].records) if result.generations else 0,
         sample=sample,
@@ -67,6 +70,29 @@ def _small_charts(result: RunResult) -> list[Chart]:
         ),
     }
     charts = [chart(title, [curve], width=380, height=190) for title, curve in curves.items()]
+    return [one for one in charts if one is not None]
+
+
+def _sources(result: RunResult) -> list[dict[str, Any]]:
+    """A line of the table of data sets each; nothing where there is one."""
+    if len(result.mixture) < 2:
+        return []
+    losses = result.source_losses
+    return [{"took": source, "losses": losses.get(source.name)} for source in result.mixture]
+
+
+def _source_charts(result: RunResult) -> list[Chart]:
+    """The losses of the data sets with the most tokens."""
+    largest = sorted(result.mixture, key=lambda source: -source.tokens)[:MAX_SOURCE_CHARTS]
+    charts = []
+    for name in (source.name for source in largest):
+        of_step = {step.step: step.loss_by_source[name] for step in result.steps if name in step.loss_by_source}
+        of_eval = {one.step: one.loss_by_source[name] for one in result.evals if name in one.loss_by_source}
+        curves = [
+            Curve(name="loss", look="main", steps=list(of_step), values=list(of_step.values())),
+            Curve(name="eval", look="eval", steps=list(of_eval), values=list(of_eval.values()), dots=True),
+        ]
+        charts.append(chart(name, curves, width=380, height=190))
     return [one for one in charts if one is not None]
 
 

@@ -8,7 +8,6 @@ output.dir/
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from luthier.train.files import FILES
 from luthier.train.signals import exit_code
 
 RESULT_FILE = "result.json"
@@ -44,6 +44,9 @@ class StepRecord:
     seconds: float  # wall time of the interval
     tokens_per_second: float
     target_tokens_per_second: float
+    # of the data sets that had targets in the interval, by name; empty where the run has one data set
+    loss_by_source: dict[str, float] = field(default_factory=dict)
+    targets_by_source: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +60,9 @@ class EvalRecord:
     token_accuracy: float  # share of targets that are the argmax
     num_targets: int
     seconds: float
+    # of the data sets that the held-out segments are from, by name; empty where there is one
+    loss_by_source: dict[str, float] = field(default_factory=dict)
+    targets_by_source: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +99,18 @@ class DataSummary:
     target_tokens: int
     micro_batches: int  # per epoch, all ranks
     fill: float  # tokens / (rows of batches x their length) over one epoch: 1.0 is no padding at all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSummary:
+    """What the run's steps took from one data set. Rows and all else are counted as often as they were trained on."""
+
+    name: str
+    rows: int
+    segments: int
+    tokens: int
+    targets: int
+    share_of_tokens: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +155,7 @@ class RunResult:
     best_metric: float | None = None
     train_data: DataSummary
     eval_data: DataSummary | None = None
+    mixture: tuple[SourceSummary, ...] = ()  # what was trained on, of the part before a resume too
     model: ModelSummary
     peak_memory_bytes: int  # of the device for CUDA, else of the process
     ledger: dict[str, Any] = field(default_factory=dict)  # `Ledger.to_json` of the preparation
@@ -149,6 +168,15 @@ class RunResult:
         return 0 if self.signal is None else exit_code(self.signal)
 
     @property
+    def source_losses(self) -> dict[str, tuple[float, float]]:
+        """The first and the last logged training loss of each data set; empty where there is one."""
+        found: dict[str, tuple[float, float]] = {}
+        for step in self.steps:
+            for name, loss in step.loss_by_source.items():
+                found[name] = (found[name][0] if name in found else loss, loss)
+        return found
+
+    @property
     def path(self) -> Path:
         """The run's folder."""
         return Path(self.output_dir)
@@ -159,11 +187,9 @@ class RunResult:
         return self.steps[-1].loss if self.steps else None
 
     def save(self) -> Path:
-        """Write ``result.json`` into the run's folder, at once or not at all."""
+        """Write ``result.json`` into the run's folder, at once or not at all. Raises `CheckpointError`."""
         target = self.path / RESULT_FILE
-        partial = target.with_suffix(".json.partial")
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
-        os.replace(partial, target)
+        FILES.write(target, msgspec.json.format(msgspec.json.encode(self), indent=2))
         return target
 
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
 from luthier.train import checkpoint as checkpoints
+from luthier.train.files import FILES
 from luthier.train.result import LOG_FILE, RESULT_FILE
 
 RUN_CONFIG = "run_config.json"
@@ -30,11 +30,12 @@ def open_run_folder(config: RunConfig, report: Callable[[str], None]) -> Path | 
     """Prepare ``output.dir`` (main process only) and return the checkpoint to go on from, if any.
 
     Raises `CheckpointError` where the folder holds a run with another configuration or a finished run without
-    checkpoints, and where ``output.resume`` names a checkpoint that cannot be used.
+    checkpoints, where ``output.resume`` names a checkpoint that cannot be used, and where nothing can be written.
     """
     run = config.output.dir
-    run.mkdir(parents=True, exist_ok=True)
+    FILES.make_folder(run)
     checkpoints.clean_leftovers(run)
+    checkpoints.check_writable(run)
     if config.output.overwrite:
         _clear(run)
         found = None
@@ -113,9 +114,9 @@ def _clear(run: Path) -> None:
     """Delete what a run leaves, by name; anything else in the folder stays."""
     for folder in [*run.glob("checkpoint-*"), *(run / name for name in (MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER))]:
         if folder.is_dir():
-            shutil.rmtree(folder)
-    for name in (RUN_CONFIG, RESULT_FILE, LOG_FILE):
-        (run / name).unlink(missing_ok=True)
+            FILES.remove_folder(folder)
+    for name in (RESULT_FILE, LOG_FILE, RUN_CONFIG):  # the last one says whose the others are
+        FILES.remove_file(run / name)
 
 
 def _read_run_config(run: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import DefaultFlowCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from luthier.errors import TrainingError
@@ -21,7 +20,9 @@ from luthier.train import checkpoint as checkpoints
 from luthier.train.adapters import split_loraplus_groups
 from luthier.train.callbacks import Meter
 from luthier.train.forward import LossFunction, batch_loss, keeps_logits
-from luthier.train.loader import EvalStream, TrainStream, make_loader
+from luthier.train.losses import LossSums, MeanLosses
+from luthier.train.schedule import Steps
+from luthier.train.streams import EvalStream, TrainStream
 
 MAX_ROWS_NAMED = 8
 
@@ -30,12 +31,15 @@ MAX_ROWS_NAMED = 8
 class TrainerParts:
     """What our trainer needs beside the model and transformers' arguments.
 
+    sources       names of the data sets, by number; where there are several, losses are told apart
     save_model    writes weights, config and tokenizer into a folder (main process only)
     save_state    adds the loader's state and the run description to a checkpoint's folder
     """
 
     stream: TrainStream
     eval_stream: EvalStream | None
+    sources: tuple[str, ...]
+    eval_sources: tuple[str, ...]
     loss: LossFunction
     label_smoothing: float
     loraplus_lr_ratio: float | None
@@ -55,6 +59,7 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         self.parts = parts
         self._keep = keeps_logits(model)
         self._step_losses: list[tuple[torch.Tensor, tuple[Address, ...]]] = []
+        self._interval = LossSums(parts.sources, args.device)
         super().__init__(
             model=model,
             args=args,
@@ -70,21 +75,40 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
 
     # ------------------------------------------------------------------------------------------------- batches
 
-    def get_train_dataloader(self) -> DataLoader[Batch]:
-        """This rank's micro-batches of the whole run; they are shared out already, so accelerate must not."""
-        return make_loader(self.parts.stream, num_workers=self.args.dataloader_num_workers)
+    def get_train_dataloader(self) -> TrainStream:
+        """This rank's micro-batches from here on; they are shared out already, so accelerate must not."""
+        return self.parts.stream
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Batch]], torch.Tensor]:
+    ) -> tuple[list[dict[str, Any]], torch.Tensor]:
         """The micro-batches of one step on this rank, and the number of targets of the step on all ranks."""
-        batches = [next(epoch_iterator) for _ in range(num_batches)]
+        step = self.state.global_step
+        batches = [next(epoch_iterator) for _ in range(self.parts.stream.schedule.turns(step))]
         targets = torch.tensor(sum(batch.num_targets for batch in batches), device=device)
         targets = self.accelerator.reduce(targets, reduction="sum")
-        self.parts.meter.tokens += self.parts.stream.schedule.num_tokens(self.state.global_step)
+        self.parts.meter.tokens += self.parts.stream.schedule.num_tokens(step)
         self.parts.meter.targets += int(targets)
         self._step_losses.clear()
+        if len(batches) != num_batches:  # a step by its tokens: as many micro-batches as it takes
+            return [{"batches": batches}], targets
         return [{"batch": batch} for batch in batches], targets  # the loop wants mappings
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of a micro-batch, or of all those of a step; ranks add up gradients after the last."""
+        micro_batch: Callable[..., torch.Tensor] = super().training_step
+        batches = inputs.get("batches")
+        if batches is None:
+            return micro_batch(model, inputs, num_items_in_batch)
+        with self.accelerator.no_sync(model):
+            losses = [micro_batch(model, {"batch": batch}, num_items_in_batch) for batch in batches[:-1]]
+        losses.append(micro_batch(model, {"batch": batches[-1]}, num_items_in_batch))
+        return torch.stack(losses).sum()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not estimated: transformers' formula counts padding and no attention."""
@@ -109,10 +133,22 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
             device=self.args.device,
             keep=self._keep,
             label_smoothing=self.parts.label_smoothing,
+            num_sources=len(self.parts.sources),
         )
+        self._interval.add(sums)
         loss: torch.Tensor = sums.loss_sum * (self.accelerator.num_processes / num_items_in_batch.clamp(min=1))
         self._step_losses.append((loss.detach(), batch.addresses))
         return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As transformers does; the loss of an interval is the one per target, in all and of each data set."""
+        if "loss" in logs:  # the end of an interval, on all ranks
+            logs = {**logs, **self._interval.drain(self._sum_of_ranks).to_logs("loss", "targets")}
+        super().log(logs, start_time)
+
+    def _sum_of_ranks(self, sums: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.accelerator.reduce(sums, reduction="sum")
+        return total
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> Any:
         """The gradient's norm; raises `TrainingError` before the update if it or a loss is not finite."""
@@ -148,6 +184,17 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
             split_loraplus_groups(optimizer, self.model, self.parts.loraplus_lr_ratio)
         return optimizer
 
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Transformers' schedule; on the run's progress where the number of steps is an estimate."""
+        fresh = self.lr_scheduler is None
+        scheduler: torch.optim.lr_scheduler.LRScheduler = super().create_scheduler(num_training_steps, optimizer)
+        steps = self.parts.stream.schedule
+        if fresh and not steps.is_exact and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+            put_on_progress(scheduler, steps)
+        return scheduler
+
     # ---------------------------------------------------------------------------------------------- evaluation
 
     def evaluate(
@@ -156,13 +203,12 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         """Loss per target, perplexity and token accuracy over all held-out segments, by sums over all ranks."""
         assert eval_dataset is None and self.parts.eval_stream is not None
         begun = time.perf_counter()
-        loss, targets, correct = self._eval_sums(self.parts.eval_stream).tolist()
-        mean = loss / max(targets, 1)
+        found = self._eval_losses(self.parts.eval_stream)
         metrics = {
-            "eval_loss": mean,
-            "eval_perplexity": math.exp(min(mean, 700.0)),  # a float ends at e^709
-            "eval_token_accuracy": correct / max(targets, 1),
-            "eval_num_targets": int(targets),
+            **found.to_logs("eval_loss", "eval_num_targets"),
+            "eval_perplexity": math.exp(min(found.loss, 700.0)),  # a float ends at e^709
+            "eval_token_accuracy": found.num_correct / max(found.num_targets, 1),
+            "eval_num_targets": found.num_targets,
             "eval_seconds": time.perf_counter() - begun,
         }
         self.log(metrics)
@@ -171,20 +217,16 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         self.parts.meter.paused += time.perf_counter() - begun
         return metrics
 
-    def _eval_sums(self, stream: EvalStream) -> torch.Tensor:
-        """float64[3]: loss, targets, correct targets, over all ranks."""
-        sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+    def _eval_losses(self, stream: EvalStream) -> MeanLosses:
+        sums, sources = LossSums(self.parts.eval_sources, self.args.device), len(self.parts.eval_sources)
+        loss, device, keep = self.parts.loss, self.args.device, self._keep
         training = self.model.training
         self.model.eval()
         with torch.no_grad():
-            for batch in make_loader(stream, num_workers=self.args.dataloader_num_workers):
-                found = batch_loss(self.model, batch, self.parts.loss, device=self.args.device, keep=self._keep)
-                sums[0] += found.loss_sum
-                sums[1] += found.num_targets
-                sums[2] += found.num_correct
+            for batch in stream:
+                sums.add(batch_loss(self.model, batch, loss, device=device, keep=keep, num_sources=sources))
         self.model.train(training)
-        total: torch.Tensor = self.accelerator.reduce(sums, reduction="sum")
-        return total
+        return sums.drain(self._sum_of_ranks)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """As transformers does; a new best is saved at once if it is to be loaded at the end."""
@@ -196,10 +238,21 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
     # --------------------------------------------------------------------------------------------- checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint aside, seal it, and delete the ones over the limit."""
+        """Write a checkpoint aside, seal it, and delete the ones over the limit. Raises `CheckpointError`."""
         begun = time.perf_counter()
         run, step = Path(self.args.output_dir), self.state.global_step
         staging = checkpoints.staging_folder(run, step)
+        best = run / f"checkpoint-{self.state.best_global_step}"
+        with checkpoints.saving(staging):
+            self._write_checkpoint(staging, best)
+            if self.args.should_save:
+                checkpoints.seal(staging)
+        if self.args.should_save:
+            checkpoints.rotate(run, self.parts.save_total_limit, best)
+        self.accelerator.wait_for_everyone()
+        self.parts.meter.paused += time.perf_counter() - begun
+
+    def _write_checkpoint(self, staging: Path, best: Path) -> None:
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -210,16 +263,11 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
             self._save_scaler(str(staging))
             self._save_rng_state(str(staging))  # one file for each rank
         self.accelerator.wait_for_everyone()
-        best = run / f"checkpoint-{self.state.best_global_step}"
-        if self.state.best_global_step == step or best.is_dir():
+        if self.state.best_global_step == self.state.global_step or best.is_dir():
             self.state.best_model_checkpoint = str(best)
         if self.args.should_save:
-            self.parts.save_state(staging, step)
+            self.parts.save_state(staging, self.state.global_step)
             self.state.save_to_json(str(staging / "trainer_state.json"))
-            checkpoints.seal(staging)
-            checkpoints.rotate(run, self.parts.save_total_limit, best)
-        self.accelerator.wait_for_everyone()
-        self.parts.meter.paused += time.perf_counter() - begun
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Weights, config, tokenizer; no pickle of the arguments."""
@@ -234,3 +282,12 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
             return False
         self._load_from_checkpoint(best)
         return True
+
+
+def put_on_progress(scheduler: torch.optim.lr_scheduler.LambdaLR, steps: Steps) -> None:
+    """Ask the schedule not for the number of steps done, but for as many of ``horizon`` as the run's progress is."""
+
+    def on_progress(multiplier: Callable[[Any], float]) -> Callable[[int], float]:
+        return lambda steps_done: multiplier(steps.progress(steps_done) * steps.horizon)
+
+    scheduler.lr_lambdas = [on_progress(multiplier) for multiplier in scheduler.lr_lambdas]

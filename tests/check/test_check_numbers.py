@@ -9,15 +9,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from luthier.check.plan import RunPlan, longest_rows, plan_run, train_settings
+from luthier.check.plan import RunPlan, longest_rows, plan_run
 from luthier.check.stats import Distribution, distribution, stats
 from luthier.check.tables import plan_table, stats_table
+from luthier.config.inputs import MixtureConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.prepare import prepare
 from luthier.encoding.prepared import Prepared
 from luthier.encoding.segments import SegmentIndex
-from luthier.packing import plan_epoch
+from luthier.loader.run_order import mixture_of
+from luthier.loader.run_settings import train_settings
+from luthier.packing import plan_epoch, realised_mixture, straggler_factor
+from luthier.train.schedule import Schedule
+
+SHARES = MixtureConfig.model_validate({"by": "rows"})
 
 
 def config_in(folder: Path, **changes: dict[str, object]) -> RunConfig:
@@ -69,6 +75,41 @@ def test_plan_equals_a_naive_recount(prepared: tuple[RunConfig, Prepared], packi
     slots = sum(max(batch) * len(batch) for batch in widths)
     assert plan.epoch.padding == pytest.approx(1 - plan.tokens / slots)
     assert plan.epoch.fill == pytest.approx(plan.tokens / (len(packs) * config.data.max_length))
+
+
+def test_the_mixture_of_the_plan_is_that_of_the_rows_it_takes(prepared: tuple[RunConfig, Prepared]) -> None:
+    config, data = prepared
+    index, plan = cut(config, data), made(config, data).train
+    assert [source.name for source in plan.sources] == [source.name for source in data.train.sources]
+    for number, source in enumerate(plan.sources):
+        mine = index.source_ids == number
+        assert source.taken.tokens == int(index.lengths[mine].sum())
+        assert source.taken.rows == len(np.unique(index.row_ids[mine]))
+        assert source.taken.share_of_tokens == pytest.approx(source.taken.tokens / plan.tokens)
+    assert sum(source.taken.share_of_rows for source in plan.sources) == pytest.approx(1)
+
+
+def test_a_plan_of_several_ranks_says_how_uneven_they_are(prepared: tuple[RunConfig, Prepared]) -> None:
+    config, data = prepared
+    index = cut(config, data)
+    settings = train_settings(config, num_ranks=2)
+    epoch = plan_epoch(index.table(), settings, epoch=0)
+    plan = plan_run(config, index, None, total_steps=11, num_ranks=2)
+    assert plan.train.straggler_factor == straggler_factor(epoch, index.table(), settings, 2) > 1
+    assert made(config, data).train.straggler_factor == 1
+
+
+def test_a_plan_of_shares_is_that_of_the_schedule(prepared: tuple[RunConfig, Prepared]) -> None:
+    config = prepared[0].model_copy(update={"data": prepared[0].data.model_copy(update={"mixture": SHARES})})
+    index = cut(config, prepared[1])
+    table = index.table()
+    schedule = Schedule(table, train_settings(config), num_epochs=1, mixture=mixture_of(config, table.source_weights))
+    plan = plan_run(config, index, None, total_steps=schedule.total_steps, first_epoch=schedule.plan(0))
+    assert plan.train.epoch.steps == schedule.total_steps
+    taken = [source.taken for source in plan.train.sources]
+    assert taken == list(realised_mixture(schedule.plan(0), table))
+    assert taken[0].share_of_rows == pytest.approx(0.5, abs=0.02)
+    assert taken[0].share_of_rows != pytest.approx(made(config, prepared[1]).train.sources[0].taken.share_of_rows)
 
 
 def test_plan_ledger_counts_rows_that_cutting_lost(prepared: tuple[RunConfig, Prepared]) -> None:
@@ -138,4 +179,5 @@ def test_tables_print_in_eighty_columns(prepared: tuple[RunConfig, Prepared]) ->
     for number in (plan.train.tokens, plan.train.targets, plan.train.epoch.packs):
         assert f"{number:,}" in text
     assert "too_long" in text
+    assert "Mixture of the first epoch" in text and "straggler factor" in text
     assert "←" in text

@@ -18,13 +18,13 @@ import luthier
 from luthier.cli import main as edge
 from luthier.cli.main import app, run
 from luthier.cli.pipeline import read_config
-from luthier.errors import RowError
+from luthier.errors import ModelError, RowError
 
 ROOT = Path(luthier.__file__).parent
 REPOSITORY = ROOT.parent
 COMMANDS = (
-    "train", "quickstart", "prepare", "show", "diff", "plan", "stats", "verify", "config show", "config schema", "env",
-    "version",
+    "train", "quickstart", "prepare", "show", "diff", "plan", "stats", "verify", "store ls", "store verify", "store gc",
+    "store export", "config show", "config schema", "env", "version",
 )  # fmt: skip
 
 
@@ -126,6 +126,7 @@ def test_a_mistake_is_told_as_json_too(tmp_path: Path, capsys: pytest.CaptureFix
         (["show", "CONFIG", "--pack", "99"], "packs"),
         (["plan", "CONFIG", "data.max_length=3"], "rows are lost"),
         (["plan", "absent.yaml"], "absent.yaml"),
+        (["plan", "CONFIG", "--device", "h1000"], "known are"),
         (["config", "show", "CONFIG", "train.nonsense=1"], "nonsense"),
         (["plan", "CONFIG", "--json", "/proc/none/x.json"], "cannot write"),
     ],
@@ -218,6 +219,54 @@ def test_plan_stats_and_prepare_agree_and_print_json_alone(config: Path, capsys:
     assert prepared["ledger"] == plan["train"]["ledger"] == stats["ledger"]
     assert prepared["ledger"]["quarantined"] == {"truncated_json": 1}
     assert prepared["encoded"] == 0 and prepared["reused"] >= 12
+
+
+def test_plan_estimates_time_and_memory_for_the_device_asked_for(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {}
+    for device in ("h100", "a100"):
+        assert run(["plan", str(config), "train.precision=bf16", "--device", device, "--json", "-"]) == 0
+        out, err = capsys.readouterr()
+        told[device] = json.loads(out)["estimate"]
+        assert "Estimate" in err and "assumed:" in err and device in err
+    fast, slow = told["h100"], told["a100"]
+    assert fast["operations"] == slow["operations"] > 0
+    assert slow["seconds"] / fast["seconds"] == pytest.approx(989 / 312)
+    assert fast["parameters"] == fast["trainable"] == 1_279_040
+    assert fast["memory_total"] == sum(fast["memory"].values())
+    assert (
+        run(["plan", str(config), "--device", "h100", "--utilisation", "0.2", "train.precision=bf16", "--json", "-"])
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["estimate"]["seconds"] == pytest.approx(2 * fast["seconds"])
+
+
+def test_plan_says_why_there_is_no_estimate_and_plans_all_the_same(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: object) -> None:
+        raise ModelError("no config here")
+
+    monkeypatch.setattr("luthier.train.model.build_weightless", unreadable)
+    assert run(["plan", str(config), "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["estimate"] is None and json.loads(out)["total_steps"] == 2
+    assert "No estimate: no config here" in err
+
+
+def test_stats_tells_ids_that_come_twice(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"id": one, "messages": message}) + "\n" for one in (1, 2, 3, 2, 1)))
+    override = [f"data.train={path}", "data.eval_split=1", f"data.store={tmp_path / 'store'}"]
+    assert run(["stats", str(config), *override, "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    (found,) = json.loads(out)["repeated_ids"]
+    assert found == {"source": str(path), "rows": 2, "id": "2", "first": [f"{path}:2", f"{path}:4"]}
+    assert "2 rows have the id of an earlier row" in " ".join(err.split())
+    assert run(["stats", str(config), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["repeated_ids"] == []
 
 
 def test_config_show_prints_yaml_that_loads_to_the_same(

@@ -62,6 +62,23 @@ CONFLICTS = [
         ("run.yaml:5 train.warmup_steps: ", "100 steps", "train.max_steps (line 6) is 50", "0.03"),
     ),
     (
+        "train: {tokens_per_step: 9000, gradient_accumulation_steps: 4}",
+        "",
+        (
+            "run.yaml:4 train.tokens_per_step: ",
+            "9000 tokens",
+            "gradient_accumulation_steps (line 4)",
+            "4 micro-batches",
+        ),
+    ),
+    ("train: {packing: split}", "", ("run.yaml:4 train.packing: ", "plain text", "objective.name (default) is sft")),
+    (
+        "",
+        "  mixture: {temperature: 2}\n",
+        ("run.yaml:4 data.mixture.temperature: ", "data.mixture.by (default) is epochs", "rows or tokens"),
+    ),
+    ("", "  mixture: {by: epochs, stop: first}\n", ("run.yaml:4 data.mixture.stop: ", "by (line 4) is epochs")),
+    (
         "train: {lr_scheduler_type: cosine_with_min_lr}",
         "",
         ("run.yaml:4 train.lr_scheduler", "min_lr", "lr_scheduler_kwargs"),
@@ -143,6 +160,11 @@ def test_what_belongs_together_is_accepted() -> None:
     steps = "eval: {load_best_model_at_end: true, strategy: steps, steps: 30}\n"
     assert told(steps + "output: {save_strategy: steps, save_steps: 60}", EVAL) == []
     assert told("train: {warmup_steps: 50, max_steps: 50}") == []
+    assert told("train: {tokens_per_step: 9000, gradient_accumulation_steps: 1, packing: window}") == []
+    assert told("objective: pt\ntrain: {packing: split}") == []
+    assert told("", "  mixture: tokens\n") == []
+    assert told("", "  mixture: {by: rows, temperature: 2, stop: first}\n") == []
+    assert told("", "  mixture: {by: epochs, temperature: null, stop: all}\n") == []
     assert told("train: {lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 0.1}}") == []
     assert told("adapter: {type: lora, r: 8, init_lora_weights: pissa, loraplus_lr_ratio: 16}") == []
     assert told("adapter: {type: freeze, freeze_trainable_layers: -2}") == []

@@ -23,7 +23,8 @@ def tokenizer() -> luthier.encoding.tokenizer.Tokenizer:  # type: ignore[name-de
     return luthier.load_tokenizer("preset:tiny-qwen3")
 
 
-def test_every_example_of_the_page_prints_what_it_says() -> None:
+def test_every_example_of_the_page_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     failures, examples = doctest.testfile(str(PAGE), module_relative=False)
     assert examples > 8
     assert failures == 0

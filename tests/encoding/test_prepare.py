@@ -8,6 +8,7 @@ import pytest
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig, RuntimeConfig
 from luthier.encoding import intake, workers
 from luthier.encoding.prepare import prepare
+from luthier.encoding.prepared import hold_out_order, num_held_out
 from luthier.errors import BudgetError, RowError, SourceError, StoreError, UserError
 from luthier.records import Branch, Conversation, Sample
 
@@ -22,6 +23,8 @@ class LetterEncoder:
     @property
     def fingerprint(self):
         return self.name.encode().hex().ljust(64, "0")
+
+    about = {}  # noqa: RUF012
 
     def expect_many_rows(self):
         pass
@@ -219,11 +222,24 @@ def test_the_choice_of_held_out_rows_depends_on_the_seed_and_not_on_content_or_s
     assert first != held("one.jsonl", "row", 2)
 
 
-def test_repeated_rows_stay_on_one_side(tmp_path, make_config):
-    rows = write(tmp_path / "rows.jsonl", [line(f"row {n % 20} ") for n in range(60)])
-    prepared = prepare(make_config(rows, eval_split=0.3), LetterEncoder())
+def test_rows_with_the_content_of_a_held_out_row_are_not_trained_and_are_accounted_for(tmp_path, make_config):
+    rows = write(tmp_path / "rows.jsonl", ["{" if n == 7 else line(f"row {n % 20} ") for n in range(60)])
+    prepared = prepare(make_config(rows, eval_split=6), LetterEncoder())
+    assert len(prepared.eval) == 6
     assert not set(texts(prepared.train)) & set(texts(prepared.eval))
-    assert 18 <= len(prepared.eval) <= 20
+    ledger, held_contents = prepared.train.ledger, set(texts(prepared.eval))
+    same = sum(f"row {n % 20} yes" in held_contents for n in range(60) if n != 7) - 6
+    assert (ledger.notes["held_out"], ledger.notes["same_as_held_out"]) == (6, same)
+    assert ledger.read == ledger.trained + ledger.lost == 60 - 6 - same
+    assert ledger.trained == len(prepared.train)
+
+
+def test_which_rows_are_held_out_is_known_before_any_is_read(tmp_path, make_config):
+    lines = ["{" if n % 5 == 2 else line(f"row {n} ") for n in range(40)]
+    rows = write(tmp_path / "rows.jsonl", lines)
+    prepared = prepare(make_config(rows, eval_split=0.25, seed=3), LetterEncoder())
+    sound = [row for row in hold_out_order(40, seed=3).tolist() if row % 5 != 2]
+    assert prepared.eval.row_numbers.tolist() == sorted(row + 1 for row in sound[: num_held_out(0.25, 40)])
 
 
 @pytest.mark.parametrize("size", [0.001, 5])
@@ -251,7 +267,7 @@ def contents(folder):
 
 
 def test_results_do_not_depend_on_the_number_of_workers(tmp_path, make_config, monkeypatch):
-    monkeypatch.setattr(intake, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(intake, "PORTION_BYTES", 300)
     questions = ["-none" if n % 17 == 3 else "!bad" if n % 11 == 5 else f"row {n % 70} " for n in range(120)]
     rows = write(tmp_path / "rows.jsonl", [line(question) for question in questions])
     results = []
@@ -277,21 +293,23 @@ def test_results_do_not_depend_on_the_number_of_workers(tmp_path, make_config, m
 
 def test_auto_starts_processes_only_when_enough_is_to_be_encoded(tmp_path, make_config, monkeypatch):
     started = []
-    monkeypatch.setattr(intake, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(intake, "PORTION_BYTES", 300)
     monkeypatch.setattr(workers, "_num_cores", lambda: 2)
 
-    def elsewhere(chunks, encoder, num_workers):
+    def elsewhere(chunks, encoder, readers, num_workers):
         started.append(num_workers)
         for chunk in chunks:
-            yield chunk.tag, workers.encode_rows(encoder, chunk.reader, chunk.rows)
+            yield chunk.tag, workers.encode_rows(encoder, readers, chunk.rows, chunk.source_ids)
 
     monkeypatch.setattr(workers, "_encode_elsewhere", elsewhere)
     rows = write(tmp_path / "rows.jsonl", [line(f"row {n}") for n in range(40)])
     prepare(make_config(rows, workers="auto"), LetterEncoder())
-    monkeypatch.setattr(workers, "BYTES_WORTH_WORKERS", 1000)
+    monkeypatch.setattr(workers, "BYTES_HERE", 1000)
     small = prepare(make_config(rows, workers="auto"), LetterEncoder())
     assert small.num_encoded == 0  # all known: nothing to start processes for
+    prepare(make_config(rows, workers="auto"), LetterEncoder(name="not enough left"))
     assert started == []
+    monkeypatch.setattr(workers, "BYTES_WORTH_WORKERS", 1000)
     prepared = prepare(make_config(rows, workers="auto"), LetterEncoder(name="other"))
     assert started == [2]
     assert texts(prepared.train) == texts(small.train)
@@ -328,7 +346,7 @@ def test_a_worker_that_dies_is_reported_with_the_rows_it_was_at(tmp_path, make_c
 
 
 def test_progress_accounts_for_every_row(tmp_path, make_config, monkeypatch):
-    monkeypatch.setattr(intake, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(intake, "PORTION_ROWS", 4)
     rows = write(tmp_path / "rows.jsonl", [line("!x" if n % 5 == 0 else f"row {n}") for n in range(10)])
     reports = []
     prepare(make_config(rows), LetterEncoder(), on_progress=reports.append)
@@ -337,13 +355,12 @@ def test_progress_accounts_for_every_row(tmp_path, make_config, monkeypatch):
     assert (reports[-1].encoded, reports[-1].lost, reports[-1].source) == (8, 2, str(rows))
 
 
-def test_a_crash_while_reading_keeps_what_was_encoded_and_the_quarantine_file(tmp_path, make_config, monkeypatch):
-    monkeypatch.setattr(intake, "CHUNK_ROWS", 1)
+def test_a_crash_while_reading_keeps_what_was_encoded(tmp_path, make_config, monkeypatch):
+    monkeypatch.setattr(intake, "PORTION_ROWS", 1)
     monkeypatch.setattr("luthier.encoding.store.SHARD_BYTES", 1)
     rows = write(tmp_path / "rows.jsonl", [line("a"), line("!b"), line("?c")])
     with pytest.raises(MemoryError):
         prepare(make_config(rows), LetterEncoder())
-    assert [entry["reason"] for entry in quarantine(tmp_path / "out" / "quarantine.jsonl")] == ["bad_letter"]
     encoder = LetterEncoder()
     write(rows, [line("a"), line("c")])
     prepare(make_config(rows), encoder)

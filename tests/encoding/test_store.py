@@ -1,5 +1,6 @@
 import errno
 import multiprocessing
+import os
 import pickle
 
 import numpy as np
@@ -207,17 +208,26 @@ def test_a_damaged_sample_is_found_when_it_is_read_and_the_others_are_not_affect
     assert "encoded again" in str(caught.value)
 
 
-def test_damage_to_an_index_is_found_when_the_store_is_opened(tmp_path):
+def test_damage_to_an_index_is_found_before_it_is_used(tmp_path):
     write(tmp_path, [0, 1])
     (shard,) = tmp_path.glob("shard-*")
     whole = shard.read_bytes()
     index_start = 8 + sum(len(freeze_sample(sample(4 + n, weighted=n == 1)).payload) for n in (0, 1))
+    keys_stop = index_start + -index_start % 8 + 2 * 32
+    wanted = np.frombuffer(key(0) + key(1), np.uint8).reshape(2, 32)
     for place in [*range(8), *range(index_start, len(whole))]:
         flip(shard, place, whole)
-        with pytest.raises(StoreError, match="its index"):
-            open_store(tmp_path)
-    flip(shard, 8, whole)  # control: a sample's own bytes wait until it is read
-    open_store(tmp_path)
+        store = open_store(tmp_path)
+        if index_start <= place < keys_stop:
+            with pytest.raises(StoreError, match="its index"):
+                store.lookup(wanted)
+            with pytest.raises(StoreError, match="its index"):
+                store.keys_of(np.array([1]))
+        else:
+            assert store.lookup(wanted).tolist() == [0, 1]  # control: the keys are sound
+            for use in (lambda store: store[1], lambda store: store.leaves_of(np.array([1])), SampleStore.notes):
+                with pytest.raises(StoreError, match="its index"):
+                    use(store, 0) if use is SampleStore.notes else use(store)
 
 
 @pytest.mark.parametrize("how", ["missing", "short", "empty"])
@@ -252,7 +262,9 @@ class FailingDisk(Disk):
 
 
 @pytest.mark.parametrize(
-    "failure", [OSError(errno.ENOSPC, "No space left on device"), Killed()], ids=["full", "killed"]
+    "failure",
+    [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "Input/output error"), Killed()],
+    ids=["full", "broken", "killed"],
 )
 @pytest.mark.parametrize("already", [0, 2], ids=["new", "appending"])
 def test_a_failure_at_any_operation_leaves_the_old_store_or_the_new_one(tmp_path, failure, already):
@@ -264,7 +276,7 @@ def test_a_failure_at_any_operation_leaves_the_old_store_or_the_new_one(tmp_path
         try:
             write(folder, range(already, 5), disk)
         except StoreError as error:
-            assert "No space left" in str(error) and str(folder) in str(error)
+            assert failure.strerror in str(error) and str(folder) in str(error)
             assert not list(folder.glob(".tmp-*"))  # what was half written is gone
         except Killed:
             pass
@@ -278,8 +290,39 @@ def test_a_failure_at_any_operation_leaves_the_old_store_or_the_new_one(tmp_path
         assert {key(number) in open_store(folder) for number in range(5)} == {True}
     else:
         pytest.fail("never got through")
-    assert seen == {"mkdir", "create", "write", "sync", "rename", "sync_folder", "lock"}
+    assert seen == {"mkdir", "create", "write", "link", "sync", "rename", "sync_folder", "lock", "read"} - (
+        {"link"} if already else set()
+    )
     assert k > 10
+
+
+def test_a_commit_that_failed_can_be_repeated_by_the_same_writer(tmp_path):
+    for k in range(100):
+        disk = FailingDisk(10**9, OSError(errno.ENOSPC, "No space left on device"))
+        writer = StoreWriter(tmp_path / str(k), fingerprint=FINGERPRINT, disk=disk)
+        for number in range(3):
+            writer.add(key(number), freeze_sample(sample(4 + number, weighted=number % 2 == 1)))
+        disk.k = len(disk.operations) + k
+        try:
+            writer.commit()
+        except StoreError:
+            disk.k = 10**9
+            writer.commit()
+            assert_holds(tmp_path / str(k), range(3))
+            assert len(list((tmp_path / str(k)).glob("shard-*"))) == 1
+        else:
+            break
+    assert k > 6
+
+
+@pytest.mark.parametrize(
+    ("code", "way_out"), [(errno.EXDEV, "two file systems"), (errno.ENOSPC, "free space"), (errno.ENOLCK, "no locks")]
+)
+def test_errors_of_the_disk_say_the_way_out(tmp_path, code, way_out):
+    disk = FailingDisk(4, OSError(code, os.strerror(code)))
+    with pytest.raises(StoreError) as caught:
+        write(tmp_path, [0], disk)
+    assert way_out in caught.value.hint and os.strerror(code) in caught.value.message
 
 
 def test_an_unwritable_folder_is_one_clear_error(tmp_path):
@@ -325,5 +368,6 @@ def test_control_without_the_lock_a_commit_would_be_lost(tmp_path):
 def test_payloads_of_odd_lengths_stay_aligned():
     odd = [freeze_sample(sample(n, weighted=True)) for n in range(1, 40)]
     assert all(len(one.payload) % 4 == 0 for one in odd)
-    entry, chunks = build_shard([key(n) for n in range(len(odd))], odd)
-    assert entry.size == sum(map(len, chunks))
+    shard = build_shard([key(n) for n in range(len(odd))], odd)
+    assert shard.entry.size == sum(map(len, shard.chunks()))
+    assert shard.entry.keys_start % 8 == 0

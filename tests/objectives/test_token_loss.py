@@ -144,3 +144,52 @@ def test_objectives_are_found_by_name():
     assert objective_named("sft") is OBJECTIVES["sft"]
     with pytest.raises(UserError, match=r"(?s)no objective 'dpoo'.*sft, pt"):
         objective_named("dpoo")
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
+def test_sources_are_told_apart_without_changing_the_loss(case, smoothing, weighted, chunk_rows, monkeypatch):
+    monkeypatch.setattr(token_loss, "CHUNK_ELEMENTS", chunk_rows * V)
+    logits, labels, weights = case
+    weights = weights if weighted else None
+    sources = torch.arange(N) % 4
+    sources[sources == 2] = 0  # the third has no token
+    told, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    found = token_loss_sum(told, labels, weights, label_smoothing=smoothing, sources_N=sources, num_sources=4)
+    expected = token_loss_sum(plain, labels, weights, label_smoothing=smoothing)
+    found.loss_sum.backward()
+    expected.loss_sum.backward()
+    assert torch.equal(found.loss_sum, expected.loss_sum) and torch.equal(told.grad, plain.grad)
+    assert expected.by_source is None
+    losses, targets = found.by_source.tolist()
+    for source in range(4):
+        mine = sources == source
+        alone = oracle(logits[mine], labels[mine], None if weights is None else weights[mine], smoothing)
+        assert losses[source] == pytest.approx(alone.item(), rel=1e-5)
+        assert targets[source] == int((labels[mine] != -100).sum())
+    assert sum(losses) == pytest.approx(found.loss_sum.item(), rel=1e-6)
+    assert sum(targets) == found.num_targets and not found.by_source.requires_grad
+
+
+def test_sources_cost_no_more_than_numbers_a_token(case):
+    """Beside the plain loss nothing larger than two numbers a target is made."""
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            tensors = out if isinstance(out, tuple) else (out,)
+            sizes.append(sum(t.numel() for t in tensors if isinstance(t, torch.Tensor)))
+            return out
+
+    logits, labels, weights = case
+    with Watch():
+        token_loss_sum(logits, labels, weights)
+        plain = sorted(sizes)
+        sizes.clear()
+        token_loss_sum(logits, labels, weights, sources_N=torch.zeros(N, dtype=torch.int64), num_sources=2)
+    more = sorted(sizes)
+    for size in plain:
+        more.remove(size)
+    assert more and max(more) <= 2 * N

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Packing
 from luthier.errors import UserError
-from luthier.packing import PlanSettings, SegmentTable, describe, plan_epoch
+from luthier.packing import PlanSettings, SegmentTable, describe, plan_epoch, segments_of
+
+WHOLE = [packing for packing in Packing if packing is not Packing.SPLIT]  # those that never cut a segment
 
 
 def table_of(n=200, seed=0, longest=100):
@@ -23,7 +25,7 @@ def ids_of(plan):
     return [segment for batch in plan if not batch.dummy for pack in batch.packs for segment in pack]
 
 
-@pytest.mark.parametrize("packing", list(Packing))
+@pytest.mark.parametrize("packing", WHOLE)
 @given(lengths=st.lists(st.integers(1, 50), max_size=60), rows=st.integers(1, 5), ranks=st.integers(1, 4))
 @settings(deadline=None)
 def test_every_segment_is_in_exactly_one_pack_of_an_epoch(packing, lengths, rows, ranks):
@@ -35,7 +37,7 @@ def test_every_segment_is_in_exactly_one_pack_of_an_epoch(packing, lengths, rows
     for batch in plan:
         assert 1 <= len(batch.packs) <= rows
         assert all(1 <= sum(lengths[i] for i in pack) <= 50 for pack in batch.packs)
-        assert packing is Packing.BEST_FIT or all(len(pack) == 1 for pack in batch.packs)
+        assert packing.is_packed or all(len(pack) == 1 for pack in batch.packs)
     shares = [plan.of_rank(rank) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
     assert sorted(index for share in shares for index in share) == list(range(len(plan)))
@@ -163,7 +165,7 @@ def test_no_segments_give_an_empty_plan():
         assert describe(plan, table).steps == 0
 
 
-@pytest.mark.parametrize("packing", list(Packing))
+@pytest.mark.parametrize("packing", WHOLE)
 def test_a_segment_over_capacity_is_refused(packing):
     with pytest.raises(UserError, match="do not fit a pack of 128 tokens"):
         plan_epoch(SegmentTable.of_lengths([5, 129]), settings_of(packing), epoch=0)
@@ -173,3 +175,70 @@ def test_a_plan_can_only_be_indexed_within_itself():
     plan = plan_epoch(table_of(n=3), settings_of(), epoch=0)
     with pytest.raises(IndexError):
         plan[len(plan)]
+
+
+def budget_settings(packing, ranks=4, **changes):
+    return settings_of(packing, num_ranks=ranks, micro_batches_per_step=4, tokens_per_step=3000, **changes)
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_steps_reach_their_tokens_and_are_no_longer_than_needed(packing):
+    table = table_of(n=3000)
+    plan = plan_epoch(table, budget_settings(packing), epoch=0)
+    lengths = plan.planned.lengths(table.lengths)
+    of_batch = np.add.reduceat(lengths, plan.pack_bounds[plan.batch_bounds[:-1]])
+    assert plan.num_steps > 10
+    assert [m for s in range(plan.num_steps) for m in plan.of_step(s)] == list(range(len(plan)))
+    for step in range(plan.num_steps):
+        members = plan.of_step(step)
+        assert len(members) % 4 == 0
+        tokens = [int(of_batch[m]) if m < len(of_batch) else 0 for m in members]
+        assert sum(tokens[:-4]) < 3000
+        assert sum(tokens) >= 3000 or step == plan.num_steps - 1
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_steps_of_a_token_budget_do_not_depend_on_the_number_of_ranks(packing):
+    table = table_of(n=1111)
+    steps = []
+    for ranks in (1, 2, 4):
+        plan = plan_epoch(table, budget_settings(packing, ranks), epoch=3)
+        real = len(plan.planned)
+        steps.append([[plan[m] for m in plan.of_step(s) if m < real] for s in range(plan.num_steps)])
+    assert steps[0] == steps[1] == steps[2]
+
+
+def test_padded_micro_batches_of_a_token_budget_stay_within_their_slots():
+    table = table_of(n=3000)
+    for rows, tokens, slots in ((2, 3000, 256), (100, 3000, 750), (1, 100, 25)):
+        changes = {"rows_per_micro_batch": rows, "tokens_per_step": tokens, "micro_batches_per_step": 4}
+        plan = plan_epoch(table, settings_of(Packing.NONE, **changes), epoch=0)
+        assert sorted(ids_of(plan)) == list(range(3000))
+        sizes = [[int(table.lengths[i]) for (i,) in batch.packs] for batch in plan if not batch.dummy]
+        assert all(max(batch) * len(batch) <= slots or len(batch) == 1 for batch in sizes)
+        if slots > 100:
+            assert np.mean([max(batch) * len(batch) for batch in sizes]) > 0.75 * slots
+
+
+@pytest.mark.parametrize("packing", WHOLE)
+def test_a_small_data_set_has_other_steps_in_every_epoch(packing):
+    table = table_of(n=64)
+    settings_ = settings_of(packing, rows_per_micro_batch=1, micro_batches_per_step=8)
+    plans = [plan_epoch(table, settings_, epoch=epoch) for epoch in range(6)]
+    steps = [{frozenset(i for m in p.of_step(s) for (*pack,) in p[m].packs for i in pack) for s in range(p.num_steps)}
+             for p in plans]  # fmt: skip
+    assert all(not one & other for i, one in enumerate(steps) for other in steps[:i])
+
+
+def test_an_order_of_the_callers_own_is_followed_with_its_repetitions():
+    table = table_of(n=300)
+    order = np.array([5, 5, 7, *range(200, 300)])
+    for packing in WHOLE:
+        plan = plan_epoch(table, settings_of(packing), epoch=0, order=order)
+        assert sorted(ids_of(plan)) == sorted(order.tolist())
+
+
+def test_segments_of_rows_come_row_by_row():
+    table = dataclasses.replace(table_of(n=6), row_ids=np.array([0, 0, 2, 3, 3, 3]))
+    assert segments_of(table, np.array([3, 1, 0, 3])).tolist() == [3, 4, 5, 0, 1, 3, 4, 5]
+    assert segments_of(table, np.zeros(0, dtype=np.int64)).tolist() == []

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from luthier.config.choices import SameRole
 from luthier.config.schema import DataConfig, Format, SourceConfig
 from luthier.errors import SourceError
 from luthier.sources import resolve_sources
 from luthier.sources.registry import read_registry
 
+FROM_DATA = {"same_role": SameRole.KEEP, "text_limit": 1_000_000}  # what `data` says for all of its sources
 CHAT_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
 
@@ -46,6 +48,7 @@ def test_every_key_of_an_entry_arrives_in_the_source(tmp_path: Path) -> None:
         split="test",
         subset="en",
         max_rows=50,
+        **FROM_DATA,
     )
 
 
@@ -54,12 +57,14 @@ def test_an_entry_may_say_what_is_learned_of_it_in_both_forms(tmp_path: Path) ->
         "train_on": "last_assistant",
         "targets": [{"part": "thinking", "train": False}],
         "thinking_tags": ["[T]", "[/T]"],
+        "same_role": "merge",
     }
     expected = SourceConfig.model_validate({"path": "x", **ours})
     for entry in ({"file_name": "x.json"}, {"path": "owner/x"}):
         source = resolve(tmp_path, entry | ours)
         assert (source.train_on, source.targets) == (expected.train_on, expected.targets)
         assert source.thinking_tags == ["[T]", "[/T]"]
+        assert source.same_role is SameRole.MERGE
     with pytest.raises(SourceError, match=r"targets\.0.*neither train nor weight"):
         resolve(tmp_path, {"file_name": "x.json", "targets": [{"part": "answer"}]})
 
@@ -128,8 +133,10 @@ def test_the_yaml_form_is_read_with_sizes_weights_and_local_paths(tmp_path: Path
     )
     train, _ = resolve_sources(DataConfig(registry=registry, use=["mine", "pairs"]))
     assert train == [
-        SourceConfig(path=str(tmp_path / "data/x.json"), format=Format.ALPACA, max_rows=500, weight=2),
-        SourceConfig(path="hub:owner/pairs", format=Format.PREFERENCE, split="train_prefs", streaming=True),
+        SourceConfig(path=str(tmp_path / "data/x.json"), format=Format.ALPACA, max_rows=500, weight=2, **FROM_DATA),
+        SourceConfig(
+            path="hub:owner/pairs", format=Format.PREFERENCE, split="train_prefs", streaming=True, **FROM_DATA
+        ),
     ]
 
 

@@ -24,6 +24,7 @@ from luthier.train.result import (
     GenerationRound,
     ModelSummary,
     RunResult,
+    SourceSummary,
     StepRecord,
 )
 
@@ -147,6 +148,43 @@ def test_summary_says_what_became_of_loss_answers_and_rows(result: RunResult) ->
     assert "10 read = 7 trained + 2 dropped + 1 quarantined" in text
     assert "0% exactly before training and 50% after it" in text
     assert "run/report.html" in text
+
+
+def several(result: RunResult) -> RunResult:
+    """The same run with two data sets; the second comes late and has a name to be careful with."""
+    steps = tuple(
+        replace(s, loss_by_source={"a.jsonl": s.loss, **({SCRIPT: 2 * s.loss} if s.step > 2 else {})})
+        for s in result.steps
+    )
+    evals = tuple(replace(e, loss_by_source={"held [red]x": 1.25}) for e in result.evals)
+    mixture = (
+        SourceSummary(name="a.jsonl", rows=5, segments=6, tokens=1500, targets=600, share_of_tokens=0.75),
+        SourceSummary(name=SCRIPT, rows=2, segments=2, tokens=500, targets=200, share_of_tokens=0.25),
+    )
+    return replace(result, steps=steps, evals=evals, mixture=mixture)
+
+
+def test_several_data_sets_are_reported_one_by_one(result: RunResult) -> None:
+    told = read_json(several(result))
+    assert [source["name"] for source in told["mixture"]] == ["a.jsonl", SCRIPT]
+    assert told["mixture"][0] == {
+        "name": "a.jsonl", "rows": 5, "segments": 6, "tokens": 1500, "targets": 600, "share_of_tokens": 0.75,
+    }  # fmt: skip
+    assert told["curve"][4]["loss_by_source"] == {"a.jsonl": 4 / 5, SCRIPT: 8 / 5}
+    page = (result.path / "report.html").read_text()
+    assert page.count("<svg") == 6 and "<script" not in page
+    assert "<h2>Data sets</h2>" in page and "75.0%" in page and "loss · held [red]x" in page
+    text = summary_text(Report(result=several(result)))
+    assert "75.0% of tokens  5 rows  loss 4.000 → 0.200" in text
+    assert "25.0% of tokens  2 rows  loss 2.667 → 0.400" in text
+    assert "1.250   held [red]x" in text
+
+
+def test_one_data_set_is_not_listed(result: RunResult) -> None:
+    one = replace(result, mixture=several(result).mixture[:1])
+    write_report(Report(result=one))
+    assert "Data sets" not in (result.path / "report.html").read_text()
+    assert "data sets" not in summary_text(Report(result=one))
 
 
 def test_an_interrupted_run_says_how_to_go_on(result: RunResult) -> None:

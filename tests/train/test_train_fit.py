@@ -296,7 +296,7 @@ def test_a_finished_run_started_again_trains_no_further(train: Train) -> None:
     [
         ({"train__learning_rate": 5e-4}, "train.learning_rate: 0.001 there, 0.0005 here"),
         ({"adapter__type": "lora"}, "adapter.type: 'full' there, 'lora' here"),
-        ({"runtime__seed": 2}, "runtime.seed: 1 there, 2 here"),
+        ({"runtime__seed": 2}, "seed: 1 there, 2 here"),
         ({"train__gradient_accumulation_steps": 2}, "micro-batches per step"),
     ],
 )
@@ -310,7 +310,7 @@ def test_another_run_in_the_same_folder_is_refused_and_told_why(
 
 def test_other_data_is_refused(train: Train) -> None:
     train(DATA, **SAVING)
-    with pytest.raises(CheckpointError, match="fingerprint of the data: data there, other here"):
+    with pytest.raises(CheckpointError, match="identity of the data: data there, other here"):
         train(dataclasses.replace(DATA, fingerprint="other"), **SAVING)
 
 
@@ -359,3 +359,22 @@ def test_checkpoints_without_optimizer_state_are_not_resumed(train: Train) -> No
 def test_the_oldest_checkpoints_go(train: Train, tmp_path: Path) -> None:
     train(DATA, train__max_steps=8, output__save_total_limit=2, **SAVING)
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+
+
+@pytest.mark.parametrize("packing", ["window", "none"])
+def test_steps_by_tokens_have_enough_of_them_and_the_same_loss(train: Train, packing: str) -> None:
+    """With a learning rate of next to nothing all steps together have the loss that evaluation finds."""
+    segments = make_segments(40)
+    changes = {
+        "train__packing": packing, "train__max_steps": None, "train__num_train_epochs": 1, "eval__strategy": "epoch",
+        "train__learning_rate": 1e-12,
+    }  # fmt: skip
+    result = train(make_data(segments, segments), **changes, train__tokens_per_step=150)
+    assert len(result.steps) > 2
+    assert all(step.tokens >= 150 for step in result.steps[:-1])
+    assert sum(step.tokens for step in result.steps) == sum(map(len, segments))
+    targets = sum(step.target_tokens for step in result.steps)
+    assert targets == result.evals[-1].num_targets
+    mean = sum(step.loss * step.target_tokens for step in result.steps) / targets
+    assert mean == pytest.approx(result.evals[-1].loss, rel=1e-5)
+    assert len({step.tokens for step in result.steps[:-1]}) > 1  # steps are not all of one size

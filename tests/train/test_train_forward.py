@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from luthier.collate import collate
+from luthier.collation import collate_packs
 from luthier.config.schema import AdapterConfig, AdapterType
 from luthier.objectives import TokenLoss, token_loss_sum
 from luthier.records import Batch, Pack, Segment
@@ -53,7 +53,7 @@ def _batch(*, packed: bool) -> Batch:
     packs = [Pack(segments=tuple(segments[:3])), Pack(segments=tuple(segments[3:]))]
     if not packed:
         packs = [Pack(segments=(segment,)) for segment in segments]
-    return collate(packs, packed=packed, pad_token_id=0)
+    return collate_packs(packs, packed=packed, pad_token_id=0)
 
 
 def _grads(model: torch.nn.Module, loss: TokenLoss) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ def test_a_blank_adds_nothing_and_reaches_every_parameter(keep: bool) -> None:
     model = _llama().train()
     segment = make_segments(1)[0]
     blank = Segment(input_ids=segment.input_ids[:2], target=segment.target[:2] & False)
-    batch = collate([Pack(segments=(blank,))], packed=False, pad_token_id=0)
+    batch = collate_packs([Pack(segments=(blank,))], packed=False, pad_token_id=0)
     loss = batch_loss(model, batch, token_loss_sum, device=CPU, keep=keep)
     assert loss.loss_sum.item() == 0 and loss.num_targets == 0
     grads = _grads(model, loss)

@@ -16,9 +16,9 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from luthier.collation import CollateSettings
 from luthier.errors import ModelError
 from luthier.train.isolation import check_isolation
-from luthier.train.loader import CollateSettings
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -20,7 +20,7 @@ from luthier.train.fit import fit_data
 from luthier.train.result import RunResult
 
 Train = Callable[..., RunResult]
-DATA = make_data(make_segments(13), make_segments(5, seed=8))
+DATA = make_data(make_segments(13), make_segments(5, seed=8), weights=(1.0, 1.0))
 SAVING = {"train__max_steps": 7, "output__save_strategy": "steps", "output__save_steps": 2}
 PROGRAM = Path(__file__).with_name("tiny_process.py")
 
@@ -100,8 +100,14 @@ def test_two_ranks_train_as_one_and_one_goes_on_where_two_stopped(
     assert [s.tokens for s in two.steps] == [s.tokens for s in one.steps]
     assert [e.loss for e in two.evals] == pytest.approx([e.loss for e in one.evals], rel=1e-5)
     assert [e.num_targets for e in two.evals] == [e.num_targets for e in one.evals]
+    for found, expected in zip((*two.steps, *two.evals), (*one.steps, *one.evals), strict=True):
+        assert found.loss_by_source == pytest.approx(expected.loss_by_source, rel=1e-5)
+        assert found.targets_by_source == expected.targets_by_source
+    assert len(two.steps[0].targets_by_source) == 2
+    assert two.mixture == one.mixture and [source.rows for source in two.mixture] == [14, 12]
     # half of it again, on one rank
     (folder / "checkpoint-8" / "manifest.json").unlink()
     again = fit_data(make_config(folder, train__gradient_accumulation_steps=4, **RANKS), tokenizer, DATA)
     assert again.resumed_from == "checkpoint-4"
     assert [s.loss for s in again.steps] == pytest.approx([s.loss for s in one.steps], rel=1e-5)
+    assert again.mixture == one.mixture

@@ -50,7 +50,7 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
         error_file = os.open(job["folder"] + ".stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(error_file, 2)
         config = make_config(Path(job["folder"]), **job["changes"])
-        data = make_data(make_segments(13), make_segments(5, seed=8))
+        data = make_data(make_segments(13), make_segments(5, seed=8), weights=(1.0, 1.0))
         code = fit_data(config, load_tokenizer("preset:tiny-qwen3"), data, on_event=LISTENERS[job["mode"]]).exit_code
     except BaseException:  # noqa: BLE001  the edge of a process
         traceback.print_exc()

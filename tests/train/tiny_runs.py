@@ -30,22 +30,30 @@ def make_segments(count: int, *, seed: int = 0, longest: int = 24, stop: int = 2
     return segments
 
 
-def make_table(segments: Sequence[Segment]) -> SegmentTable:
+def make_table(segments: Sequence[Segment], weights: tuple[float, ...] = (1.0,)) -> SegmentTable:
+    """The segments are of the data sets in turn, as many as there are weights."""
     rows = np.arange(len(segments), dtype=np.int64)
     return SegmentTable(
         lengths=np.array([len(s) for s in segments], dtype=np.int64),
         num_targets=np.array([int(s.target[1:].sum()) for s in segments], dtype=np.int64),
         row_ids=rows,
-        source_ids=np.zeros_like(rows),
+        source_ids=rows % len(weights),
+        source_weights=weights,
     )
 
 
-def make_data(train: Sequence[Segment], held_out: Sequence[Segment] = (), *, fingerprint: str = "data") -> RunData:
+def make_data(
+    train: Sequence[Segment],
+    held_out: Sequence[Segment] = (),
+    *,
+    fingerprint: str = "data",
+    weights: tuple[float, ...] = (1.0,),
+) -> RunData:
     return RunData(
         train=train,
-        train_table=make_table(train),
+        train_table=make_table(train, weights),
         eval=held_out or None,
-        eval_table=make_table(held_out) if held_out else None,
+        eval_table=make_table(held_out, (1.0,) * len(weights)) if held_out else None,
         fingerprint=fingerprint,
         ledger={},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from luthier.config.choices import SameRole
 from luthier.config.schema import Format
 from luthier.records import TargetRule
 
@@ -49,6 +50,7 @@ class Layout:
     ``columns`` maps our column names to the file's; a name that is not there has no column in this source.
     ``train_on`` and ``rules`` are the source's own say on what is learned. ``media_root`` is what relative media paths
     are joined with; None: the folder of the row's file. ``rendered``: texts hold control tokens on purpose.
+    ``text_limit``: texts of so many characters or more are refused; None: none is.
     """
 
     format: Format
@@ -58,6 +60,8 @@ class Layout:
     rules: tuple[TargetRule, ...] = ()
     media_root: str | None = None
     rendered: bool = False
+    same_role: SameRole = SameRole.KEEP
+    text_limit: int | None = None
 
 
 def build_tags(

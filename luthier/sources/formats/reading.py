@@ -13,6 +13,7 @@ from luthier.errors import RowError
 from luthier.records import Address, Conversation, Feedback, Message, Preference, Text
 from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.media import COLUMN_OF_KIND, MediaQueue, media_queue
+from luthier.sources.formats.odd_turns import settle_turns
 from luthier.sources.formats.targets import read_weight
 from luthier.sources.formats.thinking import split_thinking
 from luthier.sources.formats.tools import check_tool_results, read_tools
@@ -146,8 +147,10 @@ class Reading:
             raise RowError(error.reason, error.detail + hint, field=field) from None
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
-        """The conversation, its tools and media checked."""
+        """The conversation, its tools and media checked, its odd turns settled."""
         tools = self._close(messages)
+        is_unfinished = self._is_unfinished(messages)
+        messages, notes = settle_turns(messages, self.layout.same_role)
         return Conversation(
             messages=tuple(messages),
             tools=tools,
@@ -156,7 +159,8 @@ class Reading:
             rules=self.layout.rules,
             weight=self.weight(),
             rendered=self.layout.rendered,
-            continue_final_message=self._is_unfinished(messages),
+            continue_final_message=is_unfinished,
+            notes=notes,
         )
 
     def _is_unfinished(self, messages: Sequence[Message]) -> bool:

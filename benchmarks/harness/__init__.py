@@ -1,0 +1,1 @@
+"""What several benchmarks share: conversations to measure with, processes with their costs, other tools as peers."""

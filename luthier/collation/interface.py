@@ -1,0 +1,64 @@
+"""The Python interface: samples from anywhere become one batch, with nothing else at hand.
+
+batch = luthier.collate([luthier.encode(row, tokenizer) for row in rows])
+logits = model(**batch.model_inputs).logits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from luthier.collation.collator import collate_packs
+from luthier.packing import plan_packs
+from luthier.records import Batch, Pack, Sample, Segment
+
+
+def collate(
+    samples: Sequence[Sample | Segment],
+    *,
+    layout: Literal["packed", "padded"] = "packed",
+    capacity: int | None = None,
+    pad_token_id: int = 0,
+    varlen: bool = False,
+    pad_to_multiple_of: int = 1,
+) -> Batch:
+    """One batch of these samples, B rows of T tokens; a sample's token tree becomes one segment for each leaf.
+
+    ``packed``: all segments in one row, one after the other; with ``capacity`` in rows of at most so many tokens, by
+    best fit. Segments are kept apart by positions that restart: no ``attention_mask``, ``use_cache=False``.
+    ``varlen`` adds what FlashAttention's varlen kernels take (``cu_seq_lens_q`` …).
+    ``padded``: one segment a row, right-padded under an ``attention_mask`` int64[B, T].
+
+    ``pad_token_id`` may be any id that the model has: padding is neither attended to nor learned. T is rounded up to
+    ``pad_to_multiple_of``. Segments are shortened nowhere.
+
+    Raises ``ValueError`` for no samples at all and for arguments that contradict each other, `UserError` where a
+    segment is longer than ``capacity``.
+    """
+    segments = [segment for sample in samples for segment in _segments_of(sample) if len(segment)]
+    if not segments:
+        raise ValueError("there is no token to collate")
+    if layout not in ("packed", "padded"):
+        raise ValueError(f"layout is 'packed' or 'padded', not {layout!r}")
+    packed = layout == "packed"
+    if not packed and (varlen or capacity is not None):
+        raise ValueError("varlen and capacity are for layout='packed'")
+    return collate_packs(
+        _packs(segments, capacity) if packed else [Pack(segments=(segment,)) for segment in segments],
+        packed=packed,
+        pad_token_id=pad_token_id,
+        varlen=varlen,
+        pad_to_multiple_of=pad_to_multiple_of,
+    )
+
+
+def _segments_of(sample: Sample | Segment) -> list[Segment]:
+    return [sample] if isinstance(sample, Segment) else sample.segments()
+
+
+def _packs(segments: list[Segment], capacity: int | None) -> list[Pack]:
+    if capacity is None:
+        return [Pack(segments=tuple(segments))]
+    plan = plan_packs([len(segment) for segment in segments], capacity)
+    return [Pack(segments=tuple(segments[i] for i in pack)) for pack in plan]

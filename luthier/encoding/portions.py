@@ -1,0 +1,101 @@
+"""A portion: some consecutive rows of an order, or of the files, that are resolved together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.encoding.shard import KEY_BYTES
+from luthier.errors import RowDropped, RowError
+from luthier.ledger import Ledger
+from luthier.records import Address
+from luthier.sources import RowBytes
+
+Ints = NDArray[np.int64]
+
+_COLUMNS = ("rows", "sample_ids", "source_ids", "file_ids", "row_numbers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ReadPortion:
+    """n rows as they were read. ``rows``: their global numbers, ``source_ids``: which source each is from."""
+
+    rows: Ints
+    source_ids: Ints
+    read: Sequence[RowBytes | RowError]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostRow:
+    """A row that is not trained: its place in the portion, why (with its address), and its bytes if it has any."""
+
+    place: int
+    error: RowError
+    raw: bytes | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ResolvedPortion:
+    """n rows whose samples are in the store, or that are lost.
+
+    rows         int64[n], global numbers
+    sample_ids   int64[n], the row's sample in the store; -1: the row is lost
+    keys         uint8[n, 32], the keys of the rows; zeros where a row could not be read
+    source_ids   int64[n], index into the sources
+    file_ids     int64[n], index into the files seen so far: all ``new_files`` up to this portion, one after the other
+    row_numbers  int64[n], counted from 1 in each file
+    new_files    files that no portion before this one had
+    ledger       what became of these rows, nothing else
+    lost         the lost ones, in order
+    """
+
+    rows: Ints
+    sample_ids: Ints
+    keys: NDArray[np.uint8]
+    source_ids: Ints
+    file_ids: Ints
+    row_numbers: Ints
+    new_files: tuple[str, ...]
+    ledger: Ledger
+    lost: tuple[LostRow, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_bytes(self) -> bytes:
+        """The portion as a message for another process."""
+        message: dict[str, Any] = {name: getattr(self, name).tobytes() for name in _COLUMNS}
+        message["keys"] = self.keys.tobytes()
+        message["new_files"] = self.new_files
+        message["ledger"] = self.ledger.to_json()
+        message["lost"] = [(row.place, _plain_error(row.error), row.raw) for row in self.lost]
+        return msgspec.msgpack.encode(message)
+
+    @classmethod
+    def from_bytes(cls, encoded: bytes) -> Self:
+        """Read what `to_bytes` wrote; the arrays are read-only."""
+        message = msgspec.msgpack.decode(encoded)
+        return cls(
+            **{name: np.frombuffer(message[name], np.int64) for name in _COLUMNS},
+            keys=np.frombuffer(message["keys"], np.uint8).reshape(-1, KEY_BYTES),
+            new_files=tuple(message["new_files"]),
+            ledger=Ledger.from_json(message["ledger"]),
+            lost=tuple(LostRow(place=place, error=_error(error), raw=raw) for place, error, raw in message["lost"]),
+        )
+
+
+def _plain_error(error: RowError) -> tuple[bool, str, str, str, int, str | None]:
+    assert error.address is not None, f"a lost row without an address: {error}"
+    dropped = isinstance(error, RowDropped)
+    return dropped, error.reason, error.detail, error.address.file, error.address.row, error.field
+
+
+def _error(plain: tuple[bool, str, str, str, int, str | None]) -> RowError:
+    dropped, reason, detail, file, row, field = plain
+    kind = RowDropped if dropped else RowError
+    return kind(reason, detail, address=Address(file=file, row=row), field=field)

@@ -1,0 +1,101 @@
+"""The feed as training sees it: a process that resolves rows ahead of training.
+
+Any number of processes may read what it leaves (`luthier.loader.feed_files`); the one that started it ends it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from luthier.encoding.portions import ResolvedPortion
+from luthier.errors import UserError
+from luthier.loader.feed_files import FACTS, FAILED, Failure, FeedFacts, FeedJob, portion_file
+from luthier.loader.feeding import run_feed
+
+SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.05  # seconds between two looks
+SECONDS_TO_END = 8.0  # more than it gives itself
+
+
+class FeedReader:
+    """Reads what a feed leaves in its folder. ``alive`` says whether the feed may still be at work."""
+
+    def __init__(self, folder: Path, *, alive: Callable[[], bool] = lambda: True) -> None:
+        self.folder = folder
+        self._alive = alive
+        self._facts: FeedFacts | None = None
+
+    def facts(self) -> FeedFacts:
+        """Waits for them. Raises what stopped the feed."""
+        if self._facts is None:
+            self._facts = msgspec.json.decode(self._wait_for(FACTS), type=FeedFacts)
+        return self._facts
+
+    def portions(self, kind: str, count: int | None = None) -> Iterator[ResolvedPortion]:
+        """The portions of ``eval`` or ``train``, each when it is there. Raises what stopped the feed."""
+        numbers = itertools.count() if count is None else range(count)
+        return (ResolvedPortion.from_bytes(self._wait_for(portion_file(kind, number))) for number in numbers)
+
+    def _wait_for(self, name: str) -> bytes:
+        path, wait = self.folder / name, SHORTEST_WAIT
+        while True:
+            is_alive = self._alive()  # asked first: what a feed wrote before it ended counts
+            if path.exists():
+                return path.read_bytes()
+            failed = self.folder / FAILED
+            if failed.exists():
+                raise msgspec.json.decode(failed.read_bytes(), type=Failure).error()
+            if not is_alive:
+                raise UserError(
+                    "the process that prepares rows ahead of training died without a word",
+                    hint="if memory ran out, set data.workers lower; or prepare first: luthier prepare CONFIG",
+                )
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT)
+
+
+class Feed:
+    """A feed of this process. Use it in a ``with`` block, or `close` it."""
+
+    def __init__(self, job: FeedJob, process: SpawnProcess, lifeline: Connection) -> None:
+        """Use `Feed.start`."""
+        self.job = job
+        self.reader = FeedReader(job.folder, alive=process.is_alive)
+        self._process = process
+        self._lifeline = lifeline
+
+    @classmethod
+    def start(cls, job: FeedJob) -> Self:
+        """Start the process. It ends when this one does."""
+        shutil.rmtree(job.folder, ignore_errors=True)
+        job.folder.mkdir(parents=True)
+        context = get_context("spawn")
+        theirs, ours = context.Pipe(duplex=False)
+        process = context.Process(target=run_feed, args=(job, theirs), name="luthier-feed")
+        process.start()
+        theirs.close()
+        return cls(job, process, ours)
+
+    def close(self) -> None:
+        """End the process and remove its files."""
+        self._lifeline.close()  # its other end notices
+        self._process.join(SECONDS_TO_END)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        shutil.rmtree(self.job.folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

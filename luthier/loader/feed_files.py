@@ -1,0 +1,93 @@
+"""What a feed leaves for training, and where.
+
+    <folder>/facts.json         rows of each source, written first
+    <folder>/eval-00000.bin     portions of the held-out rows
+    <folder>/train-00000.bin    portions of the training rows, in the order in which they are needed
+    <folder>/failed.json        why the feed had to stop
+
+A file appears under its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from luthier.config.schema import RunConfig
+from luthier.encoding.prepared import SourceInfo
+from luthier.errors import BudgetError, SourceError, StoreError, TemplateError, TokenizerError, UserError
+
+FACTS, FAILED = "facts.json", "failed.json"
+_KINDS: dict[str, type[UserError]] = {
+    kind.__name__: kind for kind in (SourceError, TemplateError, TokenizerError, StoreError, BudgetError)
+}
+
+
+class FeedFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known before the first row is read. ``identity`` covers the files as they were found."""
+
+    num_rows: list[int]
+    names: list[str]
+    weights: list[float]
+    eval_names: list[str]
+    eval_weights: list[float]
+    num_eval_portions: int
+    num_eval_rows: int
+    identity: str
+    encoder: str
+
+    @property
+    def sources(self) -> tuple[SourceInfo, ...]:
+        """The training sources."""
+        return _sources(self.names, self.weights)
+
+    @property
+    def eval_sources(self) -> tuple[SourceInfo, ...]:
+        """The evaluation sources; none where rows of the training sources are held out."""
+        return _sources(self.eval_names, self.eval_weights)
+
+
+def _sources(names: list[str], weights: list[float]) -> tuple[SourceInfo, ...]:
+    return tuple(SourceInfo(name=name, weight=weight) for name, weight in zip(names, weights, strict=True))
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a feed stopped. ``kind`` is the name of a class in `luthier.errors`."""
+
+    kind: str
+    message: str
+    hint: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """An error as another process can raise it again."""
+        if isinstance(error, UserError):
+            return cls(kind=type(error).__name__, message=error.message, hint=error.hint)
+        return cls(kind="UserError", message=f"preparing rows failed: {type(error).__name__}: {error}")
+
+    def error(self) -> UserError:
+        """What to raise."""
+        return _KINDS.get(self.kind, UserError)(self.message, hint=self.hint)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedJob:
+    """What a feed is to do."""
+
+    config: RunConfig
+    folder: Path
+
+
+def portion_file(kind: str, number: int) -> str:
+    """The name of a portion's file."""
+    return f"{kind}-{number:05}.bin"
+
+
+def publish(path: Path, content: bytes) -> None:
+    """Write a file at once or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

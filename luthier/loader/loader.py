@@ -1,0 +1,245 @@
+"""`luthier.Loader`: prepared data as batches for any PyTorch loop.
+
+Micro-batch ``g`` of an epoch is fixed by (data, settings, seed, epoch, g) alone. Rank r of W takes ``g = n W + r`` as
+its n-th; a step is the next G of them. So neither ranks nor workers change what a step holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.config.schema import Overflow
+from luthier.encoding.prepared import Prepared, PreparedSet
+from luthier.encoding.segments import SegmentIndex
+from luthier.errors import CheckpointError, UserError
+from luthier.ledger import Ledger
+from luthier.loader.places import PLACE, PlannedMicroBatch
+from luthier.loader.prefetch import iterate
+from luthier.loader.reader import BatchReader
+from luthier.loader.settings import LoaderOptions, LoaderSettings
+from luthier.loader.state import LoaderState, RowTrail
+from luthier.packing import EpochPlan, SegmentTable, plan_epoch
+from luthier.records import Address, Batch
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Step:
+    """What one optimizer step is made of on this rank.
+
+    number       in its epoch, from 0
+    batches      as many as ``gradient_accumulation_steps``
+    num_targets  of all batches on all ranks: what the summed loss of the step is divided by
+    """
+
+    number: int
+    batches: tuple[Batch, ...]
+    num_targets: int
+
+
+class Loader:
+    """Batches of prepared data, an epoch at a time.
+
+    Iterating goes over the epoch ``loader.epoch``, from its beginning or from where a loaded state says; at its end
+    the next epoch is due, in another order. Every optimizer step has ``gradient_accumulation_steps`` batches on each
+    rank; where an epoch's last step has fewer, blank batches fill it: two tokens, ``num_targets == 0``. Divide summed
+    losses by the targets of the step (`steps` has their number), not each batch by its own.
+
+    ledger  what became of the rows, ``max_length`` included
+    """
+
+    ledger: Ledger
+
+    def __init__(self, data: Prepared | PreparedSet, **options: Unpack[LoaderOptions]) -> None:
+        """``data`` is what `luthier.prepare` gives (its training rows are taken), or one set of it.
+
+        Raises `UserError` for options that cannot be, and if no row is left at ``max_length``.
+        """
+        self.settings = settings = LoaderSettings(**options)
+        self._rows = data.train if isinstance(data, Prepared) else data
+        self._segments = SegmentIndex(self._rows, max_length=settings.max_length, overflow=Overflow(settings.overflow))
+        self.ledger = self._segments.ledger
+        if not len(self._segments):
+            raise UserError(
+                f"no row is left at max_length={settings.max_length}", hint="raise max_length, or set overflow='split'"
+            )
+        self._table = self._segments.table()
+        self._places = _places(self._segments)
+        self._reader = BatchReader(self._rows.store, settings.collation)
+        self._data = _identity(self._rows, self._table)
+        self._plan: EpochPlan | None = None
+        self.epoch = 0
+        self._num_given = 0  # batches of the epoch that this rank was given
+        self._resumes = False
+        self._steps_before = 0  # of all epochs before this one
+        self._trail = RowTrail()
+
+    def __len__(self) -> int:
+        """Batches that an epoch has on this rank."""
+        return self._epoch_plan().num_steps * self.settings.gradient_accumulation_steps
+
+    def __iter__(self) -> Generator[Batch, None, None]:
+        """The batches of the epoch. Raises what `iterate` raises."""
+        if not self._resumes:
+            self._num_given = 0
+        self._resumes = False
+        with closing(iterate(self._reader, self._planned(), num_workers=self.settings.num_workers)) as batches:
+            for batch in batches:
+                self._num_given += 1
+                yield batch
+        self._next_epoch()
+
+    def steps(self) -> Iterator[Step]:
+        """The batches of the epoch, an optimizer step at a time."""
+        size = self.settings.gradient_accumulation_steps
+        if self._resumes and self._num_given % size:
+            raise UserError(
+                f"the state was taken {self._num_given % size} batches into a step of {size}",
+                hint="take states between steps",
+            )
+        with closing(iter(self)) as batches:
+            while taken := tuple(itertools.islice(batches, size)):
+                number = self._num_given // size - 1
+                yield Step(number=number, batches=taken, num_targets=self._num_targets(number))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; nothing happens if it is the one that goes on."""
+        if epoch != self.epoch:
+            self._set_place(epoch, num_given=0, steps_before=self._steps_before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last batch that was handed out, as JSON of at most 4 kB; it is the same on all ranks."""
+        if self._num_given == len(self):
+            self._next_epoch()
+        return self._state().to_json()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place: the next iteration gives the rest of its epoch.
+
+        The numbers of workers and ranks may differ from those of the run that wrote it, if ``world_size x
+        gradient_accumulation_steps`` is the same. Raises `CheckpointError` if the state is damaged, or belongs to
+        other data, other settings, or other ranks and no whole step.
+        """
+        saved = LoaderState.from_json(state)
+        saved.check(self._state())
+        num_given, rest = divmod(saved.cursor, self.settings.world_size)
+        if rest:
+            raise CheckpointError(
+                f"the loader's state was taken after {saved.cursor} batches of all ranks, which "
+                f"{self.settings.world_size} ranks cannot share out",
+                hint="go on with as many ranks as there were, or take states between steps",
+            )
+        self._set_place(saved.epoch, num_given=num_given, steps_before=saved.step - self._steps_in(num_given))
+        self._resumes = True
+        self._check_trail(saved.trail)
+
+    # ------------------------------------------------------------------------------------------------- the plan
+
+    def _epoch_plan(self) -> EpochPlan:
+        if self._plan is None:
+            self._plan = plan_epoch(self._table, self.settings.plan, epoch=self.epoch)
+        return self._plan
+
+    def _planned(self) -> Iterator[PlannedMicroBatch]:
+        """The rest of the epoch on this rank."""
+        plan, settings = self._epoch_plan(), self.settings
+        for number in range(self._num_given, len(self)):
+            packs = _packs(plan, number * settings.world_size + settings.rank)
+            places = self._places[np.array([i for pack in packs for i in pack], dtype=np.int64)]
+            yield PlannedMicroBatch(
+                step=number // settings.gradient_accumulation_steps,
+                places=places,
+                pack_bounds=list(itertools.accumulate(map(len, packs), initial=0)),
+                files={file: self._rows.files[file] for file in set(places["file"].tolist())},
+            )
+
+    def _segments_of_step(self, step: int) -> Ints:
+        plan = self._epoch_plan()
+        return np.array([i for g in plan.of_step(step) for pack in _packs(plan, g) for i in pack], dtype=np.int64)
+
+    def _num_targets(self, step: int) -> int:
+        return int(self._table.num_targets[self._segments_of_step(step)].sum())
+
+    # ------------------------------------------------------------------------------------------------- the place
+
+    def _steps_in(self, num_batches: int) -> int:
+        return num_batches // self.settings.gradient_accumulation_steps
+
+    def _next_epoch(self) -> None:
+        steps_before = self._steps_before + self._epoch_plan().num_steps
+        self._set_place(self.epoch + 1, num_given=0, steps_before=steps_before)
+
+    def _set_place(self, epoch: int, *, num_given: int, steps_before: int) -> None:
+        if epoch != self.epoch:
+            self._plan = None
+        self.epoch, self._num_given, self._steps_before = epoch, num_given, steps_before
+        self._resumes = False
+        self._trail = RowTrail()
+
+    def _state(self) -> LoaderState:
+        num_steps = self._steps_in(self._num_given)
+        if self._trail.num_steps > num_steps:  # the epoch was begun again
+            self._trail = RowTrail()
+        while self._trail.num_steps < num_steps:
+            rows = self._table.row_ids[self._segments_of_step(self._trail.num_steps)]
+            self._trail = self._trail.after(self._rows.store.keys[self._rows.sample_ids[rows]].tobytes())
+        return LoaderState(
+            seed=self.settings.seed,
+            epoch=self.epoch,
+            step=self._steps_before + num_steps,
+            cursor=self._num_given * self.settings.world_size,
+            trail=self._trail,
+            settings=self.settings.decisive,
+            data=self._data,
+        )
+
+    def _check_trail(self, saved: RowTrail) -> None:
+        parting = saved.parts_from(self._state().trail)
+        if parting is None:
+            return
+        first = int(self._table.row_ids[self._segments_of_step(parting[0])[0]])
+        raise CheckpointError(
+            f"the loader's state was taken after other rows: steps {parting[0] + 1} to {parting[1]} of epoch "
+            f"{self.epoch} differ, which begin with {self._address(first)} here",
+            hint="go on with the Luthier that wrote the state, or start anew",
+        )
+
+    def _address(self, row: int) -> Address:
+        return self._rows.address(row)
+
+
+def _packs(plan: EpochPlan, micro_batch: int) -> tuple[tuple[int, ...], ...]:
+    """Segment ids; nothing for a slot that the plan does not fill."""
+    if micro_batch >= len(plan):
+        return ()
+    planned = plan[micro_batch]
+    return () if planned.dummy else planned.packs
+
+
+def _places(segments: SegmentIndex) -> NDArray[Any]:
+    rows = segments.prepared
+    places = np.zeros(len(segments), dtype=PLACE)
+    places["sample"], places["num_targets"] = segments.sample_ids, segments.num_targets
+    places["leaf"], places["start"], places["stop"], places["open_end"] = segments.cuts()
+    places["file"], places["row"] = rows.file_ids[segments.row_ids], rows.row_numbers[segments.row_ids]
+    places["source"] = segments.source_ids
+    return places
+
+
+def _identity(rows: PreparedSet, table: SegmentTable) -> str:
+    """Of the content of the rows, their order, and how they are cut."""
+    digest = hashlib.sha256(rows.store.fingerprint.encode())
+    digest.update(rows.store.keys[rows.sample_ids].tobytes())
+    for array in (table.lengths, table.num_targets, table.row_ids, table.source_ids):
+        digest.update(array.tobytes())
+    digest.update(repr(table.source_weights).encode())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,84 @@
+"""Where the tokens of a micro-batch are: numbers that are cheap to send to a worker, which reads the store itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.layout import Window, leaf_segment, take_window
+from luthier.records import Address, Sample, Segment
+
+# One record a segment: leaf ``leaf`` of sample ``sample``, tokens ``start:stop`` of it, ``open_end`` as in
+# `layout.Window`; ``file`` and ``row`` say where its row was read, ``source`` from which data set.
+PLACE = np.dtype(
+    [
+        ("sample", "<i8"),
+        ("leaf", "<i4"),
+        ("start", "<i4"),
+        ("stop", "<i4"),
+        ("num_targets", "<i4"),
+        ("file", "<i4"),
+        ("open_end", "?"),
+        ("row", "<i8"),
+        ("source", "<i4"),
+    ]
+)
+
+Places = NDArray[Any]  # of dtype PLACE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlannedMicroBatch:
+    """The packs of one micro-batch: pack ``p`` is ``places[pack_bounds[p]:pack_bounds[p + 1]]``.
+
+    step   the optimizer step that it is part of, from 0
+    files  the names that ``file`` points to, of those files that occur here
+    A blank (no places) is what a rank gets where a step has fewer micro-batches than ranks have slots.
+    """
+
+    step: int
+    places: Places
+    pack_bounds: Sequence[int]
+    files: dict[int, str]
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether there is nothing in it."""
+        return len(self.places) == 0
+
+    def packs(self) -> Iterator[Places]:
+        """The places of each pack."""
+        return (self.places[start:stop] for start, stop in itertools.pairwise(self.pack_bounds))
+
+    def addresses(self) -> list[Address]:
+        """The rows in it."""
+        return [self.address(place) for place in self.places]
+
+    def sources(self) -> tuple[int, ...]:
+        """The source of each segment in it."""
+        return tuple(self.places["source"].tolist())
+
+    def address(self, place: Any) -> Address:
+        """The row of one of its places."""
+        return Address(file=self.files[int(place["file"])], row=int(place["row"]))
+
+
+def segment_at(sample: Sample, place: Any) -> Segment:
+    """The segment of a sample that a place names."""
+    return part_of(leaf_segment(sample, int(place["leaf"])), place)
+
+
+def part_of(segment: Segment, place: Any) -> Segment:
+    """The tokens of a segment that a place names."""
+    window = Window(
+        start=int(place["start"]),
+        stop=int(place["stop"]),
+        open_end=bool(place["open_end"]),
+        num_targets=int(place["num_targets"]),
+    )
+    return take_window(segment, window)

@@ -1,0 +1,98 @@
+"""A worker process: ``python -m luthier.loader.worker DESCRIPTOR``, where the descriptor is its end of a socket.
+
+It knows the store and nothing else: no torch, no `__main__` of the user's, a tenth of a trainer's memory. It ends when
+its socket closes, or, should it be busy then, when it finds that it has another parent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from luthier.encoding.store import SampleStore
+from luthier.errors import UserError
+from luthier.loader.messages import (
+    Done,
+    Failed,
+    Frames,
+    Message,
+    Ready,
+    Setup,
+    Work,
+    done_of,
+    frame,
+    planned_of,
+    receive,
+)
+from luthier.loader.reader import BatchReader
+
+SECONDS_BETWEEN_LOOKS = 0.5
+
+
+def main() -> None:
+    """Read micro-batches until nobody wants them any more."""
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        try:
+            _serve(connection)
+        except (EOFError, ConnectionError):  # the trainer is gone, or has enough
+            return
+
+
+def _serve(connection: socket.socket) -> None:
+    messages = _messages(connection)
+    setup = next(messages)
+    assert isinstance(setup, Setup), setup
+    threading.Thread(target=_end_with, args=(setup.parent,), daemon=True).start()
+    reader = _reader(setup)
+    connection.sendall(frame(reader if isinstance(reader, Failed) else Ready()))
+    if isinstance(reader, Failed):
+        return
+    for work in messages:
+        assert isinstance(work, Work), work
+        connection.sendall(frame(_answer(reader, work)))
+
+
+def _messages(connection: socket.socket) -> Iterator[Message]:
+    frames = Frames()
+    while True:
+        yield from receive(connection, frames)
+
+
+def _reader(setup: Setup) -> BatchReader | Failed:
+    try:
+        return BatchReader(SampleStore.open(Path(setup.folder), fingerprint=setup.fingerprint), setup.how)
+    except Exception as error:  # noqa: BLE001  the edge of a process: the trainer raises it again
+        return _failed(error)
+
+
+def _answer(reader: BatchReader, work: Work) -> Done | Failed:
+    try:
+        return done_of(reader.lay_out(planned_of(work)))
+    except Exception as error:  # noqa: BLE001  the edge of a process: the trainer raises it again
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Failed:
+    told = error if isinstance(error, UserError) else None
+    return Failed(
+        kind=type(error).__name__,
+        message=str(error) if told is None else told.message,
+        hint=None if told is None else told.hint,
+        traceback=traceback.format_exc(),
+    )
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

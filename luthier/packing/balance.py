@@ -1,0 +1,160 @@
+"""Steps of micro-batches that cost about the same, so that no rank waits for another.
+
+G micro-batches are a group; ranks run W of them at the same time, W a divisor of G. Random micro-batches are taken, a
+bounded number at once, sorted by cost and cut into groups, and the groups are shuffled. Within a group the costs
+ascend, so any W neighbours are alike: the order is good for every number of ranks, and knows of none.
+
+A step is one group, or, with ``tokens_per_step``, as many as it takes to reach that many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.config.schema import Packing
+from luthier.packing.planned import Planned, sums
+from luthier.packing.settings import PlanSettings, segment_costs
+
+# Groups whose micro-batches are sorted together: more would balance better, and make the members of a step more alike.
+# Packs cost much the same by themselves; padded rows of a micro-batch are all short or all long.
+GROUPS_OF_PACKS, GROUPS_PADDED = 16, 96
+PORTIONS = 4  # an epoch is sorted in so many at least
+MANY, FEWEST_GROUPS = 64, 4  # larger groups are even by themselves, and as many of them would be much to wait for
+
+Ints = NDArray[np.int64]
+
+
+def groups_sorted(settings: PlanSettings) -> int:
+    """How many groups are sorted at once."""
+    groups = GROUPS_PADDED if settings.packing is Packing.NONE else GROUPS_OF_PACKS
+    return max(FEWEST_GROUPS, min(groups, groups * MANY // settings.micro_batches_per_step))
+
+
+class Balancer:
+    """Orders micro-batches as they come, portion by portion. What it remembers is four integers."""
+
+    def __init__(self, settings: PlanSettings) -> None:
+        self.group_size = settings.micro_batches_per_step
+        self.groups_sorted = groups_sorted(settings)
+        self.tokens_per_step = settings.tokens_per_step
+        self.num_open = 0  # micro-batches of the group that the last portion left incomplete
+        self.open_cost = 0  # and what they cost together
+        self.open_tokens = 0
+        self.step_tokens = 0  # tokens in complete groups of the step that is not complete
+
+    def order(self, costs: Ints, tokens: Ints, rng: np.random.Generator, *, whole: bool = False) -> tuple[Ints, Ints]:
+        """Where each place's micro-batch was (int64[M]), and the places before which a step ends.
+
+        ``whole``: these are all there are in the epoch. Few are sorted less then, lest every epoch have the same steps.
+        """
+        shuffled = rng.permutation(len(costs)).astype(np.int64)
+        head, rest = self._completing(shuffled, costs)
+        tail, rest = _tail(rest, costs, len(rest) % self.group_size, None if whole else rng)
+        num_groups = len(rest) // self.group_size
+        at_once = min(self.groups_sorted, max(1, num_groups // PORTIONS)) if whole else self.groups_sorted
+        order = np.concatenate([head, self._groups(rest, costs, at_once, rng), tail])
+        return order, self._count(order, len(tail), costs, tokens)
+
+    def state(self) -> dict[str, int]:
+        """JSON."""
+        names = ("num_open", "open_cost", "open_tokens", "step_tokens")
+        return {name: int(vars(self)[name]) for name in names}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on where ``state`` was taken."""
+        self.num_open, self.open_cost = state["num_open"], state["open_cost"]
+        self.open_tokens, self.step_tokens = state["open_tokens"], state["step_tokens"]
+
+    def _completing(self, shuffled: Ints, costs: Ints) -> tuple[Ints, Ints]:
+        """What the open group still lacks, as near as possible to what it has."""
+        if not self.num_open:
+            return shuffled[:0], shuffled
+        size = min(self.group_size - self.num_open, len(shuffled))
+        by_cost = shuffled[np.argsort(costs[shuffled], kind="stable")]
+        starts = np.arange(len(by_cost) - size + 1, dtype=np.int64)
+        upto = np.concatenate([[0], np.cumsum(costs[by_cost])])
+        totals = upto[starts + size] - upto[starts]
+        start = int(np.argmin(np.abs(totals * self.num_open - self.open_cost * size)))
+        return _without(shuffled, by_cost[start : start + size])
+
+    def _groups(self, chosen: Ints, costs: Ints, at_once: int, rng: np.random.Generator) -> Ints:
+        """Groups of similar cost, ascending within, in random order."""
+        size = self.group_size
+        num_groups = len(chosen) // size
+        if size == 1 or not num_groups:
+            return chosen
+        num_portions = max(1, round(num_groups / at_once))
+        portion = np.repeat(np.arange(num_groups, dtype=np.int64) * num_portions // num_groups, size)
+        by_cost = chosen[np.lexsort((costs[chosen], portion))]
+        return by_cost.reshape(num_groups, size)[rng.permutation(num_groups)].reshape(-1)
+
+    def _count(self, order: Ints, num_tail: int, costs: Ints, tokens: Ints) -> Ints:
+        num_groups, left = divmod(self.num_open + len(order), self.group_size)
+        ends = np.arange(1, num_groups + 1, dtype=np.int64) * self.group_size - self.num_open
+        upto = np.concatenate([[0], np.cumsum(tokens[order])])
+        at_ends = upto[ends] + self.open_tokens
+        last = int(ends[-1]) if num_groups else 0
+        carried = 0 if num_groups else 1
+        self.num_open = left
+        self.open_cost = self.open_cost * carried + int(costs[order[last:]].sum())
+        self.open_tokens = self.open_tokens * carried + int(upto[-1] - upto[last])
+        if self.tokens_per_step is None:
+            return ends
+        chosen, self.step_tokens = _reaching(self.tokens_per_step, at_ends + self.step_tokens, self.step_tokens)
+        return ends[chosen]
+
+
+def micro_batch_costs(
+    planned: Planned, lengths: Ints, settings: PlanSettings, *, extra_costs: Ints | None = None
+) -> Ints:
+    """int64[M]. ``lengths`` and ``extra_costs`` are those of the members, int64[S].
+
+    Packed segments cost what they cost alone; a padded micro-batch costs all of its rectangle.
+    """
+    members = planned.pack_bounds[planned.batch_bounds]
+    if settings.packing is not Packing.NONE:
+        return sums(segment_costs(lengths, settings, extra_costs), members)
+    longest = np.maximum.reduceat(lengths, planned.batch_bounds[:-1]) if len(planned) else lengths
+    costs = segment_costs(longest, settings) * np.diff(planned.batch_bounds)
+    return costs if extra_costs is None else costs + sums(extra_costs, members)
+
+
+def mean_straggler(costs: Ints, step_bounds: Ints, num_ranks: int) -> float:
+    """Mean of the highest over the mean cost, over all synchronisations in which each rank has a micro-batch.
+
+    ``mean_straggler([3, 5, 2, 2, 9], [0, 4, 5], num_ranks=2) -> mean of 5/4 and 2/2 = 1.125``
+    """
+    steps = zip(step_bounds[:-1].tolist(), step_bounds[1:].tolist(), strict=True)
+    full = [np.arange(first, stop - (stop - first) % num_ranks) for first, stop in steps]
+    together = costs[np.concatenate([*full, np.zeros(0, dtype=np.int64)]).astype(np.int64)].reshape(-1, num_ranks)
+    return float(np.mean(together.max(axis=1) / together.mean(axis=1))) if len(together) else 1.0
+
+
+def _tail(chosen: Ints, costs: Ints, size: int, rng: np.random.Generator | None) -> tuple[Ints, Ints]:
+    """``size`` neighbours in the order of costs, from a random place on, or any, without ``rng``; and the others."""
+    if not size:
+        return chosen[:0], chosen
+    candidates, start = (chosen[:size], 0) if rng is None else (chosen, int(rng.integers(len(chosen) - size + 1)))
+    by_cost = candidates[np.argsort(costs[candidates], kind="stable")]
+    return _without(chosen, by_cost[start : start + size])
+
+
+def _without(chosen: Ints, taken: Ints) -> tuple[Ints, Ints]:
+    return taken, chosen[np.isin(chosen, taken, invert=True)]
+
+
+def _reaching(budget: int, upto: Ints, carried: int) -> tuple[Ints, int]:
+    """The first places at which ``upto`` has grown by ``budget`` since the last; and what has come since the last.
+
+    ``carried`` tokens of the first step came before, and are in ``upto``.
+    """
+    chosen: list[int] = []
+    before = 0
+    while (place := int(np.searchsorted(upto, before + budget))) < len(upto):
+        chosen.append(place)
+        before = int(upto[place])
+    rest = int(upto[-1]) - before if len(upto) else carried
+    return np.array(chosen, dtype=np.int64), rest

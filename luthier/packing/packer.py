@@ -1,0 +1,274 @@
+"""The plan of an epoch while its segments are still on their way: `WindowPacker`."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.config.schema import Packing
+from luthier.errors import CheckpointError
+from luthier.packing.balance import Balancer, groups_sorted, micro_batch_costs
+from luthier.packing.best_fit import check_lengths
+from luthier.packing.planned import Planned, bounds_of, every, join, sums, take_groups
+from luthier.packing.settings import PlanSettings
+from luthier.packing.split import split_segments
+from luthier.packing.window import pack_window, window_size, without_worst
+
+STATE_VERSION = 1
+ID_BYTES = 5  # ids are below 2**40
+
+Ints = NDArray[np.int64]
+# what must be the same for a plan to go on as it began; the number of ranks is absent on purpose
+_FIXED = (
+    "capacity", "rows_per_micro_batch", "micro_batches_per_step", "seed", "tokens_per_step", "window", "linear_cost",
+)  # fmt: skip
+
+
+class WindowPacker:
+    """Takes segments in their order and gives micro-batches as they are decided.
+
+    The plan depends on the segments and the settings alone, not on how they are divided among calls of `add`. With
+    ``Packing.SPLIT`` segments may be of any length and are cut; with all other packings a segment has to fit the
+    capacity. `Packing.NONE` cannot be planned this way.
+    """
+
+    def __init__(self, settings: PlanSettings, *, epoch: int, total: int | None = None) -> None:
+        """``total`` segments will come, if that is known: where they fit one window they are packed at once."""
+        assert settings.packing in (Packing.WINDOW, Packing.BEST_FIT, Packing.SPLIT), settings.packing
+        self.settings = settings
+        self.epoch = epoch
+        self.at_once = settings.packing is Packing.BEST_FIT or (total is not None and total <= settings.window)
+        self.num_windows = 0
+        self.num_taken = 0  # segments, in the order of `add`, that are decided or carried
+        self.num_planned = 0  # micro-batches
+        self._balancer = Balancer(settings)
+        group = settings.micro_batches_per_step * settings.rows_per_micro_batch * settings.capacity
+        self._window_tokens = groups_sorted(settings) * group
+        self._carried = _Waiting.of([], [], None)
+        self._coming: list[_Waiting] = []
+        self._num_coming = self._num_coming_tokens = 0
+        # Packing.SPLIT: coming segments that the last window saw and left, and tokens of the first that are decided
+        self._num_left = self._skip = 0
+
+    def add(
+        self,
+        ids: Sequence[int] | NDArray[np.integer],
+        lengths: Sequence[int] | NDArray[np.integer],
+        extra_costs: Ints | None = None,
+    ) -> Planned:
+        """What these segments, the next ones, decide; ``extra_costs`` as in `SegmentTable`.
+
+        Raises `UserError` where a length does not fit the capacity.
+        """
+        new = _Waiting.of(ids, lengths, extra_costs)
+        if self.settings.packing is not Packing.SPLIT:
+            check_lengths(new.lengths, self.settings.capacity)
+        self._coming.append(new)
+        self._num_coming_tokens += int(new.lengths.sum())
+        self._num_coming += len(new.ids)
+        decided = []
+        while not self.at_once and (size := self._next_size()) is not None:
+            decided.append(self._decide(size, last=False))
+        return join(decided) if decided else self._nothing()
+
+    def finish(self) -> Planned:
+        """What is left. The last step may be smaller; its end is not among ``step_ends`` then."""
+        return self._decide(self._num_coming, last=True)
+
+    def state(self) -> dict[str, Any]:
+        """The place after the last window that is decided: JSON, under 2 kB.
+
+        Segments that came since then are not in it: go on by adding from segment ``taken`` on.
+        """
+        return {
+            "version": STATE_VERSION,
+            "packing": self.settings.packing.value,
+            **{name: getattr(self.settings, name) for name in _FIXED},
+            "epoch": self.epoch,
+            "at_once": self.at_once,
+            "windows": self.num_windows,
+            "taken": self.num_taken,
+            "left": self._num_left,
+            "skip": self._skip,
+            "micro_batches": self.num_planned,
+            "balance": self._balancer.state(),
+            "carried": _text_of(self._carried.ids),
+        }
+
+    @classmethod
+    def restore(
+        cls,
+        settings: PlanSettings,
+        state: Mapping[str, Any],
+        lengths_of: Callable[[Ints], Ints],
+        *,
+        extra_costs_of: Callable[[Ints], Ints] | None = None,
+    ) -> WindowPacker:
+        """A packer that goes on from `state`; ``lengths_of`` gives the lengths of the segments it names.
+
+        Raises `CheckpointError` where the state is another version's, or another plan's.
+        """
+        _check_state(settings, state)
+        packer = cls(settings, epoch=state["epoch"])
+        packer.at_once = state["at_once"]
+        packer.num_windows, packer.num_taken = state["windows"], state["taken"]
+        packer.num_planned, packer._num_left, packer._skip = state["micro_batches"], state["left"], state["skip"]
+        packer._balancer.restore(state["balance"])
+        ids = _ids_of(state["carried"])
+        extra = None if extra_costs_of is None else extra_costs_of(ids)
+        packer._carried = _Waiting.of(ids, lengths_of(ids), extra)
+        return packer
+
+    def _next_size(self) -> int | None:
+        """How many coming segments the next window takes; None while more have to come."""
+        most = window_size(self.num_windows, self.settings.window)
+        tokens = window_size(self.num_windows, self._window_tokens)
+        size, tokens = self._num_left + most, tokens + self._skip
+        if self._num_coming < size or self._num_coming_tokens < tokens:
+            return None
+        self._coming = [_Waiting.join(self._coming)]
+        upto = np.cumsum(self._coming[0].lengths[:size])
+        while upto[-1] < tokens:
+            upto = np.cumsum(self._coming[0].lengths[: 2 * len(upto)])
+        return max(size, int(np.searchsorted(upto, tokens)) + 1)
+
+    def _nothing(self) -> Planned:
+        empty = np.zeros(0, dtype=np.int64)
+        cut = empty if self.settings.packing is Packing.SPLIT else None
+        bounds = bounds_of(empty)
+        return Planned(
+            segment_ids=empty, pack_bounds=bounds, batch_bounds=bounds, step_ends=empty, starts=cut, stops=cut
+        )
+
+    def _decide(self, size: int, *, last: bool) -> Planned:
+        """One window, of the first ``size`` coming segments and the carried ones."""
+        rng = np.random.Generator(np.random.PCG64([self.settings.seed, self.epoch, self.num_windows + 1]))
+        coming = _Waiting.join(self._coming)
+        take = self._split if self.settings.packing is Packing.SPLIT else self._pack
+        planned, members, num_used = take(coming.part(0, size), rng, last)
+        self._coming = [coming.part(num_used, len(coming.ids))]
+        self._num_coming -= num_used
+        self._num_coming_tokens -= int(coming.lengths[:num_used].sum())
+        self._num_left = size - num_used
+        self.num_taken += num_used
+        self.num_windows += 1
+        self.num_planned += len(planned)
+        costs = micro_batch_costs(planned, members.lengths, self.settings, extra_costs=members.extra_costs)
+        tokens = sums(members.lengths, planned.pack_bounds[planned.batch_bounds])
+        return planned.with_batches_in(*self._balancer.order(costs, tokens, rng, whole=self.at_once))
+
+    def _pack(self, fresh: _Waiting, rng: np.random.Generator, last: bool) -> tuple[Planned, _Waiting, int]:
+        capacity, rows = self.settings.capacity, self.settings.rows_per_micro_batch
+        pool = _Waiting.join([self._carried, fresh])
+        window = pack_window(pool.lengths, capacity, rng)
+        if not last:
+            # best that no step lies across two windows, else at least no micro-batch
+            multiples = (rows * self.settings.micro_batches_per_step, rows)
+            window = without_worst(
+                window, pool.lengths, capacity, multiples=multiples, ahead=rows * self._balancer.num_open
+            )
+        self._carried = pool.at(window.carried)
+        members = pool.at(window.members)
+        planned = Planned(
+            segment_ids=members.ids,
+            pack_bounds=window.bounds,
+            batch_bounds=every(len(window.bounds) - 1, rows),
+            step_ends=window.carried[:0],
+        )
+        return planned, members, len(fresh.ids)
+
+    def _split(self, seen: _Waiting, rng: np.random.Generator, last: bool) -> tuple[Planned, _Waiting, int]:
+        capacity, rows = self.settings.capacity, self.settings.rows_per_micro_batch
+        pieces = split_segments(seen.lengths, capacity, skip=self._skip)
+        num_packs = len(pieces.bounds) - 1
+        if not last:  # whole micro-batches of full rows; the rest is cut again, with what follows it
+            num_full = (int(seen.lengths.sum()) - self._skip) // capacity
+            num_packs = num_full - num_full % rows
+        left = int(pieces.bounds[num_packs])
+        if left < len(pieces.segments):
+            num_used, self._skip = int(pieces.segments[left]), int(pieces.starts[left])
+        else:
+            num_used, self._skip = len(seen.ids), 0
+        order, pack_bounds = take_groups(pieces.bounds, rng.permutation(num_packs))
+        starts, stops = pieces.starts[order], pieces.stops[order]
+        segment_ids = seen.ids[pieces.segments[order]]
+        planned = Planned(
+            segment_ids=segment_ids,
+            pack_bounds=pack_bounds,
+            batch_bounds=every(num_packs, rows),
+            step_ends=order[:0],
+            starts=starts,
+            stops=stops,
+        )
+        return planned, _Waiting.of(segment_ids, stops - starts, None), num_used
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """Segments, in order."""
+
+    ids: Ints
+    lengths: Ints
+    extra_costs: Ints
+
+    @classmethod
+    def of(
+        cls,
+        ids: Sequence[int] | NDArray[np.integer],
+        lengths: Sequence[int] | NDArray[np.integer],
+        extra_costs: Ints | None,
+    ) -> _Waiting:
+        numbers, sizes = np.asarray(ids, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+        extra = np.zeros_like(sizes) if extra_costs is None else np.asarray(extra_costs, dtype=np.int64)
+        assert len(numbers) == len(sizes) == len(extra), f"{len(numbers)} ids, {len(sizes)} lengths, {len(extra)} costs"
+        return cls(numbers, sizes, extra)
+
+    @classmethod
+    def join(cls, parts: Sequence[_Waiting]) -> _Waiting:
+        if len(parts) == 1:
+            return parts[0]
+        columns = zip(*((part.ids, part.lengths, part.extra_costs) for part in parts), strict=True)
+        ids, lengths, extra_costs = (np.concatenate(column) for column in columns)
+        return cls(ids, lengths, extra_costs)
+
+    def part(self, start: int, stop: int) -> _Waiting:
+        return _Waiting(self.ids[start:stop], self.lengths[start:stop], self.extra_costs[start:stop])
+
+    def at(self, places: Ints) -> _Waiting:
+        return _Waiting(self.ids[places], self.lengths[places], self.extra_costs[places])
+
+
+def _text_of(ids: Ints) -> str:
+    """Base64 of the ids, five bytes each, the lowest first; a list of numbers would be twice as long."""
+    assert not len(ids) or (ids.min() >= 0 and ids.max() < 2 ** (8 * ID_BYTES)), "an id is out of range"
+    octets = ids.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :ID_BYTES]
+    return base64.b64encode(octets.tobytes()).decode("ascii")
+
+
+def _ids_of(text: str) -> Ints:
+    octets = np.frombuffer(base64.b64decode(text), dtype=np.uint8).reshape(-1, ID_BYTES)
+    padded = np.zeros((len(octets), 8), dtype=np.uint8)
+    padded[:, :ID_BYTES] = octets
+    return padded.view("<i8").reshape(-1).astype(np.int64)
+
+
+def _check_state(settings: PlanSettings, state: Mapping[str, Any]) -> None:
+    if state.get("version") != STATE_VERSION:
+        raise CheckpointError(
+            f"a plan's state is of version {state.get('version')}, this Luthier reads {STATE_VERSION}",
+            hint="start anew with output.overwrite: true or another output.dir",
+        )
+    here = {"packing": settings.packing.value, **{name: getattr(settings, name) for name in _FIXED}}
+    differing = [
+        f"{name}: {state.get(name)} there, {value} here" for name, value in here.items() if state.get(name) != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"a plan was begun under other settings: {'; '.join(differing)}",
+            hint="restore those settings, or start anew with output.overwrite: true or another output.dir",
+        )

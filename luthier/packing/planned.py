@@ -1,0 +1,127 @@
+"""Micro-batches as flat arrays, and the views of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchPlan:
+    """The segment ids of each pack. ``dummy``: its targets are to be cleared (`layout.without_targets`).
+
+    ``spans`` is given where segments were cut (`Packing.SPLIT`): of segment ``packs[p][i]`` the tokens
+    ``start:stop`` of ``spans[p][i]``, as a segment of their own.
+    """
+
+    packs: tuple[tuple[int, ...], ...]
+    dummy: bool = False
+    spans: tuple[tuple[tuple[int, int], ...], ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Planned:
+    """M micro-batches of P packs, in the order in which they are trained.
+
+    segment_ids   int64[S]; pack ``p`` is ``segment_ids[pack_bounds[p]:pack_bounds[p + 1]]``
+    pack_bounds   int64[P + 1]
+    batch_bounds  int64[M + 1]; micro-batch ``m`` is the packs ``batch_bounds[m]:batch_bounds[m + 1]``
+    step_ends     int64[…]; a step ends before micro-batch ``step_ends[i]`` of these. What comes after the last of them
+                  belongs to a step that later micro-batches complete
+    starts, stops int64[S], or None where all segments are whole
+    """
+
+    segment_ids: Ints
+    pack_bounds: Ints
+    batch_bounds: Ints
+    step_ends: Ints
+    starts: Ints | None = None
+    stops: Ints | None = None
+
+    def __len__(self) -> int:
+        return len(self.batch_bounds) - 1
+
+    def __getitem__(self, index: int) -> MicroBatchPlan:
+        if not 0 <= index < len(self):
+            raise IndexError(f"micro-batch {index} of {len(self)}")
+        first, stop = int(self.batch_bounds[index]), int(self.batch_bounds[index + 1])
+        cuts = list(itertools.pairwise(self.pack_bounds[first : stop + 1].tolist()))
+        packs = tuple(tuple(self.segment_ids[a:b].tolist()) for a, b in cuts)
+        if self.starts is None or self.stops is None:
+            return MicroBatchPlan(packs=packs)
+        spans = tuple(tuple(zip(self.starts[a:b].tolist(), self.stops[a:b].tolist(), strict=True)) for a, b in cuts)
+        return MicroBatchPlan(packs=packs, spans=spans)
+
+    def lengths(self, table_lengths: Ints) -> Ints:
+        """int64[S]: the tokens of each member, given those of all segments."""
+        if self.starts is None or self.stops is None:
+            return table_lengths[self.segment_ids]
+        return self.stops - self.starts
+
+    def with_batches_in(self, order: Ints, step_ends: Ints) -> Planned:
+        """The micro-batches in another order, ``order[i]`` at place ``i``."""
+        packs, batch_bounds = take_groups(self.batch_bounds, order)
+        members, pack_bounds = take_groups(self.pack_bounds, packs)
+        return Planned(
+            segment_ids=self.segment_ids[members],
+            pack_bounds=pack_bounds,
+            batch_bounds=batch_bounds,
+            step_ends=step_ends,
+            starts=None if self.starts is None else self.starts[members],
+            stops=None if self.stops is None else self.stops[members],
+        )
+
+
+def join(parts: Sequence[Planned]) -> Planned:
+    """One after the other; at least one."""
+    cut = any(part.starts is not None for part in parts)
+    return Planned(
+        segment_ids=np.concatenate([part.segment_ids for part in parts]),
+        pack_bounds=_joined_bounds([part.pack_bounds for part in parts]),
+        batch_bounds=_joined_bounds([part.batch_bounds for part in parts]),
+        step_ends=_joined_ends(parts),
+        starts=np.concatenate([part.starts for part in parts if part.starts is not None]) if cut else None,
+        stops=np.concatenate([part.stops for part in parts if part.stops is not None]) if cut else None,
+    )
+
+
+def take_groups(bounds: Ints, order: Ints) -> tuple[Ints, Ints]:
+    """Groups ``bounds[g]:bounds[g + 1]`` in another order: the places of their members, and the new bounds.
+
+    ``take_groups([0, 2, 3], [1, 0]) -> [2, 0, 1], [0, 1, 3]``
+    """
+    counts = np.diff(bounds)[order]
+    new = bounds_of(counts)
+    return np.arange(new[-1], dtype=np.int64) + np.repeat(bounds[:-1][order] - new[:-1], counts), new
+
+
+def every(count: int, size: int) -> Ints:
+    """Bounds of groups of ``size``: ``every(5, 2) -> [0, 2, 4, 5]``."""
+    return np.append(np.arange(0, count, size, dtype=np.int64), np.int64(count))
+
+
+def bounds_of(counts: Ints) -> Ints:
+    """``bounds_of([2, 1]) -> [0, 2, 3]``."""
+    bounds = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=bounds[1:])
+    return bounds
+
+
+def sums(values: Ints, bounds: Ints) -> Ints:
+    """int64[G]: the sum of ``values`` in each group ``bounds[g]:bounds[g + 1]``; a group may be empty."""
+    return np.diff(bounds_of(values)[bounds])
+
+
+def _joined_bounds(bounds: Sequence[Ints]) -> Ints:
+    return bounds_of(np.concatenate([np.diff(each) for each in bounds]))
+
+
+def _joined_ends(parts: Sequence[Planned]) -> Ints:
+    before = bounds_of(np.array([len(part) for part in parts], dtype=np.int64))[:-1]
+    return np.concatenate([part.step_ends + first for part, first in zip(parts, before, strict=True)])

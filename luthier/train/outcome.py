@@ -1,0 +1,133 @@
+"""Everything of a run that is set up, and what becomes of it."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+
+from luthier.config.schema import RunConfig
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.loader.live_plan import StreamPlan
+from luthier.loader.run_settings import eval_settings
+from luthier.packing import shares_of
+from luthier.train import run_folder
+from luthier.train.assemble import Hooks, RunModel
+from luthier.train.callbacks import EarlyStopping
+from luthier.train.data import RunData, summarise
+from luthier.train.journal import read_log
+from luthier.train.live import LiveData
+from luthier.train.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
+from luthier.train.schedule import Schedule
+from luthier.train.trainer import LuthierTrainer
+
+REPORTED_VERSIONS = ("luthier", "torch", "transformers", "peft", "accelerate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Everything of a run that is set up before its first step."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    data: RunData | LiveData
+    hooks: Hooks
+    schedule: Schedule | StreamPlan
+    resume: Path | None
+    run_model: RunModel
+    trainer: LuthierTrainer
+    summary: ModelSummary  # made now: merging takes the adapter off
+
+    @property
+    def is_main(self) -> bool:
+        return self.hooks.stop.world.is_main
+
+
+def result_of(run: Run, started_at: str) -> RunResult:
+    """What the run leaves to be reported, but for how long it took."""
+    config, state, output = run.config, run.trainer.state, run.config.output.dir
+    steps, evals, generations = read_log(output / LOG_FILE)
+    signal = run.hooks.stop.signal
+    stopped_early = any(isinstance(c, EarlyStopping) and c.stopped for c in run.trainer.callback_handler.callbacks)
+    world = run.hooks.stop.world
+    merged = run.config.adapter.merge and isinstance(run.run_model.model, PeftModel)
+    return RunResult(
+        output_dir=str(output),
+        model_dir=run_folder.MODEL_FOLDER if signal is None else None,
+        merged_dir=run_folder.MERGED_FOLDER if merged and signal is None else None,
+        adapter=config.adapter.type.value,
+        ended=Ended.INTERRUPTED if signal is not None else Ended.EARLY_STOPPED if stopped_early else Ended.COMPLETED,
+        signal=signal,
+        started_at=started_at,
+        seconds=0.0,
+        epochs=run.schedule.epoch_after(state.global_step),
+        global_step=state.global_step,
+        max_steps=run.schedule.total_steps,
+        world_size=world.size,
+        resumed_from=None if run.resume is None else run.resume.name,
+        steps=steps,
+        evals=evals,
+        # a finished run that is started again answers again
+        generations=tuple({done.step: done for done in generations}.values()),
+        best_checkpoint=None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name,
+        best_metric=state.best_metric,
+        train_data=_train_summary(run),
+        eval_data=None
+        if run.data.eval_table is None
+        else summarise(run.data.eval_table, eval_settings(config, num_ranks=world.size)),
+        mixture=_mixture(run),
+        model=run.summary,
+        peak_memory_bytes=_peak_memory(),
+        ledger=run.data.ledger,
+        versions={"python": platform.python_version(), **{name: version(name) for name in REPORTED_VERSIONS}},
+        config=config.model_dump(mode="json"),
+    )
+
+
+def _mixture(run: Run) -> tuple[SourceSummary, ...]:
+    """What all steps of the run took, from its plan."""
+    shares = shares_of(run.schedule.source_counts(run.trainer.state.global_step))
+    return tuple(
+        SourceSummary(
+            name=name,
+            rows=share.rows,
+            segments=share.segments,
+            tokens=share.tokens,
+            targets=share.targets,
+            share_of_tokens=share.share_of_tokens,
+        )
+        for name, share in zip(run.data.sources, shares, strict=True)
+    )
+
+
+def _train_summary(run: Run) -> DataSummary:
+    if isinstance(run.schedule, StreamPlan):
+        found = run.schedule.first_epoch()
+        return DataSummary(
+            segments=found["segments"],
+            tokens=found["tokens"],
+            target_tokens=found["targets"],
+            micro_batches=found["micro_batches"],
+            fill=found["tokens"] / max(found["packs"] * run.config.data.max_length, 1),
+        )
+    assert isinstance(run.data, RunData)
+    return summarise(run.data.train_table, run.schedule.settings)
+
+
+def _eval_summary(run: Run) -> DataSummary | None:
+    if run.data.eval_table is None:
+        return None
+    return summarise(run.data.eval_table, eval_settings(run.config, num_ranks=run.hooks.stop.world.size))
+
+
+def _peak_memory() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    # kilobytes on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,167 @@
+"""The run's batches, of training and of evaluation, as the trainer iterates them.
+
+What a micro-batch holds is fixed by (data, settings, seed, step, slot) alone: ranks and workers do not matter, and a
+stream begins at any step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from luthier.collation import CollateSettings, blank_grid, lay_out, to_batch
+from luthier.encoding.segments import SegmentIndex
+from luthier.loader.live_plan import StreamPlan
+from luthier.loader.places import PlannedMicroBatch, part_of
+from luthier.loader.planning import SegmentPlaces
+from luthier.loader.prefetch import iterate
+from luthier.loader.reader import BatchReader
+from luthier.packing import EpochPlan, PlanSettings, SegmentTable, plan_epoch
+from luthier.records import Batch, Pack, Segment
+from luthier.train.schedule import Schedule, Steps
+
+ENDLESS = 2**40  # micro-batches: transformers wants a length, the steps say when it is over
+
+
+class Segments(Protocol):
+    """Random access to segments, which a `SegmentTable` describes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Segment: ...
+
+
+class ReadsBatches(Protocol):
+    """Makes a batch of what is planned."""
+
+    def read(self, planned: PlannedMicroBatch) -> Batch:
+        """The batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SegmentsReader:
+    """Reads micro-batches of segments in memory, where a place's ``sample`` is a segment's number."""
+
+    segments: Segments
+    how: CollateSettings
+
+    def read(self, planned: PlannedMicroBatch) -> Batch:
+        """The batch."""
+        if planned.is_blank:
+            return to_batch(blank_grid(self.how), self.how)
+        packs = [
+            Pack(segments=tuple(part_of(self.segments[int(place["sample"])], place) for place in pack))
+            for pack in planned.packs()
+        ]
+        addresses = tuple(segment.address for pack in packs for segment in pack.segments)
+        return to_batch(lay_out(packs, self.how), self.how, addresses=addresses, sources=planned.sources())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainStream:
+    """One rank's micro-batches from step ``first_step`` on; ``planned`` says what is in them."""
+
+    schedule: Steps
+    reader: ReadsBatches
+    planned: Callable[[], Iterator[PlannedMicroBatch]]
+    how: CollateSettings
+    num_workers: int
+    first_step: int
+
+    def __len__(self) -> int:
+        is_over = self.first_step > 0 and self.schedule.is_last(self.first_step - 1)
+        return self.first_step * self.schedule.settings.micro_batches_per_step if is_over else ENDLESS
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iterate_batches(self.reader, self.planned(), num_workers=self.num_workers)
+
+
+def train_stream(
+    segments: Segments,
+    schedule: Schedule | StreamPlan,
+    how: CollateSettings,
+    *,
+    rank: int,
+    first_step: int,
+    num_workers: int,
+) -> TrainStream:
+    """The stream of a run; ``segments`` are those that a `Schedule` is about."""
+    reader: ReadsBatches
+    if isinstance(schedule, StreamPlan):
+        reader, live = BatchReader(schedule.rows.segments.store, how), schedule
+        planned = lambda: live.micro_batches(rank, first_step=first_step)  # noqa: E731
+    else:
+        reader, places, exact = _reader(segments, how), _places(segments, schedule.table), schedule
+        planned = lambda: _planned(exact, places, rank, first_step)  # noqa: E731
+    return TrainStream(
+        schedule=schedule, reader=reader, planned=planned, how=how, num_workers=num_workers, first_step=first_step
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EvalStream:
+    """One rank's share of one pass over the held-out segments."""
+
+    reader: ReadsBatches
+    places: SegmentPlaces
+    plan: EpochPlan
+    rank: int
+    num_workers: int
+
+    @classmethod
+    def of_segments(
+        cls,
+        segments: Segments,
+        table: SegmentTable,
+        settings: PlanSettings,
+        how: CollateSettings,
+        *,
+        rank: int,
+        num_workers: int = 0,
+    ) -> EvalStream:
+        """The held-out segments in the order of their first epoch."""
+        return cls(
+            reader=_reader(segments, how),
+            places=_places(segments, table),
+            plan=plan_epoch(table, settings, epoch=0),
+            rank=rank,
+            num_workers=num_workers,
+        )
+
+    def __len__(self) -> int:
+        return len(self.plan.of_rank(self.rank))
+
+    def __iter__(self) -> Iterator[Batch]:
+        planned = (self.places.micro_batch(self.plan, number, step=0) for number in self.plan.of_rank(self.rank))
+        return iterate_batches(self.reader, planned, num_workers=self.num_workers)
+
+
+def iterate_batches(reader: ReadsBatches, planned: Iterator[PlannedMicroBatch], *, num_workers: int) -> Iterator[Batch]:
+    """The batches in order, read here or by workers; from memory always here. Raises what `iterate` raises."""
+    if isinstance(reader, BatchReader):
+        return iterate(reader, planned, num_workers=num_workers)
+    return map(reader.read, planned)
+
+
+def _planned(schedule: Schedule, places: SegmentPlaces, rank: int, first_step: int) -> Iterator[PlannedMicroBatch]:
+    ranks = schedule.settings.num_ranks
+    for step in range(first_step, schedule.total_steps):
+        for turn in range(schedule.turns(step)):
+            found = schedule.micro_batch(step, turn * ranks + rank)
+            if found is None:
+                yield places.micro_batch(schedule.plan(schedule.locate(step)[0]), None, step=step)
+            else:
+                yield places.micro_batch(schedule.plan(found[0]), found[1], step=step)
+
+
+def _reader(segments: Segments, how: CollateSettings) -> ReadsBatches:
+    if isinstance(segments, SegmentIndex):
+        return BatchReader(segments.prepared.store, how)
+    return SegmentsReader(segments=segments, how=how)
+
+
+def _places(segments: Segments, table: SegmentTable) -> SegmentPlaces:
+    if isinstance(segments, SegmentIndex):
+        return SegmentPlaces.of_index(segments)
+    return SegmentPlaces.of_segments([segments[number] for number in range(len(segments))], table.source_ids)

@@ -1,0 +1,324 @@
+"""Estimates of time and memory, against what torch counts while a model really trains a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import StringIO
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3Config
+
+from luthier.check.devices import DEVICE_NAMES, GIB, Device, check_name, device_named, present_device, table_name
+from luthier.check.estimate import (
+    LOSS_CHUNK_BYTES,
+    UTILISATION,
+    Work,
+    estimate_run,
+    memory_of,
+    operations_of,
+    optimizer_bytes,
+)
+from luthier.check.estimate_terminal import duration, estimate_table, size
+from luthier.check.model_shape import shape_of
+from luthier.config.schema import Packing, RunConfig
+from luthier.errors import ModelError, UserError
+from luthier.packing import PlanSettings, SegmentTable, plan_epoch
+from luthier.train.adapters import apply_adapter, count_parameters
+
+VOCABULARY = 1500
+QWEN = Qwen3Config(
+    hidden_size=256, num_hidden_layers=4, intermediate_size=768, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=64, vocab_size=VOCABULARY,
+)  # fmt: skip
+LLAMA = LlamaConfig(
+    hidden_size=256, num_hidden_layers=4, intermediate_size=700, num_attention_heads=4, num_key_value_heads=4,
+    vocab_size=VOCABULARY, tie_word_embeddings=True,
+)  # fmt: skip
+H100 = device_named("h100", in_16_bits=True)
+NUM_TOKENS, NUM_TARGETS = 192, 60
+FREEZE = {"type": "freeze", "freeze_trainable_layers": 2}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run_config(adapter: Any = "full", **train: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": "preset:tiny-qwen3", "data": {"train": "x.jsonl"}, "adapter": adapter, "train": train}
+    )
+
+
+def built(config: Any, run: RunConfig, *, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Any:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    return apply_adapter(model, run.adapter)
+
+
+def one_row(num_tokens: int = NUM_TOKENS, num_targets: int = NUM_TARGETS, attended: list[int] | None = None) -> Work:
+    lengths = np.array([num_tokens] if attended is None else attended, dtype=np.int64)
+    return Work(
+        tokens=num_tokens, targets=num_targets, attended=lengths, steps=1,
+        largest_tokens=num_tokens, largest_targets=num_targets,
+    )  # fmt: skip
+
+
+def trained_step(model: PreTrainedModel, *, in_16_bits: bool = False) -> tuple[dict[str, int], int]:
+    """Operations by kind, and bytes that autograd kept, of one forward and backward pass."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor
+        return tensor
+
+    ids = torch.arange(NUM_TOKENS)[None] % VOCABULARY
+    targets = torch.arange(NUM_TOKENS - NUM_TARGETS, NUM_TOKENS)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_16_bits),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
+            logits = model(input_ids=ids, logits_to_keep=targets, use_cache=False).logits
+        logits.float().sum().backward()
+    by_kind = {str(kind): count for kind, count in counter.get_flop_counts()["Global"].items()}
+    return by_kind, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+# -------------------------------------------------------------------------------------------------- operations
+
+
+@pytest.mark.parametrize("config", [QWEN, LLAMA], ids=["qwen3", "llama, tied"])
+@pytest.mark.parametrize("adapter", ["full", "lora", FREEZE], ids=["full", "lora", "freeze"])
+def test_operations_are_those_that_torch_counts(config: Any, adapter: Any) -> None:
+    run = run_config(adapter)
+    model = built(config, run, attention="eager")
+    by_kind, _ = trained_step(model)
+    products = sum(count for kind, count in by_kind.items() if kind in ("aten.mm", "aten.addmm"))
+    shape = shape_of(model)
+    without = operations_of(shape, one_row(attended=[]), run)
+    assert without == pytest.approx(products, rel=0.05)
+    whole_square = by_kind["aten.bmm"]  # eager attention computes what the mask takes away, too
+    attention = operations_of(shape, one_row(), run) - without
+    assert attention == pytest.approx(whole_square * (NUM_TOKENS + 1) / (2 * NUM_TOKENS), rel=0.05)
+
+
+def test_full_training_is_six_times_parameters_times_tokens() -> None:
+    run = run_config()
+    shape = shape_of(built(QWEN, run))
+    assert operations_of(shape, one_row(100, 100, attended=[]), run) == 6 * (shape.body + shape.head) * 100
+
+
+def test_recomputing_is_one_more_forward_pass() -> None:
+    shape = shape_of(built(QWEN, run_config()))
+    plain, again = (operations_of(shape, one_row(), run_config(gradient_checkpointing=on)) for on in (False, True))
+    head = 6 * shape.head * NUM_TARGETS
+    assert (again - head) / (plain - head) == pytest.approx(4 / 3)
+
+
+def test_attention_counts_pairs_within_segments_and_within_windows() -> None:
+    run = run_config()
+
+    def pairs(shape: Any, attended: list[int]) -> float:
+        more = operations_of(shape, one_row(attended=attended), run) - operations_of(shape, one_row(attended=[]), run)
+        return more / (3 * 4 * shape.queries)
+
+    full = shape_of(built(QWEN, run))
+    assert pairs(full, [4]) == 4 * 10  # layers x (1 + 2 + 3 + 4)
+    assert pairs(full, [2, 2]) == 4 * 6
+    kinds = ["full_attention"] * 2 + ["sliding_attention"] * 2
+    said = {**QWEN.to_dict(), "use_sliding_window": True, "sliding_window": 2, "layer_types": kinds}
+    half = shape_of(built(Qwen3Config(**said), run))
+    assert half.windows == (None, None, 2, 2)
+    assert pairs(half, [4]) == 2 * 10 + 2 * 7  # 1 + 2 + 2 + 2
+
+
+def test_of_experts_only_the_chosen_ones_compute() -> None:
+    config = MixtralConfig(
+        hidden_size=64, num_hidden_layers=2, intermediate_size=96, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=300, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        shape = shape_of(AutoModelForCausalLM.from_config(config))
+    attention, router, experts = 2 * 4 * 64 * 64, 2 * 8 * 64, 2 * 8 * 3 * 64 * 96
+    assert shape.body == attention + router + experts // 4
+    assert shape.feed_forward == 2 * 96
+
+
+def test_a_model_that_says_nothing_of_its_layers_is_refused() -> None:
+    class Words:
+        hidden_size = 8
+        num_hidden_layers = 2
+
+        def get_text_config(self) -> Words:
+            return self
+
+    class Strange:
+        config: ClassVar[Words] = Words()
+
+    with pytest.raises(ModelError, match="shape of Strange is not known"):
+        shape_of(Strange())  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize("config", [QWEN, LLAMA], ids=["qwen3", "llama, tied"])
+@pytest.mark.parametrize(
+    ("adapter", "dtype", "in_16_bits"),
+    [
+        ("full", torch.float32, False), ("full", torch.float32, True), ("lora", torch.bfloat16, True),
+        (FREEZE, torch.float32, False),
+    ],
+    ids=["32 bits", "16 bits", "lora", "freeze"],
+)  # fmt: skip
+def test_activations_are_about_what_autograd_keeps(
+    config: Any, adapter: Any, dtype: torch.dtype, in_16_bits: bool
+) -> None:
+    run = run_config(adapter, precision="bf16" if in_16_bits else "fp32")
+    model = built(config, run, dtype=dtype)
+    _, kept = trained_step(model, in_16_bits=in_16_bits)
+    memory = memory_of(shape_of(model), one_row(), run, on_gpu=False)
+    assert 0.8 < (memory.activations + memory.casts) / kept < 1.25
+
+
+def test_weights_gradients_and_states_are_counted_from_the_parameters() -> None:
+    full, lora = run_config(precision="bf16"), run_config("lora", precision="bf16")
+    model = built(QWEN, full)
+    memory = memory_of(shape_of(model), one_row(), full, on_gpu=True)
+    number, _ = count_parameters(model)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * number, 4 * number, 8 * number)
+    assert memory.casts == 2 * number
+    assert memory.logits == 2 * 2 * NUM_TARGETS * VOCABULARY + LOSS_CHUNK_BYTES
+    assert memory.total == sum(getattr(memory, name) for name in memory.__dataclass_fields__)
+    adapted = built(QWEN, lora, dtype=torch.bfloat16)
+    memory, (whole, trained) = memory_of(shape_of(adapted), one_row(), lora, on_gpu=True), count_parameters(adapted)
+    assert memory.weights == 2 * (whole - trained) + 4 * trained  # PEFT keeps adapters in 32 bits
+    assert (memory.gradients, memory.optimizer, memory.casts) == (4 * trained, 8 * trained, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "per_parameter"),
+    [
+        ("adamw_torch", 8), ("adamw_torch_fused", 8), ("adamw_8bit", 2), ("adamw_torch_4bit", 1), ("sgd", 0),
+        ("adafactor", 0), ("lion_32bit", 4), ("paged_lion_8bit", 1), ("rmsprop", 4), ("ademamix", 12),
+    ],
+)  # fmt: skip
+def test_optimizers_keep_so_many_bytes_a_parameter(name: str, per_parameter: float) -> None:
+    shape = shape_of(built(QWEN, run_config()))
+    assert optimizer_bytes(name, shape) == per_parameter * shape.trainable
+
+
+def test_recomputing_needs_less_memory() -> None:
+    shape = shape_of(built(QWEN, run_config()))
+    plain, again = (
+        memory_of(shape, one_row(), run_config(gradient_checkpointing=on), on_gpu=True) for on in (False, True)
+    )
+    assert again.activations < plain.activations / 2 and again.weights == plain.weights
+
+
+# -------------------------------------------------------------------------------------------------------- work
+
+
+@pytest.mark.parametrize("packing", [Packing.BEST_FIT, Packing.NONE, Packing.SPLIT])
+def test_work_equals_a_naive_recount(packing: Packing) -> None:
+    table = SegmentTable.of_lengths([7, 30, 12, 12, 25, 3, 18])
+    settings = PlanSettings(packing=packing, capacity=32, rows_per_micro_batch=2, micro_batches_per_step=2)
+    plan = plan_epoch(table, settings, epoch=0)
+    lengths = [
+        [[stop - start for start, stop in row] for row in batch.spans]
+        if batch.spans is not None
+        else [[int(table.lengths[one]) for one in row] for row in batch.packs]
+        for batch in plan
+    ]
+    widths = [max(map(sum, batch)) * len(batch) for batch in lengths]
+    found = Work.of_plan(plan, table)
+    assert (found.tokens, found.largest_tokens, found.steps) == (sum(widths), max(widths), plan.num_steps)
+    targets = [sum(one - 1 for row in batch for one in row) for batch in lengths]
+    assert (found.targets, found.largest_targets) == (sum(targets), max(targets))
+    attended = (
+        [max(map(sum, batch)) for batch in lengths for _ in batch]
+        if packing is Packing.NONE
+        else [one for batch in lengths for row in batch for one in row]
+    )
+    assert sorted(found.attended.tolist()) == sorted(attended)
+
+
+# ------------------------------------------------------------------------------------------ the whole, and devices
+
+
+def test_time_is_operations_over_speed_and_grows_with_steps_and_stragglers() -> None:
+    run = run_config(precision="bf16")
+    shape = shape_of(built(QWEN, run))
+    one = estimate_run(run, shape, one_row(), H100, total_steps=10)
+    assert one.operations == 10 * operations_of(shape, one_row(), run)
+    assert one.seconds == pytest.approx(one.operations / (989e12 * UTILISATION))
+    assert one.tokens_per_second == pytest.approx(10 * NUM_TOKENS / one.seconds)
+    more = estimate_run(
+        run, shape, one_row(), H100, total_steps=20, num_devices=4, straggler_factor=1.2, utilisation=UTILISATION / 2
+    )
+    assert more.seconds == pytest.approx(one.seconds * 2 * 1.2 * 2 / 4)
+
+
+def test_precision_decides_the_peak() -> None:
+    assert device_named("a100", in_16_bits=True).peak == 312e12
+    assert device_named("a100", in_16_bits=False).peak == 19.5e12
+    assert H100.memory_bytes == 80 * GIB
+
+
+def test_an_unknown_device_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UserError, match=r"'h1000'[\s\S]*h100, a100"):
+        check_name("h1000")
+    for name in (None, *DEVICE_NAMES):
+        check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L40S", "l40s"), ("NVIDIA L4", "l4"),
+        ("NVIDIA A10G", None), ("NVIDIA T1000", None),
+    ],
+)  # fmt: skip
+def test_devices_are_known_by_the_names_they_say(device: str, name: str | None) -> None:
+    assert table_name(device) == name
+
+
+def test_a_cpu_is_measured() -> None:
+    device = present_device("cpu", in_16_bits=False)
+    assert device.is_measured and 1e8 < device.peak < 1e15
+
+
+def test_memory_over_that_of_the_device_is_said() -> None:
+    run = run_config(precision="bf16")
+    shape = shape_of(built(QWEN, run))
+    for memory_bytes, words in ((GIB, "more than the device has"), (64 * GIB, "of 64.0 GiB")):
+        device = Device(name="x", peak=1e12, memory_bytes=memory_bytes, is_measured=False)
+        console = Console(width=200, record=True, file=StringIO())
+        console.print(estimate_table(estimate_run(run, shape, one_row(), device, total_steps=1)))
+        told = console.export_text()
+        assert words in told and "assumed: 40%" in told
+        assert ("more than the device has" in told) is (memory_bytes == GIB)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.5, "0.5 s"), (100, "100 s"), (210, "3.5 min"), (9_000, "2.5 h"), (345_600, "4.0 days")]
+)
+def test_durations_are_told_in_the_unit_that_people_use(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_sizes_are_told_in_the_unit_that_people_use() -> None:
+    assert size(3 * GIB // 2) == "1.5 GiB" and size(310 << 20) == "310 MiB"
