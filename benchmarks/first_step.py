@@ -26,7 +26,7 @@ from benchmarks.harness.processes import Cost, Finished, load, median_cost, run
 from benchmarks.harness.runs import LUTHIER, description, forget, qwen3_tokenizer
 
 STEP = re.compile(r"\bstep (\d+)")
-ROWS = (1_000, 20_000)
+ROWS = (1_000, 10_000)
 MAX_LENGTH = 512  # a step of the model itself is short, so that it hides nothing
 MEGABYTE = 1e6
 

@@ -55,7 +55,7 @@ def main() -> int:
         rows = folder / "rows.jsonl"
         write_conversations(rows, options.rows, alternating=True)
         prepared = luthier.prepare(description(folder, rows, tokenizer))
-        kinds = {
+        kinds: dict[str, dict[str, Any]] = {
             f"packed, {CAPACITY:,} tokens": {"packing": "best_fit", "batch_size": 1},
             f"padded, {PADDED_ROWS} rows": {"packing": "none", "batch_size": PADDED_ROWS},
         }
@@ -150,7 +150,8 @@ class Work:
 
     def _examples(self, number: int) -> list[dict[str, list[int]]]:
         start = number * self.batch_size
-        return self.table.__getitems__(list(range(start, min(start + self.batch_size, len(self.table)))))
+        numbers = range(start, min(start + self.batch_size, len(self.table)))
+        return list(self.table.__getitems__(list(numbers)))
 
     def _torch_loader(self, num_workers: int) -> DataLoader[Any]:
         return DataLoader(self.table, batch_size=self.batch_size, collate_fn=self.collator, num_workers=num_workers)

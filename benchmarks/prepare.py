@@ -14,6 +14,7 @@ Trainers that are not installed here are looked for in the virtual environments 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -103,7 +104,7 @@ def main() -> int:
                 for name, python in pythons.items():
                     if (result := trainer(material, name, python)) is not None:
                         measured.setdefault(name, []).append(result)
-        outcomes, num_kept = check_ids(material)
+        outcomes, num_kept = check_ids(material, options.check)
     medians = {name: _median(runs) for name, runs in measured.items()}
     medians[LUTHIER] = replace(medians[LUTHIER], num_tokens=num_kept)
     Console(width=150).print(_table(options.rows, medians))
@@ -151,14 +152,14 @@ def _peer(command: list[Any], env: dict[str, str]) -> Measured:
     return Measured(version=told["version"], work=work, whole=finished.cost, num_tokens=told["tokens"], num_rounds=1)
 
 
-def check_ids(material: Material) -> tuple[Counter[str], int]:
-    """Rows by how their stored ids compare with the library's, and how many tokens training would see."""
+def check_ids(material: Material, limit: int) -> tuple[Counter[str], int]:
+    """The first rows by how their ids compare with the library's; and how many tokens training would see of all."""
     config, theirs = load_config(_description(material)), reference(material.tokenizer)
     stored = prepared_rows(config, Encoder.from_config(config)).train
     by_number = {stored.address(index).row: index for index in range(len(stored))}
     outcomes = Counter[str]()
     with material.rows.open(encoding="utf-8") as rows:
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(itertools.islice(rows, limit), 1):
             known = number in by_number
             outcomes[verdict(theirs, json.loads(row), stored[by_number[number]]) if known else "lost"] += 1
     kept = SegmentIndex(stored, max_length=CUTOFF, overflow=Overflow.TRUNCATE)
@@ -228,6 +229,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3, help="of luthier")
     parser.add_argument("--peer-rounds", type=int, default=1, help="of the others, which take long")
+    parser.add_argument("--check", type=int, default=2000, help="rows whose ids are compared")
     parser.add_argument("--peers", type=Path, nargs="+", default=known, metavar="VENV")
     parser.add_argument("--folder", type=Path, help="for temporary files")
     return parser.parse_args()

@@ -34,9 +34,9 @@ def write_conversations(file: Path, num_rows: int, *, alternating: bool = False,
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def write_messages(file: Path, shareGPT: Path) -> None:
+def write_messages(file: Path, sharegpt: Path) -> None:
     """The same rows with the names that OpenAI uses, for tools that read those."""
-    with file.open("w", encoding="utf-8") as lines, shareGPT.open(encoding="utf-8") as rows:
+    with file.open("w", encoding="utf-8") as lines, sharegpt.open(encoding="utf-8") as rows:
         for row in rows:
             lines.write(json.dumps({"messages": messages(json.loads(row))}, ensure_ascii=False) + "\n")
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -190,10 +190,10 @@ class Hold:
         """Whether others can see that the store is in use."""
         return self._descriptor is not None
 
-    def close(self) -> None:
+    def close(self, _close: Callable[[int], None] = os.close) -> None:
         """Say that it is not used any more."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        if self._descriptor is not None:  # `_close` is there even when modules are gone, as a program ends
+            _close(self._descriptor)
             self._descriptor = None
 
     def __del__(self) -> None:
@@ -216,7 +216,7 @@ def only_user(path: Path, *, create: bool = True) -> Iterator[bool]:
 
 
 def _open_for_lock(path: Path, *, create: bool) -> int | None:
-    if create:
+    for _ in range(MOST_TRIES if create else 0):  # the folder may be removed in between
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

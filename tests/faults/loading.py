@@ -28,8 +28,8 @@ from tests.faults.killing import Findings, Kills, group_is_gone, has_done, tell_
 KILLS_IN_A_ROW = 10
 SHARE_AT_ONCE = 0.2
 SECONDS_TO_END = 5.0  # of a child whose parent is gone, on a busy machine
-STRIDE = 0.12  # of a stream between two kills, at most
-SECONDS_MORE = 0.01  # to be in the middle of something: some steps
+STRIDE = 0.08  # of a stream between two kills, at most
+SECONDS_MORE = 0.005  # to be in the middle of something: a few steps
 Line = tuple[str, list[str]]  # digest of all bytes of a micro-batch, addresses of its rows
 
 
@@ -55,13 +55,11 @@ def iterate(stream: Stream, folder: Path, shape: Shape) -> None:
     log = folder / "log"
     _keep_lines(log, 0 if state is None else state.step)
     descriptor = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-    num_steps = 0
-    for number, batches, after in stream.steps(state, shape):
+    for num_steps, (number, batches, after) in enumerate(stream.steps(state, shape), start=1):
         # a plan over rows that arrive says how many of them it has taken in; the others decide an epoch at once
         taken = [after.epoch, after.cursor] if after.waiting else None
         for_log = {"batches": batches, "taken": taken}
         os.write(descriptor, json.dumps(for_log).encode() + b"\n")  # one call: whole or not at all
-        num_steps += 1
         tell_progress(folder / "going", num_steps)
         if (number + 1) % shape.every == 0:
             after.save(folder)
@@ -153,7 +151,7 @@ def _uninterrupted(root: Path, stream: Callable[[int], Stream]) -> Whole:
 def _kill(kills: Kills, pid: int, folder: Path, whole: Whole, *, group: bool) -> bool:
     share = kills.rng.random()
     if kills.rng.random() < SHARE_AT_ONCE:  # perhaps while it still looks for its place
-        return kills.kill_after(pid, share * whole.seconds, group=group)
+        return kills.kill_after(pid, share * STRIDE * whole.seconds, group=group)
     once = has_done(folder / "going", pid, num_steps=1 + int(share * STRIDE * len(whole.log)))
     return kills.kill_after(pid, kills.rng.random() * SECONDS_MORE, once=once, group=group)
 
