@@ -24,6 +24,8 @@ from luthier.ledger import Ledger
 from luthier.records import Address
 from luthier.sources import RowBytes, Source
 
+BYTES_WORTH_HASTE = 24_000_000  # of rows to come: the encoder need not find out by itself that there is much text
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
@@ -84,6 +86,7 @@ class Resolver:
     num_reused: int = 0
     share: float | None = None  # of the whole work that is done, for reports
     bytes_left: float = math.inf  # of rows that are still to come, as far as anyone knows
+    _encodes_here: bool = False
     _num_tokens: int = 0
     _num_lost: int = 0
     _files: dict[str, int] = field(default_factory=dict)
@@ -102,6 +105,7 @@ class Resolver:
     ) -> Generator[ResolvedPortion, None, None]:
         """The portions in their order; see `resolve_portions`."""
         readers = [source.reader for source in self.sources]
+        self._encodes_here = workers in (0, "auto")
         uncommitted = 0
         chunks = encode_chunks(
             self._chunks(portions), self.encoder, readers, workers=workers, bytes_left=lambda: self.bytes_left
@@ -143,6 +147,9 @@ class Resolver:
                     self._under_way.add(key)
                     pending.fresh.append(place)
             rows = [row for row in map(portion.read.__getitem__, pending.fresh) if isinstance(row, RowBytes)]
+            if rows and self._encodes_here and BYTES_WORTH_HASTE <= self.bytes_left < math.inf:
+                self.encoder.expect_many_rows()
+                self._encodes_here = False  # once is enough
             yield Chunk(
                 tag=pending,
                 rows=rows,
