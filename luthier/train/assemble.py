@@ -172,15 +172,16 @@ def make_trainer(
         loader_state(schedule, data, step).save(folder)
         run_folder.write_run_config(config, folder)
 
+    stream = train_stream(
+        data.train,
+        schedule,
+        collating,
+        rank=world.rank,
+        first_step=first_step or 0,
+        num_workers=config.runtime.dataloader_num_workers,
+    )
     parts = TrainerParts(
-        stream=train_stream(
-            data.train,
-            schedule,
-            collating,
-            rank=world.rank,
-            first_step=first_step or 0,
-            num_workers=config.runtime.dataloader_num_workers,
-        ),
+        stream=stream,
         eval_stream=_eval_stream(config, data, collating, world),
         sources=data.sources,
         eval_sources=data.eval_sources,
@@ -196,7 +197,7 @@ def make_trainer(
     )
     arguments = training_arguments(
         config,
-        max_steps=schedule.horizon,
+        max_steps=stream.first_step if stream.is_over else schedule.horizon,  # the horizon may be an estimate
         evaluates=evaluates,
         evaluates_first=evaluates and first_step is None,
     )

@@ -41,7 +41,7 @@ class PlainLines:
                 self._first = (event.step, self.clock())
             case StepRecord():
                 now = self.clock()
-                if now - self._printed >= SECONDS_BETWEEN_LINES or event.step >= self.max_steps:
+                if now - self._printed >= SECONDS_BETWEEN_LINES or event.step == self.max_steps:
                     self._printed = now
                     self._print(
                         f"step {event.step}/{self.max_steps}  {_numbers(event)}  ETA {self._eta(event.step, now)}"
@@ -58,7 +58,7 @@ class PlainLines:
         if self._first is None or step <= self._first[0]:
             return "?"
         first, begun = self._first
-        seconds = round((now - begun) / (step - first) * (self.max_steps - step))
+        seconds = round((now - begun) / (step - first) * max(0, self.max_steps - step))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 

@@ -70,8 +70,13 @@ class TrainStream:
     first_step: int
 
     def __len__(self) -> int:
-        is_over = self.first_step > 0 and self.schedule.is_last(self.first_step - 1)
-        return self.first_step * self.schedule.settings.micro_batches_per_step if is_over else ENDLESS
+        settings = self.schedule.settings
+        return self.first_step * (settings.micro_batches_per_step // settings.num_ranks) if self.is_over else ENDLESS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left."""
+        return self.first_step > 0 and self.schedule.is_last(self.first_step - 1)
 
     def __iter__(self) -> Iterator[Batch]:
         return iterate_batches(self.reader, self.planned(), num_workers=self.num_workers)

@@ -21,6 +21,7 @@ from luthier.errors import BudgetError, CheckpointError, SourceError
 from luthier.loader.choosing import feed_folder, prepares_meanwhile
 from luthier.loader.feed import Feed
 from luthier.loader.feed_files import FeedJob
+from luthier.loader.live_plan import StreamPlan
 from luthier.presets.skills import skills_rows
 from luthier.train.fit import fit_data
 from luthier.train.live import open_live_data
@@ -101,6 +102,18 @@ def test_every_row_is_trained_or_accounted_for(cold: tuple[RunResult, Path]) -> 
     assert result.steps[-1].learning_rate < 1e-4 < result.steps[len(result.steps) // 2].learning_rate
     quarantine = Path(result.output_dir) / "quarantine.jsonl"
     assert len(quarantine.read_text().splitlines()) == 1
+
+
+def test_a_finished_run_started_again_trains_no_further(
+    cold: tuple[RunResult, Path], rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where more steps had been expected than there were."""
+    result, store = cold
+    monkeypatch.setattr(StreamPlan, "_look_ahead", lambda plan: (plan.step(0) and 10_000, False))
+    again = run_of(store.parent, rows, store)
+    assert again.resumed_from == f"checkpoint-{result.global_step}"
+    assert (again.global_step, again.max_steps) == (result.global_step, result.max_steps)
+    assert losses(again) == losses(result)
 
 
 def test_a_warm_store_gives_the_same_run(cold: tuple[RunResult, Path], rows: Path, tmp_path: Path) -> None:

@@ -68,6 +68,9 @@ def test_a_run_that_is_over_has_a_length_that_says_so() -> None:
     stream = _stream()
     assert len(_stream(first_step=stream.schedule.total_steps)) == 4 * stream.schedule.total_steps
     assert len(_stream(first_step=stream.schedule.total_steps - 1)) > 10**9
+    for ranks in (2, 4):  # of which each has its share
+        shared = _stream(ranks=ranks, first_step=stream.schedule.total_steps)
+        assert len(shared) == 4 // ranks * stream.schedule.total_steps
 
 
 def test_slots_of_a_smaller_step_are_blanks_without_targets() -> None:
