@@ -112,6 +112,7 @@ def plan(
 
         from luthier.check.devices import check_name
         from luthier.check.tables import plan_table
+        from luthier.loader.choosing import prepares_meanwhile
 
         check_name(device)  # before the data is prepared, which may take long
         loaded = prepare_data(run, output.console)
@@ -120,6 +121,11 @@ def plan(
         found = plan_of(loaded, schedule)
         output.console.print()
         output.console.print(plan_table(found))
+        if prepares_meanwhile(run):
+            output.console.print(
+                "[dim]  `luthier train` shuffles these rows as they come (data.prepare): its packs, steps and held-out "
+                "rows are others, about as many[/]"
+            )
         output.console.print()
         estimate = _estimate(loaded, schedule, found, output, device=device, utilisation=utilisation)
         output.emit({**msgspec.to_builtins(found), "estimate": estimate})

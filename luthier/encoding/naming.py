@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ABOUT = "about.json"
 USERS = "users"
-WORK = "work"
+WORK = "shared-work"
 UNITS = "units"  # in a store: results of stretches of files, by the digest of their bytes
 SPOOL = "spool"  # beside the stores: rows of files that can only be read from their beginning
 FEEDS = "feeds"  # beside the stores: what is handed to runs that train while their rows are prepared

@@ -10,13 +10,13 @@ A file appears under its name when it is whole.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from luthier.config.schema import RunConfig
+from luthier.encoding.disk import Disk
 from luthier.encoding.prepared import SourceInfo
 from luthier.errors import BudgetError, SourceError, StoreError, TemplateError, TokenizerError, UserError
 
@@ -87,7 +87,5 @@ def portion_file(kind: str, number: int) -> str:
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Write a file at once or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    """Write a file at once or not at all; after a power cut nobody reads it. Raises `StoreError`."""
+    Disk().publish(path, [content], durable=False)

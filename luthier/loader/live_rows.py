@@ -21,6 +21,7 @@ from luthier.errors import RowDropped
 from luthier.ledger import Ledger
 from luthier.loader.growing import GrowingTable
 from luthier.loader.places import PLACE, Places, segment_at
+from luthier.loader.planning import places_of
 from luthier.records import Address, Segment
 
 Ints = NDArray[np.int64]
@@ -168,16 +169,11 @@ class LiveSegments:
         counts = np.bincount(index.row_ids, minlength=len(places))
         first = len(self) + np.cumsum(counts) - counts
         keys = portion.keys[places][:, :8].copy().view("<u8").reshape(-1)
-        self._table.append(_records(index, kept, keys))
+        self._table.append(_records(index, keys))
         return first, counts, index.ledger
 
 
-def _records(index: SegmentIndex, rows: PreparedSet, keys: NDArray[np.uint64]) -> NDArray[Any]:
-    leaf, start, stop, open_end = index.cuts()
+def _records(index: SegmentIndex, keys: NDArray[np.uint64]) -> NDArray[Any]:
     records = np.zeros(len(index), dtype=_COLUMNS)
-    place = records["place"]
-    place["sample"], place["leaf"], place["start"], place["stop"] = index.sample_ids, leaf, start, stop
-    place["num_targets"], place["open_end"] = index.num_targets, open_end
-    place["file"], place["row"] = rows.file_ids[index.row_ids], rows.row_numbers[index.row_ids]
-    place["source"], records["key"] = index.source_ids, keys[index.row_ids]
+    records["place"], records["key"] = places_of(index), keys[index.row_ids]
     return records

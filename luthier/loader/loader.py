@@ -21,7 +21,8 @@ from luthier.encoding.prepared import Prepared, PreparedSet
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import CheckpointError, UserError
 from luthier.ledger import Ledger
-from luthier.loader.places import PLACE, PlannedMicroBatch
+from luthier.loader.places import PlannedMicroBatch
+from luthier.loader.planning import SegmentPlaces
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
 from luthier.loader.settings import LoaderOptions, LoaderSettings
@@ -73,7 +74,7 @@ class Loader:
                 f"no row is left at max_length={settings.max_length}", hint="raise max_length, or set overflow='split'"
             )
         self._table = self._segments.table()
-        self._places = _places(self._segments)
+        self._places = SegmentPlaces.of_index(self._segments)
         self._reader = BatchReader(self._rows.store, settings.collation)
         self._data = _identity(self._rows, self._table)
         self._plan: EpochPlan | None = None
@@ -153,18 +154,14 @@ class Loader:
         """The rest of the epoch on this rank."""
         plan, settings = self._epoch_plan(), self.settings
         for number in range(self._num_given, len(self)):
-            packs = _packs(plan, number * settings.world_size + settings.rank)
-            places = self._places[np.array([i for pack in packs for i in pack], dtype=np.int64)]
-            yield PlannedMicroBatch(
-                step=number // settings.gradient_accumulation_steps,
-                places=places,
-                pack_bounds=list(itertools.accumulate(map(len, packs), initial=0)),
-                files={file: self._rows.files[file] for file in set(places["file"].tolist())},
-            )
+            slot = number * settings.world_size + settings.rank
+            step = number // settings.gradient_accumulation_steps
+            yield self._places.micro_batch(plan, slot if slot < len(plan) else None, step=step)
 
     def _segments_of_step(self, step: int) -> Ints:
         plan = self._epoch_plan()
-        return np.array([i for g in plan.of_step(step) for pack in _packs(plan, g) for i in pack], dtype=np.int64)
+        batches = (plan[number] for number in plan.of_step(step))
+        return np.array([i for b in batches if not b.dummy for pack in b.packs for i in pack], dtype=np.int64)
 
     def _num_targets(self, step: int) -> int:
         return int(self._table.num_targets[self._segments_of_step(step)].sum())
@@ -215,24 +212,6 @@ class Loader:
 
     def _address(self, row: int) -> Address:
         return self._rows.address(row)
-
-
-def _packs(plan: EpochPlan, micro_batch: int) -> tuple[tuple[int, ...], ...]:
-    """Segment ids; nothing for a slot that the plan does not fill."""
-    if micro_batch >= len(plan):
-        return ()
-    planned = plan[micro_batch]
-    return () if planned.dummy else planned.packs
-
-
-def _places(segments: SegmentIndex) -> NDArray[Any]:
-    rows = segments.prepared
-    places = np.zeros(len(segments), dtype=PLACE)
-    places["sample"], places["num_targets"] = segments.sample_ids, segments.num_targets
-    places["leaf"], places["start"], places["stop"], places["open_end"] = segments.cuts()
-    places["file"], places["row"] = rows.file_ids[segments.row_ids], rows.row_numbers[segments.row_ids]
-    places["source"] = segments.source_ids
-    return places
 
 
 def _identity(rows: PreparedSet, table: SegmentTable) -> str:

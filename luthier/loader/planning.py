@@ -28,13 +28,7 @@ class SegmentPlaces:
     @classmethod
     def of_index(cls, index: SegmentIndex) -> Self:
         """In the store."""
-        rows = index.prepared
-        places = np.zeros(len(index), dtype=PLACE)
-        places["sample"], places["num_targets"] = index.sample_ids, index.num_targets
-        places["leaf"], places["start"], places["stop"], places["open_end"] = index.cuts()
-        places["file"], places["row"] = rows.file_ids[index.row_ids], rows.row_numbers[index.row_ids]
-        places["source"] = index.source_ids
-        return cls(places=places, files=dict(enumerate(rows.files)))
+        return cls(places=places_of(index), files=dict(enumerate(index.prepared.files)))
 
     @classmethod
     def of_segments(cls, segments: Sequence[Segment], source_ids: Ints) -> Self:
@@ -65,3 +59,14 @@ class SegmentPlaces:
             pack_bounds=list(itertools.accumulate(map(len, planned.packs), initial=0)),
             files={file: self.files[file] for file in set(places["file"].tolist())},
         )
+
+
+def places_of(index: SegmentIndex) -> Places:
+    """Where the tokens of all segments of an index are."""
+    rows = index.prepared
+    places = np.zeros(len(index), dtype=PLACE)
+    places["sample"], places["num_targets"] = index.sample_ids, index.num_targets
+    places["leaf"], places["start"], places["stop"], places["open_end"] = index.cuts()
+    places["file"], places["row"] = rows.file_ids[index.row_ids], rows.row_numbers[index.row_ids]
+    places["source"] = index.source_ids
+    return places

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import RunConfig
+from luthier.encoding.prepared import hold_out_order, num_held_out
 from luthier.errors import UserError
 from luthier.packing.mixture import MixtureSettings, row_order
 
@@ -53,12 +54,11 @@ def held_out_rows(num_rows: int, size: float | int | None, *, seed: int) -> Ints
     """
     if not size:
         return np.zeros(0, dtype=np.int64)
-    wanted = round(size * num_rows) if size < 1 else int(size)
+    wanted = num_held_out(size, num_rows)
     if not 0 < wanted < num_rows:
         raise UserError(
             f"data.eval_split={size:g} holds out {wanted} of {num_rows} rows: "
             + ("nothing to evaluate on" if wanted < 1 else "nothing is left to train on"),
             hint="choose another data.eval_split, or name evaluation data with data.eval",
         )
-    rng = np.random.Generator(np.random.PCG64(seed))
-    return np.sort(rng.permutation(num_rows)[:wanted]).astype(np.int64)
+    return np.sort(hold_out_order(num_rows, seed=seed)[:wanted])

@@ -11,7 +11,7 @@ import pytest
 from luthier import __version__
 from luthier.encoding.disk import Hold
 from luthier.encoding.manifest import MANIFEST
-from luthier.encoding.naming import store_folder
+from luthier.encoding.naming import WORK, store_folder
 from luthier.encoding.shard import freeze_sample
 from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.encoding.store_cleaning import clean_stores
@@ -99,15 +99,15 @@ def test_a_store_that_cannot_be_read_is_listed_with_the_reason(tmp_path):
 def litter(folder):
     (folder / ".tmp-1-abc").write_bytes(b"x" * 100)
     (folder / "shard-00.bin").write_bytes(b"x" * 50)
-    (folder / "work" / "list").mkdir(parents=True)
+    (folder / WORK / "list").mkdir(parents=True)
     (folder / "units").mkdir(exist_ok=True)
     (folder / "units" / ".tmp-1-def").write_bytes(b"x" * 3)
-    (folder / "work" / "list" / "file").write_bytes(b"x" * 7)
+    (folder / WORK / "list" / "file").write_bytes(b"x" * 7)
     return {
         folder / ".tmp-1-abc": 100,
         folder / "shard-00.bin": 50,
         folder / "units" / ".tmp-1-def": 3,
-        folder / "work": 7,
+        folder / WORK: 7,
     }
 
 
@@ -153,7 +153,7 @@ def test_a_store_in_use_is_left_alone(tmp_path):
 
 def test_a_store_on_which_another_node_is_at_work_is_left_alone(tmp_path):
     folder = make(tmp_path, "a", range(3))
-    with WorkList(folder / "work" / "list", 3, heartbeat=False):
+    with WorkList(folder / WORK / "list", 3, heartbeat=False):
         assert clean_stores(tmp_path).in_use == (folder,)
     assert clean_stores(tmp_path).in_use == ()
 

@@ -179,6 +179,14 @@ def test_what_stops_the_feed_stops_training(rows: Path, tmp_path: Path) -> None:
         train(config)
 
 
+@pytest.mark.parametrize(("prepare", "says"), [("meanwhile", True), ("before", False)])
+def test_the_plan_says_where_training_shuffles_otherwise(rows: Path, tmp_path: Path, prepare: str, says: bool) -> None:
+    config = write_config(tmp_path, rows, tmp_path / "store", **{"data.prepare": prepare})
+    command = [sys.executable, "-m", "luthier.cli.main", "plan", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ("shuffles these rows as they come" in " ".join(done.stdout.split())) == says
+
+
 def test_small_data_is_prepared_before(rows: Path, tmp_path: Path) -> None:
     small = load_config(str(write_config(tmp_path, rows, tmp_path / "store", **{"data.prepare": "auto"})))
     assert not prepares_meanwhile(small)
