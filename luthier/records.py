@@ -318,6 +318,8 @@ class Sample:
     weight     float32[T]  or None, which means 1.0 everywhere
     branches               plain SFT has one; their lengths sum to T
     notes                  what is worth knowing of the row, and how often: control strings in its text …
+    verdict                of a `Preference` its margin (0.0 where the row gives none): its first leaf is the chosen
+                           continuation, its second the rejected one; of a `Feedback` 1.0 if it is desirable, else 0.0
     """
 
     input_ids: NDArray[np.int32]
@@ -326,6 +328,7 @@ class Sample:
     branches: tuple[Branch, ...]
     media: tuple[MediaItem, ...] = ()
     notes: tuple[tuple[str, int], ...] = ()
+    verdict: float | None = None
     address: Address = NOWHERE
 
     def segments(self) -> list[Segment]:
@@ -389,8 +392,40 @@ class Pack:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Targets:
+    """What a batch must predict, token by token: K targets in S segments.
+
+    positions_K  int64, where the prediction is made, in the flattened batch (``b * T + t``). Where branches share their
+                 prompt, several targets are predicted at its last token
+    ids_K        int64, what is to be predicted there
+    segments_K   int64, which segment of the batch the target belongs to, ascending
+    weights_K    float32, or None: 1.0 everywhere
+    """
+
+    positions_K: torch.Tensor
+    ids_K: torch.Tensor
+    segments_K: torch.Tensor
+    weights_K: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """What must stay together in a micro-batch: one row's segments, where an objective compares them.
+
+    segments  numbers of its segments in the batch: of a preference the chosen one and the rejected one; of feedback the
+              completion and, where the objective wants it, the prompt with another row's completion
+    verdict   as in `Sample`
+    leaves    for each of its segments, its number among all leaves of the store; -1 for one that is no leaf
+    """
+
+    segments: tuple[int, ...]
+    verdict: float
+    leaves: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """What the model gets in one micro-batch. B rows, T tokens a row.
+    """What the model gets in one micro-batch. B rows, T tokens a row, S segments.
 
     model_inputs       keyword arguments of ``model(**model_inputs)``
     labels_BT          int64, already shifted: ``labels[t]`` is the id that the logits at ``t`` must predict
@@ -399,6 +434,8 @@ class Batch:
     segment_starts     per row, where its segments begin
     addresses          of the row of each segment, for error messages
     sources            of each segment, in the same order: which data set of the run it is from; () where nobody said
+    targets            the labels as a list, which is what objectives read
+    units              of objectives that compare segments; () for others
     """
 
     model_inputs: dict[str, Any]
@@ -408,6 +445,13 @@ class Batch:
     segment_starts: tuple[tuple[int, ...], ...]
     addresses: tuple[Address, ...] = field(default=())
     sources: tuple[int, ...] = field(default=())
+    targets: Targets
+    units: tuple[Unit, ...] = field(default=())
+
+    @property
+    def num_segments(self) -> int:
+        """S; padding is no segment."""
+        return sum(map(len, self.segment_starts))
 
     def to_dict(self, *, labels: Literal["shifted", "unshifted"]) -> dict[str, Any]:
         """The batch as keyword arguments, ``labels`` among them.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from luthier.collation.grid import CollateSettings, Grid, lay_out
 from luthier.layout import cu_seqlens, position_ids, segment_starts
-from luthier.records import IGNORE_INDEX, Address, Batch, Pack
+from luthier.records import IGNORE_INDEX, Address, Batch, Pack, Targets, Unit
 
 
 def collate_packs(
@@ -43,11 +43,16 @@ def collate_packs(
 
 
 def to_batch(
-    grid: Grid, how: CollateSettings, *, addresses: tuple[Address, ...] = (), sources: tuple[int, ...] = ()
+    grid: Grid,
+    how: CollateSettings,
+    *,
+    addresses: tuple[Address, ...] = (),
+    sources: tuple[int, ...] = (),
+    units: tuple[Unit, ...] = (),
 ) -> Batch:
     """The batch that a grid stands for: int64 where torch and transformers want it, positions counted out.
 
-    ``addresses`` and ``sources`` are those of its segments, row by row.
+    ``addresses`` and ``sources`` are those of its segments, row by row; ``units`` say which belong together.
     """
     import torch
 
@@ -66,6 +71,23 @@ def to_batch(
         segment_starts=tuple(tuple(segment_starts(row).tolist()) for row in grid.lengths),
         addresses=addresses,
         sources=sources,
+        targets=_targets(grid),
+        units=units,
+    )
+
+
+def _targets(grid: Grid) -> Targets:
+    import torch
+
+    positions_K = np.flatnonzero(grid.learned_BT)  # never in a row's last column, so the next token is of the same row
+    width = grid.ids_BT.shape[1]
+    starts = [row * width + start for row, of_row in enumerate(grid.lengths) for start in segment_starts(of_row)]
+    weights = None if grid.weights_BT is None else torch.from_numpy(grid.weights_BT.reshape(-1)[positions_K])
+    return Targets(
+        positions_K=torch.from_numpy(positions_K),
+        ids_K=torch.from_numpy(grid.ids_BT.reshape(-1)[positions_K + 1].astype(np.int64)),
+        segments_K=torch.from_numpy(np.searchsorted(starts, positions_K, side="right") - 1),
+        weights_K=weights,
     )
 
 
