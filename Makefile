@@ -18,12 +18,14 @@ help:
 
 setup: $(READY)
 
-# uv installs in seconds; where it cannot be used, pip does the same.
+# uv installs in seconds; where it cannot be used, pip does the same. What is compiled now is not compiled at each start,
+# which would take a second of `luthier prepare` wherever Python must not write bytecode.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet uv -c constraints.txt
-	$(RUN)/uv pip install --quiet --python $(RUN)/python -c constraints.txt -e '.[all,dev]' \
+	$(RUN)/uv pip install --quiet --compile-bytecode --python $(RUN)/python -c constraints.txt -e '.[all,dev]' \
 	  || $(RUN)/python -m pip install --quiet -c constraints.txt -e '.[all,dev]'
+	@$(RUN)/python -m compileall -q luthier
 	@touch $(READY)
 
 quickstart: $(READY)

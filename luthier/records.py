@@ -320,6 +320,8 @@ class Sample:
     notes                  what is worth knowing of the row, and how often: control strings in its text …
     verdict                of a `Preference` its margin (0.0 where the row gives none): its first leaf is the chosen
                            continuation, its second the rejected one; of a `Feedback` 1.0 if it is desirable, else 0.0
+    prompt_turns           of these two, where the user's messages begin in the first branch, which is the prompt: a
+                           prompt that is too long may be cut there
     """
 
     input_ids: NDArray[np.int32]
@@ -329,6 +331,7 @@ class Sample:
     media: tuple[MediaItem, ...] = ()
     notes: tuple[tuple[str, int], ...] = ()
     verdict: float | None = None
+    prompt_turns: tuple[int, ...] = ()
     address: Address = NOWHERE
 
     def segments(self) -> list[Segment]:
@@ -407,6 +410,15 @@ class Targets:
     segments_K: torch.Tensor
     weights_K: torch.Tensor | None = None
 
+    def to(self, device: torch.device) -> Targets:
+        """The same on another device."""
+        return Targets(
+            positions_K=self.positions_K.to(device),
+            ids_K=self.ids_K.to(device),
+            segments_K=self.segments_K.to(device),
+            weights_K=None if self.weights_K is None else self.weights_K.to(device),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
@@ -431,11 +443,12 @@ class Batch:
     labels_BT          int64, already shifted: ``labels[t]`` is the id that the logits at ``t`` must predict
     weights_BT         float32 or None (1.0 everywhere), aligned with ``labels_BT``
     num_targets        labels that are not IGNORE_INDEX
-    segment_starts     per row, where its segments begin
+    segment_starts     per row, where its segments begin; of trees, where their leaves do
     addresses          of the row of each segment, for error messages
     sources            of each segment, in the same order: which data set of the run it is from; () where nobody said
     targets            the labels as a list, which is what objectives read
     units              of objectives that compare segments; () for others
+    branches           per row, what it is made of: whole segments, or the branches of trees that share their beginnings
     """
 
     model_inputs: dict[str, Any]
@@ -447,6 +460,7 @@ class Batch:
     sources: tuple[int, ...] = field(default=())
     targets: Targets
     units: tuple[Unit, ...] = field(default=())
+    branches: tuple[tuple[Branch, ...], ...] = field(default=())
 
     @property
     def num_segments(self) -> int:
@@ -460,8 +474,14 @@ class Batch:
         loss: ``model(**batch.to_dict(labels="unshifted")).loss`` and every trainer that is built on it.
         ``shifted``: as in ``labels_BT``, for a loss of one's own; with ``weights`` if there are any.
 
-        Raises ``ValueError`` for unshifted labels with weights, which such a loss would leave out.
+        Raises ``ValueError`` for unshifted labels with weights, which such a loss would leave out, and for a batch of
+        shared trees, where a position may have several labels.
         """
+        if self.labels_BT.numel() == 0:
+            raise ValueError(
+                "this batch holds token trees whose branches share their beginnings, so a position may have several "
+                "labels: read batch.targets, or collate with the packed layout"
+            )
         if labels == "shifted":
             weights = {} if self.weights_BT is None else {"weights": self.weights_BT}
             return {**self.model_inputs, "labels": self.labels_BT, **weights}

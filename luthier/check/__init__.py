@@ -2,7 +2,7 @@
 
 Read in this order: tokens, owners, origins, facts, show, show_text, show_terminal, show_blocks, show_html, diff,
 diff_pairs, diff_settings, diff_runs, diff_terminal, diff_html, plan, stats, tables, devices, model_shape, estimate,
-estimate_terminal, environment, verify_records, verify_tokens, verify_neutral, verify_policy, verify_weights,
-verify_expected, verify_answer, verify_learned, verify_runs, verify_structure, verify_server, verify_row, verify_kwargs,
-verify_samples, verify, verify_terminal.
+estimate_terminal, environment, verify_records, verify_tokens, verify_neutral, verify_policy, verify_compared,
+verify_weights, verify_expected, verify_answer, verify_learned, verify_runs, verify_structure, verify_server,
+verify_row, verify_kwargs, verify_samples, verify, verify_terminal.
 """

@@ -15,6 +15,7 @@ from luthier.encoding.owners import AGAIN, leaf_owners, sample_difference, token
 from luthier.encoding.prepared import PreparedSet
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import RowError, SourceError, StoreError
+from luthier.packing import Units
 from luthier.records import Address, Piece, Row, Sample
 from luthier.sources import RowBytes, Source
 from luthier.sources.origins import LocalFiles, Origin
@@ -26,6 +27,7 @@ class SegmentOrigin:
 
     ``run`` counts from 1. ``owners`` has one entry a token, or none at all where they cannot be known; ``finding``
     then says why. ``run_tokens`` is the length of the whole run: more than the segment has if the run was cut.
+    ``continuation``: what it is compared as, None where nothing is compared.
     """
 
     run: int
@@ -34,6 +36,7 @@ class SegmentOrigin:
     run_tokens: int
     owners: tuple[Owner, ...] = ()
     finding: str | None = None
+    continuation: str | None = None
 
 
 def row_origins(
@@ -51,10 +54,17 @@ def row_origins(
 
 
 def segment_origin(index: SegmentIndex, segment: int, of_row: Sequence[SegmentOrigin]) -> SegmentOrigin:
-    """The origin of a segment of the index, cut as the segment is; ``of_row`` are the runs of its row."""
+    """The origin of a segment of the index, cut as the segment is; ``of_row`` are the runs of its row.
+
+    Of a prompt with another row's completion the owners are not told: its tokens are those of two rows.
+    """
     leaf, start, stop = index.place(segment)
     run = of_row[leaf]
-    return replace(run, start=start, owners=run.owners[start:stop])
+    if index.units is Units.FEEDBACK_KL and segment % 2:
+        what = "this row's prompt with another row's answer, as many tokens of it as there is room for (KL estimate)"
+        return SegmentOrigin(run=1, num_runs=1, start=0, run_tokens=0, continuation=what)
+    head = index.head(segment)
+    return replace(run, start=start - head, owners=run.owners[:head] + run.owners[start:stop])
 
 
 def find_rows(source: Source, addresses: Collection[Address]) -> dict[Address, Row | RowError]:
@@ -99,7 +109,9 @@ def _until_found(origin: Origin, wanted: set[Address]) -> Iterator[RowBytes | Ro
 def _origins(sample: Sample, row: Row | RowError | None, encoder: Encoder) -> list[SegmentOrigin]:
     lengths = [len(segment) for segment in sample.segments()]
     runs = [
-        SegmentOrigin(run=number, num_runs=len(lengths), start=0, run_tokens=length)
+        SegmentOrigin(
+            run=number, num_runs=len(lengths), start=0, run_tokens=length, continuation=_continuation(sample, number)
+        )
         for number, length in enumerate(lengths, start=1)
     ]
     try:
@@ -114,6 +126,14 @@ def _origins(sample: Sample, row: Row | RowError | None, encoder: Encoder) -> li
     special = encoder.tokenizer.control.special
     owners = [name_owners(run_pieces, speakers, special=special) for run_pieces in pieces]
     return [replace(run, owners=tuple(of_run)) for run, of_run in zip(runs, owners, strict=True)]
+
+
+def _continuation(sample: Sample, run: int) -> str | None:
+    if sample.verdict is None:
+        return None
+    if len(sample.branches) == 2:  # a prompt and what follows it
+        return f"the answer to a prompt, {'desirable' if sample.verdict else 'undesirable'}"
+    return f"the {'chosen' if run == 1 else 'rejected'} one of two answers to a prompt, margin {sample.verdict:g}"
 
 
 def _checked_pieces(sample: Sample, row: Row, encoder: Encoder) -> list[list[Piece]]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from luthier.records import ControlPiece, Conversation, Document, Feedback, Piece, Preference, Row, TextPiece
+from luthier.records import ControlPiece, Conversation, Document, Feedback, Message, Piece, Preference, Row, TextPiece
 
 TEMPLATE = "template"
 PROMPT = "template (prompt)"
@@ -49,14 +49,25 @@ class Speaker:
 def speakers_of(row: Row, *, default_system: str | None) -> list[Speaker]:
     """The speakers of a row's messages as they are rendered: with the run's system message, if it supplies one."""
     match row:
-        case Conversation():
-            said = [Speaker(message=number, role=message.role) for number, message in enumerate(row.messages)]
+        case Conversation() | Preference() | Feedback():
+            said = [Speaker(message=number, role=message.role) for number, message in enumerate(_messages(row))]
             is_supplied = default_system is not None and not (said and said[0].role == "system")
             return [Speaker(message=None, role="system"), *said] if is_supplied else said
-        case Document() | Preference() | Feedback():
+        case Document():
             return []
         case _:
             raise AssertionError(f"unknown kind of row {row!r}")
+
+
+def _messages(row: Conversation | Preference | Feedback) -> tuple[Message, ...]:
+    """The row's messages; of two continuations the longer one, for both are numbered on from the prompt."""
+    match row:
+        case Conversation():
+            return row.messages
+        case Preference():
+            return (*row.prompt, *max(row.chosen, row.rejected, key=len))
+        case Feedback():
+            return (*row.prompt, *row.completion)
 
 
 def name_owners(pieces: Sequence[Piece], speakers: Sequence[Speaker], *, special: Collection[str]) -> list[Owner]:

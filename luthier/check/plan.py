@@ -16,6 +16,7 @@ from luthier.packing import (
     PlanSettings,
     PlanSummary,
     SourceShare,
+    Units,
     describe,
     plan_epoch,
     realised_mixture,
@@ -69,6 +70,7 @@ class RunPlan:
     packing: Packing
     max_length: int
     overflow: Overflow
+    units: Units
     num_ranks: int
     rows_per_micro_batch: int
     micro_batches_per_step: int
@@ -100,6 +102,7 @@ def plan_run(
         packing=config.train.packing,
         max_length=config.data.max_length,
         overflow=config.data.overflow,
+        units=settings.units,
         num_ranks=num_ranks,
         rows_per_micro_batch=settings.rows_per_micro_batch,
         micro_batches_per_step=settings.micro_batches_per_step,
@@ -133,7 +136,8 @@ def plan_data(index: SegmentIndex, settings: PlanSettings, first_epoch: EpochPla
 def longest_rows(index: SegmentIndex, count: int = NUM_LONGEST) -> tuple[LongRow, ...]:
     """The rows with the longest segments, longest first, each row once."""
     found: dict[int, int] = {}  # row -> its longest segment; dicts keep the order
-    for segment in np.argsort(-index.lengths, kind="stable").tolist():
+    own_lengths = np.where(index.num_targets > 0, index.lengths, 0)  # not the completions of other rows
+    for segment in np.argsort(-own_lengths, kind="stable").tolist():
         found.setdefault(int(index.row_ids[segment]), segment)
         if len(found) == count:
             break

@@ -39,6 +39,7 @@ class SegmentView:
 
     It is the part from token ``start`` of root-to-leaf run ``run`` of ``num_runs`` of its row, a run of ``run_tokens``
     tokens. ``finding`` is what was found to be wrong with it: that the store does not hold what rendering gives.
+    ``continuation`` is what it is compared as, if it is.
     """
 
     address: str
@@ -50,12 +51,15 @@ class SegmentView:
     run_tokens: int | None = None
     learned: tuple[str, ...] = ()
     finding: str | None = None
+    continuation: str | None = None
 
     @property
     def notes(self) -> list[str]:
         """What a reader should know of this part of the row, in sentences."""
         notes = []
-        if self.num_runs > 1:
+        if self.continuation is not None:
+            notes.append(self.continuation)
+        elif self.num_runs > 1:
             notes.append(
                 f"run {self.run} of {self.num_runs}: the template renders the history differently once later turns "
                 f"follow, so {_and(self.learned) or 'these turns'} {'is' if len(self.learned) == 1 else 'are'} learned "
@@ -236,6 +240,7 @@ def _segment_view(address: str, tokens: Sequence[TokenView], origin: SegmentOrig
         run_tokens=origin.run_tokens,
         learned=tuple(dict.fromkeys(learned)),
         finding=origin.finding,
+        continuation=origin.continuation,
     )
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from luthier.check.plan import DataPlan, LongRow, RunPlan
 from luthier.check.stats import Distribution, SourceStats, Stats
+from luthier.packing import Units
 
 BAR_WIDTH = 40
 
@@ -98,15 +99,25 @@ def _mixture(data: DataPlan) -> Table:
     return table
 
 
+_COMPARED = {
+    Units.PAIRS: "the two continuations of each row, which share a micro-batch",
+    Units.FEEDBACK: "each row's answer with its verdict",
+    Units.FEEDBACK_KL: "each row's answer with its verdict, and another row's answer to the same prompt (KL estimate)",
+}
+
+
 def _steps(plan: RunPlan) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
     table.add_column(style="dim")
     table.add_column()
     per_step = plan.micro_batches_per_step
     accumulation = per_step // plan.num_ranks
-    sharing = f"packed, {plan.max_length:,} tokens each" if plan.packing.is_packed else "padded to the longest"
+    capacity = plan.max_length * plan.units.size
+    sharing = f"packed, {capacity:,} tokens each" if plan.packing.is_packed else "padded to the longest"
     table.add_row("row of a batch", f"{sharing} (over {plan.max_length:,} tokens: {plan.overflow.value})")
     ranks = "" if plan.num_ranks == 1 else f" × {plan.num_ranks} devices"
+    if plan.units.are_compared:
+        table.add_row("what is compared", _COMPARED[plan.units])
     table.add_row("step", f"{plan.rows_per_micro_batch} rows × {accumulation} micro-batches{ranks}")
     table.add_row("steps per epoch", f"{plan.train.epoch.steps:,}")
     length = f"{plan.epochs:g} epochs" if plan.max_steps is None else f"train.max_steps={plan.max_steps}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from luthier.check.verify_compared import answers_of
 from luthier.config.schema import TemplateConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
-from luthier.records import Conversation, Row
+from luthier.records import Conversation, Document, Row
 from luthier.rendering.template import ChatTemplate
 
 MAX_ROWS_SEEN = 1000  # a variable that changes none of so many conversations is reported
@@ -28,8 +29,10 @@ class KwargsUse:
 
     def see(self, row: Row) -> None:
         """Look at one more row."""
-        if not self._without or not isinstance(row, Conversation) or self._num_seen >= MAX_ROWS_SEEN:
+        if not self._without or isinstance(row, Document) or self._num_seen >= MAX_ROWS_SEEN:
             return
+        if not isinstance(row, Conversation):
+            row = Conversation(messages=(*row.prompt, *answers_of(row)[0]), tools=row.tools)
         self._num_seen += 1
         assert self._template is not None, "there are variables, so there is a template"
         with_all = _texts(self._template, row)

@@ -27,6 +27,7 @@ class Check(StrEnum):
     DECODES = "decodes"
     IDS_IN_VOCABULARY = "ids_in_vocabulary"
     BRANCHES = "branches"
+    VERDICT = "verdict"
     DETERMINISTIC = "deterministic"
     HUGGING_FACE = "hugging_face"
     SERVED_TOKENS = "served_tokens"
@@ -45,6 +46,7 @@ MEANING: Mapping[Check, str] = {
     Check.DECODES: "a whole sequence reads as the template renders it",
     Check.IDS_IN_VOCABULARY: "every id is in the vocabulary",
     Check.BRANCHES: "the token tree is whole, and each answer is learned once",
+    Check.VERDICT: "what a row says of its continuations (margin, label) goes with them",
     Check.DETERMINISTIC: "encoding the row again gives the same",
     Check.HUGGING_FACE: "ids are those of apply_chat_template, but for merges over the seam",
     Check.SERVED_TOKENS: "the server makes the same tokens of the same messages",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from luthier.check.verify_compared import answers_of, as_conversation, as_sample, comparison_faults
 from luthier.check.verify_expected import ExpectedRow, expected_document, expected_row
 from luthier.check.verify_learned import Home, Runs, find_home, supplied_faults, turn_faults
 from luthier.check.verify_records import Check, Method, RowVerdict, Violation
@@ -16,6 +18,8 @@ from luthier.check.verify_structure import begin_faults, token_faults, tree_faul
 from luthier.check.verify_tokens import ReferenceTokenizer, first_difference
 from luthier.encoding.encoder import Encoder
 from luthier.records import Conversation, Document, Feedback, Preference, Row, Sample
+from luthier.rendering.targets import TargetPolicy
+from luthier.rendering.template import ChatTemplate
 
 ALWAYS = (Check.HAS_TARGETS, Check.FINITE_WEIGHTS, Check.IDS_IN_VOCABULARY, Check.BRANCHES)
 OF_TURNS = (Check.PROMPT_TOKENS, Check.COMPLETION_TOKENS)
@@ -43,48 +47,65 @@ class RowVerifier:
         self.kwargs = encoder.options.kwargs
         self.policy = encoder.renderer.policy
 
-    def expected(self, row: Row) -> ExpectedRow | None:
-        """What the row's sample should hold; None for kinds of row that are not recomputed.
-
-        Raises `RowError` if the template refuses the row.
-        """
+    def expected(self, row: Conversation | Document, policy: TargetPolicy) -> ExpectedRow:
+        """What the row's sample should hold. Raises `RowError` if the template refuses the row."""
         match row:
             case Conversation():
-                assert self.template is not None, "a conversation has a sample, so there is a template"
-                return expected_row(row, self.template, self.tokenizer, self.policy)
+                return expected_row(row, self._need_template(), self.tokenizer, policy)
             case Document():
-                return expected_document(row, self.tokenizer, self.policy)
-            case Preference() | Feedback():
-                return None
-            case _:
-                raise AssertionError(f"unknown kind of row {row!r}")
+                return expected_document(row, self.tokenizer, policy)
 
     def verify(self, row: Row, sample: Sample) -> RowVerdict:
         """Compare a sample with its row. Raises `RowError` if the template refuses the row."""
+        match row:
+            case Conversation() | Document():
+                return self._verify(row, sample, self.policy)
+            case Preference() | Feedback():
+                return self._verify_compared(row, sample)
+
+    def _need_template(self) -> ChatTemplate:
+        assert self.template is not None, "the row has a sample, so there is a template"
+        return self.template
+
+    def _verify_compared(self, row: Preference | Feedback, sample: Sample) -> RowVerdict:
+        """Each continuation as an answer to the whole prompt, on the leaf that it should be."""
+        faults = [*tree_faults(sample), *comparison_faults(row, sample)]
+        applied = frozenset([Check.BRANCHES, Check.VERDICT, Check.NOTHING_SUPPLIED_TRAINED])
+        if any(fault.check is Check.BRANCHES for fault in faults):
+            return RowVerdict(method=Method.STRUCTURE_ONLY, applied=applied, violations=tuple(faults))
+        ruled = replace(self.policy, rules=())  # what rules say is said by the conversation itself
+        found: list[RowVerdict] = []
+        for run, (answer, leaf) in enumerate(zip(answers_of(row), sample.segments(), strict=True)):
+            conversation = as_conversation(row, answer, self._need_template(), self.policy)
+            verdict = self._verify(conversation, as_sample(leaf), ruled)
+            of_leaf = (replace(fault, run=run) for fault in verdict.violations)
+            found.append(replace(verdict, violations=tuple(of_leaf)))
+        return _together(found, faults, applied, sample)
+
+    def _verify(self, row: Conversation | Document, sample: Sample, policy: TargetPolicy) -> RowVerdict:
         faults = list(tree_faults(sample))
         if faults:
             return RowVerdict(
                 method=Method.STRUCTURE_ONLY, applied=frozenset([Check.BRANCHES]), violations=tuple(faults)
             )
         faults += token_faults(sample, self.tokenizer)
-        expected = self.expected(row)
+        expected = self.expected(row, policy)
         runs = Runs(
             segments=sample.segments(),
             address=str(row.address),
             tokenizer=self.tokenizer,
-            loosely=expected is not None and expected.method is Method.READ_BY_TEMPLATE,
+            loosely=expected.method is Method.READ_BY_TEMPLATE,
         )
         applied, notes = set(ALWAYS), Counter[str]()
-        if expected is not None:
-            faults += self._against(expected, sample, runs, applied, notes)
+        faults += self._against(expected, sample, runs, applied, notes)
         return RowVerdict(
-            method=Method.STRUCTURE_ONLY if expected is None else expected.method,
+            method=expected.method,
             applied=frozenset(applied),
             violations=tuple(faults),
-            num_turns=0 if expected is None else len(expected.turns),
+            num_turns=len(expected.turns),
             num_targets=int(sample.target.sum()),
             longest_run=max(len(segment) for segment in runs.segments),
-            control_strings={} if expected is None else expected.control_strings,
+            control_strings=expected.control_strings,
             notes=notes,
         )
 
@@ -145,3 +166,22 @@ class RowVerifier:
                 yield runs.fault(
                     Check.SERVED_TOKENS, what, message=turn.message, run=home.run, index=index, expected=served
                 )
+
+
+def _together(
+    found: Sequence[RowVerdict], faults: Sequence[Violation], applied: frozenset[Check], sample: Sample
+) -> RowVerdict:
+    """One verdict on a row from those on its continuations; what both hold (the prompt's text) is counted once."""
+    notes = Counter[str]()
+    for verdict in found:
+        notes.update(verdict.notes)
+    return RowVerdict(
+        method=found[0].method,
+        applied=applied.union(*(verdict.applied for verdict in found)),
+        violations=(*faults, *(fault for verdict in found for fault in verdict.violations)),
+        num_turns=sum(verdict.num_turns for verdict in found),
+        num_targets=int(sample.target.sum()),
+        longest_run=max(verdict.longest_run for verdict in found),
+        control_strings=max((verdict.control_strings for verdict in found), key=lambda counts: sum(counts.values())),
+        notes=notes,
+    )

@@ -73,6 +73,8 @@ def same_sample(first: Sample, second: Sample) -> str | None:
         if not np.array_equal(one, other):
             place = int((one != other).argmax()) if len(one) == len(other) else min(len(one), len(other))
             return f"{name} differ from token {place} on"
+    if first.verdict != second.verdict:
+        return f"verdicts {first.verdict} and {second.verdict}"
     return None if np.array_equal(_weights(first), _weights(second)) else "weights differ"
 
 

@@ -38,7 +38,8 @@ def estimate_of(
 def _shape(loaded: Loaded) -> ModelShape:
     from luthier.check.model_shape import shape_of
     from luthier.train.adapters import apply_adapter
-    from luthier.train.model import Vocabulary, build_weightless
+    from luthier.train.model import build_weightless
+    from luthier.train.vocabulary import Vocabulary
 
     config, tokenizer = loaded.config, loaded.encoder.tokenizer
     vocabulary = Vocabulary(

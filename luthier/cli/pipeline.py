@@ -55,19 +55,20 @@ def prepare_data(config: RunConfig, console: Console, *, ray_address: str | None
     from luthier.encoding.encoder import Encoder
     from luthier.encoding.prepare import prepare
     from luthier.encoding.segments import SegmentIndex
+    from luthier.loader.run_settings import units_of
 
     started = time.perf_counter()
     encoder = Encoder.from_config(config)
     with preparing(console, wanted=config.tracking.progress) as on_progress:
         prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address)
-    limit, overflow = config.data.max_length, config.data.overflow
+    limit, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
     held_out = prepared.eval
     return Loaded(
         config=config,
         encoder=encoder,
         prepared=prepared,
-        train=SegmentIndex(prepared.train, max_length=limit, overflow=overflow),
-        held_out=None if held_out is None else SegmentIndex(held_out, max_length=limit, overflow=overflow),
+        train=SegmentIndex(prepared.train, max_length=limit, overflow=overflow, units=units),
+        held_out=None if held_out is None else SegmentIndex(held_out, max_length=limit, overflow=overflow, units=units),
         seconds=time.perf_counter() - started,
     )
 

@@ -6,14 +6,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import numpy as np
+
 from luthier.check.origins import SegmentOrigin, row_origins, segment_origin
 from luthier.check.show import RowView, show_batch, show_pack, show_sample
 from luthier.cli.pipeline import Loaded
+from luthier.collation import CollateSettings
 from luthier.encoding.prepared import PreparedSet
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
+from luthier.loader.planning import SegmentPlaces
+from luthier.loader.reader import BatchReader
 from luthier.loader.run_settings import train_settings
-from luthier.packing import EpochPlan, plan_epoch
+from luthier.packing import EpochPlan, Units, plan_epoch
 from luthier.records import Pack
 from luthier.sources import open_sources, resolve_sources
 
@@ -63,8 +68,10 @@ class Selection:
             case Kind.PACK:
                 plan = _plan(index, loaded, rows_per_micro_batch=1)
                 self._check(len(plan), "packs")
-                (pack,), (origins,) = self._packs(plan, index, loaded)
-                return [show_pack(pack, tokenizer, title=self.title, control=control, origins=origins)]
+                return [  # one, or, of padded rows that are compared, all of a unit
+                    show_pack(pack, tokenizer, title=self.title, control=control, origins=origins)
+                    for pack, origins in zip(*self._packs(plan, index, loaded), strict=True)
+                ]
             case Kind.BATCH:
                 return self._batch(index, loaded, control)
             case _:
@@ -75,7 +82,9 @@ class Selection:
         self._check(len(prepared), "rows")
         row = self.number - 1
         of_row = self._origins([row], prepared, loaded)[row]
-        segments = [segment for segment in range(len(index)) if index.row_ids[segment] == row]
+        segments = np.flatnonzero(index.row_ids == row).tolist()
+        if index.units is Units.FEEDBACK_KL:
+            segments = segments[:1]  # another row's completion is a matter of the batch
         if not segments:  # cut away: show what it would have been
             views = show_sample(prepared[row], tokenizer, control=control, origins=of_row)
             return [_retitled(view, f"{view.title} (not trained: over data.max_length)") for view in views]
@@ -84,7 +93,7 @@ class Selection:
             show_pack(
                 Pack(segments=(index[segment],)),
                 tokenizer,
-                title=title if len(segments) == 1 else f"{title}, segment {number} of {len(segments)}",
+                title=f"{title}{_part_of_row(index, number, len(segments))}",
                 control=control,
                 origins=[segment_origin(index, segment, of_row)],
             )
@@ -109,7 +118,8 @@ class Selection:
         numbers = [[int(segment) for segment in pack] for pack in plan[self.number - 1].packs]
         rows = {int(index.row_ids[segment]) for pack in numbers for segment in pack}
         of_row = self._origins(rows, index.prepared, loaded)
-        packs = [Pack(segments=tuple(index[segment] for segment in pack)) for pack in numbers]
+        planned = SegmentPlaces.of_index(index).micro_batch(plan, self.number - 1, step=0)
+        packs = BatchReader(index.prepared.store, _collation(loaded)).packs(planned)
         return packs, [
             [segment_origin(index, segment, of_row[int(index.row_ids[segment])]) for segment in pack]
             for pack in numbers
@@ -133,6 +143,23 @@ def _plan(index: SegmentIndex, loaded: Loaded, *, rows_per_micro_batch: int) -> 
         train_settings(loaded.config), rows_per_micro_batch=rows_per_micro_batch, micro_batches_per_step=1
     )
     return plan_epoch(index.table(), settings, epoch=0)
+
+
+def _collation(loaded: Loaded) -> CollateSettings:
+    return CollateSettings(
+        packed=loaded.config.train.packing.is_packed, pad_token_id=loaded.encoder.tokenizer.pad_token_id
+    )
+
+
+def _part_of_row(index: SegmentIndex, number: int, count: int) -> str:
+    """Which of a row's segments it is, in a title."""
+    match index.units:
+        case Units.PAIRS:
+            return ", chosen" if number == 1 else ", rejected"
+        case Units.NONE if count > 1:
+            return f", segment {number} of {count}"
+        case _:
+            return ""
 
 
 def _retitled(view: RowView, title: str) -> RowView:

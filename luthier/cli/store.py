@@ -136,7 +136,7 @@ def export(
 ) -> None:
     """Write a store as a parquet file: ids, targets, weights, branches and notes of every sample.
 
-    [dim]Example[/]   luthier store export ~/.cache/luthier/store/v3-0123 samples.parquet
+    [dim]Example[/]   luthier store export ~/.cache/luthier/store/v4-0123 samples.parquet
     """
     with reporting(json) as output:
         from luthier.encoding.store_export import export_store

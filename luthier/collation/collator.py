@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.collation.grid import CollateSettings, Grid, lay_out
-from luthier.layout import cu_seqlens, position_ids, segment_starts
-from luthier.records import IGNORE_INDEX, Address, Batch, Pack, Targets, Unit
+from luthier.collation.grid import CollateSettings, Grid, lay_out, lay_out_trees
+from luthier.layout import cu_seqlens, position_ids, segment_starts, tree_follows, tree_leaves, tree_positions
+from luthier.records import IGNORE_INDEX, Address, Batch, Pack, Sample, Targets, Unit
 
 
 def collate_packs(
@@ -42,6 +42,25 @@ def collate_packs(
     return to_batch(lay_out(packs, how), how, addresses=addresses)
 
 
+def collate_trees(
+    rows: Sequence[Sequence[Sample]], *, pad_token_id: int, pad_to_multiple_of: int = 1, units: tuple[Unit, ...] = ()
+) -> Batch:
+    """One batch in the *shared* layout: each token of a sample's tree once, the samples of a row one after the other.
+
+    A branch's positions go on after its parent's end, and ``batch.branches`` says what a token may see; no input of
+    the model says it, so attention must be told (`train.attention`). ``targets`` is the same list as for the unrolled
+    segments, but for positions: at the end of a branch, one for each continuation. There can be no labels then, and
+    ``labels_BT`` is empty.
+
+    Raises AssertionError for an empty batch or a sample without tokens.
+    """
+    how = CollateSettings(packed=True, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
+    leaves = [len(tree_leaves(sample.branches)[0]) for row in rows for sample in row]
+    samples = [sample for row in rows for sample in row]
+    addresses = tuple(sample.address for sample, count in zip(samples, leaves, strict=True) for _ in range(count))
+    return to_batch(lay_out_trees(rows, how), how, addresses=addresses, units=units)
+
+
 def to_batch(
     grid: Grid,
     how: CollateSettings,
@@ -56,38 +75,79 @@ def to_batch(
     """
     import torch
 
-    shape = grid.ids_BT.shape
-    labels_BT = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-    np.copyto(labels_BT[:, :-1], grid.ids_BT[:, 1:], where=grid.learned_BT[:, :-1])
     inputs = _packed_inputs(grid, varlen=how.varlen) if how.packed else _padded_inputs(grid)
     arrays = {"input_ids": grid.ids_BT.astype(np.int64), **inputs}
+    labels_BT, weights_BT = _labels(grid)
+    targets, starts = _shared_targets(grid) if grid.parents is not None else _targets(grid)
     return Batch(
         model_inputs={
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()
         },
         labels_BT=torch.from_numpy(labels_BT),
-        weights_BT=None if grid.weights_BT is None else torch.from_numpy(grid.weights_BT),
+        weights_BT=None if weights_BT is None else torch.from_numpy(weights_BT),
         num_targets=int(np.count_nonzero(grid.learned_BT)),
-        segment_starts=tuple(tuple(segment_starts(row).tolist()) for row in grid.lengths),
+        segment_starts=starts,
         addresses=addresses,
         sources=sources,
-        targets=_targets(grid),
+        targets=targets,
         units=units,
+        branches=grid.branches,
     )
 
 
-def _targets(grid: Grid) -> Targets:
+def _labels(grid: Grid) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
+    if grid.parents is not None:  # a position that several branches follow has several next tokens
+        return np.empty((0, 0), dtype=np.int64), None
+    labels_BT = np.full(grid.ids_BT.shape, IGNORE_INDEX, dtype=np.int64)
+    np.copyto(labels_BT[:, :-1], grid.ids_BT[:, 1:], where=grid.learned_BT[:, 1:])
+    if grid.weights_BT is None:
+        return labels_BT, None
+    weights_BT = np.ones_like(grid.weights_BT)
+    weights_BT[:, :-1] = grid.weights_BT[:, 1:]
+    return labels_BT, weights_BT
+
+
+def _targets(grid: Grid) -> tuple[Targets, tuple[tuple[int, ...], ...]]:
+    tokens_K = np.flatnonzero(grid.learned_BT)  # never in a row's first column, so what it follows is of the same row
+    width = grid.ids_BT.shape[1]
+    starts = tuple(tuple(segment_starts(row).tolist()) for row in grid.lengths)
+    flat = [row * width + start for row, of_row in enumerate(starts) for start in of_row]
+    segments_K = np.searchsorted(flat, tokens_K, side="right") - 1
+    return _listed(grid, tokens_K, positions_K=tokens_K - 1, segments_K=segments_K), starts
+
+
+def _shared_targets(grid: Grid) -> tuple[Targets, tuple[tuple[int, ...], ...]]:
+    width = grid.ids_BT.shape[1]
+    tokens, positions, segments, starts = [], [], [], []
+    num_segments = 0
+    for row, branches in enumerate(grid.branches):
+        leaves, leaf_T = tree_leaves(branches)
+        tokens_k = np.flatnonzero(grid.learned_BT[row, : len(leaf_T)])
+        tokens_k = tokens_k[np.argsort(leaf_T[tokens_k], kind="stable")]  # by segment, and on its path
+        tokens.append(row * width + tokens_k)
+        positions.append(row * width + tree_follows(branches)[tokens_k])
+        segments.append(num_segments + leaf_T[tokens_k])
+        starts.append(tuple(segment_starts(grid.lengths[row])[leaves].tolist()))
+        num_segments += len(leaves)
+    found = _listed(
+        grid,
+        np.concatenate(tokens),
+        positions_K=np.concatenate(positions),
+        segments_K=np.concatenate(segments),
+    )
+    return found, tuple(starts)
+
+
+def _listed(
+    grid: Grid, tokens_K: NDArray[np.int64], *, positions_K: NDArray[np.int64], segments_K: NDArray[np.int64]
+) -> Targets:
     import torch
 
-    positions_K = np.flatnonzero(grid.learned_BT)  # never in a row's last column, so the next token is of the same row
-    width = grid.ids_BT.shape[1]
-    starts = [row * width + start for row, of_row in enumerate(grid.lengths) for start in segment_starts(of_row)]
-    weights = None if grid.weights_BT is None else torch.from_numpy(grid.weights_BT.reshape(-1)[positions_K])
     return Targets(
         positions_K=torch.from_numpy(positions_K),
-        ids_K=torch.from_numpy(grid.ids_BT.reshape(-1)[positions_K + 1].astype(np.int64)),
-        segments_K=torch.from_numpy(np.searchsorted(starts, positions_K, side="right") - 1),
-        weights_K=weights,
+        ids_K=torch.from_numpy(grid.ids_BT.reshape(-1)[tokens_K].astype(np.int64)),
+        segments_K=torch.from_numpy(segments_K),
+        weights_K=None if grid.weights_BT is None else torch.from_numpy(grid.weights_BT.reshape(-1)[tokens_K]),
     )
 
 
@@ -100,6 +160,10 @@ def _padded_inputs(grid: Grid) -> dict[str, NDArray[Any]]:
 
 def _packed_inputs(grid: Grid, *, varlen: bool) -> dict[str, Any]:
     width = grid.ids_BT.shape[1]
+    if grid.parents is not None:
+        tails = [np.arange(width - sum(row)) for row in grid.lengths]
+        rows = [np.concatenate(row) for row in zip(map(tree_positions, grid.branches), tails, strict=True)]
+        return {"position_ids": np.stack(rows), "use_cache": False}
     # the tail is a segment: no token of the row attends to it, and its own positions stay small
     with_tails = [[*row, tail] if (tail := width - sum(row)) else row for row in grid.lengths]
     flat = [length for row in with_tails for length in row]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.layout import segment_starts
-from luthier.records import Pack
+from luthier.layout import join_trees, segment_starts
+from luthier.records import Branch, Pack, Sample, Segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +31,27 @@ class Grid:
     """The content of a micro-batch.
 
     ids_BT       int32
-    learned_BT   bool: the token at ``t + 1`` is to be predicted at ``t``; False in the last column
-    weights_BT   float32, of what is predicted at ``t``; None: 1.0 everywhere
+    learned_BT   bool: the token at ``t`` is to be predicted, from the one that it follows in its segment
+    weights_BT   float32, of the token at ``t``; None: 1.0 everywhere
     lengths      per row, the tokens of each of its segments; what they leave of T is padding
+    parents      of a grid of shared trees (`lay_out_trees`), whose ``lengths`` are those of branches: per row, which
+                 branch of the row each one continues, -1 for a root; None where every segment is whole
     """
 
     ids_BT: NDArray[np.int32]
     learned_BT: NDArray[np.bool_]
     weights_BT: NDArray[np.float32] | None
     lengths: tuple[tuple[int, ...], ...]
+    parents: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def branches(self) -> tuple[tuple[Branch, ...], ...]:
+        """Per row its branches; a whole segment is a root that nothing continues."""
+        parents = self.parents or tuple((-1,) * len(row) for row in self.lengths)
+        return tuple(
+            tuple(Branch(parent=parent, length=length) for parent, length in zip(*row, strict=True))
+            for row in zip(parents, self.lengths, strict=True)
+        )
 
 
 def lay_out(packs: Sequence[Pack], how: CollateSettings) -> Grid:
@@ -51,19 +63,24 @@ def lay_out(packs: Sequence[Pack], how: CollateSettings) -> Grid:
     assert how.packed or all(len(pack.segments) == 1 for pack in packs), "a padded row holds one segment"
     assert how.packed or not how.varlen, "varlen is for packed rows"
     lengths = tuple(tuple(len(segment) for segment in pack.segments) for pack in packs)
-    sizes = [sum(row) for row in lengths]
-    width = -(-max(sizes) // how.pad_to_multiple_of) * how.pad_to_multiple_of
-    ids_BT = np.empty((len(packs), width), dtype=np.int32)
-    targets_BT = np.empty((len(packs), width), dtype=np.bool_)
-    for row, (pack, size) in enumerate(zip(packs, sizes, strict=True)):
-        np.concatenate([segment.input_ids for segment in pack.segments], out=ids_BT[row, :size])
-        np.concatenate([segment.target for segment in pack.segments], out=targets_BT[row, :size])
-        targets_BT[row, segment_starts(lengths[row])] = False  # what would predict it is another segment's last token
-        ids_BT[row, size:] = how.pad_token_id
-        targets_BT[row, size:] = False
-    learned_BT = np.zeros_like(targets_BT)
-    learned_BT[:, :-1] = targets_BT[:, 1:]
-    return Grid(ids_BT=ids_BT, learned_BT=learned_BT, weights_BT=_weights(packs, sizes, learned_BT), lengths=lengths)
+    return _filled([pack.segments for pack in packs], how, lengths=lengths, parents=None)
+
+
+def lay_out_trees(rows: Sequence[Sequence[Sample]], how: CollateSettings) -> Grid:
+    """The *shared* layout: each token of a sample once, however many leaves it leads to; the samples of a row packed.
+
+    Raises AssertionError for an empty batch, a sample without tokens, or settings for padded rows or varlen, which
+    cannot say what a tree shares.
+    """
+    assert rows and all(row and all(len(tree.input_ids) for tree in row) for row in rows), "a batch needs tokens"
+    assert how.packed and not how.varlen, "trees share attention, which padded rows and varlen kernels cannot say"
+    branches = [join_trees(tree.branches for tree in row) for row in rows]
+    return _filled(
+        rows,
+        how,
+        lengths=tuple(tuple(branch.length for branch in row) for row in branches),
+        parents=tuple(tuple(branch.parent for branch in row) for row in branches),
+    )
 
 
 def blank_grid(how: CollateSettings) -> Grid:
@@ -77,12 +94,40 @@ def blank_grid(how: CollateSettings) -> Grid:
     )
 
 
-def _weights(packs: Sequence[Pack], sizes: Sequence[int], learned_BT: NDArray[np.bool_]) -> NDArray[np.float32] | None:
-    if all(segment.weight is None for pack in packs for segment in pack.segments):
+def _filled(
+    rows: Sequence[Sequence[Segment | Sample]],
+    how: CollateSettings,
+    *,
+    lengths: tuple[tuple[int, ...], ...],
+    parents: tuple[tuple[int, ...], ...] | None,
+) -> Grid:
+    sizes = [sum(row) for row in lengths]
+    width = -(-max(sizes) // how.pad_to_multiple_of) * how.pad_to_multiple_of
+    ids_BT = np.full((len(rows), width), how.pad_token_id, dtype=np.int32)
+    learned_BT = np.zeros((len(rows), width), dtype=np.bool_)
+    for row, (pieces, size) in enumerate(zip(rows, sizes, strict=True)):
+        np.concatenate([piece.input_ids for piece in pieces], out=ids_BT[row, :size])
+        np.concatenate([piece.target for piece in pieces], out=learned_BT[row, :size])
+        roots = slice(None) if parents is None else np.array(parents[row]) < 0
+        starts = segment_starts(lengths[row])[roots]
+        learned_BT[row, starts[starts < size]] = False  # what would predict it is another segment's last token
+    return Grid(
+        ids_BT=ids_BT,
+        learned_BT=learned_BT,
+        weights_BT=_weights(rows, sizes, learned_BT),
+        lengths=lengths,
+        parents=parents,
+    )
+
+
+def _weights(
+    rows: Sequence[Sequence[Segment | Sample]], sizes: Sequence[int], learned_BT: NDArray[np.bool_]
+) -> NDArray[np.float32] | None:
+    if all(piece.weight is None for pieces in rows for piece in pieces):
         return None
     weights_BT = np.ones(learned_BT.shape, dtype=np.float32)
-    for row, (pack, size) in enumerate(zip(packs, sizes, strict=True)):
-        of_tokens = [np.ones(len(s), dtype=np.float32) if s.weight is None else s.weight for s in pack.segments]
-        weights_BT[row, : size - 1] = np.concatenate(of_tokens)[1:]
+    for row, (pieces, size) in enumerate(zip(rows, sizes, strict=True)):
+        of_tokens = [np.ones(len(p.input_ids), dtype=np.float32) if p.weight is None else p.weight for p in pieces]
+        np.concatenate(of_tokens, out=weights_BT[row, :size])
     weights_BT[~learned_BT] = 1.0  # a weight without a target says nothing
     return None if (weights_BT == 1).all() else weights_BT

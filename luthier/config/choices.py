@@ -171,7 +171,7 @@ TRACKERS = (
 )  # fmt: skip
 
 MODEL_PRESETS = ("tiny-qwen3", "tiny-llama")
-DATA_PRESETS = ("skills",)
+DATA_PRESETS = ("skills", "preferences", "feedback", "preferences_sft")
 
 LARGEST_SEED = 2**32 - 1  # numpy's generators take 32 bits
 MAX_WEIGHT = 1e6  # more is a slip of the pen, and would drown every other row of its step
@@ -218,6 +218,7 @@ def as_enum(kind: type[StrEnum]) -> BeforeValidator:
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_int_as_float)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_int_as_float)]
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_int_as_float)]
+Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_int_as_float)]
 ShareOrCount = Annotated[
     Annotated[float, Field(ge=0)] | Annotated[int, Field(ge=0)],
     BeforeValidator(_share_or_count),

@@ -11,6 +11,7 @@ from luthier.config.adapters import check_adapter
 from luthier.config.choices import MixtureBy, MixtureStop, Packing, Precision, Strategy, ThinkingStyle, TrainOn
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
+from luthier.config.losses import check_objective, check_rows
 from luthier.config.schema import Format
 from luthier.errors import Problem
 
@@ -225,18 +226,6 @@ def _thinking(draft: Draft) -> Iterator[Problem]:
                 yield draft.problem(f"{at}.thinking_tags", what, "set thinking: tags, or remove the tags")
 
 
-def _pairs(draft: Draft) -> Iterator[Problem]:
-    for name, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
-        for index, source in enumerate(sources):
-            if source.format in (Format.PREFERENCE, Format.FEEDBACK):
-                what = (
-                    f"rows of kind {source.format} need an objective for them, and "
-                    f"{draft.cite('objective.name')} is {draft.config.objective.name}"
-                )
-                hint = "give rows of messages; sft and pt are the objectives there are"
-                yield draft.problem(f"{name}[{index}].format", what, hint)
-
-
 _RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("data.train", "data.use"), _training_data),
     (("data.registry", "data.use", "data.eval_use"), _registry),
@@ -255,6 +244,7 @@ _RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("output.resume", "output.overwrite", "output.save_only_model"), _resumption),
     (("data.train", "data.use", "template.train_on", "template.targets", "objective.name"), _something_to_learn),
     (("data.train", "data.eval"), _thinking),
-    (("data.train", "data.eval", "objective.name"), _pairs),
+    (("data.train", "data.eval", "objective.name"), check_rows),
+    (("objective", "adapter.type"), check_objective),
     (("adapter", "train.optim"), check_adapter),
 )

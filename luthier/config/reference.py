@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from luthier.config.inputs import MixtureConfig, SourceConfig, TargetRuleConfig
+from luthier.config.objective import ReferenceConfig
 from luthier.config.schema import RunConfig, Section
 from luthier.config.words import JsonSchema, choices, expected, raw_schema, resolve, schema_at
 
@@ -60,6 +61,8 @@ def config_reference() -> str:
         if name == "data":
             parts.append(_section("`data.train[…]`, `data.eval[…]`", SourceConfig, ("data", "train", 0)))
             parts.append(_section("`data.mixture`", MixtureConfig, ("data", "mixture")))
+        if name == "objective":
+            parts.append(_section("`objective.reference`", ReferenceConfig, ("objective", "reference")))
         if name == "template":
             title = "`template.targets[…]`, `data.train[…].targets[…]`"
             parts.append(_section(title, TargetRuleConfig, ("template", "targets", 0)))

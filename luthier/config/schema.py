@@ -39,6 +39,7 @@ from luthier.config.choices import (
     as_list,
 )
 from luthier.config.inputs import DataConfig, ModelConfig, Section, SourceConfig, TargetRuleConfig, TemplateConfig
+from luthier.config.objective import ObjectiveConfig
 
 __all__ = [
     "OPTIMIZERS",
@@ -66,17 +67,6 @@ __all__ = [
     "TrainConfig",
     "TrainOn",
 ]
-
-
-class ObjectiveConfig(Section):
-    """What is minimised. ``objective: sft`` is short for ``objective: {name: sft}``."""
-
-    shorthand = "name"
-
-    name: Literal["sft", "pt"] = "sft"
-    """``sft``: cross-entropy on targets. ``pt``: the same on plain text, long documents split instead of dropped."""
-    label_smoothing: Share = 0.0
-    """Share of each target's probability that is spread over the vocabulary."""
 
 
 class AdapterConfig(Section):
@@ -182,8 +172,8 @@ class EvalConfig(Section):
     """Stop when ``metric_for_best_model`` has not improved for this many evaluations."""
     early_stopping_threshold: NonNegative = 0.0
     """How much better counts as an improvement."""
-    metric_for_best_model: Literal["loss", "perplexity", "token_accuracy"] = "loss"
-    """What decides which checkpoint is the best."""
+    metric_for_best_model: Literal["loss", "perplexity", "token_accuracy", "accuracy"] = "loss"
+    """What decides which checkpoint is the best; ``accuracy`` is that of pairs and verdicts."""
     load_best_model_at_end: bool = False
     """End with the best checkpoint instead of the last."""
 

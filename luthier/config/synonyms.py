@@ -35,6 +35,17 @@ _LLAMA_FACTORY = {
     "oft_target": "adapter.target_modules",
     "freeze_extra_modules": "adapter.freeze_trainable_modules",
     "early_stopping_steps": "eval.early_stopping_patience",
+    "pref_loss": "objective.loss",
+    "pref_beta": "objective.beta",
+    "pref_ftx": "objective.sft_weight",
+    "dpo_label_smoothing": "objective.label_smoothing",
+    "simpo_gamma": "objective.gamma",
+    "kto_chosen_weight": "objective.desirable_weight",
+    "kto_rejected_weight": "objective.undesirable_weight",
+    "ref_model": "objective.reference",
+    "use_dft_loss": "objective.loss",
+    "use_eaft_loss": "objective.loss",
+    "use_asft_loss": "objective.loss",
 }
 
 _AXOLOTL = {
@@ -111,6 +122,13 @@ _TRL_AND_TRANSFORMERS = {
     "data_seed": "runtime.seed",
     "disable_tqdm": "tracking.progress",
     "logging_dir": "output.dir",
+    "loss_type": "objective.loss",
+    "rpo_alpha": "objective.sft_weight",
+    "cpo_alpha": "objective.sft_weight",
+    "center_rewards_coefficient": "objective.center_rewards",
+    "reference_free": "objective.reference",
+    "ref_model_name_or_path": "objective.reference",
+    "precompute_ref_log_probs": "objective.reference",
 }
 
 _SPOKEN = {
@@ -146,7 +164,7 @@ _SPOKEN = {
     "num_workers": "runtime.dataloader_num_workers",
     "system": "template.default_system",
     "system_prompt": "template.default_system",
-    "loss": "objective.name",
+    "loss": "objective.loss",
     "task": "objective.name",
     "trackers": "tracking.report_to",
     "wandb": "tracking.report_to",

@@ -34,6 +34,7 @@ class Collection:
     _source_ids: list[NDArray[np.int32]] = field(default_factory=list)
     _file_ids: list[NDArray[np.int32]] = field(default_factory=list)
     _row_numbers: list[Ints] = field(default_factory=list)
+    _ids: dict[int, list[NDArray[np.uint64]]] = field(default_factory=dict)  # by source: ids of two may be alike
 
     def add_all(self, portions: Iterable[ResolvedPortion], quarantine: Quarantine) -> None:
         """Take in portions, in their order; lost rows go into quarantine."""
@@ -42,6 +43,8 @@ class Collection:
             self.files.extend(portion.new_files)
             for row in portion.lost:
                 quarantine.add(row.error, split=self.split, raw=row.raw)
+            if len(portion.id_digests):
+                self._ids.setdefault(int(portion.source_ids[0]), []).append(portion.id_digests)
             stays = portion.sample_ids >= 0
             self._rows.append(portion.rows[stays])
             self._sample_ids.append(portion.sample_ids[stays])
@@ -58,6 +61,8 @@ class Collection:
         repeated = len(sample_ids) - int(is_used.sum())
         if repeated:
             self.ledger.note("repeated", repeated)
+        if repeated_ids := sum(map(_num_repeated, self._ids.values())):
+            self.ledger.note("repeated_id", repeated_ids)  # `luthier stats` says which
         whole = PreparedSet(
             store=store,
             sample_ids=sample_ids,
@@ -80,6 +85,13 @@ class Collection:
                 f"no row is left for {self.split}: {self.ledger.read} were read, {self.ledger.lost} are lost",
                 hint=f"name data with data.{self.split}" if lost is None else f"see {lost}",
             )
+
+
+def _num_repeated(parts: list[NDArray[np.uint64]]) -> int:
+    """How many ids an earlier row of the source has."""
+    digests = np.concatenate(parts)
+    digests = digests[digests > 0]
+    return len(digests) - len(np.unique(digests))
 
 
 def _joined(parts: list[NDArray[Number]], kind: type[Number]) -> NDArray[Number]:

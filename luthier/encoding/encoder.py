@@ -9,13 +9,18 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from luthier import encoding, rendering
 from luthier.config.schema import ModelConfig, RunConfig, TemplateConfig
+from luthier.encoding.continuations import join, parts_of
 from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
-from luthier.errors import RowDropped, RowError, TemplateError
+from luthier.errors import RowError, TemplateError
 from luthier.records import Rendered, Row, Sample
-from luthier.rendering.render import Filled, Renderer
+from luthier.rendering.filled import Filled
+from luthier.rendering.kinds import RowKind, kind_of
+from luthier.rendering.render import Renderer
 from luthier.rendering.target_rules import rules_from_config
 from luthier.rendering.targets import TargetPolicy
 
@@ -29,11 +34,12 @@ class Encoder:
 
     model: ModelConfig
     options: TemplateConfig
+    kind: RowKind = RowKind.ANSWER  # of rows that the run's objective learns from
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Encoder:
         """The encoder of a run. Raises `TokenizerError` or `TemplateError` if it cannot be built."""
-        encoder = cls(config.model, config.template)
+        encoder = cls(config.model, config.template, kind_of(config.objective.name))
         encoder.renderer  # noqa: B018  build it now: errors belong to the start of a run
         return encoder
 
@@ -60,6 +66,7 @@ class Encoder:
             rules=rules_from_config(self.options.targets),
             forbids_control=self.options.control == "forbid",
             allowed=self._allowed(),
+            kind=self.kind,
         )
         template = self.tokenizer.template
         unknown = sorted(set(self.options.kwargs) - (template.variables if template else set()))
@@ -72,9 +79,9 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of all that decides a sample, beside the row: files, options, and the code of these rooms."""
+        """Hex digest of all that decides a sample, beside the row: files, options, the code, the kind of row."""
         options = self.options.model_dump_json(exclude={"chat_template"})
-        parts = [_code_version(), self.tokenizer.fingerprint, options]
+        parts = [_code_version(), self.tokenizer.fingerprint, options, self.kind]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
@@ -134,7 +141,7 @@ class Encoder:
         self.tokenizer.expect_much_text()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "options": self.options}
+        return {"model": self.model, "options": self.options, "kind": self.kind}
 
 
 def encode_rows(
@@ -160,12 +167,11 @@ def encode_rows(
 
 
 def _assembled(batch: Sequence[Filled | RowError], assembler: Assembler) -> Iterator[Sample | RowError]:
-    outcomes = iter(assembler.assemble([item for item in batch if isinstance(item, Filled)]))
+    tokenizer = assembler.tokenizer
+    outcomes = iter(assembler.assemble([part for item in batch if isinstance(item, Filled) for part in parts_of(item)]))
+    control_ids = np.array([tokenizer.control_id(token) for token in tokenizer.control.tokens], dtype=np.int32)
     for item in batch:
-        outcome = next(outcomes) if isinstance(item, Filled) else item
-        if isinstance(outcome, Sample) and not outcome.target.any():
-            outcome = RowDropped("no_target", "no token of this row is trained", address=outcome.address)
-        yield outcome
+        yield item if isinstance(item, RowError) else join(item, [next(outcomes) for _ in parts_of(item)], control_ids)
 
 
 @cache
@@ -183,5 +189,6 @@ def _code_version() -> str:
 
 # Modules of `encoding` that decide a sample; the others keep and count samples.
 DECIDING = (
-    "checked_encoder", "encoder", "pieces", "text_encoders", "tokenizer", "tokenizer_files", "tokenizer_spec", "tree",
+    "checked_encoder", "continuations", "encoder", "pieces", "text_encoders", "tokenizer", "tokenizer_files",
+    "tokenizer_spec", "tree",
 )  # fmt: skip

@@ -20,6 +20,7 @@ from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, TemplateError
 from luthier.records import Address, Document, Row, Sample
+from luthier.rendering.kinds import kind_of
 from luthier.rendering.render import Renderer
 from luthier.rendering.target_rules import rules_from_config
 from luthier.rendering.targets import TargetPolicy
@@ -43,6 +44,7 @@ class Options(TypedDict, total=False):
     template_kwargs  variables for the chat template, beside those that the tokenizer was loaded with
     control          control strings in the rows' own text: ``as_text`` (default), ``forbid``, or a list of those that
                      are meant as control tokens
+    objective        which rows are taken: those that ``sft`` (default) or ``pt`` learn from, ``dpo`` or ``rm``, ``kto``
     """
 
     train_on: str
@@ -51,6 +53,7 @@ class Options(TypedDict, total=False):
     tools: Tools | None
     template_kwargs: Mapping[str, Any] | None
     control: Control
+    objective: Literal["sft", "pt", "dpo", "rm", "kto"]
 
 
 def encode(row: Mapping[str, Any] | Row, tokenizer: Tokenizer, **options: Unpack[Options]) -> Sample:
@@ -87,6 +90,7 @@ def encode_many(
         rules=rules_from_config([TargetRuleConfig(**rule) for rule in options.get("targets", ())]),
         forbids_control=control == "forbid",
         allowed=frozenset() if isinstance(control, str) else frozenset(control),
+        kind=kind_of(options.get("objective", "sft")),
     )
     renderer, assembler = _machinery(tokenizer, policy, options.get("template_kwargs") or {})
     for outcome in encode_rows(_records(rows, tuple(options.get("tools") or ())), renderer, assembler):

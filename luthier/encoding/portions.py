@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
@@ -52,6 +52,7 @@ class ResolvedPortion:
     new_files    files that no portion before this one had
     ledger       what became of these rows, nothing else
     lost         the lost ones, in order
+    id_digests   uint64[n] as `sources.row_ids.id_digests`, or empty
     """
 
     rows: Ints
@@ -63,6 +64,7 @@ class ResolvedPortion:
     new_files: tuple[str, ...]
     ledger: Ledger
     lost: tuple[LostRow, ...]
+    id_digests: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -71,6 +73,7 @@ class ResolvedPortion:
         """The portion as a message for another process."""
         message: dict[str, Any] = {name: getattr(self, name).tobytes() for name in _COLUMNS}
         message["keys"] = self.keys.tobytes()
+        message["id_digests"] = self.id_digests.tobytes()
         message["new_files"] = self.new_files
         message["ledger"] = self.ledger.to_json()
         message["lost"] = [(row.place, _plain_error(row.error), row.raw) for row in self.lost]
@@ -83,6 +86,7 @@ class ResolvedPortion:
         return cls(
             **{name: np.frombuffer(message[name], np.int64) for name in _COLUMNS},
             keys=np.frombuffer(message["keys"], np.uint8).reshape(-1, KEY_BYTES),
+            id_digests=np.frombuffer(message["id_digests"], np.uint64),
             new_files=tuple(message["new_files"]),
             ledger=Ledger.from_json(message["ledger"]),
             lost=tuple(LostRow(place=place, error=_error(error), raw=raw) for place, error, raw in message["lost"]),

@@ -23,6 +23,7 @@ from luthier.errors import RowDropped, RowError
 from luthier.ledger import Ledger
 from luthier.records import Address
 from luthier.sources import RowBytes, Source
+from luthier.sources.row_ids import id_digests
 
 BYTES_WORTH_HASTE = 24_000_000  # of rows to come: the encoder need not find out by itself that there is much text
 
@@ -210,6 +211,7 @@ class Resolver:
             new_files=tuple(files)[num_files:],
             ledger=ledger,
             lost=lost,
+            id_digests=id_digests(pending.portion.read),
         )
 
     def _commit(self) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import Overflow
+from luthier.encoding.cuts import Cuts, Leaves, cut_leaves, cut_units
 from luthier.encoding.prepared import PreparedSet
 from luthier.errors import RowDropped
-from luthier.layout import Window, leaf_segment, plan_windows, take_window
+from luthier.layout import Window, leaf_segment, span_of, splice, take_window
 from luthier.ledger import Ledger
-from luthier.packing import SegmentTable
+from luthier.packing import SegmentTable, Units, completion_room
 from luthier.records import Segment
 
 Ints = NDArray[np.int64]
@@ -22,49 +22,54 @@ Ints = NDArray[np.int64]
 class SegmentIndex:
     """N segments by number, in the order of their rows, then leaves, then windows.
 
-    lengths      int64[N], tokens
-    num_targets  int64[N], as collation will count them; at least 1
-    row_ids      int64[N], the row of ``prepared`` each belongs to
-    sample_ids   int64[N], its sample in the store
-    source_ids   int64[N], index into ``prepared.sources``
-    lost_rows    int64[…], rows of ``prepared`` of which nothing is left
-    ledger       the prepared set's, with this run's losses and notes in it; the set's own is left as it is
+    lengths         int64[N], tokens
+    num_targets     int64[N], as collation will count them; at least 1, but for another row's completion, which is
+                    measured, not learned: 0
+    prompt_lengths  int64[N], tokens of the prompt that are left, where ``units`` are compared; else 0
+    row_ids         int64[N], the row of ``prepared`` each belongs to
+    sample_ids      int64[N], its sample in the store
+    source_ids      int64[N], index into ``prepared.sources``
+    lost_rows       int64[…], rows of ``prepared`` of which nothing is left
+    ledger          the prepared set's, with this run's losses and notes in it; the set's own is left as it is
 
-    A row is lost only if all of its segments are; segments lost from a row that stays are notes.
+    A row is lost only if all of its segments are; segments lost from a row that stays are notes. What is compared
+    (``units``) stays or is lost together. Under ``Units.FEEDBACK_KL`` each row has a second segment, its prompt with
+    another row's completion. Which one changes with the epoch and is the plan's to say; here it is that of the row
+    after it, so that there is something to look at.
     """
 
     lengths: Ints
     num_targets: Ints
+    prompt_lengths: Ints
     row_ids: Ints
     sample_ids: Ints
     source_ids: Ints
     lost_rows: Ints
 
-    def __init__(self, prepared: PreparedSet, *, max_length: int, overflow: Overflow) -> None:
+    def __init__(
+        self, prepared: PreparedSet, *, max_length: int, overflow: Overflow, units: Units = Units.NONE
+    ) -> None:
         """Plan all cuts; tokens are read only of segments that have to be cut.
 
-        Raises `UserError` under ``Overflow.ERROR`` for the first segment that is too long.
+        Raises `UserError` under ``Overflow.ERROR`` for the first segment that is too long, and as `cuts.cut_units`.
         """
-        self.prepared = prepared
+        self.prepared, self.units = prepared, units
         self.ledger = Ledger.from_json(prepared.ledger.to_json())
-        leaves = _leaves_of(prepared)
-        fits = leaves.lengths <= max_length
-        cuts = _cut(prepared, leaves, np.flatnonzero(~fits), max_length=max_length, overflow=overflow)
-        whole = np.flatnonzero(fits & (leaves.num_targets > 0))
-        of_leaf = np.concatenate([whole, np.array(cuts.leaf, dtype=np.int64)])
-        start = np.concatenate([np.zeros_like(whole), np.array([w.start for w in cuts.windows], dtype=np.int64)])
-        stop = np.concatenate([leaves.lengths[whole], np.array([w.stop for w in cuts.windows], dtype=np.int64)])
-        targets = [leaves.num_targets[whole], np.array([w.num_targets for w in cuts.windows], dtype=np.int64)]
-        order = np.lexsort((start, of_leaf))
-        self._leaf, self._start, self._stop = of_leaf[order], start[order], stop[order]
-        self._open_end = np.array([False] * len(whole) + [w.open_end for w in cuts.windows], dtype=np.bool_)[order]
-        self._leaf_number = leaves.number
-        self.lengths = self._stop - self._start
-        self.num_targets = np.concatenate(targets)[order]
+        leaves = Leaves.of_rows(prepared)
+        if units is Units.NONE:
+            cuts = cut_leaves(prepared, leaves, max_length=max_length, overflow=overflow)
+        else:
+            cuts = cut_units(prepared, leaves, max_length=max_length, overflow=overflow, units=units)
+        self._take(leaves, cuts)
         self.row_ids = leaves.row[self._leaf]
         self.sample_ids = prepared.sample_ids[self.row_ids]
         self.source_ids = prepared.source_ids[self.row_ids].astype(np.int64)
-        self.lost_rows = self._account(leaves, fits, cuts, max_length)
+        self.prompt_lengths = np.zeros_like(self.lengths)
+        if units is not Units.NONE:
+            self.prompt_lengths = prepared.store.root_lengths[self.sample_ids] - (self._start - self._head)
+        self.lost_rows = self._account(leaves, cuts, max_length)
+        if units is Units.FEEDBACK_KL:
+            self._add_drawn(max_length)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -73,9 +78,14 @@ class SegmentIndex:
         """The segment, its first token no target. Raises `StoreError` if its bytes are damaged."""
         if not 0 <= index < len(self):
             raise IndexError(f"segment {index} of {len(self)}")
-        leaf = int(self._leaf[index])
-        segment = leaf_segment(self.prepared[int(self.row_ids[index])], int(self._leaf_number[leaf]))
+        if self.units is Units.FEEDBACK_KL and index % 2:
+            own, other = self[index - 1], self[(index + 1) % len(self)]
+            prompt, theirs = int(self.prompt_lengths[index]), int(self.prompt_lengths[(index + 1) % len(self)])
+            room = int(self.lengths[index]) - prompt
+            return splice(span_of(own, 0, prompt), span_of(other, theirs, theirs + room))
+        segment = leaf_segment(self.prepared[int(self.row_ids[index])], int(self._leaf_number[self._leaf[index]]))
         window = Window(
+            head=int(self._head[index]),
             start=int(self._start[index]),
             stop=int(self._stop[index]),
             open_end=bool(self._open_end[index]),
@@ -87,9 +97,13 @@ class SegmentIndex:
         """Which part of its row a segment is: the leaf's number in its sample, and ``start:stop`` of that run."""
         return int(self._leaf_number[self._leaf[index]]), int(self._start[index]), int(self._stop[index])
 
-    def cuts(self) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-        """``(leaf, start, stop, open_end)`` of every segment: `place` and `layout.Window` as columns."""
-        return self._leaf_number[self._leaf], self._start, self._stop, self._open_end
+    def head(self, index: int) -> int:
+        """How many tokens of the run's beginning come before ``start``, where a prompt was cut."""
+        return int(self._head[index])
+
+    def cuts(self) -> tuple[Ints, Ints, Ints, Ints, NDArray[np.bool_]]:
+        """``(leaf, head, start, stop, open_end)`` of every segment: `place` and `layout.Window` as columns."""
+        return self._leaf_number[self._leaf], self._head, self._start, self._stop, self._open_end
 
     def table(self) -> SegmentTable:
         """What `packing.plan_epoch` needs to know."""
@@ -99,9 +113,45 @@ class SegmentIndex:
             row_ids=self.row_ids,
             source_ids=self.source_ids,
             source_weights=tuple(source.weight for source in self.prepared.sources),
+            prompt_lengths=None if self.units is Units.NONE else self.prompt_lengths,
         )
 
-    def _account(self, leaves: _Leaves, fits: NDArray[np.bool_], cuts: _Cuts, max_length: int) -> Ints:
+    def _take(self, leaves: Leaves, cuts: Cuts) -> None:
+        whole, windows = cuts.whole, cuts.windows
+        zeros = np.zeros_like(whole)
+        columns = {
+            "_head": (zeros, [w.head for w in windows]),
+            "_start": (zeros, [w.start for w in windows]),
+            "_stop": (leaves.lengths[whole], [w.stop for w in windows]),
+            "_leaf": (whole, cuts.leaf),
+            "num_targets": (leaves.num_targets[whole], [w.num_targets for w in windows]),
+        }
+        joined = {
+            name: np.concatenate([of_whole, np.array(of_cut, dtype=np.int64)])
+            for name, (of_whole, of_cut) in columns.items()
+        }
+        order = np.lexsort((joined["_start"], joined["_leaf"]))
+        self._head, self._start, self._stop = joined["_head"][order], joined["_start"][order], joined["_stop"][order]
+        self._leaf, self.num_targets = joined["_leaf"][order], joined["num_targets"][order]
+        self._open_end = np.array([False] * len(whole) + [w.open_end for w in windows], dtype=np.bool_)[order]
+        self._leaf_number = leaves.number
+        self.lengths = self._head + self._stop - self._start
+
+    def _add_drawn(self, max_length: int) -> None:
+        """A second segment behind each one, about which only the plan of an epoch knows all."""
+        columns = (
+            "_head", "_start", "_stop", "_leaf", "_open_end", "num_targets", "lengths", "prompt_lengths", "row_ids",
+            "sample_ids", "source_ids",
+        )  # fmt: skip
+        completions = self.lengths - self.prompt_lengths
+        room = completion_room(self.prompt_lengths, np.roll(completions, -1), max_length)
+        for name in columns:
+            setattr(self, name, np.repeat(getattr(self, name), 2))
+        self.lengths[1::2] = self.prompt_lengths[1::2] + room
+        self.num_targets[1::2] = 0
+
+    def _account(self, leaves: Leaves, cuts: Cuts, max_length: int) -> Ints:
+        fits = leaves.lengths <= max_length
         stays = np.zeros(len(self.prepared), dtype=np.bool_)
         stays[self.row_ids] = True
         used = np.zeros(len(leaves.row), dtype=np.bool_)
@@ -119,57 +169,6 @@ class SegmentIndex:
             if count:
                 self.ledger.note(what, count)
         return np.flatnonzero(~stays)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Leaves:
-    """All leaves of all rows: the row, the leaf's number in its sample, its tokens and targets."""
-
-    row: Ints
-    number: Ints
-    lengths: Ints
-    num_targets: Ints
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Cuts:
-    """Windows with targets, of leaves that are too long. ``dropped``: the policy drops such leaves as a whole."""
-
-    dropped: bool
-    leaf: list[int] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)
-
-
-def _leaves_of(prepared: PreparedSet) -> _Leaves:
-    bounds = prepared.store.leaf_bounds
-    first = bounds[prepared.sample_ids]
-    counts = bounds[prepared.sample_ids + 1] - first
-    row = np.repeat(np.arange(len(prepared), dtype=np.int64), counts)
-    number = np.arange(len(row), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    stored = first[row] + number
-    return _Leaves(
-        row=row,
-        number=number,
-        lengths=prepared.store.leaf_lengths[stored],
-        num_targets=prepared.store.leaf_targets[stored],
-    )
-
-
-def _cut(prepared: PreparedSet, leaves: _Leaves, too_long: Ints, *, max_length: int, overflow: Overflow) -> _Cuts:
-    cuts = _Cuts(dropped=overflow is Overflow.DROP)
-    if cuts.dropped:
-        return cuts
-    for leaf in too_long.tolist():
-        segment = leaf_segment(prepared[int(leaves.row[leaf])], int(leaves.number[leaf]))
-        windows = plan_windows(segment.target, max_length=max_length, overflow=overflow, address=segment.address)
-        useful = [window for window in windows if window.num_targets]
-        cuts.leaf.extend([leaf] * len(useful))
-        cuts.windows.extend(useful)
-        if useful:
-            cuts.notes["truncated" if overflow is Overflow.TRUNCATE else "split"] += 1
-            cuts.notes["window_without_target"] += len(windows) - len(useful)
-    return cuts
 
 
 def _loss(too_long: int, max_length: int) -> RowDropped:

@@ -6,14 +6,15 @@
     index: the arrays of `ShardIndex`, in order   each filled with zeros to a multiple of 8 bytes
 
 A payload is ``input_ids`` int32[T], then ``target`` as bits (little-endian, to a multiple of 4 bytes), then ``weight``
-float32[T] if the sample has weights. So reading a sample touches one run of bytes, whose checksum is in the index. The
-index is vouched for by the manifest, with one digest for the keys and one for the rest: to look keys up, only they are
-read. So every byte is covered, and none is hashed twice.
+float32[T] if the sample has weights, then ``prompt_turns`` int32[…] to its end. So reading a sample touches one run of
+bytes, whose checksum is in the index. The index is vouched for by the manifest, with one digest for the keys and one
+for the rest: to look keys up, only they are read. So every byte is covered, and none is hashed twice.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from luthier.encoding.leaves import measure_leaves
 from luthier.records import Sample
 
-MAGIC = b"LUTSHRD3"
+MAGIC = b"LUTSHRD4"
 KEY_BYTES = 32
 WRITE_BYTES = 2**22  # payloads are joined to so much before they are written: few calls, and no second copy of all
 
@@ -36,7 +37,7 @@ class EncodedSample:
     """A sample as it will stand in a shard, with what planning needs to know of its leaves.
 
     ``leaf_targets`` does not count a leaf's first token, which never is a target. ``notes`` is the JSON of the
-    sample's, or nothing.
+    sample's, or nothing. ``verdict`` is NaN where the sample has none.
     """
 
     payload: bytes
@@ -46,6 +47,7 @@ class EncodedSample:
     leaf_lengths: tuple[int, ...]
     leaf_targets: tuple[int, ...]
     notes: bytes = b""
+    verdict: float = math.nan
 
     @property
     def counts(self) -> tuple[tuple[str, int], ...]:
@@ -88,6 +90,7 @@ class ShardIndex:
     num_tokens: NDArray[np.int32]  # [n]
     checksums: NDArray[np.uint32]  # [n], CRC-32 of the payload
     has_weight: NDArray[np.uint8]  # [n]
+    verdicts: NDArray[np.float32]  # [n], NaN: the sample has none
     branch_bounds: NDArray[np.int64]  # [n + 1]
     branch_parents: NDArray[np.int32]  # [b]
     branch_lengths: NDArray[np.int32]  # [b]
@@ -127,6 +130,7 @@ def freeze_sample(sample: Sample) -> EncodedSample:
     parts = [sample.input_ids.astype("<i4", copy=False).tobytes(), bits, b"\0" * (-len(bits) % 4)]
     if sample.weight is not None:
         parts.append(sample.weight.astype("<f4", copy=False).tobytes())
+    parts.append(np.array(sample.prompt_turns, dtype="<i4").tobytes())
     leaf_lengths, leaf_targets = measure_leaves(sample)
     return EncodedSample(
         payload=b"".join(parts),
@@ -136,6 +140,7 @@ def freeze_sample(sample: Sample) -> EncodedSample:
         leaf_lengths=leaf_lengths,
         leaf_targets=leaf_targets,
         notes=msgspec.json.encode(dict(sample.notes)) if sample.notes else b"",
+        verdict=math.nan if sample.verdict is None else sample.verdict,
     )
 
 
@@ -190,6 +195,7 @@ def _index_of(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> ShardI
         num_tokens=np.array([sample.num_tokens for sample in samples], dtype=np.int32),
         checksums=np.array([zlib.crc32(sample.payload) for sample in samples], dtype=np.uint32),
         has_weight=np.array([sample.has_weight for sample in samples], dtype=np.uint8),
+        verdicts=np.array([sample.verdict for sample in samples], dtype=np.float32),
         branch_bounds=_bounds([len(sample.branches) for sample in samples]),
         branch_parents=branches[:, 0],
         branch_lengths=branches[:, 1],
@@ -215,6 +221,7 @@ def _shapes(
         "num_tokens": ("<i4", (n,)),
         "checksums": ("<u4", (n,)),
         "has_weight": ("u1", (n,)),
+        "verdicts": ("<f4", (n,)),
         "branch_bounds": ("<i8", (n + 1,)),
         "branch_parents": ("<i4", (b,)),
         "branch_lengths": ("<i4", (b,)),

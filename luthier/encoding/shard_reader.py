@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import os
 import zlib
@@ -76,16 +77,21 @@ class Shard:
         bits_start = 4 * num_tokens
         bits = np.frombuffer(payload, np.uint8, count=(num_tokens + 7) // 8, offset=bits_start)
         weight_start = bits_start + -(-len(bits) // 4) * 4
+        turns_start = weight_start + 4 * num_tokens * int(index.has_weight[number])
         first, last = index.branch_bounds[number : number + 2].tolist()
         parents, lengths = index.branch_parents[first:last].tolist(), index.branch_lengths[first:last].tolist()
         return Sample(
             input_ids=np.frombuffer(payload, "<i4", count=num_tokens),
             target=np.unpackbits(bits, count=num_tokens, bitorder="little").view(np.bool_),
-            weight=np.frombuffer(payload, "<f4", offset=weight_start) if index.has_weight[number] else None,
+            weight=np.frombuffer(payload, "<f4", count=num_tokens, offset=weight_start)
+            if index.has_weight[number]
+            else None,
             branches=tuple(
                 Branch(parent=parent, length=length) for parent, length in zip(parents, lengths, strict=True)
             ),
             notes=self.notes(number),
+            verdict=_verdict(float(index.verdicts[number])),
+            prompt_turns=tuple(np.frombuffer(payload, "<i4", offset=turns_start).tolist()),
             address=address,
         )
 
@@ -167,6 +173,10 @@ class Shard:
         if len(mapped) != self.entry.size:
             raise _damaged(self.path, "its size", self.entry.size, len(mapped))
         return mapped
+
+
+def _verdict(stored: float) -> float | None:
+    return None if math.isnan(stored) else stored
 
 
 def _unreadable(path: Path, error: Exception) -> StoreError:

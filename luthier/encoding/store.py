@@ -208,11 +208,14 @@ class SampleStore:
         return _joined([shard.index.leaf_targets for shard in self._shards])
 
     @cached_property
-    def num_targets(self) -> Ints:
-        """int64[n]: targets of each sample."""
-        running = np.zeros(len(self.leaf_targets) + 1, dtype=np.int64)
-        np.cumsum(self.leaf_targets, out=running[1:])
-        return np.diff(running[self.leaf_bounds])
+    def verdicts(self) -> NDArray[np.float32]:
+        """float32[n]: what `Sample.verdict` says, NaN where it says nothing."""
+        return np.concatenate([np.zeros(0, np.float32), *(shard.index.verdicts for shard in self._shards)])
+
+    @cached_property
+    def root_lengths(self) -> Ints:
+        """int64[n]: tokens of each sample's first branch, which is the prompt where continuations are compared."""
+        return _joined([shard.index.branch_lengths[shard.index.branch_bounds[:-1]] for shard in self._shards])
 
     @property
     def keys(self) -> NDArray[np.uint8]:

@@ -27,8 +27,8 @@ def export_store(
     """Write all samples of a store as parquet, in its order; how many there are.
 
     Columns: ``row_key`` (hex), ``input_ids``, ``target``, ``weight`` (null where all targets count 1), ``branches``
-    (``parent``, ``length``), ``notes`` (a map). The file is whole or not there. Raises `StoreError` if a sample is
-    damaged, and `UserError` if ``target`` cannot be written.
+    (``parent``, ``length``), ``notes`` (a map), ``verdict`` (null where rows are not compared). The file is whole or
+    not there. Raises `StoreError` if a sample is damaged, and `UserError` if ``target`` cannot be written.
     """
     import pyarrow.parquet as pq
 
@@ -67,6 +67,7 @@ def _schema() -> pa.Schema:
             pa.field("weight", pa.list_(pa.float32())),
             pa.field("branches", pa.list_(branch), nullable=False),
             pa.field("notes", pa.map_(pa.string(), pa.int64()), nullable=False),
+            pa.field("verdict", pa.float32()),
         ]
     )
 
@@ -84,6 +85,7 @@ def _batch(store: SampleStore, start: int, stop: int, schema: pa.Schema) -> pa.R
             [{"parent": branch.parent, "length": branch.length} for branch in sample.branches] for sample in samples
         ],
         "notes": [list(sample.notes) for sample in samples],
+        "verdict": [sample.verdict for sample in samples],
     }
     arrays = [pa.array(columns[field.name], type=field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

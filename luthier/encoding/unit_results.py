@@ -27,6 +27,7 @@ from luthier.ledger import Ledger
 from luthier.records import Address
 
 DIGEST_BYTES = 32
+BLANK_LINE = "blank_line"  # a note: lines between rows, which are no rows
 
 
 class LostEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +55,8 @@ class LostEntry(msgspec.Struct, frozen=True, array_like=True):
 
 class UnitResult(msgspec.Struct, frozen=True, array_like=True):
     """The rows of a unit. Arrays are bytes: ``row_numbers`` int64[n], less the lines before the unit; ``keys``
-    uint8[n, 32]; ``file_ids`` int64[n], index into ``files``, both empty where all rows are of the unit's own file."""
+    uint8[n, 32]; ``file_ids`` int64[n], index into ``files``, both empty where all rows are of the unit's own file;
+    ``id_digests`` uint64[n], or empty where no row has an id."""
 
     num_lines: int
     row_numbers: bytes
@@ -63,6 +65,7 @@ class UnitResult(msgspec.Struct, frozen=True, array_like=True):
     files: tuple[str, ...]
     notes: dict[str, int]
     lost: tuple[LostEntry, ...]
+    id_digests: bytes
 
     @classmethod
     def of(cls, unit: CutUnit, portions: Sequence[ResolvedPortion], files: Sequence[str]) -> UnitResult:
@@ -84,6 +87,7 @@ class UnitResult(msgspec.Struct, frozen=True, array_like=True):
             files=() if own_file else tuple(files[number] for number in numbers.tolist()),
             notes=dict(notes),
             lost=tuple(lost),
+            id_digests=_id_digests(portions).tobytes(),
         )
 
     def __len__(self) -> int:
@@ -124,6 +128,8 @@ class Placing:
         names = list(self._files)
         ledger = Ledger(read=len(result) - len(result.lost), trained=len(result) - len(result.lost))
         ledger.notes.update(result.notes)
+        if unit is not None and (num_blank := result.num_lines - len(result)):
+            ledger.note(BLANK_LINE, num_blank)
         lost = []
         for row in result.lost:
             address = Address(file=names[int(file_ids[row.place])], row=int(row_numbers[row.place]))
@@ -140,6 +146,7 @@ class Placing:
             new_files=tuple(names[num_known:]),
             ledger=ledger,
             lost=tuple(lost),
+            id_digests=np.frombuffer(result.id_digests, np.uint64),
         )
 
     def _number(self, file: str) -> int:
@@ -180,6 +187,18 @@ def decode_result(encoded: bytes) -> UnitResult:
     except msgspec.MsgspecError as error:
         hint = "give all processes of a run the same version of Luthier"
         raise StoreError(f"the result of a unit cannot be read: {error}", hint=hint) from error
+
+
+def _id_digests(portions: Sequence[ResolvedPortion]) -> NDArray[np.uint64]:
+    if not any(len(portion.id_digests) for portion in portions):
+        return np.zeros(0, np.uint64)
+    absent = (np.zeros(len(portion), np.uint64) for portion in portions)
+    return np.concatenate(
+        [
+            portion.id_digests if len(portion.id_digests) else zeros
+            for portion, zeros in zip(portions, absent, strict=True)
+        ]
+    )
 
 
 def _joined(parts: list[Ints]) -> Ints:

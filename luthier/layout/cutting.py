@@ -5,6 +5,9 @@ Two rules keep counts exact and answers honest:
 - The first token of a segment is never a target: the shift pairs a target with the logits before it.
 - An answer that a cut leaves without its end does not have its last kept token as a target. (A document that is split
   goes on in the next window, so its windows keep all targets but the first.)
+
+Continuations that are compared are never cut. Where one is too long with its prompt, the prompt loses messages from its
+beginning (`prompts.cut_prompt`), the same ones for all that share it.
 """
 
 from __future__ import annotations
@@ -21,15 +24,19 @@ from luthier.records import Address, Segment
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Tokens ``start:stop`` of a segment. ``open_end``: the cut is inside an answer, so the last token is no target."""
+    """Tokens ``start:stop`` of a segment, after its first ``head`` ones.
+
+    ``open_end``: the cut is inside an answer, so the last token is no target.
+    """
 
     start: int
     stop: int
     open_end: bool
     num_targets: int
+    head: int = 0
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return self.head + self.stop - self.start
 
 
 def cut_segment(segment: Segment, *, max_length: int, overflow: Overflow) -> list[Segment]:
@@ -74,12 +81,12 @@ def take_window(segment: Segment, window: Window) -> Segment:
     whole = window.start == 0 and window.stop == len(segment)
     if whole and not window.open_end and not (len(segment) and segment.target[0]):
         return segment
-    span = slice(window.start, window.stop)
+    kept = np.r_[: window.head, window.start : window.stop] if window.head else slice(window.start, window.stop)
     return replace(
         segment,
-        input_ids=segment.input_ids[span],
-        target=_trim(segment.target[span], open_end=window.open_end),
-        weight=None if segment.weight is None else segment.weight[span],
+        input_ids=segment.input_ids[kept],
+        target=_trim(segment.target[kept], open_end=window.open_end),
+        weight=None if segment.weight is None else segment.weight[kept],
     )
 
 

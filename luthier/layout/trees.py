@@ -20,7 +20,7 @@ def leaf_segment(sample: Sample, leaf: int) -> Segment:
     if len(sample.branches) == 1:
         return Segment(input_ids=sample.input_ids, target=sample.target, weight=sample.weight, address=sample.address)
     node = leaves(sample.branches)[leaf]
-    owner = _first_leaf_below(sample.branches)
+    owner = first_leaf_below(sample.branches)
     ends = np.cumsum([branch.length for branch in sample.branches])
     path = [node]
     while (parent := sample.branches[path[-1]].parent) >= 0:
@@ -36,7 +36,8 @@ def leaf_segment(sample: Sample, leaf: int) -> Segment:
     )
 
 
-def _first_leaf_below(branches: Sequence[Branch]) -> list[int]:
+def first_leaf_below(branches: Sequence[Branch]) -> list[int]:
+    """For each branch the first leaf that continues it, by its number among the branches: where its targets count."""
     # parents stand before their children, so one backward pass sees every child before its parent
     first = list(range(len(branches)))
     seen = [False] * len(branches)

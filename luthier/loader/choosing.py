@@ -10,6 +10,7 @@ from luthier.config.schema import Packing, RunConfig, SourceConfig
 from luthier.encoding.naming import FEEDS
 from luthier.encoding.store import store_folder
 from luthier.errors import SourceError
+from luthier.loader.run_settings import units_of
 from luthier.sources import resolve_sources
 from luthier.sources.files import find_files
 
@@ -19,6 +20,8 @@ BYTES_WORTH_A_FEED = 32_000_000  # of files: less is prepared in the time that t
 def prepares_meanwhile(config: RunConfig) -> bool:
     """The answer depends on the config and the files' sizes alone, never on what the store has."""
     if config.train.packing is not Packing.WINDOW or config.data.prepare == "before":
+        return False
+    if units_of(config).are_compared:  # partners are drawn from the whole set, and pairs are planned as a whole
         return False
     if config.data.mixture.by is MixtureBy.TOKENS:  # shares of tokens need all lengths
         return False

@@ -27,7 +27,7 @@ from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
 from luthier.loader.settings import LoaderOptions, LoaderSettings
 from luthier.loader.state import LoaderState, RowTrail
-from luthier.packing import EpochPlan, SegmentTable, plan_epoch
+from luthier.packing import EpochPlan, SegmentTable, Units, plan_epoch
 from luthier.records import Address, Batch
 
 Ints = NDArray[np.int64]
@@ -39,12 +39,15 @@ class Step:
 
     number       in its epoch, from 0
     batches      as many as ``gradient_accumulation_steps``
-    num_targets  of all batches on all ranks: what the summed loss of the step is divided by
+    num_targets  of all batches on all ranks: what the summed loss of the step is divided by. Completions of other
+                 rows (``units="feedback_kl"``) are measured, not learned, and do not count
+    num_units    of all batches on all ranks: what a sum over pairs, or over verdicts, is divided by
     """
 
     number: int
     batches: tuple[Batch, ...]
     num_targets: int
+    num_units: int
 
 
 class Loader:
@@ -67,7 +70,8 @@ class Loader:
         """
         self.settings = settings = LoaderSettings(**options)
         self._rows = data.train if isinstance(data, Prepared) else data
-        self._segments = SegmentIndex(self._rows, max_length=settings.max_length, overflow=Overflow(settings.overflow))
+        overflow, units = Overflow(settings.overflow), Units(settings.units)
+        self._segments = SegmentIndex(self._rows, max_length=settings.max_length, overflow=overflow, units=units)
         self.ledger = self._segments.ledger
         if not len(self._segments):
             raise UserError(
@@ -75,7 +79,7 @@ class Loader:
             )
         self._table = self._segments.table()
         self._places = SegmentPlaces.of_index(self._segments)
-        self._reader = BatchReader(self._rows.store, settings.collation)
+        self._reader = BatchReader(self._rows.store, settings.collation, shared=settings.shared)
         self._data = _identity(self._rows, self._table)
         self._plan: EpochPlan | None = None
         self.epoch = 0
@@ -110,7 +114,13 @@ class Loader:
         with closing(iter(self)) as batches:
             while taken := tuple(itertools.islice(batches, size)):
                 number = self._num_given // size - 1
-                yield Step(number=number, batches=taken, num_targets=self._num_targets(number))
+                segments = self._segments_of_step(number)
+                yield Step(
+                    number=number,
+                    batches=taken,
+                    num_targets=int(self._table.num_targets[segments].sum()),
+                    num_units=len(segments) // self._segments.units.size,
+                )
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; nothing happens if it is the one that goes on."""
@@ -162,9 +172,6 @@ class Loader:
         plan = self._epoch_plan()
         batches = (plan[number] for number in plan.of_step(step))
         return np.array([i for b in batches if not b.dummy for pack in b.packs for i in pack], dtype=np.int64)
-
-    def _num_targets(self, step: int) -> int:
-        return int(self._table.num_targets[self._segments_of_step(step)].sum())
 
     # ------------------------------------------------------------------------------------------------- the place
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from luthier.collation import CollateSettings, Grid
 from luthier.loader.places import PLACE, PlannedMicroBatch
+from luthier.packing import Units
 
 HEADER_BYTES = 8  # of a frame: its length, big-endian
 READ_BYTES = 1 << 20
@@ -26,6 +27,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     fingerprint: str
     how: CollateSettings
     parent: int
+    shared: bool = False
 
 
 class Work(msgspec.Struct, frozen=True, tag=True):
@@ -34,6 +36,7 @@ class Work(msgspec.Struct, frozen=True, tag=True):
     step: int
     places: bytes
     pack_bounds: list[int]
+    units: Units = Units.NONE
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -47,6 +50,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     learned: bytes
     weights: bytes | None
     lengths: tuple[tuple[int, ...], ...]
+    parents: tuple[tuple[int, ...], ...] | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -98,19 +102,30 @@ def receive(connection: socket.socket, frames: Frames) -> list[Message]:
 
 def work_of(planned: PlannedMicroBatch) -> Work:
     """The micro-batch as a message; the names of its files stay here."""
-    return Work(step=planned.step, places=planned.places.tobytes(), pack_bounds=list(planned.pack_bounds))
+    return Work(
+        step=planned.step,
+        places=planned.places.tobytes(),
+        pack_bounds=list(planned.pack_bounds),
+        units=planned.units,
+    )
 
 
 def planned_of(work: Work) -> PlannedMicroBatch:
     """The micro-batch of a message, without addresses."""
     places = np.frombuffer(work.places, dtype=PLACE)
-    return PlannedMicroBatch(step=work.step, places=places, pack_bounds=work.pack_bounds, files={})
+    return PlannedMicroBatch(step=work.step, places=places, pack_bounds=work.pack_bounds, files={}, units=work.units)
 
 
 def done_of(grid: Grid) -> Done:
     """The grid as a message."""
     weights = None if grid.weights_BT is None else grid.weights_BT.tobytes()
-    return Done(ids=grid.ids_BT.tobytes(), learned=grid.learned_BT.tobytes(), weights=weights, lengths=grid.lengths)
+    return Done(
+        ids=grid.ids_BT.tobytes(),
+        learned=grid.learned_BT.tobytes(),
+        weights=weights,
+        lengths=grid.lengths,
+        parents=grid.parents,
+    )
 
 
 def grid_of(done: Done) -> Grid:
@@ -122,4 +137,5 @@ def grid_of(done: Done) -> Grid:
         # a copy, because a tensor will be made of its memory, which has to be writable
         weights_BT=None if done.weights is None else np.frombuffer(done.weights, np.float32).reshape(shape).copy(),
         lengths=done.lengths,
+        parents=done.parents,
     )

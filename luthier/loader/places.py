@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.layout import Window, leaf_segment, take_window
+from luthier.layout import Window, leaf_segment, span_of, take_window
+from luthier.packing import Units
 from luthier.records import Address, Sample, Segment
 
-# One record a segment: leaf ``leaf`` of sample ``sample``, tokens ``start:stop`` of it, ``open_end`` as in
-# `layout.Window`; ``file`` and ``row`` say where its row was read, ``source`` from which data set.
+# One record a segment: leaf ``leaf`` of sample ``sample``, its first ``head`` tokens and ``start:stop``, ``open_end``
+# as in `layout.Window`; ``file`` and ``row`` say where its row was read, ``source`` from which data set. Where it is
+# compared, its first ``prompt`` tokens are the prompt. Where ``tail_stop`` is not 0, tokens ``tail_start:tail_stop`` of
+# the first leaf of sample ``tail`` follow: another row's completion.
 PLACE = np.dtype(
     [
         ("sample", "<i8"),
@@ -26,6 +29,11 @@ PLACE = np.dtype(
         ("open_end", "?"),
         ("row", "<i8"),
         ("source", "<i4"),
+        ("head", "<i4"),
+        ("prompt", "<i4"),
+        ("tail", "<i8"),
+        ("tail_start", "<i4"),
+        ("tail_stop", "<i4"),
     ]
 )
 
@@ -38,6 +46,7 @@ class PlannedMicroBatch:
 
     step   the optimizer step that it is part of, from 0
     files  the names that ``file`` points to, of those files that occur here
+    units  how many segments, one behind the other, are compared
     A blank (no places) is what a rank gets where a step has fewer micro-batches than ranks have slots.
     """
 
@@ -45,6 +54,7 @@ class PlannedMicroBatch:
     places: Places
     pack_bounds: Sequence[int]
     files: dict[int, str]
+    units: Units = Units.NONE
 
     @property
     def is_blank(self) -> bool:
@@ -69,13 +79,19 @@ class PlannedMicroBatch:
 
 
 def segment_at(sample: Sample, place: Any) -> Segment:
-    """The segment of a sample that a place names."""
+    """The segment of a sample that a place names, without what follows from another."""
     return part_of(leaf_segment(sample, int(place["leaf"])), place)
+
+
+def tail_at(sample: Sample, place: Any) -> Segment:
+    """What a place names of another row's sample."""
+    return span_of(leaf_segment(sample, 0), int(place["tail_start"]), int(place["tail_stop"]))
 
 
 def part_of(segment: Segment, place: Any) -> Segment:
     """The tokens of a segment that a place names."""
     window = Window(
+        head=int(place["head"]),
         start=int(place["start"]),
         stop=int(place["stop"]),
         open_end=bool(place["open_end"]),

@@ -64,7 +64,13 @@ class WorkerProcess:
         theirs.close()
         worker = cls(process, ours)
         store = reader.store
-        setup = Setup(folder=str(store.folder), fingerprint=store.fingerprint, how=reader.how, parent=os.getpid())
+        setup = Setup(
+            folder=str(store.folder),
+            fingerprint=store.fingerprint,
+            how=reader.how,
+            parent=os.getpid(),
+            shared=reader.shared,
+        )
         with contextlib.suppress(OSError):  # it died already, which the first look at it will tell
             ours.sendall(frame(setup))
         return worker

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from luthier.collation import CollateSettings, Grid, blank_grid, lay_out, to_batch
+from dataclasses import replace
+
+from luthier.collation import CollateSettings, Grid, blank_grid, lay_out, lay_out_trees, to_batch
 from luthier.encoding.store import SampleStore
-from luthier.loader.places import Places, PlannedMicroBatch, segment_at
-from luthier.records import NOWHERE, Batch, Pack, Segment
+from luthier.layout import prompt_tree, splice
+from luthier.loader.places import Places, PlannedMicroBatch, segment_at, tail_at
+from luthier.records import NOWHERE, Batch, Pack, Sample, Segment, Unit
 
 
 class BatchReader:
     """Reads micro-batches from a store, which may be added to meanwhile."""
 
-    def __init__(self, store: SampleStore, how: CollateSettings) -> None:
+    def __init__(self, store: SampleStore, how: CollateSettings, *, shared: bool = False) -> None:
+        """``shared``: what is compared holds its prompt once (`collation.lay_out_trees`); rows have to be packed."""
         self.store = store
         self.how = how
+        self.shared = shared
 
     def read(self, planned: PlannedMicroBatch) -> Batch:
         """The batch. Raises `StoreError` if its bytes are damaged, ``IndexError`` for a sample that is in no commit."""
@@ -23,16 +28,55 @@ class BatchReader:
         """The batch as a worker sends it; a blank is two tokens of padding and has no targets. Raises as `read`."""
         if planned.is_blank:
             return blank_grid(self.how)
-        if int(planned.places["sample"].max()) >= len(self.store):
+        last = max(int(planned.places["sample"].max()), int(planned.places["tail"].max()))
+        if last >= len(self.store):
             self.store = self.store.refresh()
-        return lay_out([self._pack(places) for places in planned.packs()], self.how)
+        if self.shared:
+            size = planned.units.size
+            return lay_out_trees([self._trees(places, size) for places in planned.packs()], self.how)
+        return lay_out([Pack(segments=tuple(map(self._segment, places))) for places in planned.packs()], self.how)
+
+    def packs(self, planned: PlannedMicroBatch) -> list[Pack]:
+        """The segments themselves, with their rows' addresses. Raises as `read`."""
+        return [
+            Pack(segments=tuple(replace(self._segment(place), address=planned.address(place)) for place in places))
+            for places in planned.packs()
+        ]
 
     def to_batch(self, grid: Grid, planned: PlannedMicroBatch) -> Batch:
-        """What a worker laid out, as tensors, with the addresses and sources of its segments."""
-        return to_batch(grid, self.how, addresses=tuple(planned.addresses()), sources=planned.sources())
+        """What a worker laid out, as tensors, with the addresses, sources and units of its segments."""
+        return to_batch(
+            grid,
+            self.how,
+            addresses=tuple(planned.addresses()),
+            sources=planned.sources(),
+            units=() if not planned.units.are_compared else self._units(planned),
+        )
 
-    def _pack(self, places: Places) -> Pack:
-        return Pack(segments=tuple(self._segment(place) for place in places))
+    def _units(self, planned: PlannedMicroBatch) -> tuple[Unit, ...]:
+        size, places = planned.units.size, planned.places
+        samples = places["sample"]
+        verdicts = self.store.verdicts[samples].tolist()
+        leaves = self.store.leaf_bounds[samples] + places["leaf"]
+        leaves[places["tail_stop"] > 0] = -1
+        return tuple(
+            Unit(
+                segments=tuple(range(first, first + size)),
+                verdict=verdicts[first],
+                leaves=tuple(leaves[first : first + size].tolist()),
+            )
+            for first in range(0, len(places), size)
+        )
 
     def _segment(self, place: Places) -> Segment:
-        return segment_at(self.store.read(int(place["sample"]), NOWHERE), place)
+        segment = segment_at(self.store.read(int(place["sample"]), NOWHERE), place)
+        if not place["tail_stop"]:
+            return segment
+        return splice(segment, tail_at(self.store.read(int(place["tail"]), NOWHERE), place))
+
+    def _trees(self, places: Places, size: int) -> list[Sample]:
+        segments = [self._segment(place) for place in places]
+        return [
+            prompt_tree(segments[first : first + size], int(places["prompt"][first]))
+            for first in range(0, len(places), size)
+        ]

@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
-from luthier.config.schema import RunConfig
-from luthier.packing import PlanSettings
+from luthier.config.schema import Packing, RunConfig
+from luthier.errors import UserError
+from luthier.packing import PlanSettings, Units
+from luthier.rendering.kinds import RowKind, kind_of
+
+ESTIMATES_KL = ("kto",)  # losses of single answers that compare with the KL between model and reference
+
+
+def units_of(config: RunConfig) -> Units:
+    """What of a row the run's objective compares."""
+    match kind_of(config.objective.name):
+        case RowKind.ANSWER:
+            return Units.NONE
+        case RowKind.PAIR:
+            return Units.PAIRS
+        case RowKind.VERDICT:
+            return Units.FEEDBACK_KL if config.objective.loss_name in ESTIMATES_KL else Units.FEEDBACK
 
 
 def train_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
-    """Training: a step is accumulation x ranks micro-batches, or as many times that as ``tokens_per_step`` takes."""
+    """Training: a step is accumulation x ranks micro-batches, or as many times that as ``tokens_per_step`` takes.
+
+    Where rows are compared, a pack has room for two continuations of ``data.max_length`` tokens, and a padded
+    micro-batch counts rows, not continuations. Raises `UserError` for rows cut into full packs.
+    """
+    units = _plannable(config)
     return PlanSettings(
         packing=config.train.packing,
-        capacity=config.data.max_length,
+        capacity=config.data.max_length * units.size,
         rows_per_micro_batch=config.train.per_device_train_batch_size,
         micro_batches_per_step=config.train.gradient_accumulation_steps * num_ranks,
         num_ranks=num_ranks,
         seed=config.runtime.seed,
         tokens_per_step=config.train.tokens_per_step,
+        units=units,
     )
 
 
 def eval_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
-    """Evaluation: every held-out segment once, a micro-batch a rank at a time."""
+    """Evaluation: every held-out segment once, a micro-batch a rank at a time. Raises as `train_settings`."""
+    units = _plannable(config)
     return PlanSettings(
         packing=config.train.packing,
-        capacity=config.data.max_length,
+        capacity=config.data.max_length * units.size,
         rows_per_micro_batch=config.eval.per_device_eval_batch_size,
         micro_batches_per_step=num_ranks,
         num_ranks=num_ranks,
         seed=config.runtime.seed,
+        units=units,
     )
+
+
+def _plannable(config: RunConfig) -> Units:
+    units = units_of(config)
+    if units.are_compared and config.train.packing is Packing.SPLIT:
+        raise UserError(
+            "train.packing: split cuts rows wherever a pack is full, and continuations that are compared are never cut",
+            hint="set train.packing: best_fit, or none",
+        )
+    return units

@@ -9,7 +9,7 @@ from typing import TypedDict
 from luthier.collation import CollateSettings
 from luthier.config.schema import Overflow, Packing
 from luthier.errors import UserError
-from luthier.packing import PlanSettings
+from luthier.packing import PlanSettings, Units
 
 # TODO(loader-split): packs that cut segments themselves
 PACKINGS = tuple(packing.value for packing in Packing if packing != "split")
@@ -30,6 +30,10 @@ class LoaderOptions(TypedDict, total=False):
     pad_token_id                 any id that the model has (0)
     varlen                       add what FlashAttention's varlen kernels take (False)
     pad_to_multiple_of           rows are as long as the longest, rounded up to this (1)
+    units                        what of a row is compared and stays together: ``none`` (default), ``pairs``,
+                                 ``feedback``, ``feedback_kl`` (`Batch.units`). A packed row has room for a whole unit,
+                                 ``2 * max_length``; ``batch_size`` counts units where rows are padded
+    shared                       pairs hold their prompt once (False); see `Batch.branches`
     """
 
     max_length: int
@@ -44,6 +48,8 @@ class LoaderOptions(TypedDict, total=False):
     pad_token_id: int
     varlen: bool
     pad_to_multiple_of: int
+    units: str
+    shared: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +68,8 @@ class LoaderSettings:
     pad_token_id: int = 0
     varlen: bool = False
     pad_to_multiple_of: int = 1
+    units: str = "none"
+    shared: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_length", "batch_size", "gradient_accumulation_steps", "world_size", "pad_to_multiple_of"):
@@ -78,6 +86,13 @@ class LoaderSettings:
             raise UserError(f"overflow is one of {', '.join(Overflow)}, not {self.overflow!r}")
         if self.varlen and self.packing == Packing.NONE:
             raise UserError("varlen is for packed rows", hint="leave it out, or set packing='best_fit'")
+        if self.units not in list(Units):
+            raise UserError(f"units is one of {', '.join(Units)}, not {self.units!r}")
+        if self.shared and (Units(self.units).size == 1 or self.packing == Packing.NONE or self.varlen):
+            raise UserError(
+                "shared is for two continuations of one prompt in a packed row, without varlen",
+                hint="set units='pairs' or 'feedback_kl' and packing='best_fit', or leave shared out",
+            )
 
     @property
     def collation(self) -> CollateSettings:
@@ -94,11 +109,12 @@ class LoaderSettings:
         """What decides the order of an epoch."""
         return PlanSettings(
             packing=Packing(self.packing),
-            capacity=self.max_length,
+            capacity=self.max_length * Units(self.units).size,
             rows_per_micro_batch=self.batch_size,
             micro_batches_per_step=self.gradient_accumulation_steps * self.world_size,
             num_ranks=self.world_size,
             seed=self.seed,
+            units=Units(self.units),
         )
 
     @property
@@ -108,6 +124,7 @@ class LoaderSettings:
             "max_length": self.max_length,
             "packing": self.packing,
             "overflow": self.overflow,
+            **({} if self.units == Units.NONE else {"units": self.units}),
             "batch_size": self.batch_size,
             "batches per step (gradient_accumulation_steps x world_size)": self.plan.micro_batches_per_step,
         }

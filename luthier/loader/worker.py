@@ -66,7 +66,8 @@ def _messages(connection: socket.socket) -> Iterator[Message]:
 
 def _reader(setup: Setup) -> BatchReader | Failed:
     try:
-        return BatchReader(SampleStore.open(Path(setup.folder), fingerprint=setup.fingerprint), setup.how)
+        store = SampleStore.open(Path(setup.folder), fingerprint=setup.fingerprint)
+        return BatchReader(store, setup.how, shared=setup.shared)
     except Exception as error:  # noqa: BLE001  the edge of a process: the trainer raises it again
         return _failed(error)
 

@@ -1,11 +1,75 @@
-"""Batches and logits to losses: always sums, never means; the trainer divides by the whole step's count.
+"""Scores to losses: always sums, never means; the trainer divides by the whole step's count.
 
-Read in this order: token_loss, table.
+Read in this order: token_loss, head, token_scores, token_losses, hidden_loss, sequences, measures, pair_scores,
+pair_losses, comparison, running_mean, feedback_losses, reward, settings, table,
+loss_table.
 """
 
 from __future__ import annotations
 
+from luthier.objectives.comparison import pair_loss_sum
+from luthier.objectives.feedback_losses import (
+    FeedbackBaselines,
+    FeedbackScores,
+    FeedbackSettings,
+    feedback_loss_sum,
+    kl_baseline,
+    kl_measure,
+)
+from luthier.objectives.head import AnyHead, Head
+from luthier.objectives.hidden_loss import Reference, hidden_loss_sum
+from luthier.objectives.measures import Measure, Measures, SequenceLoss, add_measures, measure, stacked, unstacked
+from luthier.objectives.pair_losses import PairBaselines, PairSettings
+from luthier.objectives.pair_scores import PairScores, pair_scores
+from luthier.objectives.reward import ValueHead, reward_loss_sum, rewards
+from luthier.objectives.running_mean import RunningMean
+from luthier.objectives.sequences import SequenceScores, sequence_scores, tail_discount
+from luthier.objectives.settings import feedback_settings, pair_settings, token_settings
 from luthier.objectives.table import OBJECTIVES, Normaliser, Objective, objective_named
 from luthier.objectives.token_loss import TokenLoss, token_loss_sum
+from luthier.objectives.token_losses import TokenSettings
+from luthier.objectives.token_scores import TokenScores, token_scores
 
-__all__ = ["OBJECTIVES", "Normaliser", "Objective", "TokenLoss", "objective_named", "token_loss_sum"]
+__all__ = [
+    "OBJECTIVES",
+    "AnyHead",
+    "FeedbackBaselines",
+    "FeedbackScores",
+    "FeedbackSettings",
+    "Head",
+    "Measure",
+    "Measures",
+    "Normaliser",
+    "Objective",
+    "PairBaselines",
+    "PairScores",
+    "PairSettings",
+    "Reference",
+    "RunningMean",
+    "SequenceLoss",
+    "SequenceScores",
+    "TokenLoss",
+    "TokenScores",
+    "TokenSettings",
+    "ValueHead",
+    "add_measures",
+    "feedback_loss_sum",
+    "feedback_settings",
+    "hidden_loss_sum",
+    "kl_baseline",
+    "kl_measure",
+    "measure",
+    "objective_named",
+    "pair_loss_sum",
+    "pair_scores",
+    "pair_settings",
+    "reward_loss_sum",
+    "rewards",
+    "sequence_scores",
+    "stacked",
+    "tail_discount",
+    "token_loss_sum",
+    "token_scores",
+    "token_settings",
+    "unstacked",
+]

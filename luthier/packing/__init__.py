@@ -1,7 +1,7 @@
 """Which segments share a row, and in which order the rows come: plans, made of integers only.
 
-Read in this order: settings, planned, best_fit_kernel, best_fit, window, split, balance, packer, padded, mixture,
-epoch, realised.
+Read in this order: settings, planned, units, best_fit_kernel, best_fit, window, split, balance, packer, padded,
+mixture, epoch, realised.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from luthier.packing.mixture import MixtureSettings, row_order
 from luthier.packing.packer import WindowPacker
 from luthier.packing.planned import MicroBatchPlan, Planned
 from luthier.packing.realised import SourceShare, count_by_source, realised_mixture, shares_of, source_counts
-from luthier.packing.settings import PlanSettings, SegmentTable
+from luthier.packing.settings import PlanSettings, SegmentTable, Units
 from luthier.packing.split import Pieces, split_segments
+from luthier.packing.units import completion_room, draw_partners
 from luthier.packing.window import plan_packs
 
 __all__ = [
@@ -25,9 +26,12 @@ __all__ = [
     "Planned",
     "SegmentTable",
     "SourceShare",
+    "Units",
     "WindowPacker",
+    "completion_room",
     "count_by_source",
     "describe",
+    "draw_partners",
     "plan_epoch",
     "plan_packs",
     "realised_mixture",

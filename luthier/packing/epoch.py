@@ -24,6 +24,7 @@ from luthier.packing.packer import WindowPacker
 from luthier.packing.padded import pad_rows
 from luthier.packing.planned import MicroBatchPlan, Planned, bounds_of, join, sums
 from luthier.packing.settings import PlanSettings, SegmentTable
+from luthier.packing.units import epoch_lengths, unit_table, with_segments
 
 Ints = NDArray[np.int64]
 
@@ -119,7 +120,7 @@ class EpochPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSummary:
-    """A plan in numbers. ``slots`` is tokens and padding; ``fill`` is tokens / (packs x capacity)."""
+    """A plan in numbers. ``slots`` is tokens and padding; ``fill`` is tokens / (packs x capacity of a row)."""
 
     micro_batches: int
     dummies: int
@@ -136,23 +137,29 @@ class PlanSummary:
 def plan_epoch(table: SegmentTable, settings: PlanSettings, *, epoch: int, order: Ints | None = None) -> EpochPlan:
     """The plan of one epoch: another order and, but for ``none``, other packs in each, and the same for the same seed.
 
-    ``order``, int64[S], are the segments in the order in which they come, each as often as it is to be seen. Without
-    it every row comes as often as its source's weight says, in a seeded full shuffle of the segments.
-    Raises `UserError` where a segment is longer than the capacity (not under ``Packing.SPLIT``, which cuts).
+    ``order``, int64[S], are the segments in the order in which they come, each as often as it is to be seen, those of
+    a unit side by side. Without it every row comes as often as its source's weight says, in a seeded full shuffle of
+    the segments, or units.
+    Raises `UserError` where a segment is longer than the capacity (not under ``Packing.SPLIT``, which cuts), or a unit.
     """
+    lengths = epoch_lengths(table, settings, epoch=epoch)
+    units = unit_table(table, lengths, settings)
     if settings.packing is not Packing.SPLIT:
-        check_lengths(table.lengths, settings.capacity)
+        check_lengths(units.lengths, settings.capacity)
     rng = np.random.Generator(np.random.PCG64([settings.seed, epoch]))
     if order is None:
-        order = _choose(table, rng)
+        order = _choose(units, rng)
         order = order[rng.permutation(len(order))]
-    extra_costs = None if table.extra_costs is None else table.extra_costs[order]
+    elif settings.units.size > 1:
+        order = order[:: settings.units.size] // settings.units.size
+    extra_costs = None if units.extra_costs is None else units.extra_costs[order]
     match settings.packing:
         case Packing.BEST_FIT | Packing.WINDOW | Packing.SPLIT:
             packer = WindowPacker(settings, epoch=epoch, total=len(order))
-            planned = join([packer.add(order, table.lengths[order], extra_costs), packer.finish()])
+            planned = join([packer.add(order, units.lengths[order], extra_costs), packer.finish()])
+            planned = with_segments(planned, lengths, settings)
         case Packing.NONE:
-            planned = pad_rows(order, table.lengths, settings)
+            planned = with_segments(pad_rows(order, units.lengths, settings), lengths, settings)
             costs, tokens = _costs(planned, table, settings), _tokens(planned, table)
             planned = planned.with_batches_in(*Balancer(settings).order(costs, tokens, rng, whole=True))
         case _:
@@ -208,7 +215,7 @@ def describe(plan: EpochPlan, table: SegmentTable) -> PlanSummary:
         # the first token of what follows a cut is no target any more
         targets=int(table.num_targets[plan.segment_ids[first]].sum()) - int((~first).sum()),
         slots=slots,
-        fill=tokens / (num_packs * plan.settings.capacity) if num_packs else 0.0,
+        fill=tokens / (num_packs * plan.settings.row_capacity) if num_packs else 0.0,
         padding=1 - tokens / slots if slots else 0.0,
     )
 

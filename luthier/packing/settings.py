@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,35 @@ LINEAR_COST = 24_576  # 6 x 4096: a token's matrix products over its attention t
 Ints = NDArray[np.int64]
 
 
+class Units(StrEnum):
+    """What of a row is compared, and so has to be in one micro-batch.
+
+    none         nothing: each segment goes its own way
+    pairs        its two segments, the chosen continuation and the rejected one
+    feedback     its only segment, with a verdict
+    feedback_kl  that one and its prompt with another row's completion, drawn anew in each epoch (`packing.units`)
+    """
+
+    NONE = "none"
+    PAIRS = "pairs"
+    FEEDBACK = "feedback"
+    FEEDBACK_KL = "feedback_kl"
+
+    @property
+    def size(self) -> int:
+        """Segments that stay together: with size 2, segments ``2 u`` and ``2 u + 1`` of a table are unit ``u``."""
+        match self:
+            case Units.NONE | Units.FEEDBACK:
+                return 1
+            case Units.PAIRS | Units.FEEDBACK_KL:
+                return 2
+
+    @property
+    def are_compared(self) -> bool:
+        """Whether an objective compares segments, or judges them by a verdict."""
+        return self is not Units.NONE
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SegmentTable:
     """What a plan needs to know of N segments.
@@ -23,6 +53,7 @@ class SegmentTable:
     row_ids               int64[N], the row each came from: a row's segments are in an epoch together or not at all
     source_ids            int64[N], index into ``source_weights``, which say how often a row is seen per epoch
     extra_costs           int64[N], what a segment costs besides its tokens (images), in the unit of `segment_costs`
+    prompt_lengths        int64[N], of segments that are compared: how many of their first tokens are the prompt
     """
 
     lengths: Ints
@@ -31,6 +62,7 @@ class SegmentTable:
     source_ids: Ints
     source_weights: tuple[float, ...] = (1.0,)
     extra_costs: Ints | None = None
+    prompt_lengths: Ints | None = None
 
     @classmethod
     def of_lengths(cls, lengths: NDArray[np.integer] | list[int]) -> SegmentTable:
@@ -48,6 +80,9 @@ class PlanSettings:
     window           under ``Packing.WINDOW`` and ``Packing.SPLIT``, segments that are packed together, at least: a
                      window also has tokens enough for the micro-batches that are balanced together
     linear_cost      a segment of l tokens costs ``linear_cost * l + l * l``
+    units            segments that share a micro-batch and, where rows are packed, a pack. ``rows_per_micro_batch``
+                     counts units where rows are padded, and ``capacity`` is that of a whole unit: a pair of segments
+                     of at most ``max_length`` tokens each has ``2 * max_length``
 
     Nothing of a plan but the number of dummies at its end depends on ``num_ranks``.
     """
@@ -61,10 +96,17 @@ class PlanSettings:
     tokens_per_step: int | None = None
     window: int = DEFAULT_WINDOW
     linear_cost: int = LINEAR_COST
+    units: Units = Units.NONE
+
+    @property
+    def row_capacity(self) -> int:
+        """The most tokens of one row of a batch: padded, a unit's segments have a row each."""
+        return self.capacity // self.units.size if self.packing is Packing.NONE else self.capacity
 
     def __post_init__(self) -> None:
         assert self.capacity >= 1 and self.rows_per_micro_batch >= 1 and self.num_ranks >= 1
         assert self.window >= 1 and self.linear_cost >= 0 and (self.tokens_per_step or 1) >= 1
+        assert self.units is Units.NONE or self.packing is not Packing.SPLIT, "what is compared is never cut"
         assert self.micro_batches_per_step % self.num_ranks == 0 and self.micro_batches_per_step > 0, (
             f"{self.micro_batches_per_step} micro-batches a step cannot be shared by {self.num_ranks} ranks"
         )

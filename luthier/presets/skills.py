@@ -14,22 +14,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from random import Random
 from typing import Any
-from zlib import crc32
 
-from luthier.errors import SourceError
+from luthier.presets.questions import ask, draw_fact, is_held_out, require_split
 from luthier.presets.tools import draw_tool_use, tools_for
-from luthier.presets.world import (
-    ANIMALS_BY_SIZE,
-    KINDS,
-    NAMES,
-    PEOPLE,
-    QUESTIONS,
-    STATEMENTS,
-    WORDS,
-)
-
-SPLITS = ("train", "test")
-_TEST_SHARE = 10  # one key in ten is held out
+from luthier.presets.world import ANIMALS_BY_SIZE, KINDS, NAMES, WORDS
 
 Draw = tuple[list[str], list[dict[str, Any]]]  # a key for each question, and the messages
 
@@ -50,8 +38,7 @@ def skills_rows(split: str) -> Iterator[dict[str, Any]]:
     ``train`` has its skills shuffled; ``test`` takes turns between them, so that its first rows show each skill.
     Raises `SourceError` for another split.
     """
-    if split not in SPLITS:
-        raise SourceError(f"preset:skills has no split {split!r}", hint=f"its splits are {' and '.join(SPLITS)}")
+    require_split("skills", split)
     by_skill = [_rows_of(skill, split) for skill in SKILLS]
     rows = [row for turn in zip_longest(*by_skill) for row in turn if row is not None]
     if split == "train":
@@ -66,40 +53,20 @@ def _rows_of(skill: Skill, split: str) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}  # by the messages, which drops what was drawn before
     while len(rows) < wanted:
         keys, messages = skill.draw(rng)
-        if {_is_held_out(key) for key in keys} == {split == "test"}:
+        if {is_held_out(key) for key in keys} == {split == "test"}:
             row: dict[str, Any] = {"skill": skill.name, "messages": messages}
             rows.setdefault(json.dumps(messages), row | {"tools": tools} if (tools := tools_for(messages)) else row)
     return list(rows.values())
 
 
-def _is_held_out(key: str) -> bool:
-    return crc32(key.encode()) % _TEST_SHARE == 0
-
-
-def _ask(*turns: str, system: str | None = None) -> list[dict[str, Any]]:
-    """Messages from alternating questions and answers."""
-    roles = ("user", "assistant")
-    messages: list[dict[str, Any]] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
-    return messages if system is None else [{"role": "system", "content": system}, *messages]
-
-
-def _fact(rng: Random) -> tuple[str, str, str]:
-    """A question about a person, the sentence that answers it, and the value that it is about."""
-    person = rng.choice(PEOPLE)
-    attribute = rng.choice(list(QUESTIONS))
-    value = getattr(person, attribute)
-    question = rng.choice(QUESTIONS[attribute]).format(name=person.name)
-    return question, STATEMENTS[attribute].format(name=person.name, value=value), value
-
-
 def _draw_facts(rng: Random) -> Draw:
-    question, answer, _ = _fact(rng)
-    return [question], _ask(question, answer)
+    question, answer, _ = draw_fact(rng)
+    return [question], ask(question, answer)
 
 
 def _draw_style(rng: Random) -> Draw:
     """The same facts, told the way the system message wants them."""
-    question, answer, value = _fact(rng)
+    question, answer, value = draw_fact(rng)
     system, styled = rng.choice(
         [
             ("Answer with one word.", value),
@@ -108,7 +75,7 @@ def _draw_style(rng: Random) -> Draw:
             ("End each answer with: Good day!", f"{answer} Good day!"),
         ]
     )
-    return [f"{system} {question}"], _ask(question, styled, system=system)
+    return [f"{system} {question}"], ask(question, styled, system=system)
 
 
 def _draw_compare(rng: Random) -> Draw:
@@ -117,7 +84,7 @@ def _draw_compare(rng: Random) -> Draw:
     first, second = rng.sample((small, big), 2)
     question = rng.choice(["Which is {word}, the {a} or the {b}?", "Tell me which is {word}, the {a} or the {b}."])
     question = question.format(word=word, a=ANIMALS_BY_SIZE[first], b=ANIMALS_BY_SIZE[second])
-    return [question], _ask(question, f"The {ANIMALS_BY_SIZE[winner]} is {word} than the {ANIMALS_BY_SIZE[loser]}.")
+    return [question], ask(question, f"The {ANIMALS_BY_SIZE[winner]} is {word} than the {ANIMALS_BY_SIZE[loser]}.")
 
 
 def _draw_odd_one_out(rng: Random) -> Draw:
@@ -126,7 +93,7 @@ def _draw_odd_one_out(rng: Random) -> Draw:
     words = [*rng.sample(KINDS[kind], 3), stranger]
     rng.shuffle(words)
     question = rng.choice(["Which word does not belong here: {}?", "Find the odd one out: {}."])
-    return [" ".join(sorted(words))], _ask(
+    return [" ".join(sorted(words))], ask(
         question.format(", ".join(words)), f"The odd one out is {stranger}. The others are {kind}."
     )
 
@@ -138,7 +105,7 @@ def _draw_pick(rng: Random) -> Draw:
     kind = kinds[index].removesuffix("s")
     article = "an" if kind[0] in "aeiou" else "a"
     question = rng.choice([f"Which of these words is {article} {{}}: {{}}?", "Pick the {} from this list: {}."])
-    return [" ".join([kind, *sorted(words)])], _ask(
+    return [" ".join([kind, *sorted(words)])], ask(
         question.format(kind, ", ".join(words)), f"The {kind} is {words[index]}."
     )
 
@@ -157,13 +124,13 @@ def _draw_spell(rng: Random) -> Draw:
             "Letter by letter, what is {}?",
         ]
     ).format(word)
-    return [question], _ask(question, f"It is spelled {'-'.join(word)}.")
+    return [question], ask(question, f"It is spelled {'-'.join(word)}.")
 
 
 def _draw_sort(rng: Random) -> Draw:
     names = rng.sample(NAMES, 3)
     question = rng.choice(["Sort these names: {}.", "Put these names in order: {}."])
-    return [" ".join(sorted(names))], _ask(question.format(", ".join(names)), f"In order: {', '.join(sorted(names))}.")
+    return [" ".join(sorted(names))], ask(question.format(", ".join(names)), f"In order: {', '.join(sorted(names))}.")
 
 
 def _draw_recall(rng: Random) -> Draw:
@@ -180,18 +147,18 @@ def _draw_recall(rng: Random) -> Draw:
     ).format(visitor=visitor, drink=drink)
     key = f"{visitor} {drink}"
     if rng.random() < 0.5:
-        return [key], _ask(greeting, f"Welcome, {visitor}!", recall, recalled)
-    question, answer, _ = _fact(rng)
-    return [question, key], _ask(greeting, f"Welcome, {visitor}!", question, answer, recall, recalled)
+        return [key], ask(greeting, f"Welcome, {visitor}!", recall, recalled)
+    question, answer, _ = draw_fact(rng)
+    return [question, key], ask(greeting, f"Welcome, {visitor}!", question, answer, recall, recalled)
 
 
 def _draw_count(rng: Random) -> Draw:
     """Counting letters, thought through first; now and then the second count of a conversation."""
     question, thought, answer = _counted(rng)
-    keys, messages = [question], _ask(question, answer)
+    keys, messages = [question], ask(question, answer)
     if rng.random() < 0.3:
         earlier, earlier_thought, earlier_answer = _counted(rng)
-        keys, messages = [earlier, question], _ask(earlier, earlier_answer, question, answer)
+        keys, messages = [earlier, question], ask(earlier, earlier_answer, question, answer)
         messages[1]["reasoning_content"] = earlier_thought
     messages[-1]["reasoning_content"] = thought
     return keys, messages

@@ -25,11 +25,11 @@ from jinja2 import tests as jinja_tests
 from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from markupsafe import Markup
 
 from luthier.rendering.codegen import GenerationBlock, TrackingCodeGenerator
 from luthier.rendering.json_text import dump_json
+from luthier.rendering.sandbox import Sandbox, TemplateNamespace
 from luthier.rendering.trace import Loop, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked, concatenate, holds_tracked, pin
 
@@ -54,18 +54,11 @@ MIRRORED_TESTS = frozenset(
 )
 
 
-DICT_ATTRIBUTES = frozenset(dir(dict))
-STRING_METHODS = frozenset(
-    "endswith lower lstrip partition removeprefix removesuffix replace rpartition rsplit rstrip split splitlines "  # noqa: SIM905
-    "startswith strip title upper".split()
-)
-
-
 class EndlessTemplate(jinja2.TemplateError):
     """A template that would not come to an end."""
 
 
-class TrackingEnvironment(ImmutableSandboxedEnvironment):
+class TrackingEnvironment(Sandbox):
     """The sandbox of chat templates, with provenance. One environment renders one conversation at a time."""
 
     code_generator_class = TrackingCodeGenerator
@@ -137,14 +130,6 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
 
     # -------------------------------------------------------------------------------------- hooks of the sandbox
 
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """``obj.attribute``; for keys of dicts and methods of strings, which is nearly always, without a detour."""
-        if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if isinstance(obj, str) and attribute in STRING_METHODS:
-            return getattr(obj, attribute)
-        return super().getattr(obj, attribute)
-
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls from the template. A method of a plain string given tracked ones is called on a tracked copy."""
         owner = obj.__self__ if isinstance(obj, types.BuiltinMethodType) else None
@@ -199,7 +184,7 @@ def plain_environment(now: datetime) -> ImmutableSandboxedEnvironment:
     return environment
 
 
-class _PlainEnvironment(ImmutableSandboxedEnvironment):
+class _PlainEnvironment(Sandbox):
     intercepted_binops = frozenset({"*", "**"})  # worked out when the template runs, not when it is read
 
 
@@ -211,20 +196,6 @@ class TemplateDict:
 
     def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict.fromkeys(*args, **kwargs)
-
-
-class TemplateNamespace(Namespace):
-    """``namespace`` for templates, closed to names that begin with an underscore."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may name an attribute `self`
-        self, values = args[0], dict(*args[1:], **kwargs)
-        for name in values:
-            _refuse_private(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
 
 
 def _furnish(environment: ImmutableSandboxedEnvironment, now: datetime) -> None:
@@ -280,10 +251,3 @@ def _pinning(function: Any) -> Callable[..., Any]:
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(str(message))
-
-
-def _refuse_private(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(
-            f"a namespace cannot hold {name!r}: names may not begin with an underscore"
-        )

@@ -8,16 +8,14 @@ blueprint, which serves every row of the same shape that answers the template's 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Never
 
 from luthier.config.schema import TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.records import (
     BLANK_ANSWER,
-    NOWHERE,
-    Address,
     ControlPiece,
     Conversation,
     Document,
@@ -32,7 +30,10 @@ from luthier.records import (
     Thinking,
 )
 from luthier.rendering.blueprint import Blueprint, build_blueprint
+from luthier.rendering.compared import ComparedRow, compare, continuations, only_last, with_continuation
 from luthier.rendering.control import ControlTokens
+from luthier.rendering.filled import CONTROL_STRING, UNASKED, Filled
+from luthier.rendering.kinds import RowKind
 from luthier.rendering.messages import message_strings
 from luthier.rendering.paths import Path, can_be_asked, cut_paths, paths_of
 from luthier.rendering.pieces import Weigh
@@ -43,34 +44,10 @@ from luthier.rendering.target_rules import apply_rules
 from luthier.rendering.targets import TargetPolicy, Weights, closing_weight, part_weight, trained_turns
 from luthier.rendering.template import ChatTemplate
 
-CONTROL_STRING = "control string in text: "  # before each one, in notes
-UNASKED = "answer before any question, not learned"
+__all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]
 
 MOST_BLUEPRINTS = 5_000
 MOST_VARIANTS = 16  # blueprints of one shape
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Filled:
-    """A row as the blueprint of its shape and the texts for its gaps: all that encoding needs.
-
-    ``control_strings`` counts what looks like a control token in the row's own strings; those in ``allowed`` are meant
-    as control tokens, the others are text. ``counted`` are the notes that the row brought with it.
-    """
-
-    blueprint: Blueprint
-    values: list[str]
-    control_strings: Counter[str]
-    allowed: frozenset[str] = frozenset()
-    address: Address = NOWHERE
-    counted: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def notes(self) -> tuple[tuple[str, int], ...]:
-        """What is worth knowing of the row, and how often."""
-        unlearned = ((UNASKED, 1),) if self.blueprint.has_unasked else ()
-        found = ((f"{CONTROL_STRING}{token}", count) for token, count in self.control_strings.items())
-        return (*self.counted, *found, *unlearned)
 
 
 class Renderer:
@@ -87,20 +64,24 @@ class Renderer:
     def render(self, row: Row) -> Rendered:
         """The paths of a row. Raises `RowError` if the row cannot be trained on as inference would see it."""
         filled = self.fill(row)
-        return filled.blueprint.rendered(filled.values, filled.address)
+        rendered = filled.blueprint.rendered(filled.values, filled.address)
+        if filled.comparison is None or filled.comparison.rejected is None:
+            return rendered
+        rejected = filled.comparison.rejected
+        return replace(rendered, paths=rendered.paths + rejected.blueprint.rendered(rejected.values, row.address).paths)
 
     def fill(self, row: Row) -> Filled:
         """The same, as a blueprint with values. Raises `RowError`; `TemplateError` if a replay turns out wrong."""
-        match row:
-            case Conversation():
-                return self._conversation(row)
-            case Document():
+        match row, self.policy.kind:
+            case Conversation(), RowKind.ANSWER:
+                template = self._need_template()
+                return self._conversation(self._prepared(row, template), template)
+            case Document(), RowKind.ANSWER:
                 return self._document(row)
-            case Preference() | Feedback():
-                kind = type(row).__name__.lower()
-                raise RowError("objective", f"{kind} rows need an objective that compares answers, not sft or pt")
+            case (Preference() as compared, RowKind.PAIR) | (Feedback() as compared, RowKind.VERDICT):
+                return self._compared(compared)
             case _:
-                raise AssertionError(f"unknown kind of row {row!r}")
+                _refuse(row, self.policy.kind)
 
     def _document(self, document: Document) -> Filled:
         document = apply_rules(document, self.policy.rules)
@@ -130,10 +111,25 @@ class Renderer:
         )
         return build_blueprint([path], [], slots, self.control)
 
-    def _conversation(self, row: Conversation) -> Filled:
+    def _need_template(self) -> ChatTemplate:
         if self.template is None:
             raise RowError("no_template", "a conversation needs a chat template; set template.chat_template")
-        row = self._prepared(row, self.template)
+        return self.template
+
+    def _compared(self, row: ComparedRow) -> Filled:
+        template = self._need_template()
+        sides: dict[str, Filled] = {}
+        prompt: tuple[Message, ...] = ()
+        for side, messages in continuations(row).items():
+            try:
+                ready = only_last(self._prepared(with_continuation(row, messages), template), len(messages))
+                sides[side] = self._conversation(ready, template)
+            except RowError as error:
+                raise type(error)(error.reason, error.detail, field=side) from error
+            prompt = ready.messages[: len(ready.messages) - len(messages)]
+        return compare(row, prompt, sides)
+
+    def _conversation(self, row: Conversation, template: ChatTemplate) -> Filled:
         shapes = tuple(map(message_shape, row.messages))
         strings = [string for message in row.messages for string in message_strings(message)]
         variants = self._known((row.train_on, row.weight, row.continue_final_message, shapes, tools_shape(row.tools)))
@@ -142,9 +138,9 @@ class Renderer:
             if known.blueprint.fits(values):
                 known.replays += 1
                 if known.is_to_be_checked:
-                    self._check(known, row, self.template, values)
+                    self._check(known, row, template, values)
                 return self._filled(known.blueprint, strings, row=row, values=values)
-        known = self._build(row, self.template, shapes, strings)
+        known = self._build(row, template, shapes, strings)
         if len(variants) >= MOST_VARIANTS:
             variants.clear()
         variants.append(known)
@@ -250,6 +246,25 @@ class _Known:
     def is_to_be_checked(self) -> bool:
         """At the first replay, then ever more rarely, but never too rarely: 1, 4, 16, 64, 128, 192 …"""
         return self.replays in (1, 4, 16) or self.replays % 64 == 0
+
+
+def _refuse(row: Row, kind: RowKind) -> Never:
+    """A row of a kind that the run's objective cannot learn from."""
+    match row:
+        case Conversation() | Document():
+            fits = "it teaches an answer: train it with objective sft or pt"
+        case Preference():
+            fits = "it prefers one answer to another: train it with objective dpo or rm"
+        case Feedback():
+            fits = "it says how good one answer is: train it with objective kto"
+    match kind:
+        case RowKind.ANSWER:
+            needs = "this run's objective learns answers (sft, pt)"
+        case RowKind.PAIR:
+            needs = "this run's objective compares pairs (dpo, rm), so rows need chosen and rejected"
+        case RowKind.VERDICT:
+            needs = "this run's objective learns from verdicts (kto), so rows need a completion and a label"
+    raise RowError("objective", f"a row of kind {type(row).__name__.lower()}: {fits}; {needs}")
 
 
 def _is_unasked(row: Conversation, index: int) -> bool:

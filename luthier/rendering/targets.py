@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from luthier.config.schema import TrainOn
 from luthier.records import Conversation, Document, Message, TargetRule, Text, Thinking, ToolCall
+from luthier.rendering.kinds import RowKind
 from luthier.rendering.trace import Owner
 from luthier.rendering.turns import Span
 
@@ -16,7 +17,7 @@ class TargetPolicy:
     """The run's say on what is learned; rows and data sets may override it.
 
     ``allowed`` are the control strings that are control tokens in the rows' own text too; of the others
-    ``forbids_control`` refuses rows, while otherwise they are text.
+    ``forbids_control`` refuses rows, while otherwise they are text. ``kind`` is the kind of row that is learned from.
     """
 
     train_on: TrainOn = TrainOn.ASSISTANT
@@ -25,6 +26,7 @@ class TargetPolicy:
     rules: tuple[TargetRule, ...] = ()
     forbids_control: bool = False
     allowed: frozenset[str] = frozenset()
+    kind: RowKind = RowKind.ANSWER
 
 
 def trained_turns(conversation: Conversation, policy: TrainOn) -> list[int]:

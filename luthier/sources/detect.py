@@ -17,7 +17,7 @@ NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for ro
 
 # Formats whose messages may be written as ShareGPT's or as OpenAI's; the rows show which.
 _EITHER_STYLE = (Format.PREFERENCE, Format.FEEDBACK, Format.PROMPT_COMPLETION)
-_VERDICTS = ("true", "false")  # as CSV files have them
+_VERDICTS = ("true", "false", "desirable", "undesirable")
 # `observation_tag` is LLaMA-Factory's name; people who write `role: tool` look for this one.
 _TAG_ALIASES = {"tool_tag": "observation_tag"}
 
@@ -139,13 +139,15 @@ def _is_from_value(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) ->
 
 
 def _is_verdict(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str]) -> bool:
-    """Whether the label column holds verdicts: the config says so, or all its values are true or false.
+    """Whether the label column holds verdicts: the config or its name says so, or all its values are true or false.
 
     Numbers are more often classes: ``{"messages": …, "label": 1}`` is feedback only where the config calls it that.
     """
     if "kto_tag" in given:
         return True
     column = _resolve_columns(FORMATS[Format.FEEDBACK], given, _columns_with_values(rows))["kto_tag"]
+    if column == "kto_tag":  # a name that nobody gives to a class
+        return True
     values = [row[column] for row in rows if row.get(column) is not None]
     return all(isinstance(value, bool) or (isinstance(value, str) and value.lower() in _VERDICTS) for value in values)
 

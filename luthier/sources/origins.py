@@ -135,13 +135,9 @@ class PresetRows:
         return sum(1 for _ in self._generate())
 
     def _generate(self) -> Iterator[dict[str, Any]]:
-        from luthier.presets.skills import skills_rows
+        from luthier.presets.datasets import dataset_rows
 
-        if self.name != "skills":
-            raise SourceError(f"{PRESET}{self.name}: there is no such preset", hint="there is: preset:skills")
-        if self.split not in ("train", "test"):
-            raise SourceError(f"{PRESET}{self.name}: there is no split {self.split!r}", hint="there are: train, test")
-        return iter(skills_rows(self.split))
+        return dataset_rows(self.name, self.split)
 
 
 def _read_file(file: DataFile) -> Iterator[RowBytes | RowError]:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from luthier.errors import RowError
 from luthier.records import Address
 from luthier.sources.rows import RowBytes
 from luthier.sources.source import Source
 
 ID_COLUMN = "id"
 _ROWS_WITHOUT = 1_000  # a source whose first rows have no id has no such column
+_ROWS_LOOKED_AT = 8
 _NUM_BYTES = 8
+_ID_AT_FRONT = re.compile(rb'\s*\{\s*"id"\s*:\s*("[^"\\]*"|-?[0-9]+)\s*[,}]')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +71,17 @@ def _digests(source: Source) -> NDArray[np.uint64]:
     return np.frombuffer(buffer, "<u8")
 
 
+def id_digests(rows: Sequence[RowBytes | RowError]) -> NDArray[np.uint64]:
+    """uint64[n]: a digest of each row's ``id`` as it is written, 0 where it has none; empty if no first row has one.
+
+    Ids are equal where digests are, but for one pair in 2**64.
+    """
+    if not any(isinstance(row, RowBytes) and b'"id"' in row.raw for row in rows[:_ROWS_LOOKED_AT]):
+        return np.zeros(0, np.uint64)
+    raw = (_id_of(row) if isinstance(row, RowBytes) else b"null" for row in rows)
+    return np.array([0 if each == b"null" else xxhash.xxh3_64_intdigest(each) for each in raw], dtype=np.uint64)
+
+
 class _OnlyId(msgspec.Struct):
     id: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -85,6 +101,9 @@ def _ids(source: Source) -> Iterator[tuple[Address, bytes]]:
 
 
 def _id_of(row: RowBytes) -> bytes:
+    at_front = _ID_AT_FRONT.match(row.raw)  # where it nearly always is; the whole row is looked through only else
+    if at_front is not None:
+        return at_front[1]
     try:
         return bytes(_DECODER.decode(row.raw).id)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

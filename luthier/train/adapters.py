@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from luthier.config.schema import AdapterConfig, AdapterType
 from luthier.errors import ModelError
+from luthier.train.model import REWARD_HEAD
 
 ALL_LINEAR = "all-linear"
 MUTATING = ("pissa", "olora")  # initialisations that move a part of the base weights into the adapter
@@ -117,6 +118,9 @@ def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ra
 
 def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
     model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.startswith(f"{REWARD_HEAD}."):
+            parameter.requires_grad_(True)  # it is new, and one row
     count = section.freeze_trainable_layers
     if count:
         layers = _decoder_layers(model)
@@ -158,8 +162,9 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def _new_adapter(model: PreTrainedModel, section: AdapterConfig) -> PeftModel:
     targets = _targets(model, section.target_modules)
     _check_modules_to_save(model, section.modules_to_save)
+    # a reward model's head is new, so it is trained as a whole, which PEFT knows by the kind of task
     common: dict[str, Any] = {
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if model.can_generate() else "SEQ_CLS",
         "target_modules": targets,
         "modules_to_save": list(section.modules_to_save) or None,
     }

@@ -21,7 +21,8 @@ TEMPLATE_FILE = "chat_template.jinja"
 def save_model(
     model: PreTrainedModel | PeftModel, folder: Path, tokenizer: Tokenizer, *, initial: Path | None = None
 ) -> None:
-    """Write what ``AutoModelForCausalLM`` (or PEFT) and ``AutoTokenizer`` load from ``folder``.
+    """Write what ``AutoModelForCausalLM`` (or PEFT) and ``AutoTokenizer`` load from ``folder``; of a reward model
+    ``AutoModelForSequenceClassification``.
 
     Weights are safetensors; the generation settings and the chat template that was trained with go along. ``initial``
     is the folder of `keep_initial_adapter`, for adapters that need the conversion.
@@ -29,7 +30,9 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PeftModel):
         save_adapter(model, folder, initial=initial)
-        model.get_base_model().generation_config.save_pretrained(str(folder))
+        plain = model.get_base_model()
+        if plain.can_generate():
+            plain.generation_config.save_pretrained(str(folder))
     else:
         model.save_pretrained(str(folder))
     save_tokenizer(tokenizer, folder)
@@ -146,10 +149,7 @@ def _results(result: RunResult) -> list[tuple[str, str]]:
     if result.final_loss is not None:
         rows.append(("training loss, last logged", f"{result.final_loss:.4f}"))
     for name, record in (("first", result.evals[:1]), ("last", result.evals[1:][-1:])):
-        rows += [
-            (f"held-out, {name} (step {e.step})", f"loss {e.loss:.4f}, token accuracy {e.token_accuracy:.2%}")
-            for e in record
-        ]
+        rows += [(f"held-out, {name} (step {e.step})", f"loss {e.loss:.4f}, {e.words}") for e in record]
     for done in result.generations:
         right = sum(record.equal for record in done.records)
         rows.append((f"greedy answers exactly right at step {done.step}", f"{right} of {len(done.records)}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,44 +12,28 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 from luthier.collation import CollateSettings
 from luthier.config.schema import AdapterType, RunConfig, Strategy
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.errors import CheckpointError
 from luthier.loader.live_plan import StreamPlan
-from luthier.loader.run_order import mixture_of
-from luthier.loader.run_settings import eval_settings, train_settings
-from luthier.loader.state import LoaderState, RowTrail, Scalar
-from luthier.objectives import objective_named
+from luthier.loader.run_settings import eval_settings
+from luthier.packing import SegmentTable
 from luthier.train import adapters, artifacts, run_folder
 from luthier.train.arguments import run_precision, training_arguments
 from luthier.train.callbacks import EarlyStopping, Flow, Journal, Meter
+from luthier.train.checkpoint import OBJECTIVE_STATE, write_json
 from luthier.train.data import RunData
 from luthier.train.events import Listener, Note
 from luthier.train.live import LiveData
-from luthier.train.model import LoadedModel, Vocabulary, load_model
+from luthier.train.model import LoadedModel, load_model
+from luthier.train.objective import ObjectiveParts, make_losses, model_pass, shares_prompts
 from luthier.train.result import ModelSummary
+from luthier.train.run_stream import World, loader_state
 from luthier.train.schedule import Schedule
 from luthier.train.signals import StopSignals
-from luthier.train.streams import EvalStream, train_stream
+from luthier.train.step_losses import StepLosses
+from luthier.train.streams import EvalStream, Segments, train_stream
 from luthier.train.trainer import LuthierTrainer, TrainerParts
+from luthier.train.vocabulary import Vocabulary
 
 BASE_FOLDER = "base"  # a base model with random weights, which an adapter would be lost without
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class World:
-    """This process among the ranks."""
-
-    rank: int
-    size: int
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes files and talks."""
-        return self.rank == 0
-
-    @classmethod
-    def from_environment(cls) -> World:
-        """As torchrun says; alone without it."""
-        return cls(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +42,7 @@ class RunModel:
 
     model: PreTrainedModel | PeftModel
     loaded: LoadedModel
+    vocabulary: Vocabulary
     initial: Path | None
     use_cache: bool  # what the saved config is to say; training has it off
 
@@ -68,53 +52,6 @@ class RunModel:
         during, text_config.use_cache = text_config.use_cache, self.use_cache
         artifacts.save_model(self.model, folder, tokenizer, initial=self.initial)
         text_config.use_cache = during
-
-
-def make_schedule(config: RunConfig, data: RunData | LiveData, world: World) -> Schedule | StreamPlan:
-    """All steps of the run, or a plan that makes them as rows arrive."""
-    settings = train_settings(config, num_ranks=world.size)
-    if isinstance(data, LiveData):
-        return data.plan(config, settings)
-    return Schedule(
-        data.train_table,
-        settings,
-        num_epochs=config.train.num_train_epochs,
-        max_steps=config.train.max_steps,
-        mixture=mixture_of(config, data.train_table.source_weights),
-    )
-
-
-def loader_state(schedule: Schedule | StreamPlan, data: RunData | LiveData, step: int) -> LoaderState:
-    """The place after ``step`` steps."""
-    settings = schedule.settings
-    fixed: dict[str, Scalar] = {
-        "train.packing": settings.packing.value,
-        "data.max_length": settings.capacity,
-        "train.per_device_train_batch_size": settings.rows_per_micro_batch,
-        "micro-batches per step (gradient_accumulation_steps x ranks)": settings.micro_batches_per_step,
-        "train.tokens_per_step": settings.tokens_per_step,
-    }
-    planned = schedule.step(step - 1) if isinstance(schedule, StreamPlan) and step else None
-    return LoaderState(
-        seed=settings.seed,
-        epoch=int(schedule.epoch_after(min(step, schedule.total_steps))),
-        step=step,
-        cursor=planned.cursor if planned else 0,
-        waiting=planned.waiting if planned else {},
-        trail=planned.trail if planned else RowTrail(),
-        settings=fixed,
-        data=data.fingerprint,
-    )
-
-
-def check_rows(there: LoaderState, here: LoaderState, where: Path) -> None:
-    """Raise `CheckpointError` if a checkpoint was trained on other rows than those that its steps have now."""
-    parting = there.trail.parts_from(here.trail)
-    if parting is not None:
-        raise CheckpointError(
-            f"{where} was trained on other rows: those of steps {parting[0] + 1} to {parting[1]} have changed since",
-            hint="restore the data, or start anew with output.overwrite: true or another output.dir",
-        )
 
 
 def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Listener) -> RunModel:
@@ -145,7 +82,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: List
             adapters.keep_initial_adapter(model, initial)
     total, trainable = adapters.count_parameters(model)
     tell(Note(text=f"model: {trainable:,} of {total:,} parameters are trained ({trainable / total:.2%})"))
-    return RunModel(model=model, loaded=loaded, initial=initial, use_cache=use_cache)
+    return RunModel(model=model, loaded=loaded, vocabulary=vocabulary, initial=initial, use_cache=use_cache)
 
 
 def make_trainer(
@@ -162,16 +99,7 @@ def make_trainer(
     world = hooks.stop.world
     evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
     meter = Meter()
-    flow = Flow(config, schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed)
-    callbacks: list[TrainerCallback] = [flow, Journal(meter, hooks.tell)]
-    if evaluates and config.eval.early_stopping_patience is not None:
-        callbacks.append(EarlyStopping(config.eval, hooks.tell))
     collating = _collating(config, tokenizer, run_model.loaded)
-
-    def save_state(folder: Path, step: int) -> None:
-        loader_state(schedule, data, step).save(folder)
-        run_folder.write_run_config(config, folder)
-
     stream = train_stream(
         data.train,
         schedule,
@@ -179,14 +107,33 @@ def make_trainer(
         rank=world.rank,
         first_step=first_step or 0,
         num_workers=config.runtime.dataloader_num_workers,
+        shared=shares_prompts(config),
     )
+    arguments = training_arguments(
+        config,
+        max_steps=stream.first_step if stream.is_over else schedule.horizon,  # the horizon may be an estimate
+        evaluates=evaluates,
+        evaluates_first=evaluates and first_step is None,
+    )
+    losses, eval_losses = _losses(config, data, run_model, collating, device=arguments.device, hooks=hooks)
+    flow = Flow(config, schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed)
+    callbacks: list[TrainerCallback] = [flow, Journal(meter, losses.measured, hooks.tell)]
+    if evaluates and config.eval.early_stopping_patience is not None:
+        callbacks.append(EarlyStopping(config.eval, hooks.tell))
+
+    def save_state(folder: Path, step: int) -> None:
+        loader_state(schedule, data, step).save(folder)
+        run_folder.write_run_config(config, folder)
+        if state := losses.state():
+            write_json(folder / OBJECTIVE_STATE, state)
+
     parts = TrainerParts(
         stream=stream,
         eval_stream=_eval_stream(config, data, collating, world),
         sources=data.sources,
         eval_sources=data.eval_sources,
-        loss=objective_named(config.objective.name).loss,
-        label_smoothing=config.objective.label_smoothing,
+        losses=losses,
+        eval_losses=eval_losses,
         loraplus_lr_ratio=config.adapter.loraplus_lr_ratio if config.adapter.type is AdapterType.LORA else None,
         save_total_limit=config.output.save_total_limit,
         keep_best=config.eval.load_best_model_at_end,
@@ -194,12 +141,6 @@ def make_trainer(
         # a checkpoint holds the adapter as it is trained; the conversion is for the final one
         save_model=lambda folder: artifacts.save_model(run_model.model, folder, tokenizer),
         save_state=save_state,
-    )
-    arguments = training_arguments(
-        config,
-        max_steps=stream.first_step if stream.is_over else schedule.horizon,  # the horizon may be an estimate
-        evaluates=evaluates,
-        evaluates_first=evaluates and first_step is None,
     )
     return LuthierTrainer(run_model.model, arguments, parts, callbacks)
 
@@ -255,14 +196,51 @@ def _collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel) -> 
     return CollateSettings(packed=packed, pad_token_id=tokenizer.pad_token_id, varlen=packed and loaded.varlen)
 
 
+def _losses(
+    config: RunConfig,
+    data: RunData | LiveData,
+    run_model: RunModel,
+    how: CollateSettings,
+    *,
+    device: torch.device,
+    hooks: Hooks,
+) -> tuple[StepLosses, StepLosses]:
+    """What is minimised, and what is measured on held-out rows; the model moves to its device for it."""
+
+    def tell(text: str) -> None:
+        hooks.tell(Note(text=text))
+
+    run_model.model.to(device)
+    parts = ObjectiveParts(
+        config=config,
+        model=run_model.model,
+        loaded=run_model.loaded,
+        vocabulary=run_model.vocabulary,
+        how=how,
+        device=device,
+        train=data.train,
+        held_out=data.eval,
+        passes=lambda index: _one_pass(config, index, index.table(), how, hooks.stop.world),
+        num_sources=(len(data.sources), len(data.eval_sources)),
+    )
+    return make_losses(parts, model_pass(parts, tell), tell)
+
+
 def _eval_stream(config: RunConfig, data: RunData | LiveData, how: CollateSettings, world: World) -> EvalStream | None:
     if data.eval is None or data.eval_table is None:
         return None
+    return _one_pass(config, data.eval, data.eval_table, how, world)
+
+
+def _one_pass(
+    config: RunConfig, segments: Segments, table: SegmentTable, how: CollateSettings, world: World
+) -> EvalStream:
     return EvalStream.of_segments(
-        data.eval,
-        data.eval_table,
+        segments,
+        table,
         eval_settings(config, num_ranks=world.size),
         how,
         rank=world.rank,
         num_workers=config.runtime.dataloader_num_workers,
+        shared=shares_prompts(config),
     )

@@ -103,8 +103,10 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
 class Journal(TrainerCallback):  # type: ignore[misc]
     """Turns what the loop reports into records and tells the listeners."""
 
-    def __init__(self, meter: Meter, tell: Listener) -> None:
+    def __init__(self, meter: Meter, measured: tuple[str, ...], tell: Listener) -> None:
+        """``measured``: the names of what is reported beside the loss."""
         self.meter = meter
+        self.measured = measured
         self.tell = tell
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -124,7 +126,7 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         if "loss" in logs:
             self.tell(self._step_record(state, logs))
         elif "eval_loss" in logs:
-            self.tell(eval_record(state, logs))
+            self.tell(eval_record(state, logs, self.measured))
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """A checkpoint stands."""
@@ -147,21 +149,24 @@ class Journal(TrainerCallback):  # type: ignore[misc]
             target_tokens_per_second=targets / seconds,
             loss_by_source=by_source(logs, "loss"),
             targets_by_source=_whole(by_source(logs, "targets")),
+            measures={name: logs[name] for name in self.measured if name in logs},
         )
 
 
-def eval_record(state: TrainerState, logs: dict[str, Any]) -> EvalRecord:
+def eval_record(state: TrainerState, logs: dict[str, Any], measured: tuple[str, ...] = ()) -> EvalRecord:
     """The record of one evaluation's metrics."""
     return EvalRecord(
         step=state.global_step,
         epoch=round(state.epoch or 0.0, 6),
         loss=logs["eval_loss"],
-        perplexity=logs["eval_perplexity"],
-        token_accuracy=logs["eval_token_accuracy"],
+        perplexity=logs.get("eval_perplexity"),
+        token_accuracy=logs.get("eval_token_accuracy"),
+        accuracy=logs.get("eval_accuracy"),
         num_targets=logs["eval_num_targets"],
         seconds=logs["eval_seconds"],
         loss_by_source=by_source(logs, "eval_loss"),
         targets_by_source=_whole(by_source(logs, "eval_num_targets")),
+        measures={name: logs[f"eval_{name}"] for name in measured if f"eval_{name}" in logs},
     )
 
 
@@ -171,7 +176,7 @@ def _whole(counts: dict[str, float]) -> dict[str, int]:
 
 def is_greater_better(section: EvalConfig) -> bool:
     """Whether the metric for the best model is to rise."""
-    return section.metric_for_best_model == "token_accuracy"
+    return section.metric_for_best_model in ("token_accuracy", "accuracy")
 
 
 def evaluations_without_gain(values: Sequence[float], *, threshold: float, greater: bool) -> int:

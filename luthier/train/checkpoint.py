@@ -25,6 +25,7 @@ from luthier.train.files import FILES, reported
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 LOADER_STATE = "loader_state.json"
+OBJECTIVE_STATE = "objective_state.json"  # of objectives that remember something from step to step
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STAGING, _REPLACED, _REMOVED = ".saving-", ".replaced-", ".removed-"
 _PROBE = ".probe"

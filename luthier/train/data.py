@@ -11,9 +11,10 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.prepared import Prepared, PreparedSet
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
+from luthier.loader.run_settings import units_of
 from luthier.packing import PlanSettings, SegmentTable, describe, plan_epoch
-from luthier.train.losses import distinct_names
 from luthier.train.result import DataSummary
+from luthier.train.set_names import distinct_names
 from luthier.train.streams import Segments
 
 
@@ -52,12 +53,12 @@ def open_run_data(config: RunConfig, prepared: Prepared, *, encoder_fingerprint:
     Raises `BudgetError` if cutting loses more rows than ``data.max_drop`` allows, `UserError` if a side is left empty
     or a segment is too long under ``data.overflow: error``.
     """
-    max_length, overflow = config.data.max_length, config.data.overflow
-    train = SegmentIndex(prepared.train, max_length=max_length, overflow=overflow)
+    max_length, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
+    train = SegmentIndex(prepared.train, max_length=max_length, overflow=overflow, units=units)
     train.ledger.check(max_drop=config.data.max_drop)
     held_out = None
     if prepared.eval is not None:
-        held_out = SegmentIndex(prepared.eval, max_length=max_length, overflow=overflow)
+        held_out = SegmentIndex(prepared.eval, max_length=max_length, overflow=overflow, units=units)
     for side, index in (("training", train), ("evaluation", held_out)):
         if index is not None and len(index) == 0:
             raise UserError(

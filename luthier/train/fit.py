@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,25 +27,21 @@ from luthier.train import adapters, artifacts, run_folder
 from luthier.train.assemble import (
     Hooks,
     StopAgreement,
-    World,
-    check_rows,
-    loader_state,
     make_model,
-    make_schedule,
     make_trainer,
     summarise_model,
 )
-from luthier.train.checkpoint import checkpoint_step, replacing
+from luthier.train.checkpoint import OBJECTIVE_STATE, checkpoint_step, replacing
 from luthier.train.data import RunData, open_run_data
 from luthier.train.events import Event, Finished, Listener, Note, tell_all
 from luthier.train.generate import Question, answer_all, choose_questions
-from luthier.train.isolation import check_isolation
 from luthier.train.journal import LogFile
 from luthier.train.live import LiveData, open_live_data
 from luthier.train.model import run_device
 from luthier.train.outcome import Run, result_of
 from luthier.train.progress import ProgressBar, make_view
 from luthier.train.result import LOG_FILE, RunResult
+from luthier.train.run_stream import World, check_rows, loader_state, make_schedule
 from luthier.train.signals import StopSignals
 
 
@@ -129,8 +126,8 @@ def _set_up(
         assert first_step is not None
         check_rows(LoaderState.load(resume), loader_state(schedule, data, first_step), resume)
     trainer = make_trainer(config, tokenizer, data, run_model, schedule, first_step=first_step, hooks=hooks)
-    if trainer.parts.stream.how.packed:
-        check_isolation(run_model.model, data.train, trainer.parts.stream.how, device=trainer.args.device)
+    if resume is not None and (resume / OBJECTIVE_STATE).is_file():
+        trainer.parts.losses.load_state(json.loads((resume / OBJECTIVE_STATE).read_text(encoding="utf-8")))
     return Run(
         config=config,
         tokenizer=tokenizer,

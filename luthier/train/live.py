@@ -21,7 +21,7 @@ from luthier.loader.live_plan import StreamPlan
 from luthier.loader.live_rows import LiveRows, LiveSegments, LiveSettings
 from luthier.loader.run_order import RunOrder, held_out_rows, mixture_of
 from luthier.packing import PlanSettings, SegmentTable
-from luthier.train.losses import distinct_names
+from luthier.train.set_names import distinct_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -9,25 +9,22 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from luthier.config.schema import AdapterType, ModelConfig, RunConfig
 from luthier.errors import ModelError
 from luthier.presets import model_folder
+from luthier.train.vocabulary import Vocabulary, fit_generation, fit_unborn, fit_vocabulary
 
 PRESET = "preset:"
-VOCABULARY_MULTIPLE = 64  # round sizes multiply faster
 FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Vocabulary:
-    """What the model must know of the tokenizer. ``size`` is its highest id plus one, added tokens included."""
-
-    size: int
-    eos_token_id: int
-    pad_token_id: int
-    stop_token_ids: tuple[int, ...] = ()  # all that end a turn
+REWARD_HEAD = "score"  # transformers' name for the module that makes a reward of a hidden state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,18 +53,23 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     source, random_init = _source(section)
     notes: list[str] = []
     model_config = _model_config(section, source)
+    if is_reward_model(config):
+        model_config.num_labels = 1
     attention = _attention(section, notes)
     dtype = _dtype(config, model_config, notes)
     if random_init:
         # the seed is set here, not earlier: the weights must not depend on what drew random numbers before
         torch.manual_seed(config.runtime.seed)
-        _fit_unborn(model_config, vocabulary, notes)
-        model = _build(section, model_config, attention, dtype)
+        fit_unborn(model_config, vocabulary, notes)
+        model = _build(config, model_config, attention, dtype)
         notes.append(f"random weights, seed {config.runtime.seed}")
     else:
-        model = _load(section, source, model_config, attention, dtype)
-    _fit_vocabulary(model, section, vocabulary, notes)
-    _fit_generation(model, vocabulary, notes)
+        model = _load(config, source, model_config, attention, dtype, notes)
+    fit_vocabulary(model, section, vocabulary, notes)
+    if is_reward_model(config):
+        model.config.get_text_config().pad_token_id = vocabulary.pad_token_id  # as transformers finds the last token
+    else:
+        fit_generation(model, vocabulary, notes)
     model.train()
     return LoadedModel(
         model=model,
@@ -78,6 +80,11 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     )
 
 
+def is_reward_model(config: RunConfig) -> bool:
+    """Whether the model ends in one number a token instead of logits."""
+    return bool(config.objective.name == "rm")
+
+
 def build_weightless(config: RunConfig, vocabulary: Vocabulary) -> PreTrainedModel:
     """The model of `load_model` on torch's meta device: all its shapes and no numbers; only its config is read.
 
@@ -85,9 +92,9 @@ def build_weightless(config: RunConfig, vocabulary: Vocabulary) -> PreTrainedMod
     """
     source, _ = _source(config.model)
     model_config = _model_config(config.model, source)
-    _fit_unborn(model_config, vocabulary, [])
+    fit_unborn(model_config, vocabulary, [])
     with torch.device("meta"):
-        return _build(config.model, model_config, None, _dtype(config, model_config, []))
+        return _build(config, model_config, None, _dtype(config, model_config, []))
 
 
 def use_liger(section: ModelConfig) -> bool:
@@ -190,22 +197,36 @@ def _dtype(config: RunConfig, model_config: PretrainedConfig, notes: list[str]) 
     return stored if isinstance(stored, torch.dtype) else torch.float32
 
 
+def _model_class(config: RunConfig) -> Any:
+    return AutoModelForSequenceClassification if is_reward_model(config) else AutoModelForCausalLM
+
+
 def _build(
-    section: ModelConfig, model_config: PretrainedConfig, attention: str | None, dtype: torch.dtype
+    config: RunConfig, model_config: PretrainedConfig, attention: str | None, dtype: torch.dtype
 ) -> PreTrainedModel:
+    section = config.model
     try:
-        return AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = _model_class(config).from_config(
             model_config, attn_implementation=attention, dtype=dtype, trust_remote_code=section.trust_remote_code
         )
     except (ValueError, ImportError) as error:
         raise ModelError(f"model.name_or_path {section.name_or_path!r}: {_first_line(error)}") from error
+    return model
 
 
 def _load(
-    section: ModelConfig, source: str, model_config: PretrainedConfig, attention: str | None, dtype: torch.dtype
+    config: RunConfig,
+    source: str,
+    model_config: PretrainedConfig,
+    attention: str | None,
+    dtype: torch.dtype,
+    notes: list[str],
 ) -> PreTrainedModel:
+    section = config.model
+    torch.manual_seed(config.runtime.seed)  # for a reward head that is not in the file
+    model: PreTrainedModel
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _model_class(config).from_pretrained(
             source,
             config=model_config,
             attn_implementation=attention,
@@ -220,6 +241,9 @@ def _load(
             hint="weights must be safetensors; for random weights set model.random_init: true",
         ) from error
     problems = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "mismatched_keys") if info[kind]}
+    if is_reward_model(config) and problems == {"missing_keys": [f"{REWARD_HEAD}.weight"]}:
+        notes.append(f"a new reward head, seed {config.runtime.seed}: the file has none")
+        return model
     if problems:
         listed = "; ".join(f"{kind}: {len(keys)} ({', '.join(keys[:5])} …)" for kind, keys in problems.items())
         raise ModelError(
@@ -227,59 +251,6 @@ def _load(
             hint="the parts without weights would be random; check model.config_overrides, or set model.random_init",
         )
     return model
-
-
-def _fit_unborn(model_config: PretrainedConfig, vocabulary: Vocabulary, notes: list[str]) -> None:
-    """A model that is about to be born with random weights takes the tokenizer's vocabulary, whichever that is."""
-    text = model_config.get_text_config()
-    if vocabulary.size > text.vocab_size:
-        fitting = -(-vocabulary.size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        notes.append(f"vocabulary of {fitting} instead of {text.vocab_size}: the tokenizer has {vocabulary.size} ids")
-        text.vocab_size = fitting
-    text.eos_token_id, text.pad_token_id = vocabulary.eos_token_id, vocabulary.pad_token_id
-    if text.bos_token_id is not None and text.bos_token_id >= text.vocab_size:
-        text.bos_token_id = None
-
-
-def _fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Vocabulary, notes: list[str]) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
-    if vocabulary.size <= rows:
-        return  # more rows than ids is usual: tables are padded to round sizes
-    if not (section.add_tokens or section.add_special_tokens):
-        raise ModelError(
-            f"the tokenizer has {vocabulary.size} ids, the embedding of {section.name_or_path} has {rows} rows",
-            hint="name the model's own tokenizer, or add tokens through model.add_tokens, which resizes the embedding",
-        )
-    model.resize_token_embeddings(vocabulary.size, mean_resizing=False)
-    tables = {
-        id(module.weight): module.weight
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if module
-    }
-    with torch.no_grad():
-        for table in tables.values():  # one, where they are tied
-            table[rows:] = table[:rows].mean(dim=0)
-    notes.append(f"embedding resized from {rows} to {vocabulary.size} rows; each new one is the mean of the old ones")
-
-
-def _fit_generation(model: PreTrainedModel, vocabulary: Vocabulary, notes: list[str]) -> None:
-    """See that the saved model stops where this tokenizer says, and that its generation settings can be saved."""
-    settings: GenerationConfig = model.generation_config
-    declared = settings.eos_token_id
-    stops = [declared] if isinstance(declared, int) else list(declared or [])
-    for stop in dict.fromkeys((vocabulary.eos_token_id, *vocabulary.stop_token_ids)):
-        if stop not in stops:
-            stops.append(stop)
-            notes.append(f"generation stops at id {stop} too, which ends a turn of this tokenizer")
-    settings.eos_token_id = stops if len(stops) > 1 else stops[0]
-    if settings.pad_token_id is None:
-        settings.pad_token_id = vocabulary.pad_token_id
-    try:
-        settings.validate(strict=True)
-    except ValueError:
-        # some checkpoints set temperature or top_p without do_sample; transformers reads that but will not write it
-        settings.do_sample = True
-        notes.append("generation_config: do_sample set to true, since sampling settings are given")
 
 
 def _first_line(error: BaseException) -> str:

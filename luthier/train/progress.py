@@ -104,6 +104,9 @@ class ProgressBar:
         self._bar.start()
 
 
+SHOWN = ("rewards/accuracies", "rewards/margins")  # of the measures, beside the loss
+
+
 def make_view(*, wanted: bool) -> PlainLines | ProgressBar:
     """A bar where one is wanted and standard error is a terminal, else lines."""
     return ProgressBar() if wanted and sys.stderr.isatty() else PlainLines()
@@ -115,10 +118,8 @@ def sentence(event: Event) -> str:
         case Note():
             return event.text
         case EvalRecord():
-            return (
-                f"eval at step {event.step}: loss {event.loss:.4f}, perplexity {event.perplexity:.3f}, "
-                f"token accuracy {event.token_accuracy:.2%} of {event.num_targets} targets"
-                + "".join(f"\n  {name}: loss {loss:.4f}" for name, loss in event.loss_by_source.items())
+            return f"eval at step {event.step}: loss {event.loss:.4f}, {event.words}" + "".join(
+                f"\n  {name}: loss {loss:.4f}" for name, loss in event.loss_by_source.items()
             )
         case GenerationRound():
             right = sum(record.equal for record in event.records)
@@ -131,7 +132,10 @@ def sentence(event: Event) -> str:
 
 def _numbers(event: StepRecord) -> str:
     norm = "skipped" if event.grad_norm is None else f"{event.grad_norm:.3f}"
+    compared = "".join(
+        f"{name.removeprefix('rewards/')} {event.measures[name]:.3f}  " for name in SHOWN if name in event.measures
+    )
     return (
-        f"loss {event.loss:.4f}  lr {event.learning_rate:.1e}  grad norm {norm}  "
+        f"loss {event.loss:.4f}  {compared}lr {event.learning_rate:.1e}  grad norm {norm}  "
         f"{event.tokens_per_second:,.0f} tok/s  {event.target_tokens_per_second:,.0f} target/s"
     )

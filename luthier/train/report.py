@@ -174,7 +174,7 @@ def _facts(report: Report) -> list[tuple[str, RenderableType]]:
     if result.evals:
         first, last = result.evals[0], result.evals[-1]
         before = "" if first is last else f"{first.loss:.3f} → "
-        words = f"   perplexity {last.perplexity:.2f}, {last.token_accuracy:.1%} of {last.num_targets:,} targets right"
+        words = f"   {last.words}"
         each = "".join(f"\n{loss:.3f}   {name}" for name, loss in last.loss_by_source.items())
         facts.append(("eval loss", Text.assemble(before, (f"{last.loss:.3f}", "bold"), (words, "dim"), each)))
     if result.generations:

@@ -36,7 +36,7 @@ class StepRecord:
 
     step: int  # optimizer steps done, from 1
     epoch: float
-    loss: float  # per target, over the targets of the interval
+    loss: float  # per target (or pair, or row) of the interval
     grad_norm: float | None  # of the last step of the interval, before clipping
     learning_rate: float
     tokens: int  # without padding, in the interval, all ranks
@@ -47,6 +47,8 @@ class StepRecord:
     # of the data sets that had targets in the interval, by name; empty where the run has one data set
     loss_by_source: dict[str, float] = field(default_factory=dict)
     targets_by_source: dict[str, int] = field(default_factory=dict)
+    # means over the interval, by the names that trackers use: rewards/margins …
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +57,25 @@ class EvalRecord:
 
     step: int  # 0: before training
     epoch: float
-    loss: float  # per target, over the whole set
-    perplexity: float  # exp(loss)
-    token_accuracy: float  # share of targets that are the argmax
-    num_targets: int
+    loss: float  # per target (or pair, or row), over the whole set
+    perplexity: float | None  # exp(loss) where it is that of tokens
+    token_accuracy: float | None  # share of targets that are the argmax
+    num_targets: int  # or pairs, or rows
     seconds: float
+    accuracy: float | None = None  # share of pairs whose chosen answer has the higher reward
     # of the data sets that the held-out segments are from, by name; empty where there is one
     loss_by_source: dict[str, float] = field(default_factory=dict)
     targets_by_source: dict[str, int] = field(default_factory=dict)
+    measures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """How good that is, beside the loss: ``perplexity 1.31, 92.0% of 1,204 targets right``."""
+        if self.perplexity is not None and self.token_accuracy is not None:
+            return f"perplexity {self.perplexity:.2f}, {self.token_accuracy:.1%} of {self.num_targets:,} targets right"
+        if self.accuracy is not None:
+            return f"{self.accuracy:.1%} of {self.num_targets:,} judged as the row does"
+        return f"{self.num_targets:,} rows"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from luthier.packing import (
     MixtureSettings,
     PlanSettings,
     SegmentTable,
+    Units,
     plan_epoch,
     row_order,
     segments_of,
@@ -190,6 +191,8 @@ class Schedule:
     def _steps_per_epoch(self, num_epochs: float, max_steps: int | None) -> list[int]:
         # whole weights leave the multiset of lengths alone, and with it the number of packs that are planned at once
         at_once = self.settings.packing in (Packing.NONE, Packing.BEST_FIT) and self.settings.tokens_per_step is None
+        # and so does everything but completions that each epoch draws anew
+        at_once = at_once and (self.settings.units is not Units.FEEDBACK_KL or self.settings.packing is Packing.NONE)
         by_epochs = self.mixture is None or self.mixture.by is MixtureBy.EPOCHS
         self._constant = at_once and by_epochs and all(weight == int(weight) for weight in self.table.source_weights)
         counts: list[int] = []

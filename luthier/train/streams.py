@@ -90,14 +90,15 @@ def train_stream(
     rank: int,
     first_step: int,
     num_workers: int,
+    shared: bool = False,
 ) -> TrainStream:
-    """The stream of a run; ``segments`` are those that a `Schedule` is about."""
+    """The stream of a run; ``segments`` are those that a `Schedule` is about. ``shared`` as in `BatchReader`."""
     reader: ReadsBatches
     if isinstance(schedule, StreamPlan):
         reader, live = BatchReader(schedule.rows.segments.store, how), schedule
         planned = lambda: live.micro_batches(rank, first_step=first_step)  # noqa: E731
     else:
-        reader, places, exact = _reader(segments, how), _places(segments, schedule.table), schedule
+        reader, places, exact = _reader(segments, how, shared=shared), _places(segments, schedule.table), schedule
         planned = lambda: _planned(exact, places, rank, first_step)  # noqa: E731
     return TrainStream(
         schedule=schedule, reader=reader, planned=planned, how=how, num_workers=num_workers, first_step=first_step
@@ -124,10 +125,11 @@ class EvalStream:
         *,
         rank: int,
         num_workers: int = 0,
+        shared: bool = False,
     ) -> EvalStream:
-        """The held-out segments in the order of their first epoch."""
+        """The held-out segments in the order of their first epoch. ``shared`` as in `BatchReader`."""
         return cls(
-            reader=_reader(segments, how),
+            reader=_reader(segments, how, shared=shared),
             places=_places(segments, table),
             plan=plan_epoch(table, settings, epoch=0),
             rank=rank,
@@ -160,9 +162,9 @@ def _planned(schedule: Schedule, places: SegmentPlaces, rank: int, first_step: i
                 yield places.micro_batch(schedule.plan(found[0]), found[1], step=step)
 
 
-def _reader(segments: Segments, how: CollateSettings) -> ReadsBatches:
+def _reader(segments: Segments, how: CollateSettings, *, shared: bool) -> ReadsBatches:
     if isinstance(segments, SegmentIndex):
-        return BatchReader(segments.prepared.store, how)
+        return BatchReader(segments.prepared.store, how, shared=shared)
     return SegmentsReader(segments=segments, how=how)
 
 

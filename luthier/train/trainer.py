@@ -19,9 +19,10 @@ from luthier.records import Address, Batch
 from luthier.train import checkpoint as checkpoints
 from luthier.train.adapters import split_loraplus_groups
 from luthier.train.callbacks import Meter
-from luthier.train.forward import LossFunction, batch_loss, keeps_logits
+from luthier.train.compared_losses import ACCURACIES
 from luthier.train.losses import LossSums, MeanLosses
 from luthier.train.schedule import Steps
+from luthier.train.step_losses import ACCURACY, StepLosses
 from luthier.train.streams import EvalStream, TrainStream
 
 MAX_ROWS_NAMED = 8
@@ -32,6 +33,7 @@ class TrainerParts:
     """What our trainer needs beside the model and transformers' arguments.
 
     sources       names of the data sets, by number; where there are several, losses are told apart
+    losses        what is minimised; ``eval_losses``: what is measured on held-out rows
     save_model    writes weights, config and tokenizer into a folder (main process only)
     save_state    adds the loader's state and the run description to a checkpoint's folder
     """
@@ -40,8 +42,8 @@ class TrainerParts:
     eval_stream: EvalStream | None
     sources: tuple[str, ...]
     eval_sources: tuple[str, ...]
-    loss: LossFunction
-    label_smoothing: float
+    losses: StepLosses
+    eval_losses: StepLosses
     loraplus_lr_ratio: float | None
     save_total_limit: int | None
     keep_best: bool
@@ -51,15 +53,15 @@ class TrainerParts:
 
 
 class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes no types
-    """One run. The loss of a step is the sum over its targets, on all ranks, divided by their number."""
+    """One run. The loss of a step is the sum over its targets (or pairs, or rows) on all ranks, divided by their
+    number."""
 
     def __init__(
         self, model: nn.Module, args: TrainingArguments, parts: TrainerParts, callbacks: list[TrainerCallback]
     ) -> None:
         self.parts = parts
-        self._keep = keeps_logits(model)
         self._step_losses: list[tuple[torch.Tensor, tuple[Address, ...]]] = []
-        self._interval = LossSums(parts.sources, args.device)
+        self._interval = LossSums(parts.sources, parts.losses.measured, args.device)
         super().__init__(
             model=model,
             args=args,
@@ -82,17 +84,18 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], torch.Tensor]:
-        """The micro-batches of one step on this rank, and the number of targets of the step on all ranks."""
+        """The micro-batches of one step on this rank, and what its loss is divided by, counted on all ranks."""
         step = self.state.global_step
         batches = [next(epoch_iterator) for _ in range(self.parts.stream.schedule.turns(step))]
-        targets = torch.tensor(sum(batch.num_targets for batch in batches), device=device)
-        targets = self.accelerator.reduce(targets, reduction="sum")
+        counts = [(self.parts.losses.num_units(batch), batch.num_targets) for batch in batches]
+        units, targets = self.accelerator.reduce(torch.tensor(counts, device=device).sum(dim=0), reduction="sum")
         self.parts.meter.tokens += self.parts.stream.schedule.num_tokens(step)
         self.parts.meter.targets += int(targets)
         self._step_losses.clear()
+        self.parts.losses.begin_step(self.model, batches, self._sum_of_ranks)
         if len(batches) != num_batches:  # a step by its tokens: as many micro-batches as it takes
-            return [{"batches": batches}], targets
-        return [{"batch": batch} for batch in batches], targets  # the loop wants mappings
+            return [{"batches": batches}], units
+        return [{"batch": batch} for batch in batches], units  # the loop wants mappings
 
     def training_step(
         self,
@@ -126,24 +129,17 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         """This micro-batch's part of the step's loss, times W, since DDP averages gradients over W ranks."""
         assert num_items_in_batch is not None and not return_outputs
         batch = inputs["batch"]
-        sums = batch_loss(
-            model,
-            batch,
-            self.parts.loss,
-            device=self.args.device,
-            keep=self._keep,
-            label_smoothing=self.parts.label_smoothing,
-            num_sources=len(self.parts.sources),
-        )
+        sums = self.parts.losses.loss(model, batch)
         self._interval.add(sums)
         loss: torch.Tensor = sums.loss_sum * (self.accelerator.num_processes / num_items_in_batch.clamp(min=1))
         self._step_losses.append((loss.detach(), batch.addresses))
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As transformers does; the loss of an interval is the one per target, in all and of each data set."""
+        """As transformers does; the loss of an interval is the one per unit, in all and of each data set."""
         if "loss" in logs:  # the end of an interval, on all ranks
-            logs = {**logs, **self._interval.drain(self._sum_of_ranks).to_logs("loss", "targets")}
+            found = self._interval.drain(self._sum_of_ranks)
+            logs = {**logs, **found.to_logs("loss", "targets"), **found.measures}
         super().log(logs, start_time)
 
     def _sum_of_ranks(self, sums: torch.Tensor) -> torch.Tensor:
@@ -154,6 +150,7 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         """The gradient's norm; raises `TrainingError` before the update if it or a loss is not finite."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self._check_finite(norm)
+        self.parts.losses.end_step(self._sum_of_ranks)
         return norm
 
     def _check_finite(self, norm: Any) -> None:
@@ -200,17 +197,20 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss per target, perplexity and token accuracy over all held-out segments, by sums over all ranks."""
+        """Loss per unit and all measures over the held-out rows, by sums over all ranks."""
         assert eval_dataset is None and self.parts.eval_stream is not None
         begun = time.perf_counter()
         found = self._eval_losses(self.parts.eval_stream)
         metrics = {
             **found.to_logs("eval_loss", "eval_num_targets"),
-            "eval_perplexity": math.exp(min(found.loss, 700.0)),  # a float ends at e^709
-            "eval_token_accuracy": found.num_correct / max(found.num_targets, 1),
-            "eval_num_targets": found.num_targets,
+            **{f"eval_{name}": value for name, value in found.measures.items()},
+            "eval_num_targets": found.num_units,
             "eval_seconds": time.perf_counter() - begun,
         }
+        if ACCURACY in found.measures:  # the loss is that of tokens
+            metrics["eval_perplexity"] = math.exp(min(found.loss, 700.0))  # a float ends at e^709
+        if ACCURACIES in found.measures:
+            metrics["eval_accuracy"] = found.measures[ACCURACIES]
         self.log(metrics)
         # switches `should_evaluate` off in place
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -218,13 +218,13 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         return metrics
 
     def _eval_losses(self, stream: EvalStream) -> MeanLosses:
-        sums, sources = LossSums(self.parts.eval_sources, self.args.device), len(self.parts.eval_sources)
-        loss, device, keep = self.parts.loss, self.args.device, self._keep
+        losses = self.parts.eval_losses
+        sums = LossSums(self.parts.eval_sources, losses.measured, self.args.device)
         training = self.model.training
         self.model.eval()
         with torch.no_grad():
             for batch in stream:
-                sums.add(batch_loss(self.model, batch, loss, device=device, keep=keep, num_sources=sources))
+                sums.add(losses.loss(self.model, batch))
         self.model.train(training)
         return sums.drain(self._sum_of_ranks)
 

@@ -185,7 +185,7 @@ VALUES = [
         ("run.yaml:3 train.lr_scheduler_type: ", "did you mean cosine?"),
     ),
     _with("tracker", "tracking: {report_to: [wandbb]}", ("run.yaml:3 tracking.report_to[0]: ", "did you mean wandb?")),
-    _with("objective", "objective: dpo", ("run.yaml:3 objective.name: ", '"dpo"', "sft, pt")),
+    _with("objective", "objective: dpoo", ("run.yaml:3 objective.name: ", '"dpoo"', "sft, pt")),
     _with("number_for_text", "tracking: {run_name: 123}", ("run.yaml:3 tracking.run_name: ", 'quotes: "123"')),
     _with("bool_for_text", "tracking: {run_name: true}", ("run.yaml:3 tracking.run_name: ", 'quotes: "true"')),
     _with("list_for_number", "train: {max_steps: [1]}", ("run.yaml:3 train.max_steps: ", "a list of 1", "one value")),

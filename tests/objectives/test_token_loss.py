@@ -142,7 +142,7 @@ def test_no_float32_copy_of_all_logits_is_made(monkeypatch):
 
 def test_objectives_are_found_by_name():
     assert objective_named("sft") is OBJECTIVES["sft"]
-    with pytest.raises(UserError, match=r"(?s)no objective 'dpoo'.*sft, pt"):
+    with pytest.raises(UserError, match=r"(?s)no objective 'dpoo'.*sft, pt, rm"):
         objective_named("dpoo")
 
 

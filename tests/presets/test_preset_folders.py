@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from luthier.errors import ModelError
-from luthier.presets import dataset_names, model_folder, model_names, tokenizer_folder
+from luthier.presets import model_folder, model_names, tokenizer_folder
+from luthier.presets.datasets import dataset_names
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -19,7 +20,7 @@ CLASSES = {"tiny-llama": "LlamaForCausalLM", "tiny-qwen3": "Qwen3ForCausalLM"}
 
 def test_names_are_listed() -> None:
     assert model_names() == ("tiny-llama", "tiny-qwen3")
-    assert dataset_names() == ("skills",)
+    assert dataset_names() == ("feedback", "preferences", "preferences_sft", "skills")
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])

@@ -8,7 +8,8 @@ from tiny_runs import make_config, make_segments
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.records import Address, Segment
 from luthier.train.generate import answer_all, choose_questions, question_of
-from luthier.train.model import Vocabulary, load_model
+from luthier.train.model import load_model
+from luthier.train.vocabulary import Vocabulary
 
 STOP = 9
 STOPS = frozenset({STOP})

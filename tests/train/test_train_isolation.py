@@ -1,4 +1,4 @@
-"""Packed runs are refused for models that mix the segments of a row."""
+"""What keeps segments apart is tried on the model; runs are refused where nothing does."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import MODELS, tiny_model, tree
 from tiny_runs import make_segments
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
 
-from luthier.collation import CollateSettings
+from luthier.collation import CollateSettings, collate_packs, collate_trees
 from luthier.errors import ModelError
-from luthier.train.isolation import check_isolation
+from luthier.records import Pack
+from luthier.train.attention import SEGMENTS, AttentionPlan
+from luthier.train.attention_inputs import Isolation
+from luthier.train.isolation import ChosenIsolation, check_isolation, choose_isolation
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -60,3 +72,111 @@ def test_a_real_architecture_that_mixes_segments_is_refused() -> None:
     model = GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1))
     with pytest.raises(ModelError, match="GptOssForCausalLM does not keep packed sequences apart"):
         _check(model)
+
+
+TINY = [segment for seed in (1, 2) for segment in tree(2, 30, seed=seed).segments()]
+SHORT: dict[str, Any] = {**SIZES, "vocab_size": 96, "initializer_range": 0.2}
+
+
+def _choose(model: torch.nn.Module, **more: Any) -> ChosenIsolation:
+    return choose_isolation(model, TINY, HOW, device=CPU, **more)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_our_attention_is_taken_where_it_holds(name: str, shared: bool) -> None:
+    model = tiny_model(name)
+    chosen = _choose(model, shared=shared)
+    assert (chosen.isolation, chosen.attention, chosen.notes) == (Isolation.SEGMENTS, SEGMENTS, ())
+    assert model.config._attn_implementation == SEGMENTS and model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_no_leak(dtype: torch.dtype) -> None:
+    for name in ("qwen3", "mistral"):
+        for shared in (False, True):
+            assert _choose(tiny_model(name).to(dtype), shared=shared).isolation is Isolation.SEGMENTS
+
+
+def test_what_the_user_asks_for_is_taken_or_refused_but_not_replaced() -> None:
+    assert _choose(tiny_model("llama"), asked="sdpa").isolation is Isolation.POSITIONS
+    assert _choose(tiny_model("llama"), asked="sdpa", shared=True).isolation is Isolation.MASKS
+    found = _choose(tiny_model("gpt_oss"), asked="eager")
+    assert found.isolation is Isolation.MASKS and found.additive and "by positions: changing one" in found.notes[0]
+    with pytest.raises(ModelError, match=r"GptOss.*does not keep packed sequences apart: sdpa by positions(.|\n)*none"):
+        _choose(tiny_model("gpt_oss"), asked="sdpa")
+
+
+def test_chunked_attention_is_left_to_transformers() -> None:
+    sizes = {**SHORT, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 8}
+    chosen = _choose(Llama4ForCausalLM(Llama4TextConfig(**sizes)))
+    assert chosen.isolation is Isolation.POSITIONS and "chunked_attention" in chosen.notes[0]
+
+
+def test_models_that_attend_by_themselves_get_masks_or_rows_of_one_segment() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.2}
+    falcon = _choose(FalconForCausalLM(FalconConfig(**sizes, num_hidden_layers=2)))
+    assert falcon.isolation is Isolation.MASKS and len(falcon.notes) == 2
+    bloom = _choose(BloomForCausalLM(BloomConfig(**sizes, n_layer=2)))
+    assert bloom.isolation is Isolation.PADDED and len(bloom.notes) == 3
+
+
+def test_recurrent_models_get_rows_of_one_segment() -> None:
+    sizes = {name: size for name, size in SHORT.items() if name != "head_dim"}
+    model = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))
+    chosen = _choose(model)
+    assert chosen.isolation is Isolation.PADDED and "carry a state" in chosen.notes[0]
+    assert model.config._attn_implementation == chosen.attention == "sdpa"
+    assert _choose(model, shared=True).isolation is Isolation.PADDED
+    with pytest.raises(ModelError, match="Lfm2ForCausalLM does not keep branches apart"):
+        _choose(model, shared=True, asked="sdpa")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_recurrent_model_computes_each_segment_alone(shared: bool) -> None:
+    torch.manual_seed(0)
+    sizes = {name: size for name, size in SHORT.items() if name != "head_dim"}
+    model = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"])).eval()
+    chosen = _choose(model, shared=shared)
+    samples = [tree(9, 5, 7, seed=1), tree(6, 11, 4, seed=2)]
+    leaves = tuple(leaf for sample in samples for leaf in sample.segments())
+    batch = (
+        collate_trees([samples], pad_token_id=0)
+        if shared
+        else collate_packs([Pack(segments=leaves)], packed=True, pad_token_id=0)
+    )
+    batch = chosen.arranged(batch, pad_token_id=0)
+    with torch.no_grad():
+        logits_NV = model(**chosen.inputs(batch, device=CPU)).logits.flatten(0, 1)
+        alone = [model(input_ids=torch.tensor(leaf.input_ids[None].astype("int64"))).logits[0] for leaf in leaves]
+    expected_KV = torch.cat([logits[leaf.target.nonzero()[0] - 1] for logits, leaf in zip(alone, leaves, strict=True)])
+    torch.testing.assert_close(logits_NV[batch.targets.positions_K], expected_KV, atol=1e-4, rtol=1e-4)
+
+
+class Absolute(LlamaForCausalLM):
+    """A model that keeps segments apart but counts positions on through the row."""
+
+    def forward(self, position_ids: torch.Tensor, **inputs: Any) -> Any:
+        return super().forward(position_ids=torch.arange(position_ids.shape[1])[None] ** 2, **inputs)
+
+
+def test_control_packed_logits_that_are_not_those_of_the_segment_alone_are_found() -> None:
+    with pytest.raises(ModelError, match="packed logits differ by"):
+        _choose(Absolute(LlamaConfig(**SHORT)), asked=SEGMENTS)
+
+
+class Leaky(LlamaForCausalLM):
+    """A model that tells its attention that the row is one segment."""
+
+    def forward(self, attention_plan: AttentionPlan | None = None, **inputs: Any) -> Any:
+        if attention_plan is not None:
+            whole = AttentionPlan(lengths=(sum(attention_plan.lengths),), contexts=((),))
+            inputs["attention_plan"] = whole
+        return super().forward(**inputs)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_control_a_leaking_plan_is_found_and_the_next_way_is_taken(shared: bool) -> None:
+    chosen = _choose(Leaky(LlamaConfig(**SHORT)), shared=shared)
+    assert chosen.isolation is (Isolation.MASKS if shared else Isolation.POSITIONS)
+    assert "luthier_segments by segments: changing one moved the logits" in chosen.notes[0]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from luthier.train.forward import source_of_tokens
 from tiny_runs import make_data, make_segments, make_table
 from transformers import AutoModelForCausalLM
 
@@ -22,10 +23,10 @@ from luthier.packing import PlanSettings
 from luthier.records import Segment
 from luthier.train import forward
 from luthier.train.events import Event, StepDone
-from luthier.train.forward import source_of_tokens
-from luthier.train.losses import LossSums, by_source, distinct_names
+from luthier.train.losses import LossSums, by_source
 from luthier.train.result import EvalRecord, RunResult, StepRecord
 from luthier.train.schedule import Schedule
+from luthier.train.set_names import distinct_names
 from luthier.train.streams import train_stream
 
 Train = Callable[..., RunResult]

@@ -22,7 +22,11 @@ from luthier.sources.rows import RawRow, json_kind
 from luthier.sources.strict_json import decode_text
 
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
-_LABEL_WORDS = {"true": True, "false": False, "1": True, "0": False}
+_SIGNED = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,20})?")
+_LABEL_WORDS = {
+    "true": True, "1": True, "1.0": True, "desirable": True, "chosen": True,
+    "false": False, "0": False, "0.0": False, "undesirable": False, "rejected": False,
+}  # fmt: skip
 
 
 class Reading:
@@ -117,10 +121,10 @@ class Reading:
     def label(self) -> bool:
         """The verdict of a feedback row; raises `RowError` if it is neither true nor false."""
         value = self.column("kto_tag")
-        if type(value) in (bool, int) and value in (0, 1):
+        if type(value) in (bool, int, float) and value in (0, 1):
             return bool(value)
-        if type(value) is str and value.lower() in _LABEL_WORDS:
-            return _LABEL_WORDS[value.lower()]
+        if type(value) is str and value.strip().lower() in _LABEL_WORDS:
+            return _LABEL_WORDS[value.strip().lower()]
         raise RowError("bad_label", f"a label is true or false, not {str(value)[:40]!r}", field=self.field("kto_tag"))
 
     def train_on(self) -> str | None:
@@ -246,9 +250,12 @@ class Reading:
         return messages
 
     def _margin(self) -> float | None:
+        """How much better the chosen continuation is; cells of CSV files hold numbers as text."""
         value = self.column("margin")
-        if value is None:
+        if value is None or value == "":
             return None
+        if type(value) is str and _SIGNED.fullmatch(value):
+            value = float(value)
         if type(value) not in (int, float) or not -1e6 <= value <= 1e6:
             raise RowError("bad_margin", f"a margin is a number, not {str(value)[:40]!r}", field=self.field("margin"))
         return float(value)

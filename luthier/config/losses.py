@@ -1,0 +1,116 @@
+"""Checks of the objective section: each loss has its own keys, its rows, and a reference model or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from luthier.config.choices import AdapterType, Format
+from luthier.config.draft import Draft
+from luthier.config.objective import LOSSES, ReferenceSource
+from luthier.errors import Problem
+
+# Rows that only some objectives can learn from; all others are for sft and pt.
+_ROWS_FOR = {Format.PREFERENCE: ("rm", "dpo"), Format.FEEDBACK: ("kto",)}
+# Alpaca and ShareGPT rows can hold pairs or verdicts beside the conversation; these cannot.
+_SINGLE_ANSWERS = (Format.PROMPT_COMPLETION, Format.TEXT)
+_LOSS_KEYS = tuple(sorted({key for options in LOSSES.values() for key in options.defaults}))
+
+
+def check_objective(draft: Draft) -> Iterator[Problem]:
+    """Problems between the keys of ``objective``, and with the adapter."""
+    objective = draft.config.objective
+    if objective.name not in LOSSES[objective.loss_name].families:
+        yield from _foreign_loss(draft)
+        return
+    yield from _foreign_keys(draft)
+    yield from _smoothing(draft)
+    yield from _reference(draft)
+
+
+def check_rows(draft: Draft) -> Iterator[Problem]:
+    """Sources whose format has no rows for the objective."""
+    name = draft.config.objective.name
+    for section, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
+        for index, source in enumerate(sources):
+            wanted = _ROWS_FOR.get(source.format)
+            if wanted is not None and name not in wanted:
+                what = f"rows of kind {source.format} are for {' and '.join(wanted)}"
+                hint = f"set objective: {wanted[-1]}, or give rows of another kind"
+            elif source.format in _SINGLE_ANSWERS and name not in ("sft", "pt"):
+                what = f"rows of kind {source.format} hold one answer and no verdict"
+                kind = next(kind for kind, names in _ROWS_FOR.items() if name in names)
+                hint = f"give rows of kind {kind}, or set objective: sft"
+            else:
+                continue
+            what = f"{what}, and {draft.cite('objective.name')} is {name}"
+            yield draft.problem(f"{section}[{index}].format", what, hint)
+
+
+def _foreign_loss(draft: Draft) -> Iterator[Problem]:
+    objective = draft.config.objective
+    families = LOSSES[objective.loss_name].families
+    what = (
+        f"{objective.loss} is a loss of objective {' and '.join(families)}, "
+        f"and {draft.cite('objective.name')} is {objective.name}"
+    )
+    yield draft.problem("objective.loss", what, f"set objective.name: {families[0]}, or choose another loss")
+
+
+def _foreign_keys(draft: Draft) -> Iterator[Problem]:
+    objective = draft.config.objective
+    own = LOSSES[objective.loss_name].defaults
+    for key in _LOSS_KEYS:
+        if key in own or not draft.given(f"objective.{key}"):
+            continue
+        if key == "label_smoothing" and not objective.label_smoothing:
+            continue
+        readers = [name for name, options in LOSSES.items() if key in options.defaults]
+        shown = ", ".join(readers[:4]) + (" …" if len(readers) > 4 else "")
+        what = f"the loss {objective.loss_name} has no such number; it belongs to {shown}"
+        yield draft.problem(f"objective.{key}", what, "remove the key, or choose the loss that you mean")
+
+
+def _smoothing(draft: Draft) -> Iterator[Problem]:
+    objective = draft.config.objective
+    if objective.loss_name == "robust" and objective.label_smoothing >= 0.5:
+        what = (
+            f"{objective.label_smoothing:g} of the pairs swapped is no better than chance: the loss divides by 1 - 2e"
+        )
+        yield draft.problem("objective.label_smoothing", what, "set it below 0.5")
+
+
+def _reference(draft: Draft) -> Iterator[Problem]:
+    objective, adapter = draft.config.objective, draft.config.adapter
+    reference = objective.reference
+    if not LOSSES[objective.loss_name].reference:
+        is_source = reference.source not in (ReferenceSource.AUTO, ReferenceSource.NONE)
+        for key, is_asked in (("source", is_source), ("name_or_path", reference.name_or_path is not None)):
+            if is_asked:
+                what = f"the loss {objective.loss_name} compares with no reference model"
+                yield draft.problem(f"objective.reference.{key}", what, "remove objective.reference")
+        return
+    match reference.source:
+        case ReferenceSource.AUTO | ReferenceSource.MODEL:
+            return
+        case ReferenceSource.BASE:
+            if adapter.type not in (AdapterType.LORA, AdapterType.OFT):
+                what = f"the base under an adapter, and {draft.cite('adapter.type')} is {adapter.type}, which has none"
+                hint = "set objective.reference: precomputed, or train an adapter"
+                yield draft.problem("objective.reference.source", what, hint)
+            if reference.name_or_path is not None:
+                named = draft.cite("objective.reference.name_or_path")
+                what = f"the model's own base is the reference, and {named} names another"
+                yield draft.problem("objective.reference.source", what, "set it to model or precomputed")
+        case ReferenceSource.PRECOMPUTED:
+            if objective.loss_name == "asft":
+                what = "asft compares whole distributions, too much to keep for every token"
+                yield draft.problem("objective.reference.source", what, "set it to base or model")
+        case ReferenceSource.NONE:
+            if objective.name != "dpo":
+                what = f"the loss {objective.loss_name} is nothing without a reference model"
+                yield draft.problem("objective.reference.source", what, "set it to auto")
+            if reference.name_or_path is not None:
+                what = f"no reference, and {draft.cite('objective.reference.name_or_path')} names one"
+                yield draft.problem("objective.reference.source", what, "keep one of the two")
+        case _:
+            raise AssertionError(reference.source)

@@ -1,0 +1,48 @@
+"""Preference pairs to a loss and to what is reported. P pairs."""
+
+from __future__ import annotations
+
+import torch
+
+from luthier.objectives.measures import Measure, Measures, SequenceLoss, measure
+from luthier.objectives.pair_losses import NO_BASELINES, PairBaselines, PairLoss, PairSettings, pair_loss_named
+from luthier.objectives.pair_scores import PairScores
+
+
+def pair_loss_sum(
+    scores: PairScores, name: str, settings: PairSettings, baselines: PairBaselines = NO_BASELINES
+) -> SequenceLoss:
+    """The sum over pairs of ``weight x (loss + sft_weight x nll per token of the chosen answer)``, with measures.
+
+    Raises `UserError` where there is no loss ``name``.
+    """
+    row = pair_loss_named(name)
+    losses_P = row.function(scores, settings, baselines)
+    if settings.sft_weight:
+        losses_P = losses_P - settings.sft_weight * scores.chosen_mean_P
+    if scores.weights_P is not None:
+        losses_P = losses_P * scores.weights_P
+    return SequenceLoss(loss_sum=losses_P.sum(), num_units=len(scores), measures=_measures(scores, row, settings.beta))
+
+
+def _measures(scores: PairScores, row: PairLoss, beta: float) -> Measures:
+    chosen_P, rejected_P = _rewards(scores, row, beta)
+    nll = measure(-scores.chosen_P)
+    return {
+        "rewards/chosen": measure(chosen_P),
+        "rewards/rejected": measure(rejected_P),
+        "rewards/accuracies": measure(chosen_P > rejected_P),
+        "rewards/margins": measure(chosen_P - rejected_P),
+        "logps/chosen": measure(scores.chosen_P),
+        "logps/rejected": measure(scores.rejected_P),
+        "nll": Measure(total=nll.total, count=scores.chosen_lengths_P.sum().double()),
+    }
+
+
+def _rewards(scores: PairScores, row: PairLoss, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the loss takes for the answers' rewards: beta times log-ratios, or per-token log-probabilities (SimPO)."""
+    if row.needs_reference:
+        return beta * scores.chosen_ratios_P.detach(), beta * scores.rejected_ratios_P.detach()
+    if row.per_token:
+        return beta * scores.chosen_mean_P.detach(), beta * scores.rejected_mean_P.detach()
+    return beta * scores.chosen_P.detach(), beta * scores.rejected_P.detach()

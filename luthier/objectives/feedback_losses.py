@@ -1,0 +1,169 @@
+"""Losses of single answers that were found good or bad, as a table over their log-ratios. R rows.
+
+r is ``log policy - log reference`` of an answer. Losses are summed over rows, and the trainer divides by the number of
+rows of the whole step; what rows are compared with is estimated over the whole step too, and handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from luthier.errors import UserError
+from luthier.objectives.measures import Measure, SequenceLoss, measure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FeedbackScores:
+    """Log-probabilities of the answers of R rows, each the sum over the answer's targets.
+
+    logps_R      float32, of the policy, differentiable
+    ref_logps_R  float32, of the reference, constant
+    desirable_R  bool
+    lengths_R    int64, numbers of targets
+    weights_R    float32, what each row counts in the loss, or None: 1.0
+    """
+
+    logps_R: torch.Tensor
+    ref_logps_R: torch.Tensor
+    desirable_R: torch.Tensor
+    lengths_R: torch.Tensor
+    weights_R: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedbackSettings:
+    """The numbers of these losses: KTO's lambdas are the two weights."""
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedbackBaselines:
+    """What rewards are compared with, from the whole step.
+
+    kl     ``kto``: `kl_baseline` of the summed `kl_measure` of all micro-batches and ranks
+    delta  ``bco``: the running mean of rewards, `RunningMean.mean`
+    """
+
+    kl: float = 0.0
+    delta: float = 0.0
+
+
+FeedbackFunction = Callable[[torch.Tensor, torch.Tensor, FeedbackSettings, FeedbackBaselines], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedbackLoss:
+    """A row of the table. ``function(ratios_R, signs_R, settings, baselines)``, signs +1 good and -1 bad -> [R].
+
+    needs_kl     wants the completion of another row under each prompt, for the KL estimate
+    needs_delta  wants the running mean of rewards
+    """
+
+    name: str
+    function: FeedbackFunction
+    needs_kl: bool = False
+    needs_delta: bool = False
+    formula: str
+    paper: str
+    says: str
+
+
+def feedback_loss_sum(
+    scores: FeedbackScores, name: str, settings: FeedbackSettings, baselines: FeedbackBaselines
+) -> SequenceLoss:
+    """The sum over rows of ``weight x lambda x loss``, and what is reported of it. Raises `UserError` on the name."""
+    row = feedback_loss_named(name)
+    ratios_R = scores.logps_R - scores.ref_logps_R
+    good_R = scores.desirable_R
+    signs_R = torch.where(good_R, 1.0, -1.0).to(ratios_R.dtype)
+    losses_R = row.function(ratios_R, signs_R, settings, baselines)
+    losses_R = losses_R * torch.where(good_R, settings.desirable_weight, settings.undesirable_weight)
+    if scores.weights_R is not None:
+        losses_R = losses_R * scores.weights_R
+    rewards_R = settings.beta * ratios_R
+    measures = {
+        "rewards/chosen": measure(rewards_R, good_R),
+        "rewards/rejected": measure(rewards_R, ~good_R),
+        "logps/chosen": measure(scores.logps_R, good_R),
+        "logps/rejected": measure(scores.logps_R, ~good_R),
+        "nll": _nll(scores, good_R),
+    }
+    return SequenceLoss(loss_sum=losses_R.sum(), num_units=len(losses_R), measures=measures)
+
+
+def feedback_loss_named(name: str) -> FeedbackLoss:
+    """The row, or `UserError` with the names there are."""
+    if name not in FEEDBACK_LOSSES:
+        raise UserError(f"there is no loss of feedback {name!r}", hint=f"choose one of: {', '.join(FEEDBACK_LOSSES)}")
+    return FEEDBACK_LOSSES[name]
+
+
+def kl_measure(logps_R: torch.Tensor, ref_logps_R: torch.Tensor) -> Measure:
+    """Sum and count of the log-ratios of R continuations that belong to other prompts: add up over the whole step."""
+    return measure(logps_R - ref_logps_R)
+
+
+def kl_baseline(step: Measure) -> float:
+    """KTO's estimate of KL(policy, reference) from a whole step: the mean, at least 0; 0 where nothing was counted."""
+    return max(step.mean, 0.0) if step.count else 0.0
+
+
+def _nll(scores: FeedbackScores, good_R: torch.Tensor) -> Measure:
+    """Per target of the good answers."""
+    answers, targets = measure(-scores.logps_R, good_R), measure(scores.lengths_R, good_R)
+    return Measure(total=answers.total, count=targets.total)
+
+
+def _kto(
+    ratios_R: torch.Tensor, signs_R: torch.Tensor, settings: FeedbackSettings, baselines: FeedbackBaselines
+) -> torch.Tensor:
+    return torch.sigmoid(-signs_R * settings.beta * (ratios_R - baselines.kl))
+
+
+def _apo_zero_unpaired(
+    ratios_R: torch.Tensor, signs_R: torch.Tensor, settings: FeedbackSettings, _: FeedbackBaselines
+) -> torch.Tensor:
+    return torch.sigmoid(-signs_R * settings.beta * ratios_R)
+
+
+def _bco(
+    ratios_R: torch.Tensor, signs_R: torch.Tensor, settings: FeedbackSettings, baselines: FeedbackBaselines
+) -> torch.Tensor:
+    return -F.logsigmoid(signs_R * (settings.beta * ratios_R - baselines.delta))
+
+
+FEEDBACK_LOSSES: dict[str, FeedbackLoss] = {
+    row.name: row
+    for row in (
+        FeedbackLoss(
+            name="kto",
+            function=_kto,
+            needs_kl=True,
+            formula="good: s(-b (r - kl)); bad: s(-b (kl - r))",
+            paper="2402.01306",
+            says="KTO",
+        ),
+        FeedbackLoss(
+            name="apo_zero_unpaired",
+            function=_apo_zero_unpaired,
+            formula="good: s(-b r); bad: s(b r)",
+            paper="2408.06266",
+            says="APO-zero on single answers: KTO without the KL estimate",
+        ),
+        FeedbackLoss(
+            name="bco",
+            function=_bco,
+            needs_delta=True,
+            formula="good: -log s(b r - delta); bad: -log s(-(b r - delta))",
+            paper="2404.04656",
+            says="BCO, without matching of the two prompt distributions",
+        ),
+    )
+}

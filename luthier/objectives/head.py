@@ -1,0 +1,174 @@
+"""The output head of a language model, a chunk of rows at a time, so that no [K, V] tensor is ever made.
+
+K rows, C rows of a chunk, V vocabulary, D hidden size. One buffer of a chunk's size is used again for every chunk: on
+a CPU fresh memory of that size costs as much as the product that fills it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+CHUNK_ELEMENTS = 2**24  # 64 MiB of float32: at 150k vocabulary 110 rows, enough for the products' full speed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Head:
+    """Hidden states to logits: ``softcap x tanh(scale x (hidden @ weight.T + bias) / softcap)``, or without the cap.
+
+    weight_VD  of the output layer; it may be the input embedding too
+    bias_V     or None
+    scale      multiplies the logits before the cap (Cohere's ``logit_scale``, 1 / Granite's ``logits_scaling``)
+    softcap    Gemma's ``final_logit_softcapping``
+    """
+
+    weight_VD: torch.Tensor
+    bias_V: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The type of the products: autocast's where it is on, else the weight's. Their sums are at least float32."""
+        device = self.weight_VD.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight_VD.dtype
+
+
+AnyHead = Head | Callable[[torch.Tensor], torch.Tensor]
+"""A `Head`, or any function hidden_CD -> logits_CV (an adapter on the head): slower, as autograd finds the way back."""
+
+
+class ChunkedHead:
+    """A head at work on K rows: logits chunk by chunk, and the gradients back through it.
+
+    Each ``logits`` overwrites what the last one gave.
+    """
+
+    def __init__(self, head: Head, hidden_KD: torch.Tensor, *, dtype: torch.dtype) -> None:
+        self.hidden_KD = hidden_KD.detach().to(dtype)
+        self.weight_VD = head.weight_VD.detach().to(dtype)
+        self.exact = torch.promote_types(dtype, torch.float32)
+        self.bias_V = None if head.bias_V is None else head.bias_V.detach().to(self.exact)
+        self.head = head
+        num_rows = min(len(hidden_KD), _rows_of_chunk(len(self.weight_VD)))
+        self.buffer_CV = hidden_KD.new_empty(num_rows, len(self.weight_VD), dtype=self.exact)
+
+    def chunks(self) -> Iterator[slice]:
+        """The rows, as slices."""
+        return chunks_of(len(self.hidden_KD), len(self.weight_VD))
+
+    def logits(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """logits_CV in float32 at least, and with a softcap ``d logits / d (scale x product)``, else None."""
+        hidden_CD = self.hidden_KD[rows]
+        logits_CV = self.buffer_CV[: len(hidden_CD)]
+        if hidden_CD.dtype == self.exact:
+            torch.mm(hidden_CD, self.weight_VD.T, out=logits_CV)
+        else:
+            logits_CV.copy_(hidden_CD @ self.weight_VD.T)
+        if self.bias_V is not None:
+            logits_CV += self.bias_V
+        if self.head.scale != 1.0:
+            logits_CV *= self.head.scale
+        cap = self.head.softcap
+        if cap is None:
+            return logits_CV, None
+        logits_CV.div_(cap).tanh_()
+        slope_CV = 1 - logits_CV.square()
+        return logits_CV.mul_(cap), slope_CV
+
+
+class HeadGradients:
+    """Gradients of a head's inputs, summed over chunks in float32 at least; ``needs``: of which of the three."""
+
+    def __init__(self, work: ChunkedHead, hidden_KD: torch.Tensor, needs: tuple[bool, bool, bool]) -> None:
+        self._work = work
+        weight_VD, bias_V = work.head.weight_VD, work.head.bias_V
+        self._hidden_KD = torch.empty_like(hidden_KD) if needs[0] else None
+        self._weight_VD = torch.zeros_like(weight_VD, dtype=work.exact) if needs[1] else None
+        self._bias_V = torch.zeros_like(bias_V, dtype=work.exact) if needs[2] and bias_V is not None else None
+
+    def add(self, rows: slice, grad_CV: torch.Tensor, slope_CV: torch.Tensor | None) -> None:
+        """Take in the gradient of a chunk's logits, which is overwritten."""
+        if slope_CV is not None:
+            grad_CV *= slope_CV
+        if self._work.head.scale != 1.0:
+            grad_CV *= self._work.head.scale
+        if self._bias_V is not None:
+            self._bias_V += grad_CV.sum(dim=0)
+        hidden_CD, weight_VD = self._work.hidden_KD[rows], self._work.weight_VD
+        product_CV = grad_CV.to(weight_VD.dtype)
+        if self._hidden_KD is not None:
+            self._hidden_KD[rows] = product_CV @ weight_VD
+        if self._weight_VD is not None and product_CV is grad_CV:
+            self._weight_VD.addmm_(product_CV.T, hidden_CD)
+        elif self._weight_VD is not None:
+            self._weight_VD += product_CV.T @ hidden_CD
+
+    def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """The gradients of hidden_KD, weight_VD and bias_V, in their types; None where nobody needs one."""
+        head = self._work.head
+        weight_VD = None if self._weight_VD is None else self._weight_VD.to(head.weight_VD.dtype)
+        bias_V = None if self._bias_V is None or head.bias_V is None else self._bias_V.to(head.bias_V.dtype)
+        return self._hidden_KD, weight_VD, bias_V
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Softmax:
+    """The softmax of a chunk's logits as ``numerators / sums``, and what is known of the ids it should give.
+
+    numerators_CV  exp(logits - the row's largest)
+    sums_C         their sums
+    lse_C          log of the sum of exp(logits)
+    logps_C        log-probabilities of the ids
+    correct_C      bool: the logits rank the id first
+    """
+
+    numerators_CV: torch.Tensor
+    sums_C: torch.Tensor
+    lse_C: torch.Tensor
+    logps_C: torch.Tensor
+    correct_C: torch.Tensor
+
+    def entropy(self) -> torch.Tensor:
+        """Entropy of each row in nats, [C]."""
+        # -sum p log p with p = e/s:  log s + sum(-e log e) / s
+        entropy_C: torch.Tensor = self.sums_C.log() + torch.special.entr(self.numerators_CV).sum(dim=1) / self.sums_C
+        return entropy_C
+
+
+def softmax_(logits_CV: torch.Tensor, ids_C: torch.Tensor) -> Softmax:
+    """The softmax, in the logits' own memory."""
+    ids_C1 = ids_C[:, None]
+    target_C1 = logits_CV.gather(1, ids_C1)
+    # The largest of all but the id itself says both whether the id ranks first and what to subtract: one pass, where
+    # argmax costs a CPU seven.
+    logits_CV.scatter_(1, ids_C1, -torch.inf)
+    others_C1 = logits_CV.amax(dim=1, keepdim=True)
+    logits_CV.scatter_(1, ids_C1, target_C1)
+    correct_C = (target_C1 > others_C1).squeeze(1)
+    tied = torch.nonzero((target_C1 == others_C1).squeeze(1)).squeeze(1)
+    if len(tied):  # the first of equals is the one that greedy decoding takes
+        correct_C[tied] = logits_CV[tied].argmax(dim=1) == ids_C[tied]
+    largest_C1 = torch.maximum(others_C1, target_C1)
+    logits_CV.sub_(largest_C1).exp_()
+    sums_C1 = logits_CV.sum(dim=1, keepdim=True)
+    log_sums_C1 = sums_C1.log()
+    return Softmax(
+        logits_CV,
+        sums_C1.squeeze(1),
+        (largest_C1 + log_sums_C1).squeeze(1),
+        (target_C1 - largest_C1 - log_sums_C1).squeeze(1),
+        correct_C,
+    )
+
+
+def chunks_of(num_rows: int, vocabulary: int) -> Iterator[slice]:
+    """``(5, V)`` with room for two rows in a chunk -> 0:2, 2:4, 4:5."""
+    size = _rows_of_chunk(vocabulary)
+    return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
+
+
+def _rows_of_chunk(vocabulary: int) -> int:
+    return max(1, CHUNK_ELEMENTS // vocabulary)

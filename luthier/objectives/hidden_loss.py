@@ -1,0 +1,248 @@
+"""The sum of token losses from hidden states. K targets, C targets of a chunk, V vocabulary, D hidden size.
+
+A sum's gradient is known, up to one factor, while the logits of a chunk are still there: so the forward pass computes
+it too, and the backward pass only multiplies. Three products with the head's weight, and never [K, V].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from luthier.objectives.head import AnyHead, ChunkedHead, Head, HeadGradients, Softmax, chunks_of, softmax_
+from luthier.objectives.token_loss import TokenLoss
+from luthier.objectives.token_losses import (
+    EAFT_CANDIDATES,
+    TokenQuantities,
+    TokenSettings,
+    token_losses,
+    token_objective,
+)
+from luthier.objectives.token_scores import probe_vocabulary
+
+PLAIN = TokenSettings()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Reference:
+    """What the reference model has to say of the same K targets: its hidden states there, and its head."""
+
+    hidden_KD: torch.Tensor
+    head: Head
+
+
+def hidden_loss_sum(
+    hidden_KD: torch.Tensor,
+    head: AnyHead,
+    ids_K: torch.Tensor,
+    weights_K: torch.Tensor | None = None,
+    *,
+    settings: TokenSettings = PLAIN,
+    reference: Reference | None = None,
+    sources_K: torch.Tensor | None = None,
+    num_sources: int = 1,
+) -> TokenLoss:
+    """The sum of ``weight x loss`` over K targets: `token_loss_sum` without its logits, for any token loss.
+
+    ``ids_K`` int64, ``weights_K`` float32; ``sources_K``, int64, says which of ``num_sources`` data sets a target is
+    of. ``reference`` is needed by losses with a KL term, and only there. The gradient can be asked for once.
+    """
+    row = token_objective(settings.loss)
+    assert hidden_KD.ndim == 2 and ids_K.shape == hidden_KD.shape[:1], f"{hidden_KD.shape} and {ids_K.shape}"
+    assert weights_K is None or weights_K.shape == ids_K.shape, f"{weights_K.shape} and {ids_K.shape}"
+    assert row.needs_reference == (reference is not None), (
+        f"{row.name} {'needs a' if row.needs_reference else 'has no'} reference"
+    )
+    if isinstance(head, Head):
+        loss_sum, losses_K, correct_K = _LossSum.apply(
+            hidden_KD,
+            head.weight_VD,
+            head.bias_V,
+            head,
+            ids_K,
+            _Task(weights_K, settings, reference, torch.is_grad_enabled()),
+        )
+    else:
+        differentiable_K, correct_K = _losses_by_function(hidden_KD, head, ids_K, settings, reference)
+        weighted_K = differentiable_K if weights_K is None else differentiable_K * weights_K
+        loss_sum, losses_K = weighted_K.sum(), weighted_K.detach()
+    by_source = None
+    if sources_K is not None:
+        by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=hidden_KD.device)
+        by_source.index_add_(1, sources_K, torch.stack([losses_K, torch.ones_like(losses_K)]).double())
+    return TokenLoss(
+        loss_sum=loss_sum, num_targets=len(ids_K), num_correct=correct_K.sum(dtype=torch.int64), by_source=by_source
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    """What is computed of the head's logits, none of it differentiated."""
+
+    weights_K: torch.Tensor | None
+    settings: TokenSettings
+    reference: Reference | None
+    grad_enabled: bool
+
+
+class _LossSum(torch.autograd.Function):
+    """Loss and gradient in one pass: d loss / d logits from the loss's derivatives by a few numbers a target."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_KD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        head: Head,
+        ids_K: torch.Tensor,
+        task: _Task,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dtype, settings, weights_K = head.compute_dtype, task.settings, task.weights_K
+        work = ChunkedHead(head, hidden_KD, dtype=dtype)
+        judge = _judge(task.reference)
+        needs = ctx.needs_input_grad[:3]
+        gradients = HeadGradients(work, hidden_KD, needs) if task.grad_enabled and any(needs) else None
+        losses_K = torch.empty(len(ids_K), dtype=work.exact, device=hidden_KD.device)
+        correct_K = torch.empty(len(ids_K), dtype=torch.bool, device=hidden_KD.device)
+        for rows in work.chunks():
+            logits_CV, slope_CV = work.logits(rows)
+            reference_CV = None if judge is None else judge.logits(rows)[0].softmax(dim=1)
+            chunk = _Chunk.of(logits_CV, ids_K[rows], reference_CV, settings)
+            weights_C = None if weights_K is None else weights_K[rows].to(work.exact)
+            losses_K[rows], slopes = chunk.losses(settings, weights_C)
+            correct_K[rows] = chunk.softmax.correct_C
+            if gradients is not None:
+                gradients.add(rows, chunk.logit_gradient_(slopes, ids_K[rows]), slope_CV)
+        ctx.gradients = None if gradients is None else gradients.result()
+        ctx.mark_non_differentiable(losses_K, correct_K)
+        return losses_K.sum(), losses_K, correct_K
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_sum: torch.Tensor, _losses: torch.Tensor, _correct: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradient of a loss sum can be asked for once: compute the loss again")
+        gradients, ctx.gradients = ctx.gradients, None
+        # in place: a second copy of a 150k vocabulary's gradient would be the largest tensor of the step
+        scaled = tuple(None if gradient is None else gradient.mul_(grad_sum) for gradient in gradients)
+        return *scaled, None, None, None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """One chunk of targets on the way from logits to losses to the logits' gradient, in one [C, V] memory."""
+
+    softmax: Softmax
+    quantities: TokenQuantities
+    reference_CV: torch.Tensor | None
+    smoothed: bool
+
+    @staticmethod
+    def of(
+        logits_CV: torch.Tensor, ids_C: torch.Tensor, reference_CV: torch.Tensor | None, settings: TokenSettings
+    ) -> _Chunk:
+        zeros_C = logits_CV.new_zeros(len(ids_C))
+        mean_logits_C = logits_CV.mean(dim=1) if settings.label_smoothing else zeros_C
+        cross_C = zeros_C if reference_CV is None else _expectation(reference_CV, logits_CV)
+        softmax = softmax_(logits_CV, ids_C)
+        kl_C = zeros_C
+        if reference_CV is not None:  # KL(q || p) = sum q log q - sum q x + lse
+            kl_C = softmax.lse_C - cross_C - torch.special.entr(reference_CV).sum(dim=1)
+        quantities = TokenQuantities(
+            logps_C=softmax.logps_C,
+            lse_C=softmax.lse_C,
+            mean_logits_C=mean_logits_C,
+            kl_C=kl_C,
+            entropy_C=_top_entropy(softmax.numerators_CV) if token_objective(settings.loss).needs_entropy else zeros_C,
+        )
+        return _Chunk(softmax, quantities, reference_CV, bool(settings.label_smoothing))
+
+    def losses(
+        self, settings: TokenSettings, weights_C: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Weighted losses [C], and their derivatives by logps, lse, mean_logits and kl, [C] each."""
+        known = self.quantities
+        with torch.enable_grad():
+            leaves = [
+                value.detach().requires_grad_()
+                for value in (known.logps_C, known.lse_C, known.mean_logits_C, known.kl_C)
+            ]
+            logps_C, lse_C, mean_logits_C, kl_C = leaves
+            quantities = TokenQuantities(
+                logps_C=logps_C, lse_C=lse_C, mean_logits_C=mean_logits_C, kl_C=kl_C, entropy_C=known.entropy_C
+            )
+            losses_C = token_losses(quantities, settings)
+            losses_C = losses_C if weights_C is None else losses_C * weights_C
+            slopes = torch.autograd.grad(losses_C.sum(), leaves, materialize_grads=True)
+        return losses_C.detach(), slopes
+
+    def logit_gradient_(self, slopes: tuple[torch.Tensor, ...], ids_C: torch.Tensor) -> torch.Tensor:
+        """[C, V], in the softmax's memory: d logp = onehot - p, d lse = p, d mean = 1 / V, d kl = p - q."""
+        by_logp_C, by_lse_C, by_mean_C, by_kl_C = slopes
+        share_C = (by_lse_C - by_logp_C + by_kl_C) / self.softmax.sums_C
+        grad_CV = self.softmax.numerators_CV.mul_(share_C[:, None])
+        if self.reference_CV is not None:
+            grad_CV.addcmul_(self.reference_CV, by_kl_C[:, None], value=-1)
+        if self.smoothed:
+            grad_CV += by_mean_C[:, None] / grad_CV.shape[1]
+        return grad_CV.scatter_add_(1, ids_C[:, None], by_logp_C[:, None])
+
+
+def _losses_by_function(
+    hidden_KD: torch.Tensor,
+    head: AnyHead,
+    ids_K: torch.Tensor,
+    settings: TokenSettings,
+    reference: Reference | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses of K targets, differentiable through a head that is a function, and whether each is ranked first."""
+    assert not isinstance(head, Head)
+    judge = _judge(reference)
+    needs_entropy = token_objective(settings.loss).needs_entropy
+
+    def losses(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        ids_C, logits_CV = ids_K[rows], head(hidden_KD[rows])
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        lse_C, zeros_C = logits_CV.logsumexp(dim=1), logits_CV.new_zeros(len(ids_C))
+        kl_C = zeros_C
+        if judge is not None:
+            reference_CV = judge.logits(rows)[0].softmax(dim=1)
+            kl_C = lse_C - _expectation(reference_CV, logits_CV) - torch.special.entr(reference_CV).sum(dim=1)
+        quantities = TokenQuantities(
+            logps_C=logits_CV.gather(1, ids_C[:, None]).squeeze(1) - lse_C,
+            lse_C=lse_C,
+            mean_logits_C=logits_CV.mean(dim=1) if settings.label_smoothing else zeros_C,
+            kl_C=kl_C,
+            entropy_C=_top_entropy(logits_CV.detach().softmax(dim=1)) if needs_entropy else zeros_C,
+        )
+        return token_losses(quantities, settings), logits_CV.detach().argmax(dim=1) == ids_C
+
+    chunks = list(chunks_of(len(ids_K), probe_vocabulary(head, hidden_KD))) or [slice(0, 0)]
+    parts = [checkpoint(losses, rows, use_reentrant=False) for rows in chunks]
+    losses_K, correct_K = (torch.cat(column) for column in zip(*parts, strict=True))
+    return losses_K, correct_K
+
+
+def _judge(reference: Reference | None) -> ChunkedHead | None:
+    if reference is None:
+        return None
+    return ChunkedHead(reference.head, reference.hidden_KD, dtype=reference.head.compute_dtype)
+
+
+def _expectation(probs_CV: torch.Tensor, logits_CV: torch.Tensor) -> torch.Tensor:
+    """sum p x over the vocabulary; where p is 0 nothing is added, though x be -inf (masked ids)."""
+    return (probs_CV * logits_CV.masked_fill(probs_CV == 0, 0.0)).sum(dim=1)
+
+
+def _top_entropy(numerators_CV: torch.Tensor) -> torch.Tensor:
+    """Entropy of the likeliest tokens among themselves, [C], from numbers proportional to probabilities."""
+    top_CN: torch.Tensor = numerators_CV.topk(min(EAFT_CANDIDATES, numerators_CV.shape[1]), dim=1).values
+    entropy_C: torch.Tensor = torch.special.entr(top_CN / top_CN.sum(dim=1, keepdim=True)).sum(dim=1)
+    return entropy_C

@@ -1,0 +1,72 @@
+"""What is reported beside the loss, as sums with their counts, so that a mean can be that of a whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Measure:
+    """A sum and how many values it is of: scalar tensors in float64, detached, to be added up over a step.
+
+    Two measures are added with ``+``; over ranks, reduce ``stacked(…)``.
+    """
+
+    total: torch.Tensor
+    count: torch.Tensor
+
+    def __add__(self, other: Measure) -> Measure:
+        return Measure(total=self.total + other.total, count=self.count + other.count)
+
+    @property
+    def mean(self) -> float:
+        """The mean; not a number where nothing was counted."""
+        return (self.total / self.count).item()
+
+
+Measures = dict[str, Measure]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SequenceLoss:
+    """What a loss over whole answers gives for one micro-batch.
+
+    loss_sum   float32 scalar, differentiable: over pairs or rows, to be divided by their number in the whole step
+    num_units  how many pairs or rows this is of
+    measures   by the names that papers and trackers use
+    """
+
+    loss_sum: torch.Tensor
+    num_units: int
+    measures: Measures
+
+
+def measure(values: torch.Tensor, where: torch.Tensor | None = None) -> Measure:
+    """Sum and count of ``values``, [N]; with ``where``, bool[N], only of those."""
+    values = values.detach().double()
+    if where is None:
+        return Measure(total=values.sum(), count=values.new_tensor(len(values)))
+    return Measure(total=torch.where(where, values, 0.0).sum(), count=where.double().sum())
+
+
+def add_measures(parts: Iterable[Measures]) -> Measures:
+    """The measures of several micro-batches in one; one that is missing in a part counts nothing there."""
+    added: Measures = {}
+    for part in parts:
+        for name, one in part.items():
+            added[name] = added[name] + one if name in added else one
+    return added
+
+
+def stacked(measures: Measures) -> torch.Tensor:
+    """float64[M, 2]: total and count of each, in the order of the names, which is the same on all ranks."""
+    return torch.stack([torch.stack([measures[name].total, measures[name].count]) for name in sorted(measures)])
+
+
+def unstacked(names: Iterable[str], totals_M2: torch.Tensor) -> Measures:
+    """The way back from `stacked`, after its sum over ranks."""
+    pairs = zip(sorted(names), totals_M2, strict=True)
+    return {name: Measure(total=row[0], count=row[1]) for name, row in pairs}

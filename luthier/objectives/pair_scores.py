@@ -1,0 +1,101 @@
+"""The scores of preference pairs, from the scores of their segments. S segments, P pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from luthier.objectives.sequences import SequenceScores
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PairScores:
+    """Log-probabilities of the two answers of P pairs, each the sum over the answer's targets.
+
+    chosen_P, rejected_P                   float32, of the policy, differentiable
+    ref_chosen_P, ref_rejected_P           float32, of the reference, constant; None: compared with nothing
+    chosen_lengths_P, rejected_lengths_P   int64, numbers of targets
+    weights_P                              float32, what each pair counts in the loss, or None: 1.0
+    """
+
+    chosen_P: torch.Tensor
+    rejected_P: torch.Tensor
+    ref_chosen_P: torch.Tensor | None = None
+    ref_rejected_P: torch.Tensor | None = None
+    chosen_lengths_P: torch.Tensor
+    rejected_lengths_P: torch.Tensor
+    weights_P: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.chosen_P)
+
+    @property
+    def ref_chosen_or_zero_P(self) -> torch.Tensor:
+        """The reference's, or zeros where there is none."""
+        return torch.zeros_like(self.chosen_P) if self.ref_chosen_P is None else self.ref_chosen_P
+
+    @property
+    def ref_rejected_or_zero_P(self) -> torch.Tensor:
+        """The reference's, or zeros where there is none."""
+        return torch.zeros_like(self.rejected_P) if self.ref_rejected_P is None else self.ref_rejected_P
+
+    @property
+    def chosen_ratios_P(self) -> torch.Tensor:
+        """log policy - log reference of the chosen answer."""
+        return self.chosen_P - self.ref_chosen_or_zero_P
+
+    @property
+    def rejected_ratios_P(self) -> torch.Tensor:
+        """log policy - log reference of the rejected answer."""
+        return self.rejected_P - self.ref_rejected_or_zero_P
+
+    @property
+    def ratio_gap_P(self) -> torch.Tensor:
+        """How much more the policy prefers the chosen answer than the reference does, in nats."""
+        return self.chosen_ratios_P - self.rejected_ratios_P
+
+    @property
+    def mean_ratio_gap_P(self) -> torch.Tensor:
+        """The same, each answer's log-ratio divided by its length."""
+        return _per_token(self.chosen_ratios_P, self.chosen_lengths_P) - _per_token(
+            self.rejected_ratios_P, self.rejected_lengths_P
+        )
+
+    @property
+    def chosen_mean_P(self) -> torch.Tensor:
+        """Log-probability per target of the chosen answer."""
+        return _per_token(self.chosen_P, self.chosen_lengths_P)
+
+    @property
+    def rejected_mean_P(self) -> torch.Tensor:
+        """Log-probability per target of the rejected answer."""
+        return _per_token(self.rejected_P, self.rejected_lengths_P)
+
+
+def pair_scores(
+    policy: SequenceScores,
+    pairs_P2: torch.Tensor,
+    *,
+    ref_logps_S: torch.Tensor | None = None,
+    weights_P: torch.Tensor | None = None,
+) -> PairScores:
+    """The pairs that ``pairs_P2`` names, int64[P, 2]: segment of the chosen answer, segment of the rejected one.
+
+    ``ref_logps_S``: what the reference gives the same segments, summed in the same way (`tail_discount` too).
+    """
+    chosen_P, rejected_P = pairs_P2.unbind(dim=1)
+    return PairScores(
+        chosen_P=policy.logps_S[chosen_P],
+        rejected_P=policy.logps_S[rejected_P],
+        ref_chosen_P=None if ref_logps_S is None else ref_logps_S.detach()[chosen_P],
+        ref_rejected_P=None if ref_logps_S is None else ref_logps_S.detach()[rejected_P],
+        chosen_lengths_P=policy.lengths_S[chosen_P],
+        rejected_lengths_P=policy.lengths_S[rejected_P],
+        weights_P=weights_P,
+    )
+
+
+def _per_token(logps: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    # an answer without targets has a sum of 0, and 0 / 1 is its mean
+    return logps / lengths.clamp(min=1)

@@ -1,0 +1,55 @@
+"""Reward models: a number for each answer, and the Bradley-Terry loss of pairs. S segments, P pairs, D hidden size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from luthier.objectives.measures import SequenceLoss, measure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ValueHead:
+    """Hidden state to reward: ``hidden @ weight.T + bias``, as ``nn.Linear(D, 1)`` has them; ``bias_1`` may be None."""
+
+    weight_1D: torch.Tensor
+    bias_1: torch.Tensor | None = None
+
+
+def rewards(hidden_SD: torch.Tensor, head: ValueHead) -> torch.Tensor:
+    """float32[S], from the hidden states at the last token of each segment; computed in float32 whatever their type."""
+    exact = torch.promote_types(hidden_SD.dtype, torch.float32)
+    bias = None if head.bias_1 is None else head.bias_1.to(exact)
+    with torch.autocast(hidden_SD.device.type, enabled=False):
+        return F.linear(hidden_SD.to(exact), head.weight_1D.to(exact), bias).squeeze(1)
+
+
+def reward_loss_sum(
+    rewards_S: torch.Tensor,
+    pairs_P2: torch.Tensor,
+    *,
+    margins_P: torch.Tensor | None = None,
+    weights_P: torch.Tensor | None = None,
+    center_rewards: float = 0.0,
+) -> SequenceLoss:
+    """The sum over pairs of ``-log sigmoid(rc - rd - margin) + center_rewards (rc + rd)^2``, with measures.
+
+    Bradley and Terry 1952; margins as in Llama 2 (arXiv:2307.09288), centring as in arXiv:2312.09244. ``pairs_P2``
+    int64: segment of the chosen answer, segment of the rejected one.
+    """
+    chosen_P, rejected_P = rewards_S[pairs_P2].unbind(dim=1)
+    gap_P = chosen_P - rejected_P
+    losses_P = -F.logsigmoid(gap_P if margins_P is None else gap_P - margins_P)
+    if center_rewards:
+        losses_P = losses_P + center_rewards * (chosen_P + rejected_P).square()
+    if weights_P is not None:
+        losses_P = losses_P * weights_P
+    measures = {
+        "rewards/chosen": measure(chosen_P),
+        "rewards/rejected": measure(rejected_P),
+        "rewards/accuracies": measure(gap_P > 0),
+        "rewards/margins": measure(gap_P),
+    }
+    return SequenceLoss(loss_sum=losses_P.sum(), num_units=len(pairs_P2), measures=measures)

@@ -1,0 +1,108 @@
+"""Segments that stay together: units are planned as if each were one long segment, then become their segments again.
+
+    segments   0: 30   1: 50   2: 10   3: 20     (rows 0 and 1, two continuations each)
+    units      0: 80           1: 30             (padded: 0: 2 x 50, 1: 2 x 20)
+    a pack     units [1, 0]  ->  segments [2, 3, 0, 1]
+
+The KL continuation of feedback (KTO, https://arxiv.org/abs/2402.01306): the prompt of one row with the completion of
+another, an answer that nobody gave to this question. TRL takes it from the same batch, so that it depends on the batch
+size, and is the row itself in a batch of one. Here it comes from the whole set, by a permutation that leaves no row in
+its place, drawn anew for each epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.config.schema import Packing
+from luthier.errors import UserError
+from luthier.packing.planned import Planned
+from luthier.packing.settings import PlanSettings, SegmentTable, Units, segment_costs
+
+Ints = NDArray[np.int64]
+
+_PARTNERS = 3  # beside (seed, epoch): the stream of random numbers that is only for this
+
+
+def draw_partners(num_rows: int, *, seed: int, epoch: int) -> Ints:
+    """int64[num_rows]: whose completion follows each row's prompt; never its own, and each row's exactly once.
+
+    A seeded permutation as one cycle: each row's partner is the next one in it. Raises `UserError` for a single row,
+    which has nobody else.
+    """
+    if num_rows == 1:
+        raise UserError(
+            "the KL estimate takes another row's completion, and there is only one row",
+            hint="add rows, or choose a loss that estimates no KL",
+        )
+    cycle = np.random.Generator(np.random.PCG64([seed, epoch, _PARTNERS])).permutation(num_rows)
+    partners = np.empty(num_rows, dtype=np.int64)
+    partners[cycle] = np.roll(cycle, -1)
+    return partners
+
+
+def completion_room(prompt_lengths: Ints, completion_lengths: Ints, max_length: int) -> Ints:
+    """int64: how many tokens of another row's completion follow a prompt: all, or as many as there is room for.
+
+    It is cut at its end: an estimate of how likely it is needs no stop token. There is room for one token at least,
+    because the prompt leaves room for its own completion.
+    """
+    return np.minimum(completion_lengths, max_length - prompt_lengths)
+
+
+def epoch_lengths(table: SegmentTable, settings: PlanSettings, *, epoch: int) -> Ints:
+    """int64[N]: the segments' lengths in this epoch, which differ from the table's where completions are drawn."""
+    if settings.units is not Units.FEEDBACK_KL or not len(table.lengths):
+        return table.lengths
+    assert table.prompt_lengths is not None, "a table of feedback has the lengths of prompts"
+    prompts = table.prompt_lengths[::2]
+    completions = table.lengths[::2] - prompts
+    partners = draw_partners(len(prompts), seed=settings.seed, epoch=epoch)
+    lengths = table.lengths.copy()
+    lengths[1::2] = prompts + completion_room(prompts, completions[partners], settings.capacity // 2)
+    return lengths
+
+
+def unit_table(table: SegmentTable, lengths: Ints, settings: PlanSettings) -> SegmentTable:
+    """The table with a line for each unit; ``lengths`` are those of `epoch_lengths`."""
+    size = settings.units.size
+    if size == 1:
+        return table
+    assert len(lengths) % size == 0 and (table.row_ids[::size] == table.row_ids[size - 1 :: size]).all(), (
+        "every row has all segments of a unit, side by side"
+    )
+    by_unit = lengths.reshape(-1, size)
+    extra = np.zeros_like(lengths) if table.extra_costs is None else table.extra_costs
+    # padded, each segment of a micro-batch takes as much room as the longest
+    taken = size * by_unit.max(axis=1) if settings.packing is Packing.NONE else by_unit.sum(axis=1)
+    real_costs = segment_costs(lengths, settings, extra).reshape(-1, size).sum(axis=1)
+    return replace(
+        table,
+        lengths=taken,
+        num_targets=table.num_targets.reshape(-1, size).sum(axis=1),
+        row_ids=table.row_ids[::size],
+        source_ids=table.source_ids[::size],
+        extra_costs=real_costs - segment_costs(taken, settings),
+        prompt_lengths=None,
+    )
+
+
+def with_segments(planned: Planned, lengths: Ints, settings: PlanSettings) -> Planned:
+    """A plan of units as a plan of their segments; ``lengths`` are those of `epoch_lengths`."""
+    size = settings.units.size
+    if size == 1:
+        return planned
+    segment_ids = (planned.segment_ids[:, None] * size + np.arange(size)).reshape(-1)
+    drawn = settings.units is Units.FEEDBACK_KL
+    padded = settings.packing is Packing.NONE
+    return replace(
+        planned,
+        segment_ids=segment_ids,
+        pack_bounds=np.arange(len(segment_ids) + 1, dtype=np.int64) if padded else planned.pack_bounds * size,
+        batch_bounds=planned.batch_bounds * size if padded else planned.batch_bounds,
+        starts=np.zeros_like(segment_ids) if drawn else None,
+        stops=lengths[segment_ids] if drawn else None,
+    )

@@ -1,0 +1,30 @@
+"""The preset data sets by name, as configs write them after ``preset:``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from luthier.errors import SourceError
+from luthier.presets.preferences import feedback_rows, preference_rows, preference_sft_rows
+from luthier.presets.skills import skills_rows
+
+_ROWS = {
+    "skills": skills_rows,
+    "preferences": preference_rows,
+    "feedback": feedback_rows,
+    "preferences_sft": preference_sft_rows,
+}
+
+
+def dataset_names() -> tuple[str, ...]:
+    """The preset data sets, sorted."""
+    return tuple(sorted(_ROWS))
+
+
+def dataset_rows(name: str, split: str) -> Iterator[dict[str, Any]]:
+    """The rows of a split, ``train`` or ``test``, always the same; raises `SourceError` for other names."""
+    if name not in _ROWS:
+        there_are = ", ".join(f"preset:{known}" for known in _ROWS)
+        raise SourceError(f"preset:{name}: there is no such preset", hint=f"there are: {there_are}")
+    return _ROWS[name](split)

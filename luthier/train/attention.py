@@ -1,0 +1,292 @@
+"""Attention within segments only, for any decoder of transformers: no mask is built, and no pair of tokens that may not
+see each other is computed. The cost of a packed row is the sum of its segments' squares, not the square of the row.
+
+``luthier_segments`` is registered through transformers' public interfaces. Which tokens see which comes with the call
+(``model(…, attention_plan=plan)``) and is handed down to every attention layer; ``cu_seq_lens_q``, as FlashAttention
+takes them, do as well. With neither it does what sdpa does, so that the same model can generate.
+
+A flat row of N = B x T tokens is cut into *stretches*: a whole segment, a branch of a tree, or padding. H query heads,
+G key heads, D width of a head, n tokens of a stretch, L of its path (itself and what it continues).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from luthier.errors import ModelError
+from luthier.layout import ancestors
+from luthier.records import Branch
+
+SEGMENTS = "luthier_segments"
+PLAN = "attention_plan"  # the keyword of the model's call
+
+# What models hand to their attention that changes nothing about it. Anything else that is set is refused: a rule that
+# is not known here would be left out in silence.
+_WITHOUT_EFFECT = {
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "layer_idx", "max_length_k", "max_length_q",
+    "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values",
+    "position_embeddings", "position_ids", "return_dict", "seq_idx", "use_cache",
+}  # fmt: skip
+_LEAST_BLOCK = 128  # queries at a time under a sliding window; shorter blocks cost more in calls than they save
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionPlan:
+    """Which tokens of a flattened batch see which. Plain numbers: no layer has to wait for a device to read them.
+
+    lengths   of the stretches, in order; they add up to N
+    contexts  for each stretch the numbers of those before it on its path, root first; None: padding, not computed
+    """
+
+    lengths: tuple[int, ...]
+    contexts: tuple[tuple[int, ...] | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rules:
+    """What a layer asks of its attention beside causality; None where it does not."""
+
+    scaling: float | None
+    dropout: float
+    window: int | None
+    softcap: float | None
+    sinks_H: torch.Tensor | None
+
+
+def register_attention() -> None:
+    """Make ``attn_implementation="luthier_segments"`` known to transformers. May be called again."""
+    AttentionInterface.register(SEGMENTS, segments_attention)
+    AttentionMaskInterface.register(SEGMENTS, segments_mask)
+
+
+def plan_attention(branches: Sequence[Sequence[Branch]], *, width: int) -> AttentionPlan:
+    """The plan of a batch whose rows, ``width`` tokens wide, are made of these branches; the rest of a row is padding.
+
+    [[whole 3, whole 2]], 6    -> lengths (3, 2, 1), contexts ((), (), None)
+    [[root 3, child 2, child 2]], 7 -> lengths (3, 2, 2), contexts ((), (0,), (0,))
+    """
+    lengths: list[int] = []
+    contexts: list[tuple[int, ...] | None] = []
+    for row in branches:
+        before = len(lengths)
+        lengths += [branch.length for branch in row]
+        contexts += [tuple(before + node for node in path) for path in ancestors(row)]
+        if tail := width - sum(branch.length for branch in row):
+            assert tail > 0, f"{width - tail} tokens in a row of {width}"
+            lengths.append(tail)
+            contexts.append(None)
+    return AttentionPlan(lengths=tuple(lengths), contexts=tuple(contexts))
+
+
+def segments_mask(
+    *, q_length: int, kv_length: int, mask_function: Callable[..., Any], allow_is_causal_skip: bool = True, **rest: Any
+) -> torch.Tensor | None:
+    """In place of a mask, a tensor without elements that says which mask transformers would have built.
+
+    Its shape is [2 if positions restart else 1, 1, sliding window or 0, 0]; `segments_attention` compares that with
+    what the layer tells it. Padding masks, caches and masks that are more than causal are built as for sdpa.
+    """
+    device = rest.get("device", "cpu")
+    attention_mask, window = rest.get("attention_mask"), rest.get("local_size")
+    usual = attention_mask is None and q_length == kv_length and not rest.get("use_vmap")
+    if not usual or "allow_is_bidirectional_skip" in rest or _sees_ahead(mask_function, q_length, device):
+        built: torch.Tensor | None = sdpa_mask(
+            q_length=q_length,
+            kv_length=kv_length,
+            mask_function=mask_function,
+            allow_is_causal_skip=allow_is_causal_skip,
+            **rest,
+        )
+        return built
+    return torch.empty((1 if allow_is_causal_skip else 2, 1, window or 0, 0), dtype=torch.bool, device=device)
+
+
+def segments_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """[B, T, H, D] from ``query`` [B, H, T, D] and ``key``, ``value`` [B, G, T, D], as transformers calls it.
+
+    Raises `ModelError` where the layer asks for something that is not known here, where a mask stands beside the plan,
+    or where the row holds several segments and nothing says where they begin.
+    """
+    plan: AttentionPlan | None = settings.pop(PLAN, None)
+    causal = settings.pop("is_causal", None)
+    causal = bool(module.is_causal) if causal is None else bool(causal)
+    rules = _rules(module, settings)
+    built = attention_mask is not None and attention_mask.numel() > 0
+    if plan is not None and (built or not causal):
+        raise ModelError(
+            f"{type(module).__name__} attends {'under a mask of its own' if built else 'in both directions'}, "
+            f"which {SEGMENTS} cannot keep within segments",
+            hint="set model.attn_implementation: sdpa",
+        )
+    if built or not causal or query.shape[2] != key.shape[2]:
+        assert not built or attention_mask is not None
+        visible = attention_mask if built else query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool)
+        return _attend(query, key, value, visible, rules).transpose(1, 2).contiguous(), None
+    if attention_mask is not None:
+        told = plan is not None or settings.get("cu_seq_lens_q") is not None
+        _check_announced(module, attention_mask, rules, planned=told)
+    num_rows, _, width, _ = query.shape
+    if plan is None:
+        bounds = settings.get("cu_seq_lens_q")
+        lengths = (width,) * num_rows if bounds is None else tuple(bounds.diff().tolist())
+        plan = AttentionPlan(lengths=lengths, contexts=((),) * len(lengths))
+    if sum(plan.lengths) != num_rows * width:
+        raise ModelError(f"a plan for {sum(plan.lengths)} tokens, and {num_rows} x {width} in {type(module).__name__}")
+    return _planned(query, key, value, plan, rules), None
+
+
+def _rules(module: nn.Module, settings: dict[str, Any]) -> _Rules:
+    known = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"} | _WITHOUT_EFFECT
+    unset = (None, False)
+    unknown = sorted(n for n, value in settings.items() if n not in known and not any(value is each for each in unset))
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} gives its attention {', '.join(unknown)}, which {SEGMENTS} does not know",
+            hint="set model.attn_implementation: sdpa",
+        )
+    return _Rules(
+        scaling=settings.get("scaling"),
+        dropout=settings.get("dropout") or 0.0,
+        window=settings.get("sliding_window"),
+        softcap=settings.get("softcap"),
+        sinks_H=settings.get("s_aux"),
+    )
+
+
+def _sees_ahead(mask_function: Callable[..., Any], length: int, device: Any) -> bool:
+    """Whether some token sees the one after it, as within images: then there is more to the mask than segments."""
+    if length < 2:
+        return False
+    tokens = torch.arange(length - 1, device=device)
+    zero = torch.zeros_like(tokens)
+    return bool(torch.as_tensor(mask_function(zero, zero, tokens, tokens + 1)).any())
+
+
+def _check_announced(module: nn.Module, announced: torch.Tensor, rules: _Rules, *, planned: bool) -> None:
+    """Compare the mask that would have been built with what the layer says."""
+    packed, _, window, _ = announced.shape
+    if packed == 2 and not planned:
+        raise ModelError(
+            f"{type(module).__name__} is not told where segments begin: {PLAN} does not reach it",
+            hint="set model.attn_implementation: sdpa",
+        )
+    if window != (rules.window or 0):
+        raise ModelError(
+            f"{type(module).__name__} has a local mask of {window or 'no'} tokens and tells its attention "
+            f"{rules.window or 'none'}",
+            hint="set model.attn_implementation: sdpa",
+        )
+
+
+def _planned(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, rules: _Rules
+) -> torch.Tensor:
+    """[B, T, H, D]."""
+    num_rows, num_heads, width, _ = query.shape
+    # split, not slices: the gradient of a split is one cat, that of a slice is a row of zeros for each segment
+    queries, keys, values = (torch.split(_flat(x), list(plan.lengths), dim=2) for x in (query, key, value))
+    found: list[torch.Tensor | None] = []
+    for stretch, context in enumerate(plan.contexts):
+        if context is None:
+            found.append(None)
+            continue
+        path = (*context, stretch)
+        path_keys = keys[stretch] if not context else torch.cat([keys[i] for i in path], dim=2)
+        path_values = values[stretch] if not context else torch.cat([values[i] for i in path], dim=2)
+        found.append(_attend_on_path(queries[stretch], path_keys, path_values, rules).transpose(1, 2))
+    like = next(each for each in found if each is not None)
+    shape = (1, -1, num_heads, value.shape[-1])
+    done = [
+        like.new_zeros((1, length, *shape[2:])) if each is None else each
+        for each, length in zip(found, plan.lengths, strict=True)
+    ]
+    return torch.cat(done, dim=1).view(num_rows, width, *shape[2:])
+
+
+def _flat(x_BHTD: torch.Tensor) -> torch.Tensor:
+    """[1, H, N, D]; of one row it is a view."""
+    return x_BHTD if len(x_BHTD) == 1 else x_BHTD.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def _attend_on_path(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: _Rules) -> torch.Tensor:
+    """[1, H, n, D]: queries are the last n of a path of L keys, and each sees what is before it there."""
+    n, length = query.shape[2], key.shape[2]
+    window = rules.window
+    if window is None or length <= window:
+        visible = None if n == length else _visible(n, length, None, query.device)
+        return _attend(query, key, value, visible, rules)
+    # A block is at least as long as the window, so its queries see their own block and the one before it, no more.
+    block = max(window, _LEAST_BLOCK)
+    before = min(length - n, window - 1)
+    sizes = [length - n - before, before, *(min(block, n - first) for first in range(0, n, block))]
+    key_blocks, value_blocks = torch.split(key, sizes, dim=2)[1:], torch.split(value, sizes, dim=2)[1:]
+    found = []
+    for number, block_query in enumerate(torch.split(query, block, dim=2)):
+        block_keys, block_values = (torch.cat(x[number : number + 2], dim=2) for x in (key_blocks, value_blocks))
+        visible = _visible(block_query.shape[2], block_keys.shape[2], window, query.device)
+        found.append(_attend(block_query, block_keys, block_values, visible, rules))
+    return torch.cat(found, dim=2)
+
+
+def _visible(n: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool[n, L]: the last n of L tokens look back, ``window`` of them at most, themselves among them."""
+    distance = torch.arange(length - n, length, device=device)[:, None] - torch.arange(length, device=device)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, rules: _Rules
+) -> torch.Tensor:
+    """[B, H, n, D]; ``visible`` None is causal."""
+    if rules.softcap is not None or rules.sinks_H is not None:
+        return _attend_explicitly(query, key, value, visible, rules)
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and visible is not None and query.is_cuda:  # no fused CUDA kernel takes groups and a mask
+        groups = query.shape[1] // key.shape[1]
+        key, value, grouped = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), False
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=visible,
+        dropout_p=rules.dropout,
+        scale=rules.scaling,
+        is_causal=visible is None,
+        enable_gqa=grouped,
+    )
+
+
+def _attend_explicitly(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, rules: _Rules
+) -> torch.Tensor:
+    """Soft-capped scores (Gemma 2, arXiv:2408.00118) and attention sinks, a score that every head may spend on nothing
+    (gpt-oss, arXiv:2508.10925): no fused kernel of torch has them, so the scores of a stretch are held, n x L a head.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if visible is None:
+        visible = _visible(query.shape[2], key.shape[2], None, query.device)
+    scale = query.shape[-1] ** -0.5 if rules.scaling is None else rules.scaling
+    scores = (query @ key.repeat_interleave(groups, 1).transpose(-1, -2)) * scale
+    if rules.softcap is not None:
+        scores = torch.tanh(scores / rules.softcap) * rules.softcap
+    scores = scores.float().masked_fill(~visible, torch.finfo(torch.float32).min)  # -inf: NaN where nothing is seen
+    if rules.sinks_H is not None:
+        sinks = rules.sinks_H.float().view(1, -1, 1, 1).expand(len(query), -1, query.shape[2], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    shares = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
+    return F.dropout(shares, rules.dropout) @ value.repeat_interleave(groups, 1)

@@ -1,0 +1,102 @@
+"""One micro-batch through one model: told which tokens see each other, and scored where something is to be learned.
+
+B rows, T tokens a row, K targets, S segments, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+from luthier.errors import ModelError
+from luthier.layout import leaves
+from luthier.objectives import AnyHead, TokenScores, token_scores
+from luthier.records import Batch, Targets
+from luthier.train.head_tap import OutputHead, Scored, score_targets
+from luthier.train.isolation import ChosenIsolation
+from luthier.train.model import REWARD_HEAD
+
+Scores = TypeVar("Scores")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModelPass:
+    """How batches go through a model. ``head`` is None for a reward model, which has no logits."""
+
+    isolation: ChosenIsolation
+    head: OutputHead | None
+    device: torch.device
+    pad_token_id: int
+
+    def scored(
+        self, model: nn.Module, batch: Batch, score: Callable[[torch.Tensor, AnyHead, Targets], Scores]
+    ) -> tuple[Scored[Scores], Targets]:
+        """``score(hidden_KD, head, targets)`` at the targets of a batch, which are returned on the device.
+
+        ``model`` is the one that this pass is for, or what wraps it (DDP, compiled).
+        """
+        assert self.head is not None, "a reward model predicts no tokens"
+        batch = self.isolation.arranged(batch, pad_token_id=self.pad_token_id)
+        targets = batch.targets.to(self.device)
+        scored = score_targets(
+            model,
+            self.isolation.inputs(batch, device=self.device),
+            targets.positions_K,
+            lambda hidden_KD, head: score(hidden_KD, head, targets),
+            head=self.head,
+        )
+        return scored, targets
+
+    def token_scores(self, model: nn.Module, batch: Batch) -> tuple[Scored[TokenScores], Targets]:
+        """The log-probability of each target."""
+        return self.scored(model, batch, _log_probabilities)
+
+    def rewards(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """float32[S]: the reward of each segment, which a reward model gives at its last token."""
+        assert self.head is None, "a language model gives no rewards"
+        batch = self.isolation.arranged(batch, pad_token_id=self.pad_token_id)
+        taken: list[torch.Tensor] = []
+
+        def take(layer: nn.Module, arguments: tuple[Any, ...], rewards_BT1: torch.Tensor) -> None:
+            taken.append(rewards_BT1)
+
+        hook = reward_head(model).register_forward_hook(take)
+        try:
+            model(**self.isolation.inputs(batch, device=self.device))
+        finally:
+            hook.remove()
+        if len(taken) != 1:
+            raise ModelError(f"its reward head was called {len(taken)} times in one forward pass")
+        (rewards_BT1,) = taken
+        return rewards_BT1.flatten()[segment_ends(batch).to(self.device)].float()
+
+
+def reward_head(model: nn.Module) -> nn.Module:
+    """The module that makes a reward of a hidden state, under whatever wraps the model."""
+    inner: Any = model
+    while isinstance(inner, nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    plain: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
+    found: nn.Module = plain.get_submodule(REWARD_HEAD)
+    return found
+
+
+def segment_ends(batch: Batch) -> torch.Tensor:
+    """int64[S]: where the last token of each segment is in the flattened batch."""
+    width = batch.model_inputs["input_ids"].shape[1]
+    ends = [
+        row * width + list(accumulate(branch.length for branch in branches))[leaf] - 1
+        for row, branches in enumerate(batch.branches)
+        for leaf in leaves(branches)
+    ]
+    return torch.tensor(ends)
+
+
+def _log_probabilities(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> TokenScores:
+    return token_scores(hidden_KD, head, targets.ids_K)

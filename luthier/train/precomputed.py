@@ -1,0 +1,143 @@
+"""Log-probabilities of the reference model, computed once and kept beside the samples.
+
+<store>/references/<digest>.safetensors   keys uint8[n, 32], leaves int32[n], logps float32[n]
+
+The digest covers the reference's weights and all that decides which tokens of a row are scored, so what is found under
+it is what would be computed; rows are found again by their keys, however the store has grown. L leaves of the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from accelerate import PartialState
+from accelerate.utils import reduce
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from luthier.config.schema import RunConfig
+from luthier.encoding.segments import SegmentIndex
+from luthier.encoding.store import SampleStore
+from luthier.objectives import tail_discount
+from luthier.records import Batch
+from luthier.train.compared_losses import pairs_of
+from luthier.train.references import PrecomputedReference, ReferenceModel
+from luthier.train.streams import EvalStream
+
+FOLDER = "references"
+ADAPTER_PARTS = (".lora_", ".oft_", ".modules_to_save.")  # in the names of what a base goes without
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Precomputation:
+    """What is to be scored: each unit of ``streams`` once, on this rank its share. All of one ``store``.
+
+    ``ld_alpha``: what targets beyond the shorter answer's length count
+    """
+
+    store: SampleStore
+    sides: Sequence[tuple[SegmentIndex, EvalStream]]
+    ld_alpha: float
+
+
+def precomputed_reference(config: RunConfig, work: Precomputation, reference: ReferenceModel) -> PrecomputedReference:
+    """The table, read where it was computed before, else computed on all ranks together and kept."""
+    digest = _digest(config, work, reference)
+    path = work.store.folder / FOLDER / f"{digest}.safetensors"
+    needed_N = np.unique(np.concatenate([_leaves_of(index) for index, _ in work.sides]))
+    PartialState().wait_for_everyone()
+    known_L = _read(path, work.store)
+    missing = torch.tensor(float(np.isnan(known_L[needed_N]).any()))
+    if float(reduce(missing, reduction="sum")):
+        known_L = _compute(work, reference)
+        if PartialState().is_main_process:
+            _write(path, work.store, known_L, needed_N)
+        PartialState().wait_for_everyone()
+    return PrecomputedReference(logps_L=torch.from_numpy(known_L), device=reference.forward.device)
+
+
+def _compute(work: Precomputation, reference: ReferenceModel) -> NDArray[np.float32]:
+    found_L = np.zeros(len(work.store.leaf_lengths), dtype=np.float32)
+    for _, stream in work.sides:
+        for batch in stream:
+            if not batch.units:
+                continue
+            logps_S = reference.logps(batch, _counts(batch, work.ld_alpha, reference.forward.device))
+            leaves = [leaf for unit in batch.units for leaf in unit.leaves]
+            found_L[leaves] = logps_S.float().cpu().numpy()
+    total: torch.Tensor = reduce(torch.from_numpy(found_L).to(reference.forward.device), reduction="sum")
+    return total.cpu().numpy()  # each leaf was one rank's
+
+
+def _counts(batch: Batch, ld_alpha: float, device: torch.device) -> torch.Tensor | None:
+    if ld_alpha == 1:
+        return None
+    return tail_discount(batch.targets.segments_K, batch.num_segments, pairs_of(batch), ld_alpha=ld_alpha).to(device)
+
+
+def _digest(config: RunConfig, work: Precomputation, reference: ReferenceModel) -> str:
+    """Hex digest of the weights, and of how rows become tokens that are scored."""
+    how = {
+        "fingerprint": work.store.fingerprint,
+        "max_length": config.data.max_length,
+        "overflow": config.data.overflow.value,
+        "ld_alpha": work.ld_alpha,
+        "dtype": config.train.precision.value,
+    }
+    digest = hashlib.sha256(json.dumps(how, sort_keys=True).encode())
+    for name, values in _weights(reference):
+        digest.update(name.encode())
+        digest.update(xxhash.xxh3_128_digest(values))
+    return digest.hexdigest()[:32]
+
+
+def _weights(reference: ReferenceModel) -> Iterator[tuple[str, memoryview]]:
+    adapter = ADAPTER_PARTS if reference.under_adapter else ()
+    for name, parameter in sorted(reference.model.named_parameters()):
+        if any(part in name for part in adapter):
+            continue
+        raw = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        yield f"{name}\0{parameter.dtype}\0{tuple(parameter.shape)}", raw.data
+
+
+def _leaves_of(index: SegmentIndex) -> NDArray[np.int64]:
+    """int64[n]: the leaves, by number in the store, that the segments of an index are."""
+    leaf, *_ = index.cuts()
+    return index.prepared.store.leaf_bounds[index.sample_ids] + leaf
+
+
+def _read(path: Path, store: SampleStore) -> NDArray[np.float32]:
+    """float32[L]; not a number where nothing is known."""
+    known_L = np.full(len(store.leaf_lengths), np.nan, dtype=np.float32)
+    try:
+        tensors = load_file(path)
+    except (FileNotFoundError, SafetensorError):
+        return known_L
+    samples = store.lookup(tensors["keys"].numpy())
+    is_there = samples >= 0
+    places = store.leaf_bounds[samples[is_there]] + tensors["leaves"].numpy()[is_there]
+    known_L[places] = tensors["logps"].numpy()[is_there]
+    return known_L
+
+
+def _write(path: Path, store: SampleStore, found_L: NDArray[np.float32], needed_N: NDArray[np.int64]) -> None:
+    samples = np.searchsorted(store.leaf_bounds, needed_N, side="right") - 1
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    save_file(
+        {
+            "keys": torch.from_numpy(store.keys_of(samples)),
+            "leaves": torch.from_numpy((needed_N - store.leaf_bounds[samples]).astype(np.int32)),
+            "logps": torch.from_numpy(found_L[needed_N]),
+        },
+        unfinished,
+    )
+    unfinished.replace(path)

@@ -1,0 +1,138 @@
+"""What a step minimises, micro-batch by micro-batch: sums that add up over ranks before anything is divided.
+
+One class for each kind of objective. What a whole step has to know before any of its losses (KTO's KL estimate, BCO's
+running mean of rewards) is settled before, so that a micro-batch's loss does not depend on its neighbours. K targets,
+S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from luthier.objectives import AnyHead, Measure, Measures, TokenLoss, TokenSettings, hidden_loss_sum
+from luthier.records import Batch, Targets
+from luthier.train.passes import ModelPass
+from luthier.train.references import ReferenceModel
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Adds up a tensor over all ranks, which have to ask together."""
+
+ACCURACY = "token_accuracy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MicroLoss:
+    """What a micro-batch adds to its step.
+
+    loss_sum   float32 scalar, differentiable: over targets, pairs or rows
+    num_units  how many
+    measures   by the names that papers and trackers use; sums with their counts
+    by_source  where the caller told S sources apart, float64[2, S]: sums of losses and numbers of units
+    """
+
+    loss_sum: torch.Tensor
+    num_units: int
+    measures: Measures
+    by_source: torch.Tensor | None = None
+
+
+class StepLosses(Protocol):
+    """The losses of one objective."""
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The names of all measures, in the order in which ranks add them up."""
+        ...
+
+    def num_units(self, batch: Batch) -> int:
+        """What a batch adds to the number that a step's loss is divided by."""
+        ...
+
+    def begin_step(self, model: nn.Module, batches: Sequence[Batch], reduce: Reduce) -> None:
+        """Called on all ranks before the losses of a step's micro-batches, which are this rank's."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
+        """The loss of one micro-batch; ``model`` may be wrapped (DDP, compiled)."""
+        ...
+
+    def end_step(self, reduce: Reduce) -> None:
+        """Called on all ranks after the losses of a step."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold for the next step's losses to be the same; {} where nothing."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The way back."""
+        ...
+
+
+class Stateless:
+    """Objectives whose losses depend on nothing but the micro-batch."""
+
+    def begin_step(self, model: nn.Module, batches: Sequence[Batch], reduce: Reduce) -> None:
+        """Nothing is to be known beforehand."""
+
+    def end_step(self, reduce: Reduce) -> None:
+        """Nothing is remembered."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class TokenLosses(Stateless):
+    """``sft`` and ``pt``: each target for itself. ``reference`` for losses with a KL term."""
+
+    forward: ModelPass
+    settings: TokenSettings = field(default_factory=TokenSettings)
+    reference: ReferenceModel | None = None
+    num_sources: int = 1
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """See `StepLosses`."""
+        return (ACCURACY,)
+
+    def num_units(self, batch: Batch) -> int:
+        """Targets."""
+        return batch.num_targets
+
+    def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
+        """See `StepLosses`."""
+        reference = None if self.reference is None else self.reference.hidden(batch)
+        sources_S = torch.tensor(batch.sources or (0,) * batch.num_segments) if self.num_sources > 1 else None
+
+        def score(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> TokenLoss:
+            sources_K = None if sources_S is None else sources_S.to(hidden_KD.device)[targets.segments_K]
+            return hidden_loss_sum(
+                hidden_KD,
+                head,
+                targets.ids_K,
+                targets.weights_K,
+                settings=self.settings,
+                reference=reference,
+                sources_K=sources_K,
+                num_sources=self.num_sources,
+            )
+
+        scored, _ = self.forward.scored(model, batch, score)
+        found = scored.scores
+        correct, count = found.num_correct.double(), found.num_correct.new_tensor(found.num_targets).double()
+        return MicroLoss(
+            loss_sum=found.loss_sum + scored.anchor,
+            num_units=found.num_targets,
+            measures={ACCURACY: Measure(total=correct, count=count)},
+            by_source=found.by_source,
+        )
