@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -31,7 +29,15 @@ from rich.table import Table
 
 from benchmarks.harness.conversations import messages, package_file, write_conversations, write_messages
 from benchmarks.harness.processes import Cost, FailedError, load, median_cost, run
-from benchmarks.harness.runs import description, forget, prepare, qwen3_model, qwen3_tokenizer
+from benchmarks.harness.runs import (
+    description,
+    forget,
+    peer_environments,
+    prepare,
+    python_with,
+    qwen3_model,
+    qwen3_tokenizer,
+)
 from benchmarks.sharegpt import reference, verdict
 from luthier.config.loading import load_config
 from luthier.config.schema import Overflow
@@ -95,7 +101,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         material = Material.make(Path(folder), tokenizer, options.rows)
         measured = {LUTHIER: [ours(material)], LIBRARY: []}
-        pythons = {name: python for name in TRAINERS if (python := _python_with(name, options.peers))}
+        pythons = {name: python for name in TRAINERS if (python := python_with(name, options.peers))}
         for number in range(max(options.rounds, options.peer_rounds)):  # by turns: machines have slow minutes
             if 0 < number < options.rounds:
                 measured[LUTHIER].append(ours(material))
@@ -214,23 +220,13 @@ def _description(material: Material) -> Path:
     return description(material.folder, material.rows, material.tokenizer, data={"max_length": CUTOFF})
 
 
-def _python_with(package: str, venvs: list[Path]) -> Path | None:
-    """The first Python that has a package: this one, or one of the virtual environments."""
-    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    for python in (Path(sys.executable), *(venv / "bin" / "python" for venv in venvs)):
-        if python.exists() and subprocess.run([python, "-c", look], check=False).returncode == 0:
-            return python
-    return None
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    known = [Path(venv) for venv in os.environ.get("LUTHIER_PEERS", "").split(os.pathsep) if venv]
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3, help="of luthier")
     parser.add_argument("--peer-rounds", type=int, default=1, help="of the others, which take long")
     parser.add_argument("--check", type=int, default=2000, help="rows whose ids are compared")
-    parser.add_argument("--peers", type=Path, nargs="+", default=known, metavar="VENV")
+    parser.add_argument("--peers", type=Path, nargs="+", default=peer_environments(), metavar="VENV")
     parser.add_argument("--folder", type=Path, help="for temporary files")
     return parser.parse_args()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,6 +90,20 @@ def forget(*folders: Path) -> None:
     """Delete what an earlier round stored."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def peer_environments() -> list[Path]:
+    """The virtual environments that LUTHIER_PEERS names, a list as PATH is."""
+    return [Path(venv) for venv in os.environ.get("LUTHIER_PEERS", "").split(os.pathsep) if venv]
+
+
+def python_with(package: str, venvs: Sequence[Path]) -> Path | None:
+    """The first Python that has a package: this one, or one of the virtual environments."""
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    for python in (Path(sys.executable), *(venv / "bin" / "python" for venv in venvs)):
+        if python.exists() and subprocess.run([python, "-c", look], check=False).returncode == 0:
+            return python
+    return None
 
 
 def about(*packages: str) -> str:

@@ -11,7 +11,7 @@ from luthier.config.adapters import check_adapter
 from luthier.config.choices import MixtureBy, MixtureStop, Packing, Precision, Strategy, ThinkingStyle, TrainOn
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
-from luthier.config.losses import check_objective, check_rows
+from luthier.config.losses import check_compared, check_objective, check_rows, check_shared
 from luthier.config.schema import Format
 from luthier.errors import Problem
 
@@ -90,9 +90,15 @@ def _needs_evaluation(draft: Draft) -> Iterator[Problem]:
 
 
 def _generation(draft: Draft) -> Iterator[Problem]:
-    if draft.config.eval.generate_rows and not _has_eval_data(draft):
+    config = draft.config
+    if not config.eval.generate_rows:
+        return
+    if not _has_eval_data(draft):
         what = "answers are generated for held-out rows, and there is no eval data"
         yield draft.problem("eval.generate_rows", what, "for example data.eval_split: 0.05")
+    if config.objective.name == "rm":
+        what = f"a reward model answers nothing, and {draft.cite('objective.name')} is rm"
+        yield draft.problem("eval.generate_rows", what, "remove it")
 
 
 def _best_checkpoint(draft: Draft) -> Iterator[Problem]:
@@ -246,5 +252,7 @@ _RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("data.train", "data.eval"), _thinking),
     (("data.train", "data.eval", "objective.name"), check_rows),
     (("objective", "adapter.type"), check_objective),
+    (("objective", "train.packing", "data.overflow", "data.prepare"), check_compared),
+    (("objective", "train.shared_prompts", "train.packing", "model.attn_implementation"), check_shared),
     (("adapter", "train.optim"), check_adapter),
 )

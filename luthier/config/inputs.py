@@ -74,9 +74,11 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the stored weights. ``auto``: float32 for full training (optimizers need it), else the checkpoint's."""
     attn_implementation: Literal[
-        "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
+        "auto", "luthier_segments", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "auto"
-    """``auto``: flash_attention_2 where it is installed and the device is a GPU, else sdpa."""
+    """``luthier_segments``: within the segments of packed rows, without masks, on any device. ``auto``:
+    flash_attention_2 where it is installed and the device is a GPU; else, for packed rows, the first that keeps
+    segments apart on this model, luthier_segments before sdpa; for padded ones sdpa."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you say so."""
     add_tokens: Texts = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from luthier.config.choices import AdapterType, Format
+from luthier.config.choices import AdapterType, Format, Overflow, Packing
 from luthier.config.draft import Draft
 from luthier.config.objective import LOSSES, ReferenceSource
 from luthier.errors import Problem
@@ -12,6 +12,7 @@ from luthier.errors import Problem
 # Rows that only some objectives can learn from; all others are for sft and pt.
 _ROWS_FOR = {Format.PREFERENCE: ("rm", "dpo"), Format.FEEDBACK: ("kto",)}
 # Alpaca and ShareGPT rows can hold pairs or verdicts beside the conversation; these cannot.
+_COMPARING = ("rm", "dpo", "kto")
 _SINGLE_ANSWERS = (Format.PROMPT_COMPLETION, Format.TEXT)
 _LOSS_KEYS = tuple(sorted({key for options in LOSSES.values() for key in options.defaults}))
 
@@ -25,6 +26,42 @@ def check_objective(draft: Draft) -> Iterator[Problem]:
     yield from _foreign_keys(draft)
     yield from _smoothing(draft)
     yield from _reference(draft)
+
+
+def check_compared(draft: Draft) -> Iterator[Problem]:
+    """What cannot be done with rows whose answers are compared, or judged."""
+    config = draft.config
+    name = config.objective.name
+    if name not in _COMPARING:
+        return
+    why = f"{draft.cite('objective.name')} is {name}"
+    if config.train.packing is Packing.SPLIT:
+        what = f"rows would be cut wherever a pack is full, and {why}, which never cuts an answer"
+        yield draft.problem("train.packing", what, "set it to window, best_fit or none")
+    if config.data.overflow is Overflow.SPLIT:
+        what = f"answers would be cut in two, and {why}, which compares whole answers"
+        yield draft.problem("data.overflow", what, "set it to truncate, which shortens prompts, or to drop")
+    if config.data.prepare == "meanwhile":
+        what = f"{why}, whose steps are planned from all rows"
+        yield draft.problem("data.prepare", what, "set it to auto")
+
+
+def check_shared(draft: Draft) -> Iterator[Problem]:
+    """``train.shared_prompts`` where there is nothing to share, or no way to say it."""
+    config = draft.config
+    if config.train.shared_prompts is not True:
+        return
+    if config.objective.name not in _COMPARING:
+        what = f"{draft.cite('objective.name')} is {config.objective.name}, which compares no answers"
+    elif config.objective.name == "kto" and config.objective.loss_name != "kto":
+        what = f"{draft.cite('objective.loss')} is {config.objective.loss_name}, which looks at one answer at a time"
+    elif not config.train.packing.is_packed:
+        what = f"{draft.cite('train.packing')} is {config.train.packing}, which gives each answer a row of its own"
+    elif config.model.attn_implementation.startswith("flash"):
+        what = f"{draft.cite('model.attn_implementation')} is {config.model.attn_implementation}, which knows no trees"
+    else:
+        return
+    yield draft.problem("train.shared_prompts", what, "set train.shared_prompts: auto")
 
 
 def check_rows(draft: Draft) -> Iterator[Problem]:
@@ -105,6 +142,10 @@ def _reference(draft: Draft) -> Iterator[Problem]:
             if objective.loss_name == "asft":
                 what = "asft compares whole distributions, too much to keep for every token"
                 yield draft.problem("objective.reference.source", what, "set it to base or model")
+            if objective.loss_name == "kto":
+                what = "kto estimates a KL from other answers in each epoch, which nobody can have computed"
+                hint = "set it to base or model, or objective.loss: apo_zero_unpaired, which estimates none"
+                yield draft.problem("objective.reference.source", what, hint)
         case ReferenceSource.NONE:
             if objective.name != "dpo":
                 what = f"the loss {objective.loss_name} is nothing without a reference model"

@@ -117,6 +117,9 @@ class TrainConfig(Section):
     """``window``: sequences share rows of ``data.max_length`` tokens, isolated from each other, packed some thousands
     at a time while others are still to come; ``best_fit``: all at once; ``split``: plain text cut into full rows;
     ``none``: padded ([packing.md](packing.md))."""
+    shared_prompts: bool | Literal["auto"] = "auto"
+    """Where two answers to a prompt are compared (``rm``, ``dpo``, ``kto``), compute the prompt once. ``auto``:
+    wherever rows are packed, unless the attention is FlashAttention's own."""
     per_device_train_batch_size: Count = 1
     """Rows (packs, or padded sequences) per device and micro-batch."""
     gradient_accumulation_steps: Count = 1

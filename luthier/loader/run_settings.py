@@ -21,6 +21,15 @@ def units_of(config: RunConfig) -> Units:
             return Units.FEEDBACK_KL if config.objective.loss_name in ESTIMATES_KL else Units.FEEDBACK
 
 
+def shares_prompts(config: RunConfig) -> bool:
+    """Whether what is compared holds its prompt once. It follows from the run description alone, as all of a plan."""
+    asked = config.train.shared_prompts
+    if asked != "auto":
+        return asked
+    says_trees = not config.model.attn_implementation.startswith("flash")  # whose kernels know whole segments only
+    return units_of(config).size > 1 and config.train.packing.is_packed and says_trees
+
+
 def train_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
     """Training: a step is accumulation x ranks micro-batches, or as many times that as ``tokens_per_step`` takes.
 
@@ -37,6 +46,7 @@ def train_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
         seed=config.runtime.seed,
         tokens_per_step=config.train.tokens_per_step,
         units=units,
+        shared=shares_prompts(config),
     )
 
 
@@ -51,6 +61,7 @@ def eval_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
         num_ranks=num_ranks,
         seed=config.runtime.seed,
         units=units,
+        shared=shares_prompts(config),
     )
 
 

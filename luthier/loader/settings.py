@@ -115,6 +115,7 @@ class LoaderSettings:
             num_ranks=self.world_size,
             seed=self.seed,
             units=Units(self.units),
+            shared=self.shared,
         )
 
     @property
@@ -124,7 +125,7 @@ class LoaderSettings:
             "max_length": self.max_length,
             "packing": self.packing,
             "overflow": self.overflow,
-            **({} if self.units == Units.NONE else {"units": self.units}),
+            **({} if self.units == Units.NONE else {"units": self.units, "shared": self.shared}),
             "batch_size": self.batch_size,
             "batches per step (gradient_accumulation_steps x world_size)": self.plan.micro_batches_per_step,
         }

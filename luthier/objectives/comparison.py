@@ -22,7 +22,8 @@ def pair_loss_sum(
         losses_P = losses_P - settings.sft_weight * scores.chosen_mean_P
     if scores.weights_P is not None:
         losses_P = losses_P * scores.weights_P
-    return SequenceLoss(loss_sum=losses_P.sum(), num_units=len(scores), measures=_measures(scores, row, settings.beta))
+    measures = _measures(scores, row, settings.beta)
+    return SequenceLoss(loss_sum=losses_P.sum(), losses_U=losses_P.detach(), measures=measures)
 
 
 def _measures(scores: PairScores, row: PairLoss, beta: float) -> Measures:

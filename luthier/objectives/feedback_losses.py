@@ -95,7 +95,7 @@ def feedback_loss_sum(
         "logps/rejected": measure(scores.logps_R, ~good_R),
         "nll": _nll(scores, good_R),
     }
-    return SequenceLoss(loss_sum=losses_R.sum(), num_units=len(losses_R), measures=measures)
+    return SequenceLoss(loss_sum=losses_R.sum(), losses_U=losses_R.detach(), measures=measures)
 
 
 def feedback_loss_named(name: str) -> FeedbackLoss:

@@ -35,13 +35,18 @@ class SequenceLoss:
     """What a loss over whole answers gives for one micro-batch.
 
     loss_sum   float32 scalar, differentiable: over pairs or rows, to be divided by their number in the whole step
-    num_units  how many pairs or rows this is of
+    losses_U   float32, what it is the sum of, for reports: not differentiable
     measures   by the names that papers and trackers use
     """
 
     loss_sum: torch.Tensor
-    num_units: int
+    losses_U: torch.Tensor
     measures: Measures
+
+    @property
+    def num_units(self) -> int:
+        """How many pairs or rows this is of."""
+        return len(self.losses_U)
 
 
 def measure(values: torch.Tensor, where: torch.Tensor | None = None) -> Measure:

@@ -52,4 +52,4 @@ def reward_loss_sum(
         "rewards/accuracies": measure(gap_P > 0),
         "rewards/margins": measure(gap_P),
     }
-    return SequenceLoss(loss_sum=losses_P.sum(), num_units=len(pairs_P2), measures=measures)
+    return SequenceLoss(loss_sum=losses_P.sum(), losses_U=losses_P.detach(), measures=measures)

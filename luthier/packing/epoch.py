@@ -157,9 +157,9 @@ def plan_epoch(table: SegmentTable, settings: PlanSettings, *, epoch: int, order
         case Packing.BEST_FIT | Packing.WINDOW | Packing.SPLIT:
             packer = WindowPacker(settings, epoch=epoch, total=len(order))
             planned = join([packer.add(order, units.lengths[order], extra_costs), packer.finish()])
-            planned = with_segments(planned, lengths, settings)
+            planned = with_segments(planned, table, lengths, settings)
         case Packing.NONE:
-            planned = with_segments(pad_rows(order, units.lengths, settings), lengths, settings)
+            planned = with_segments(pad_rows(order, units.lengths, settings), table, lengths, settings)
             costs, tokens = _costs(planned, table, settings), _tokens(planned, table)
             planned = planned.with_batches_in(*Balancer(settings).order(costs, tokens, rng, whole=True))
         case _:

@@ -35,6 +35,7 @@ class Planned:
     step_ends     int64[…]; a step ends before micro-batch ``step_ends[i]`` of these. What comes after the last of them
                   belongs to a step that later micro-batches complete
     starts, stops int64[S], or None where all segments are whole
+    held          int64[S], tokens at a member's beginning that the one before it holds for both; None: of no member
     """
 
     segment_ids: Ints
@@ -43,6 +44,7 @@ class Planned:
     step_ends: Ints
     starts: Ints | None = None
     stops: Ints | None = None
+    held: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.batch_bounds) - 1
@@ -59,10 +61,12 @@ class Planned:
         return MicroBatchPlan(packs=packs, spans=spans)
 
     def lengths(self, table_lengths: Ints) -> Ints:
-        """int64[S]: the tokens of each member, given those of all segments."""
+        """int64[S]: the tokens that each member adds to its row, given those of all segments."""
         if self.starts is None or self.stops is None:
-            return table_lengths[self.segment_ids]
-        return self.stops - self.starts
+            lengths = table_lengths[self.segment_ids]
+        else:
+            lengths = self.stops - self.starts
+        return lengths if self.held is None else lengths - self.held
 
     def with_batches_in(self, order: Ints, step_ends: Ints) -> Planned:
         """The micro-batches in another order, ``order[i]`` at place ``i``."""

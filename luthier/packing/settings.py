@@ -83,6 +83,7 @@ class PlanSettings:
     units            segments that share a micro-batch and, where rows are packed, a pack. ``rows_per_micro_batch``
                      counts units where rows are padded, and ``capacity`` is that of a whole unit: a pair of segments
                      of at most ``max_length`` tokens each has ``2 * max_length``
+    shared           a unit's two segments hold their prompt once; for packed rows
 
     Nothing of a plan but the number of dummies at its end depends on ``num_ranks``.
     """
@@ -97,6 +98,7 @@ class PlanSettings:
     window: int = DEFAULT_WINDOW
     linear_cost: int = LINEAR_COST
     units: Units = Units.NONE
+    shared: bool = False
 
     @property
     def row_capacity(self) -> int:
@@ -107,6 +109,7 @@ class PlanSettings:
         assert self.capacity >= 1 and self.rows_per_micro_batch >= 1 and self.num_ranks >= 1
         assert self.window >= 1 and self.linear_cost >= 0 and (self.tokens_per_step or 1) >= 1
         assert self.units is Units.NONE or self.packing is not Packing.SPLIT, "what is compared is never cut"
+        assert not self.shared or (self.units.size > 1 and self.packing.is_packed), "nothing shares a prompt"
         assert self.micro_batches_per_step % self.num_ranks == 0 and self.micro_batches_per_step > 0, (
             f"{self.micro_batches_per_step} micro-batches a step cannot be shared by {self.num_ranks} ranks"
         )

@@ -57,8 +57,7 @@ def epoch_lengths(table: SegmentTable, settings: PlanSettings, *, epoch: int) ->
     """int64[N]: the segments' lengths in this epoch, which differ from the table's where completions are drawn."""
     if settings.units is not Units.FEEDBACK_KL or not len(table.lengths):
         return table.lengths
-    assert table.prompt_lengths is not None, "a table of feedback has the lengths of prompts"
-    prompts = table.prompt_lengths[::2]
+    prompts = _prompts(table)[::2]
     completions = table.lengths[::2] - prompts
     partners = draw_partners(len(prompts), seed=settings.seed, epoch=epoch)
     lengths = table.lengths.copy()
@@ -79,6 +78,10 @@ def unit_table(table: SegmentTable, lengths: Ints, settings: PlanSettings) -> Se
     # padded, each segment of a micro-batch takes as much room as the longest
     taken = size * by_unit.max(axis=1) if settings.packing is Packing.NONE else by_unit.sum(axis=1)
     real_costs = segment_costs(lengths, settings, extra).reshape(-1, size).sum(axis=1)
+    if settings.shared:
+        prompts = _prompts(table)[::size]
+        taken = taken - prompts
+        real_costs = real_costs - segment_costs(prompts, settings)
     return replace(
         table,
         lengths=taken,
@@ -90,13 +93,14 @@ def unit_table(table: SegmentTable, lengths: Ints, settings: PlanSettings) -> Se
     )
 
 
-def with_segments(planned: Planned, lengths: Ints, settings: PlanSettings) -> Planned:
+def with_segments(planned: Planned, table: SegmentTable, lengths: Ints, settings: PlanSettings) -> Planned:
     """A plan of units as a plan of their segments; ``lengths`` are those of `epoch_lengths`."""
     size = settings.units.size
     if size == 1:
         return planned
     segment_ids = (planned.segment_ids[:, None] * size + np.arange(size)).reshape(-1)
     drawn = settings.units is Units.FEEDBACK_KL
+    held = np.where(segment_ids % size == 0, 0, _prompts(table)[segment_ids]) if settings.shared else None
     padded = settings.packing is Packing.NONE
     return replace(
         planned,
@@ -105,4 +109,10 @@ def with_segments(planned: Planned, lengths: Ints, settings: PlanSettings) -> Pl
         batch_bounds=planned.batch_bounds * size if padded else planned.batch_bounds,
         starts=np.zeros_like(segment_ids) if drawn else None,
         stops=lengths[segment_ids] if drawn else None,
+        held=held,
     )
+
+
+def _prompts(table: SegmentTable) -> Ints:
+    assert table.prompt_lengths is not None, "a table of what is compared has the lengths of prompts"
+    return table.prompt_lengths

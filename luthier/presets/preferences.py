@@ -33,17 +33,18 @@ _CUES = {
         ("I have just come.", "I am new here.", "Good morning!"),
         ("Now I go home.", "It is late.", "Good night!"),
     ),
+    "word": (
+        ("Which is bigger?", "Which one is bigger?", "Tell me which is bigger."),
+        ("Which is smaller?", "Which one is smaller?", "Tell me which is smaller."),
+    ),
 }
+"""What prompts end with, on either side of a rule."""
 _REPLIES = {
     "length": ("With pleasure, {}.", "At once, {}."),
     "greeting": ("Welcome, {}!", "Goodbye, {}!"),
+    "word": ("Bigger than what, {}?", "Smaller than what, {}?"),
 }
-_COMPARISONS = (
-    "Here are the {a} and the {b}. Which is {word}?",
-    "Look at the {a} and the {b}. Which is {word}?",
-    "Of the {a} and the {b}, which is {word}?",
-    "I see the {a} and the {b}. Tell me which is {word}.",
-)
+_ANIMALS = ("Look at the {} and the {}.", "Here are the {} and the {}.", "I see the {} and the {}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,31 +155,25 @@ def _twins_of(draw: Callable[[Random], Twins], rng: Random, split: str) -> list[
 
 def _draw_length(rng: Random) -> Twins:
     question, sentence, value = draw_fact(rng)
-    return Twins(rule="length", key=question, prompts=_cued("length", question, rng), answers=(sentence, value))
+    return _twins("length", question, question, (f"I know that {sentence}", value), rng)
 
 
 def _draw_greeting(rng: Random) -> Twins:
     question, sentence, _ = draw_fact(rng)
-    answers = (f"Dear friend, {sentence}", f"{sentence} Good day!")
-    return Twins(rule="greeting", key=question, prompts=_cued("greeting", question, rng), answers=answers)
+    return _twins("greeting", question, question, (f"Dear friend, {sentence}", f"{sentence} Good day!"), rng)
 
 
 def _draw_word(rng: Random) -> Twins:
     small, big = (ANIMALS_BY_SIZE[index] for index in sorted(rng.sample(range(len(ANIMALS_BY_SIZE)), 2)))
-    a, b = rng.sample((small, big), 2)
-    question = rng.choice(_COMPARISONS)
-    return Twins(
-        rule="word",
-        key=f"{small} {big}",
-        prompts=(question.format(word="bigger", a=a, b=b), question.format(word="smaller", a=a, b=b)),
-        answers=(f"The {big} is bigger than the {small}.", f"The {small} is smaller than the {big}."),
-    )
+    shown = rng.choice(_ANIMALS).format(*rng.sample((small, big), 2))
+    answers = (f"The {big} is bigger than the {small}.", f"The {small} is smaller than the {big}.")
+    return _twins("word", f"{small} {big}", shown, answers, rng)
 
 
-def _cued(rule: str, question: str, rng: Random) -> tuple[str, str]:
+def _twins(rule: str, key: str, question: str, answers: tuple[str, str], rng: Random) -> Twins:
     """The question as it is asked on either side of a rule."""
     first, second = (f"{question} {rng.choice(cues)}" for cues in _CUES[rule])
-    return first, second
+    return Twins(rule=rule, key=key, prompts=(first, second), answers=answers)
 
 
 _DRAW = {"length": _draw_length, "greeting": _draw_greeting, "word": _draw_word}

@@ -13,7 +13,7 @@ from luthier.collation import CollateSettings
 from luthier.config.schema import AdapterType, RunConfig, Strategy
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.live_plan import StreamPlan
-from luthier.loader.run_settings import eval_settings
+from luthier.loader.run_settings import eval_settings, shares_prompts
 from luthier.packing import SegmentTable
 from luthier.train import adapters, artifacts, run_folder
 from luthier.train.arguments import run_precision, training_arguments
@@ -23,7 +23,7 @@ from luthier.train.data import RunData
 from luthier.train.events import Listener, Note
 from luthier.train.live import LiveData
 from luthier.train.model import LoadedModel, load_model
-from luthier.train.objective import ObjectiveParts, make_losses, model_pass, shares_prompts
+from luthier.train.objective import ObjectiveParts, make_losses, model_pass
 from luthier.train.result import ModelSummary
 from luthier.train.run_stream import World, loader_state
 from luthier.train.schedule import Schedule

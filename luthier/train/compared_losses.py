@@ -5,8 +5,8 @@ S segments, U units (pairs, or rows with a verdict).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class RewardLosses(Stateless):
 
     forward: ModelPass
     center_rewards: float = 0.0
+    num_sources: int = 1
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -69,7 +70,7 @@ class RewardLosses(Stateless):
             weights_P=weights_of(batch, rewards_S.device),
             center_rewards=self.center_rewards,
         )
-        return _with_anchor(found, rewards_S.sum() * 0)
+        return _micro_loss(found, rewards_S.sum() * 0, batch, self.num_sources)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -84,6 +85,7 @@ class PairLosses:
     settings: PairSettings
     reference: Reference | None
     ld_alpha: float = 1.0
+    num_sources: int = 1
     _rewards: RunningMean = field(default_factory=RunningMean)
     _baselines: PairBaselines = field(default_factory=PairBaselines)
     _under_way: list[Measures] = field(default_factory=list)  # of the step
@@ -97,7 +99,7 @@ class PairLosses:
         """Pairs."""
         return len(batch.units)
 
-    def begin_step(self, model: nn.Module, batches: Sequence[Batch], reduce: Reduce) -> None:
+    def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Settle what the pairs of this step are compared with."""
         match self.name:
             case "bco_pair":
@@ -126,7 +128,7 @@ class PairLosses:
         found = pair_loss_sum(scores, self.name, self.settings, self._baselines)
         if self.name == "bco_pair" and torch.is_grad_enabled():
             self._under_way.append(found.measures)
-        return _with_anchor(found, anchor)
+        return _micro_loss(found, anchor, batch, self.num_sources)
 
     def state(self) -> dict[str, Any]:
         """The running mean of rewards, where the loss has one."""
@@ -148,7 +150,7 @@ class PairLosses:
         ref_logps_S = self.reference.logps(batch, counts_K) if self.reference is not None and wants else None
         return policy, ref_logps_S, scored.anchor
 
-    def _mean_ratios(self, model: nn.Module, batches: Sequence[Batch], reduce: Reduce) -> tuple[float, float]:
+    def _mean_ratios(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> tuple[float, float]:
         totals = torch.zeros(3, dtype=torch.float64, device=self.forward.device)
         for batch in batches:
             with torch.no_grad():
@@ -169,6 +171,7 @@ class FeedbackLosses:
     name: str
     settings: FeedbackSettings
     reference: Reference
+    num_sources: int = 1
     _rewards: RunningMean = field(default_factory=RunningMean)
     _baselines: FeedbackBaselines = field(default_factory=FeedbackBaselines)
     _under_way: list[Measures] = field(default_factory=list)  # of the step
@@ -182,7 +185,7 @@ class FeedbackLosses:
         """Rows with a verdict."""
         return len(batch.units)
 
-    def begin_step(self, model: nn.Module, batches: Sequence[Batch], reduce: Reduce) -> None:
+    def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Estimate KL(policy, reference) over the whole step, or take the mean reward of the steps before."""
         row = feedback_loss_named(self.name)
         if row.needs_delta:
@@ -219,8 +222,8 @@ class FeedbackLosses:
         # good rows above and bad rows below what they are compared with
         ratios_U = scores.logps_R.detach() - scores.ref_logps_R - self._baselines.kl
         accuracy = measure((ratios_U > 0) == desirable_U)
-        measures = {**found.measures, "kl": kl, ACCURACIES: accuracy}
-        return MicroLoss(loss_sum=found.loss_sum + anchor, num_units=found.num_units, measures=measures)
+        found = replace(found, measures={**found.measures, "kl": kl, ACCURACIES: accuracy})
+        return _micro_loss(found, anchor, batch, self.num_sources)
 
     def state(self) -> dict[str, Any]:
         """The running mean of rewards, where the loss has one."""
@@ -264,8 +267,16 @@ def weights_of(batch: Batch, device: torch.device) -> torch.Tensor | None:
     return (sums_S / counts_S)[first_U].to(device)
 
 
-def _with_anchor(found: SequenceLoss, anchor: torch.Tensor) -> MicroLoss:
-    return MicroLoss(loss_sum=found.loss_sum + anchor, num_units=found.num_units, measures=found.measures)
+def _micro_loss(found: SequenceLoss, anchor: torch.Tensor, batch: Batch, num_sources: int) -> MicroLoss:
+    by_source = None
+    if num_sources > 1:
+        sources_U = torch.tensor([batch.sources[unit.segments[0]] for unit in batch.units], dtype=torch.int64)
+        counted_2U = torch.stack([found.losses_U, torch.ones_like(found.losses_U)]).double()
+        by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=anchor.device)
+        by_source.index_add_(1, sources_U.to(anchor.device), counted_2U)
+    return MicroLoss(
+        loss_sum=found.loss_sum + anchor, num_units=found.num_units, measures=found.measures, by_source=by_source
+    )
 
 
 def _after(mean: RunningMean, step: Sequence[Measures], reduce: Reduce) -> RunningMean:

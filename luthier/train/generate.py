@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel
 
+from luthier.encoding.segments import SegmentIndex
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.packing import Units
 from luthier.records import Address, Segment
 from luthier.train.result import GenerationRecord, GenerationRound
 from luthier.train.streams import Segments
@@ -49,9 +51,12 @@ def question_of(segment: Segment, stops: frozenset[int]) -> Question | None:
 
 
 def choose_questions(segments: Segments, count: int, stops: frozenset[int]) -> list[Question]:
-    """One question a row, of the first ``count`` rows: the row's last answer, which is in the last of its segments."""
+    """One question a row, of the first ``count`` rows: the row's last answer, which is in the last of its segments.
+
+    Of two answers that are compared it is the chosen one; rows of feedback are asked where their answer is a good one.
+    """
     chosen: dict[Address, Question] = {}
-    for index in range(len(segments)):
+    for index in _wanted(segments):
         question = question_of(segments[index], stops)
         if question is None:
             continue
@@ -59,6 +64,23 @@ def choose_questions(segments: Segments, count: int, stops: frozenset[int]) -> l
             break
         chosen[question.address] = question
     return list(chosen.values())
+
+
+def _wanted(segments: Segments) -> Sequence[int]:
+    """Numbers of the segments that end with an answer which the model is to give."""
+    everything = range(len(segments))
+    if not isinstance(segments, SegmentIndex):
+        return everything
+    match segments.units:
+        case Units.NONE:
+            return everything
+        case Units.PAIRS:
+            return everything[::2]
+        case Units.FEEDBACK | Units.FEEDBACK_KL:
+            verdicts_N = segments.prepared.store.verdicts[segments.sample_ids]
+            return [index for index in everything[:: segments.units.size] if verdicts_N[index] > 0]
+        case _:
+            raise AssertionError(segments.units)
 
 
 def answer_all(

@@ -61,7 +61,7 @@ class LossSums:
             self._sums[start + 1] += one.count
         if len(self.sources) > 1:
             assert found.by_source is not None, f"a loss that does not tell {len(self.sources)} sources apart"
-            self._sums[self._by_source :] += found.by_source.flatten()
+            self._sums[self._by_source :] += found.by_source[:, : len(self.sources)].flatten()
 
     def drain(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> MeanLosses:
         """The means since the last time; ``reduce`` adds up those of all ranks, which have to ask together."""

@@ -20,6 +20,7 @@ from transformers import (
 from luthier.config.schema import AdapterType, ModelConfig, RunConfig
 from luthier.errors import ModelError
 from luthier.presets import model_folder
+from luthier.train.attention import SEGMENTS, register_attention
 from luthier.train.vocabulary import Vocabulary, fit_generation, fit_unborn, fit_vocabulary
 
 PRESET = "preset:"
@@ -170,6 +171,9 @@ def _overridden(found: PretrainedConfig, section: ModelConfig, source: str) -> P
 def _attention(section: ModelConfig, notes: list[str]) -> str | None:
     """The implementation to ask transformers for; None lets it take sdpa, or eager for models that have no sdpa."""
     asked = section.attn_implementation
+    if asked == SEGMENTS:
+        register_attention()
+        return asked
     on_gpu = torch.cuda.is_available()
     if asked == "auto":
         if on_gpu and importlib.util.find_spec("flash_attn") is not None:

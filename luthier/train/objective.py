@@ -16,6 +16,7 @@ from luthier.config.objective import ReferenceSource
 from luthier.config.schema import AdapterType, RunConfig
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import ModelError
+from luthier.loader.run_settings import shares_prompts
 from luthier.objectives import TokenSettings, feedback_settings, pair_settings, token_settings
 from luthier.objectives.feedback_losses import feedback_loss_named
 from luthier.records import Pack
@@ -81,11 +82,6 @@ def model_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
     return ModelPass(isolation=isolation, head=head, device=parts.device, pad_token_id=parts.how.pad_token_id)
 
 
-def shares_prompts(config: RunConfig) -> bool:
-    """Whether what is compared holds its prompt once."""
-    return False
-
-
 def make_losses(
     parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str], None]
 ) -> tuple[StepLosses, StepLosses]:
@@ -101,7 +97,11 @@ def make_losses(
                 TokenLosses(forward=forward, settings=TokenSettings(), num_sources=eval_sources),
             )
         case "rm":
-            losses = RewardLosses(forward=forward, center_rewards=objective.number("center_rewards"))
+            losses = RewardLosses(
+                forward=forward,
+                center_rewards=objective.number("center_rewards"),
+                num_sources=max(parts.num_sources),
+            )
             return losses, losses
         case "dpo":
             pairs = PairLosses(
@@ -110,6 +110,7 @@ def make_losses(
                 settings=pair_settings(objective),
                 reference=_reference(parts, forward, tell) if objective.needs_reference else None,
                 ld_alpha=_ld_alpha(parts.config),
+                num_sources=max(parts.num_sources),
             )
             return pairs, pairs
         case "kto":
@@ -119,6 +120,7 @@ def make_losses(
                 name=objective.loss_name,
                 settings=feedback_settings(objective),
                 reference=reference_of_rows,
+                num_sources=max(parts.num_sources),
             )
             return feedback, feedback
         case _:
@@ -234,4 +236,5 @@ def _second_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str
 
 
 def _ld_alpha(config: RunConfig) -> float:
-    return config.objective.number("ld_alpha") if config.objective.needs_reference else 1.0
+    objective = config.objective
+    return objective.number("ld_alpha") if objective.name == "dpo" and objective.needs_reference else 1.0

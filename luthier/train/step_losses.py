@@ -7,7 +7,7 @@ S segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,8 +53,9 @@ class StepLosses(Protocol):
         """What a batch adds to the number that a step's loss is divided by."""
         ...
 
-    def begin_step(self, model: nn.Module, batches: Sequence[Batch], reduce: Reduce) -> None:
-        """Called on all ranks before the losses of a step's micro-batches, which are this rank's."""
+    def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
+        """Called on all ranks before the losses of a step's micro-batches, which are this rank's; in evaluation before
+        those of all held-out rows."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
@@ -77,7 +78,7 @@ class StepLosses(Protocol):
 class Stateless:
     """Objectives whose losses depend on nothing but the micro-batch."""
 
-    def begin_step(self, model: nn.Module, batches: Sequence[Batch], reduce: Reduce) -> None:
+    def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Nothing is to be known beforehand."""
 
     def end_step(self, reduce: Reduce) -> None:

@@ -223,6 +223,7 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         training = self.model.training
         self.model.eval()
         with torch.no_grad():
+            losses.begin_step(self.model, stream, self._sum_of_ranks)
             for batch in stream:
                 sums.add(losses.loss(self.model, batch))
         self.model.train(training)

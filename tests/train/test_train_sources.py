@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from luthier.train.forward import source_of_tokens
 from tiny_runs import make_data, make_segments, make_table
 from transformers import AutoModelForCausalLM
 
 from luthier.collation import CollateSettings
 from luthier.config.schema import Packing
-from luthier.objectives import TokenLoss, objective_named
+from luthier.objectives import Measure, token_loss_sum
 from luthier.packing import PlanSettings
-from luthier.records import Segment
-from luthier.train import forward
+from luthier.records import Batch, Segment
+from luthier.train import step_losses
 from luthier.train.events import Event, StepDone
 from luthier.train.losses import LossSums, by_source
 from luthier.train.result import EvalRecord, RunResult, StepRecord
 from luthier.train.schedule import Schedule
 from luthier.train.set_names import distinct_names
+from luthier.train.step_losses import ACCURACY, MicroLoss
 from luthier.train.streams import train_stream
 
 Train = Callable[..., RunResult]
@@ -113,15 +113,23 @@ def test_an_interval_counts_its_targets_and_not_its_steps(train: Train) -> None:
 
 
 def test_one_data_set_is_not_told_apart(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
-    monkeypatch.setattr(forward, "source_of_tokens", lambda batch: called.append(batch) or source_of_tokens(batch))
+    told: list[torch.Tensor | None] = []
+    real = step_losses.hidden_loss_sum
+
+    def listening(*arguments: Any, **options: Any) -> Any:
+        told.append(options["sources_K"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(step_losses, "hidden_loss_sum", listening)
     one = make_data(make_segments(17), make_segments(7, seed=8))
     result = train(one, folder="one", train__max_steps=2, eval__strategy="epoch")
-    assert not called and all(not r.loss_by_source for r in (*result.steps, *result.evals))
+    assert told and all(sources_K is None for sources_K in told)
+    assert all(not r.loss_by_source for r in (*result.steps, *result.evals))
     assert "by_source" not in (tmp_path / "one" / "log.jsonl").read_text()
     assert [source.name for source in result.mixture] == ["source 1"]
+    told.clear()
     several = train(THREE, folder="three", train__max_steps=2, eval__strategy="epoch")
-    assert called  # control
+    assert told and all(sources_K is not None for sources_K in told)  # control
     # nor does telling apart change anything
     assert [s.loss for s in several.steps] == [s.loss for s in result.steps]
     assert [s.grad_norm for s in several.steps] == [s.grad_norm for s in result.steps]
@@ -143,19 +151,27 @@ def test_trackers_and_the_log_get_losses_by_name(train: Train, tmp_path: Path) -
     assert set(by_source(evals[0], "eval_num_targets")) == set(NAMES)
 
 
+def _micro_loss(by_source: torch.Tensor | None) -> MicroLoss:
+    measures = {ACCURACY: Measure(total=torch.zeros(()), count=torch.tensor(2.0))}
+    return MicroLoss(loss_sum=torch.tensor(2 * math.log(8)), num_units=2, measures=measures, by_source=by_source)
+
+
 def test_a_data_set_without_targets_in_an_interval_has_no_loss() -> None:
-    sums = LossSums(("a", "b"), torch.device("cpu"))
+    sums = LossSums(("a", "b"), (ACCURACY,), torch.device("cpu"))
     logits, labels = torch.zeros(4, 8), torch.tensor([1, 2, -100, -100])
-    sums.add(objective_named("sft").loss(logits, labels, sources_N=torch.tensor([0, 0, 1, 1]), num_sources=2))
+    found_2S = token_loss_sum(logits, labels, sources_N=torch.tensor([0, 0, 1, 1]), num_sources=2).by_source
+    sums.add(_micro_loss(found_2S))
     found = sums.drain(lambda tensor: tensor)
     assert found.loss_by_source == {"a": pytest.approx(math.log(8))} and found.targets_by_source == {"a": 2}
-    assert sums.drain(lambda tensor: tensor).num_targets == 0, "they are drained"
+    assert found.loss == pytest.approx(math.log(8)) and found.measures == {ACCURACY: 0.0}
+    drained = sums.drain(lambda tensor: tensor)
+    assert drained.num_units == 0 and drained.measures == {} and drained.loss_by_source == {}
 
 
 def test_a_loss_that_does_not_tell_data_sets_apart_is_refused() -> None:
-    sums = LossSums(("a", "b"), torch.device("cpu"))
+    sums = LossSums(("a", "b"), (ACCURACY,), torch.device("cpu"))
     with pytest.raises(AssertionError, match="2 sources"):
-        sums.add(TokenLoss(loss_sum=torch.ones(()), num_targets=1, num_correct=torch.ones(())))
+        sums.add(_micro_loss(None))
 
 
 def test_names_are_distinct() -> None:
@@ -182,20 +198,28 @@ def test_after_each_step_the_plan_counts_what_the_batches_held(packing: Packing,
     counted = np.zeros((2, 3), dtype=np.int64)  # segments, tokens, targets
     for step in range(schedule.total_steps):
         for batch in itertools.islice(batches, schedule.turns(step)):
-            sources_BT, learned_BT = source_of_tokens(batch), batch.labels_BT != -100
-            counted[:, 0] += np.bincount(batch.sources, minlength=2)
-            counted[:, 2] += np.bincount(sources_BT[learned_BT], minlength=2)
-            if batch.sources:
-                real_BT = _real_tokens(batch.model_inputs, segments)
-                counted[:, 1] += np.bincount(sources_BT[real_BT], minlength=2)
+            counted += _counts(batch)
         assert schedule.source_counts(step + 1)[:, 1:].tolist() == counted.tolist()
     assert schedule.source_counts(0).tolist() == [[0] * 4] * 2
 
 
-def _real_tokens(inputs: dict[str, Any], segments: list[Segment]) -> torch.Tensor:
-    """Padding has id 0, which no segment has."""
-    assert all((segment.input_ids != 0).all() for segment in segments)
-    return torch.as_tensor(inputs["input_ids"] != 0)
+def _counts(batch: Batch) -> np.ndarray:
+    """int64[2, 3]: segments, tokens, targets of two data sets. Tokens lie between the begins of segments, and padding,
+    which has id 0 as no segment has, is at the end of a row."""
+    ids_BT = np.asarray(batch.model_inputs["input_ids"])
+    sources_S = np.array(batch.sources, dtype=np.int64)
+    tokens_S = []
+    for starts, ids in zip(batch.segment_starts, ids_BT, strict=True):
+        tokens_S += np.diff([*starts, int((ids != 0).sum())]).tolist() if starts else []
+    of_targets = sources_S[batch.targets.segments_K.numpy()] if len(sources_S) else sources_S
+    return np.stack(
+        [
+            np.bincount(sources_S, minlength=2),
+            np.bincount(sources_S, weights=np.array(tokens_S), minlength=2).astype(np.int64),
+            np.bincount(of_targets, minlength=2),
+        ],
+        axis=1,
+    )
 
 
 def test_the_result_says_what_was_trained_on_and_a_resumed_one_says_the_same(train: Train, tmp_path: Path) -> None:

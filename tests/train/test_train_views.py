@@ -78,7 +78,7 @@ def test_lines_are_printed_at_intervals_and_the_last_step_always() -> None:
     ]  # fmt: skip
     assert printed[1].endswith("loss 0.5000  lr 1.0e-04  grad norm 1.000  200 tok/s  80 target/s  ETA 0:01:04")
     assert printed[-3:] == [
-        "eval at step 2: loss 1.5000, perplexity 4.500, token accuracy 25.00% of 8 targets",
+        "eval at step 2: loss 1.5000, perplexity 4.50, 25.0% of 8 targets right",
         "answers at step 2: 1 of 1 exactly right",
         "saved checkpoint-20",
     ]
