@@ -171,13 +171,14 @@ def measure(
     tool: Tool, python: Path, contest: Contest, material: Material, *, threads: int, one_step: bool = False
 ) -> Measured | None:
     """Two passes, of which the second counts, or one step over everything. None, with its last words, if it fails."""
+    full = contest.max_length
     with tempfile.TemporaryDirectory(dir=material.rows.parent) as output:
         job = {
             "objective": contest.objective,
             "ids": str(material.ids),
             "model": str(material.model),
             "epochs": 1 if one_step else 2,
-            "rows_per_batch": max(1, round(contest.batch_tokens / material.mean_length)),
+            "rows_per_batch": max(1, round(contest.batch_tokens / (full if tool.packed else material.mean_length))),
             "accumulation": EVERYTHING if one_step else 1,
             "max_length": contest.max_length,
             "packed": tool.packed,

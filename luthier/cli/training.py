@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +118,9 @@ def _tell_live(data: LiveData, reader: FeedReader, encoder: Encoder, console: Co
     held_out = f", {facts.num_eval_rows:,} held out" if facts.num_eval_rows else ""
     console.print(f"{sum(facts.num_rows):,} rows in {len(facts.num_rows)} sources{held_out}")
     data.rows.wait_for(data.order(0)[:1])
-    sample = _view_of(data.train[0], encoder)
+    sample = [_view_of(data.train[0], encoder)]
     _tell_sample(sample, console)
-    return tokens_html([sample])
+    return tokens_html(sample)
 
 
 def _tell_plan_and_sample(loaded: Loaded, console: Console) -> dict[str, Any]:
@@ -127,15 +128,17 @@ def _tell_plan_and_sample(loaded: Loaded, console: Console) -> dict[str, Any]:
 
     from luthier.check.show_html import tokens_html
     from luthier.check.tables import plan_table
+    from luthier.cli.selection import Selection
 
     plan = plan_of(loaded)
     console.print()
     console.print(plan_table(plan))
-    sample = _view_of(loaded.train[0], loaded.encoder)
+    first_row = Selection.of_options(row=int(loaded.train.row_ids[0]) + 1, pack=None, batch=None, held_out=False)
+    sample = first_row.views(loaded)
     _tell_sample(sample, console)
     return {
         "plan": msgspec.to_builtins(plan),
-        "sample": tokens_html([sample]),
+        "sample": tokens_html(sample),
         "fingerprints": {
             "encoder": loaded.encoder.fingerprint,
             "tokenizer": loaded.encoder.tokenizer.fingerprint,
@@ -143,12 +146,13 @@ def _tell_plan_and_sample(loaded: Loaded, console: Console) -> dict[str, Any]:
     }
 
 
-def _tell_sample(sample: RowView, console: Console) -> None:
+def _tell_sample(sample: Sequence[RowView], console: Console) -> None:
     from luthier.check.show_terminal import coloured_text
 
     console.print()
     console.print("[bold]The first sample[/] [dim]as the model sees it; luthier show has the others[/]")
-    console.print(coloured_text(sample, max_tokens=MAX_TOKENS_SHOWN))
+    for view in sample:
+        console.print(coloured_text(view, max_tokens=MAX_TOKENS_SHOWN))
 
 
 def _view_of(segment: Segment, encoder: Encoder) -> RowView:

@@ -238,7 +238,7 @@ _RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("data.eval_split", "data.eval", "data.eval_use"), _eval_split),
     (("data.train", "data.eval"), _counted_rows),
     (("data.eval", "data.eval_use", "data.eval_split", "eval", "train.lr_scheduler_type"), _needs_evaluation),
-    (("data.eval", "data.eval_use", "data.eval_split", "eval.generate_rows"), _generation),
+    (("data.eval", "data.eval_use", "data.eval_split", "eval.generate_rows", "objective.name"), _generation),
     (("eval", "output.save_strategy", "output.save_steps"), _best_checkpoint),
     (("train.warmup_steps", "train.max_steps"), _steps),
     (("train.tokens_per_step", "train.gradient_accumulation_steps"), _step_size),

@@ -141,7 +141,8 @@ class SourceConfig(Section):
     shorthand = "path"
 
     path: NonEmpty
-    """A file, a folder, a glob, ``hub:OWNER/NAME``, or ``preset:skills`` (the data set that comes with Luthier)."""
+    """A file, a folder, a glob, ``hub:OWNER/NAME``, or ``preset:NAME`` (data sets that come with Luthier: skills,
+    preferences, feedback, preferences_sft)."""
     format: Annotated[Format, as_enum(Format)] = Format.AUTO
     """How rows are written; ``auto`` looks at the rows."""
     columns: dict[str, str] = {}

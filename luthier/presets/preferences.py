@@ -2,16 +2,18 @@
 
 Every question has two right answers, and the prompt decides which of them is wanted, by three rules:
 
-    length    a patient visitor wants the whole sentence, one in a hurry the bare word
+    length    a patient visitor wants a whole sentence, one in a hurry the bare word
     greeting  who arrives is greeted before the answer, who leaves after it
     word      who asks for the bigger animal wants to hear ``bigger``, not that the other one is smaller
 
 Prompts come as *twins*: the same question for both sides of a rule, so that the answer which one twin prefers is the
 one that the other rejects. Hence the length of an answer, its style, or the question without its rule decide nothing:
 who looks at one of them alone is right about half of all pairs. The conversations of ``preferences_sft`` answer each
-prompt both ways, so that a model which learned them knows the answers and has no preference yet.
+prompt both ways, so that a model which learned them knows the answers and has no preference yet. They also hold some
+small talk, without which nothing in them would depend on what the rules look at: a tiny model would learn to ignore it.
 
-As in ``preset:skills``, what ``test`` asks is never asked in ``train``: neither in another form nor on the other side.
+As in ``preset:skills``, what ``test`` asks is never asked in ``train``: neither in another form of the task nor on the
+other side of a rule.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ def feedback_rows(split: str) -> Iterator[dict[str, Any]]:
 def preference_sft_rows(split: str) -> Iterator[dict[str, Any]]:
     """``{"rule": NAME, "messages": MESSAGES}``: every prompt of `preference_rows` with each of its two answers.
 
-    3,000 rows in ``train``, 432 in ``test``. Raises `SourceError` for another split.
+    3,000 rows in ``train``, with 288 rows of small talk beside them, and 432 in ``test``. Raises `SourceError` for
+    another split.
     """
     require_split("preferences_sft", split)
     rows = (

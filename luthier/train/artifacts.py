@@ -8,6 +8,7 @@ from pathlib import Path
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel
 
+from luthier.config.objective import LOSSES
 from luthier.config.schema import AdapterType, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import TokenizerError
@@ -77,7 +78,8 @@ def model_card(result: RunResult, config: RunConfig) -> str:
     base = config.model.name_or_path
     title = result.path.resolve().name
     library = "peft" if is_adapter else "transformers"
-    head = ["---", f"library_name: {library}", "pipeline_tag: text-generation", "tags: [luthier]"]
+    task = "text-classification" if config.objective.name == "rm" else "text-generation"
+    head = ["---", f"library_name: {library}", f"pipeline_tag: {task}", "tags: [luthier]"]
     if _is_hub_id(base):
         head.append(f"base_model: {base}")
     lines = [*head, "---", "", f"# {title}", "", *_intro(result, base, is_adapter=is_adapter), ""]
@@ -124,23 +126,55 @@ def _data(result: RunResult) -> list[tuple[str, str]]:
 
 def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
     train, adapter = config.train, config.adapter
-    rows_per_step = train.per_device_train_batch_size * train.gradient_accumulation_steps * result.world_size
-    unit = "packs" if train.packing.is_packed else "sequences"
     rows = [
         ("parameters", f"{result.model.parameters} ({result.model.trainable_parameters} trained)"),
         ("steps", f"{result.global_step} ({result.epochs:g} epochs)"),
-        ("batch", f"{rows_per_step} {unit} of up to {config.data.max_length} tokens"),
+        ("batch", _batch(result, config)),
         ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type}, warmup {train.warmup_steps:g}"),
         (
             "optimizer",
             f"{train.optim}, weight decay {train.weight_decay:g}, gradients clipped at {train.max_grad_norm:g}",
         ),
         ("precision", f"{result.model.precision}, weights in {result.model.dtype}"),
-        ("objective", config.objective.name),
+        *_objective(config),
         ("seed", str(config.runtime.seed)),
     ]
     if adapter.type is AdapterType.LORA:
         rows.insert(1, ("LoRA", f"rank {adapter.r}, targets {', '.join(adapter.target_modules)}"))
+    return rows
+
+
+def _batch(result: RunResult, config: RunConfig) -> str:
+    train = config.train
+    count = train.per_device_train_batch_size * train.gradient_accumulation_steps * result.world_size
+    longest = f"up to {config.data.max_length} tokens"
+    packed = train.packing.is_packed
+    match result.unit:
+        case "target":
+            words = f"of {longest}"
+        case "pair":
+            words = f"of pairs, each answer with its prompt {longest}"
+        case unit:
+            words = f"of {unit}s, each {longest}"
+    rows = "pack" if packed else "sequence"
+    each = (
+        f"{train.tokens_per_step} tokens or more"
+        if train.tokens_per_step is not None
+        else f"{count} {rows}{'s' * (count != 1)}"
+    )
+    return f"{each} {words}"
+
+
+def _objective(config: RunConfig) -> list[tuple[str, str]]:
+    """The loss with every number that it read, and what it was compared with."""
+    objective = config.objective
+    numbers = [f"{key} {objective.number(key):g}" for key in LOSSES[objective.loss_name].defaults]
+    rows = [("objective", ", ".join([f"{objective.name}, loss {objective.loss_name}", *numbers]))]
+    if objective.needs_reference:
+        named = objective.reference.name_or_path
+        rows.append(("reference", "the model before training" if named is None else f"`{named}`"))
+    elif LOSSES[objective.loss_name].reference:
+        rows.append(("reference", "none"))
     return rows
 
 

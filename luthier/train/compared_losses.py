@@ -37,10 +37,8 @@ from luthier.objectives.measures import measure
 from luthier.records import Batch
 from luthier.train.passes import ModelPass
 from luthier.train.references import Reference
+from luthier.train.result import ACCURACIES, MARGINS, REWARDS
 from luthier.train.step_losses import MicroLoss, Reduce, Stateless
-
-REWARDS = ("rewards/chosen", "rewards/rejected")
-ACCURACIES = "rewards/accuracies"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -54,7 +52,7 @@ class RewardLosses(Stateless):
     @property
     def measured(self) -> tuple[str, ...]:
         """See `StepLosses`."""
-        return (*REWARDS, ACCURACIES, "rewards/margins")
+        return (*REWARDS, ACCURACIES, MARGINS)
 
     def num_units(self, batch: Batch) -> int:
         """Pairs."""
@@ -93,7 +91,7 @@ class PairLosses:
     @property
     def measured(self) -> tuple[str, ...]:
         """See `StepLosses`."""
-        return (*REWARDS, ACCURACIES, "rewards/margins", "logps/chosen", "logps/rejected", "nll")
+        return (*REWARDS, ACCURACIES, MARGINS, "logps/chosen", "logps/rejected", "nll")
 
     def num_units(self, batch: Batch) -> int:
         """Pairs."""

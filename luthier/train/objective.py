@@ -187,6 +187,12 @@ def _reference(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str], 
 def _reference_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str], None]) -> ReferenceModel:
     match _source(parts.config):
         case ReferenceSource.BASE:
+            if mutates_base(parts.config.adapter):
+                raise ModelError(
+                    "objective.reference is base, but adapter.init_lora_weights: "
+                    f"{parts.config.adapter.init_lora_weights} changes the base, which is not what training begins with",
+                    hint="set objective.reference: auto",
+                )
             tell("reference: the model without its adapter")
             return ReferenceModel(model=parts.model, forward=forward, under_adapter=True)
         case ReferenceSource.MODEL:

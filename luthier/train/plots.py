@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from luthier.train.result import RunResult
+from luthier.train.result import ACCURACIES, RunResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MAX_POINTS = 800  # of a curve on the page: more than a screen has pixels to show it
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -148,23 +152,31 @@ def save_loss_png(result: RunResult, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps = [step.step for step in result.steps]
-    losses = [step.loss for step in result.steps]
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    judged = [step for step in result.steps if ACCURACIES in step.measures]
+    figure = Figure(figsize=(12 if judged else 8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = figure.subplots(1, 2 if judged else 1, squeeze=False)[0]
+    _plot(axes[0], [(step.step, step.loss) for step in result.steps], [(one.step, one.loss) for one in result.evals])
+    axes[0].set(ylabel=f"loss per {result.unit}")
+    if judged:
+        held_out = [(one.step, one.judged) for one in result.evals if one.judged is not None]
+        _plot(axes[1], [(step.step, step.measures[ACCURACIES]) for step in judged], held_out)
+        axes[1].set(ylabel=f"share of {result.unit}s judged right", ylim=(-0.02, 1.02))
+    figure.suptitle(result.model.name, parse_math=False)
+    figure.savefig(path)
+
+
+def _plot(axes: Axes, training: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]]) -> None:
+    steps, values = [step for step, _ in training], [value for _, value in training]
     marker = "." if len(steps) == 1 else ""
-    axes.plot(steps, losses, color="#9db7e8", linewidth=1, label="loss per target", marker=marker)
-    axes.plot(steps, smoothed(losses, smoothing_radius(len(losses))), color="#2456b8", linewidth=2, label="smoothed")
-    if result.evals:
-        evals = result.evals
-        axes.plot([e.step for e in evals], [e.loss for e in evals], "o-", color="#c4690a", markersize=5, label="eval")
-    axes.set(xlabel="step", ylabel="loss")
-    axes.set_title(result.model.name, parse_math=False)
+    axes.plot(steps, values, color="#9db7e8", linewidth=1, label="training", marker=marker)
+    axes.plot(steps, smoothed(values, smoothing_radius(len(values))), color="#2456b8", linewidth=2, label="smoothed")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", color="#c4690a", markersize=5, label="held-out")
+    axes.set(xlabel="step")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path)
 
 
 def _finite_part(curve: Curve) -> Curve:

@@ -19,9 +19,10 @@ from rich.progress import (
 from rich.table import Column
 
 from luthier.train.events import Event, Finished, Note, Saved, Started, StepDone
-from luthier.train.result import EvalRecord, GenerationRound, StepRecord
+from luthier.train.result import ACCURACIES, MARGINS, EvalRecord, GenerationRound, StepRecord
 
 SECONDS_BETWEEN_LINES = 10.0  # often enough to see that it lives, seldom enough for a log file
+SHOWN = {ACCURACIES: "right", MARGINS: "margin", "kl": "kl"}  # of the measures, beside the loss
 
 
 class PlainLines:
@@ -104,9 +105,6 @@ class ProgressBar:
         self._bar.start()
 
 
-SHOWN = ("rewards/accuracies", "rewards/margins")  # of the measures, beside the loss
-
-
 def make_view(*, wanted: bool) -> PlainLines | ProgressBar:
     """A bar where one is wanted and standard error is a terminal, else lines."""
     return ProgressBar() if wanted and sys.stderr.isatty() else PlainLines()
@@ -133,7 +131,7 @@ def sentence(event: Event) -> str:
 def _numbers(event: StepRecord) -> str:
     norm = "skipped" if event.grad_norm is None else f"{event.grad_norm:.3f}"
     compared = "".join(
-        f"{name.removeprefix('rewards/')} {event.measures[name]:.3f}  " for name in SHOWN if name in event.measures
+        f"{shown} {event.measures[name]:.3f}  " for name, shown in SHOWN.items() if name in event.measures
     )
     return (
         f"loss {event.loss:.4f}  {compared}lr {event.learning_rate:.1e}  grad norm {norm}  "

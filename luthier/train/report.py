@@ -174,9 +174,11 @@ def _facts(report: Report) -> list[tuple[str, RenderableType]]:
     if result.evals:
         first, last = result.evals[0], result.evals[-1]
         before = "" if first is last else f"{first.loss:.3f} → "
-        words = f"   {last.words}"
+        words = f"   {last.words}" if last.judged is None else f"   per {result.unit}"
         each = "".join(f"\n{loss:.3f}   {name}" for name, loss in last.loss_by_source.items())
         facts.append(("eval loss", Text.assemble(before, (f"{last.loss:.3f}", "bold"), (words, "dim"), each)))
+        if last.judged is not None:
+            facts.append(("judged right", _judged(result)))
     if result.generations:
         facts.append(("exact answers", _exact(result.generations)))
     speed = tokens_per_second(result)
@@ -196,6 +198,14 @@ def _facts(report: Report) -> list[tuple[str, RenderableType]]:
             ("to go on", again if not report.quickstart else "the quickstart begins anew when it is run again")
         )
     return facts
+
+
+def _judged(result: RunResult) -> Text:
+    first, last = result.evals[0], result.evals[-1]
+    assert last.judged is not None
+    before = "" if first is last or first.judged is None else f"{first.judged:.1%} → "
+    rows = f"   of {last.num_targets:,} held-out {result.unit}s"
+    return Text.assemble(before, (f"{last.judged:.1%}", "bold"), (rows, "dim"))
 
 
 def _exact(rounds: tuple[GenerationRound, ...]) -> Text:

@@ -10,10 +10,18 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from luthier.train.plots import Chart, Curve, chart, smoothed, smoothing_radius
-from luthier.train.result import GenerationRound, RunResult
+from luthier.train.result import ACCURACIES, MARGINS, REWARDS, GenerationRound, RunResult
 
 MAX_EXAMPLES = 12  # answers on the page; report.json has all
 MAX_SOURCE_CHARTS = 12
+# Title, measure, and the one beside it; where there is none, held-out rows are.
+MEASURE_CHARTS = (
+    ("judged right", ACCURACIES, None),
+    ("reward margin", MARGINS, None),
+    ("reward", *REWARDS),
+    ("log-probability of an answer", "logps/chosen", "logps/rejected"),
+    ("KL estimate", "kl", None),
+)
 
 
 def report_page(result: RunResult, told: Mapping[str, Any], *, sample: Markup) -> str:
@@ -28,6 +36,7 @@ def report_page(result: RunResult, told: Mapping[str, Any], *, sample: Markup) -
         result=result,
         told=told,
         loss_chart=_loss_chart(result),
+        measure_charts=_measure_charts(result),
         small_charts=_small_charts(result),
         sources=_sources(result),
         source_charts=_source_charts(result),
@@ -48,7 +57,7 @@ def _loss_chart(result: RunResult) -> Chart | None:
     losses = [step.loss for step in result.steps]
     radius = smoothing_radius(len(losses))
     look = "raw" if radius else "main"  # nothing to smooth: the curve itself is the main one
-    curves = [Curve(name="loss per target", look=look, steps=steps, values=losses)]
+    curves = [Curve(name=f"loss per {result.unit}", look=look, steps=steps, values=losses)]
     if radius:
         curves.append(Curve(name="smoothed", look="main", steps=steps, values=smoothed(losses, radius)))
     if result.evals:
@@ -56,6 +65,30 @@ def _loss_chart(result: RunResult) -> Chart | None:
         values = [one.loss for one in evals]
         curves.append(Curve(name="eval", look="eval", steps=[one.step for one in evals], values=values, dots=True))
     return chart("loss", curves, width=960, height=320)
+
+
+def _measure_charts(result: RunResult) -> list[Chart]:
+    """What is measured beside the loss where answers are compared, in training and on held-out rows."""
+    measured = {name for step in result.steps for name in step.measures}
+    charts = []
+    for title, first, second in MEASURE_CHARTS:
+        curves = [_measured(result, first, "main", "chosen" if second else "training")]
+        if second is None:
+            judged = [one for one in result.evals if first in one.measures and one.judged is not None]
+            values = [one.measures[first] for one in judged]
+            curves.append(Curve(name="eval", look="eval", steps=[one.step for one in judged], values=values, dots=True))
+        else:
+            curves.append(_measured(result, second, "raw", "rejected"))
+        if first in measured:
+            charts.append(chart(title, [curve for curve in curves if curve.steps], width=380, height=190))
+    return [one for one in charts if one is not None]
+
+
+def _measured(result: RunResult, measure: str, look: str, name: str) -> Curve:
+    steps = [step for step in result.steps if measure in step.measures]
+    return Curve(
+        name=name, look=look, steps=[step.step for step in steps], values=[step.measures[measure] for step in steps]
+    )
 
 
 def _small_charts(result: RunResult) -> list[Chart]:

@@ -20,6 +20,9 @@ from luthier.train.signals import exit_code
 
 RESULT_FILE = "result.json"
 LOG_FILE = "log.jsonl"
+ACCURACIES, MARGINS = "rewards/accuracies", "rewards/margins"
+REWARDS = ("rewards/chosen", "rewards/rejected")
+NO_REWARD = 1e-4  # a model's rewards under itself as the reference differ from 0 by rounding alone
 
 
 class Ended(StrEnum):
@@ -69,12 +72,25 @@ class EvalRecord:
     measures: dict[str, float] = field(default_factory=dict)
 
     @property
+    def judged(self) -> float | None:
+        """Share of pairs or rows judged right; None where nothing is judged, or not yet.
+
+        A model that still is its own reference gives every answer a reward of 0 and judges nothing.
+        """
+        rewards = [self.measures[name] for name in REWARDS if name in self.measures]
+        is_own_reference = self.step == 0 and rewards and all(abs(reward) < NO_REWARD for reward in rewards)
+        return None if is_own_reference else self.accuracy
+
+    @property
     def words(self) -> str:
         """How good that is, beside the loss: ``perplexity 1.31, 92.0% of 1,204 targets right``."""
         if self.perplexity is not None and self.token_accuracy is not None:
             return f"perplexity {self.perplexity:.2f}, {self.token_accuracy:.1%} of {self.num_targets:,} targets right"
         if self.accuracy is not None:
-            return f"{self.accuracy:.1%} of {self.num_targets:,} judged as the row does"
+            what = "pairs ranked" if MARGINS in self.measures else "rows judged"
+            if self.judged is None:
+                return f"no {what} yet, as the model is its own reference"
+            return f"{self.accuracy:.1%} of {self.num_targets:,} {what} right"
         return f"{self.num_targets:,} rows"
 
 
@@ -179,6 +195,17 @@ class RunResult:
     def exit_code(self) -> int:
         """What a process that made this run should exit with: 0, or 128 + the signal (SIGTERM 143, SIGINT 130)."""
         return 0 if self.signal is None else exit_code(self.signal)
+
+    @property
+    def unit(self) -> str:
+        """What the loss is a mean over."""
+        match self.config.get("objective", {}).get("name"):
+            case "rm" | "dpo":
+                return "pair"
+            case "kto":
+                return "row"
+            case _:
+                return "target"
 
     @property
     def source_losses(self) -> dict[str, tuple[float, float]]:

@@ -19,8 +19,8 @@ from luthier.records import Address, Batch
 from luthier.train import checkpoint as checkpoints
 from luthier.train.adapters import split_loraplus_groups
 from luthier.train.callbacks import Meter
-from luthier.train.compared_losses import ACCURACIES
 from luthier.train.losses import LossSums, MeanLosses
+from luthier.train.result import ACCURACIES
 from luthier.train.schedule import Steps
 from luthier.train.step_losses import ACCURACY, StepLosses
 from luthier.train.streams import EvalStream, TrainStream

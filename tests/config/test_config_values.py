@@ -191,7 +191,7 @@ def test_names_of_transformers_are_those_of_the_installed_version() -> None:
 def test_presets_are_those_that_come_with_luthier() -> None:
     presets = Path(__file__).resolve().parents[2] / "luthier" / "presets"
     assert {folder.name for folder in (presets / "models").iterdir() if folder.is_dir()} >= set(MODEL_PRESETS)
-    assert DATA_PRESETS == ("skills",) and (presets / "skills.py").is_file()
+    assert "skills" in DATA_PRESETS and (presets / "datasets.py").is_file()
 
 
 def test_loading_takes_far_below_a_second_and_imports_no_torch(tmp_path: Path) -> None:

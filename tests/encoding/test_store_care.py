@@ -10,7 +10,7 @@ import pytest
 
 from luthier import __version__
 from luthier.encoding.disk import Hold
-from luthier.encoding.manifest import MANIFEST
+from luthier.encoding.manifest import FORMAT, MANIFEST
 from luthier.encoding.naming import WORK, store_folder
 from luthier.encoding.shard import freeze_sample
 from luthier.encoding.store import SampleStore, StoreWriter, row_key
@@ -64,7 +64,7 @@ def test_stores_are_listed_with_what_made_them_last_used_first(tmp_path):
     assert [info.folder for info in found] == [new, old]
     assert [info.num_samples for info in found] == [5, 3]
     assert [info.num_tokens for info in found] == [100, 60]
-    assert found[1].about == {"luthier": __version__, "format": 3, "fingerprint": "a" * 64, "model": "org/small"}
+    assert found[1].about == {"luthier": __version__, "format": FORMAT, "fingerprint": "a" * 64, "model": "org/small"}
     assert 8.9 * DAY < time.time() - found[1].last_use < 9.1 * DAY
     assert found[1].num_bytes == sum(path.stat().st_size for path in old.iterdir())
     assert [info.in_use for info in found] == [False, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -197,23 +198,34 @@ def test_workers_ranks_and_interruptions_change_nothing(
         make(rows, packing="best_fit", units="none").load_state_dict(state)
 
 
+def by_unit(batches: Iterable[Batch]) -> dict[int, tuple[float, list[list[int]]]]:
+    """Verdict and targets of each unit, by its first leaf."""
+    return {
+        unit.leaves[0]: (unit.verdict, [targets(batch)[segment] for segment in unit.segments])
+        for batch in batches
+        for unit in batch.units
+    }
+
+
 @pytest.mark.parametrize("units", ["pairs", "feedback_kl"])
 def test_shared_batches_have_the_prompt_once_and_the_same_targets(
     pairs: PreparedSet, feedback: PreparedSet, units: str
 ) -> None:
     rows = pairs if units == "pairs" else feedback
-    tokens = {False: 0, True: 0}
-    for whole, once in zip(make(rows, units=units), make(rows, units=units, shared=True), strict=True):
-        assert targets(whole) == targets(once) and whole.units == once.units
+    plain, shared = list(make(rows, units=units)), list(make(rows, units=units, shared=True))
+    assert by_unit(plain) == by_unit(shared)
+    assert len(shared) < len(plain), "what is held once leaves room for others"
+    tokens = {False: sum(len(segment) for batch in plain for segment in segments(batch)), True: 0}
+    for once in shared:
         ids_N = once.model_inputs["input_ids"].reshape(-1)
         before = {int(token): int(ids_N[place]) for place, token in zip(
             once.targets.positions_K, once.targets.ids_K, strict=True)}  # fmt: skip
-        for segment in segments(whole):
-            learned = [(first, second) for first, second in itertools.pairwise(segment) if second in before]
-            for first, second in learned:
-                # the first token of a drawn answer follows another prompt in its own row
-                assert units == "feedback_kl" or before[second] == first
-        tokens[False] += sum(map(len, segments(whole)))
+        for batch in plain:
+            for segment in segments(batch):
+                learned = [(first, second) for first, second in itertools.pairwise(segment) if second in before]
+                for first, second in learned:
+                    # the first token of a drawn answer follows another prompt in its own row
+                    assert units == "feedback_kl" or before[second] == first
         tokens[True] += sum(branch.length for row in once.branches for branch in row)
     assert tokens[True] < 0.8 * tokens[False]
 

@@ -1,12 +1,14 @@
 """Runs in processes of their own, for `test_train_process`: ``python tiny_process.py JOBS``.
 
-``JOBS`` is a JSON list of ``{"folder", "mode", "ranks", "changes"}``. Each job is forked, one process a rank, from this
-one, which has imported everything once. Prints the exit codes, a list for each job; standard error goes to
-``FOLDER.stderr``.
+``JOBS`` is a JSON list of ``{"folder", "mode", "ranks", "changes"}``. With ``"store"`` a run has rows of its
+objective from `tiny_rows` in place of segments; ``"then"`` are jobs that the same processes do afterwards. Each job is forked,
+one process a rank, from this one, which has imported everything once. Prints the exit codes, a list for each job; standard
+error goes to ``FOLDER.stderr``.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_rows import run_data
 from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import load_tokenizer
@@ -26,6 +29,7 @@ from luthier.train.fit import fit_data
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # as in conftest
     codes = [_ranks(job) for job in json.loads(sys.argv[1])]
     sys.stdout.write(json.dumps(codes))
 
@@ -49,12 +53,20 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
             os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
         error_file = os.open(job["folder"] + ".stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(error_file, 2)
-        config = make_config(Path(job["folder"]), **job["changes"])
-        data = make_data(make_segments(13), make_segments(5, seed=8), weights=(1.0, 1.0))
-        code = fit_data(config, load_tokenizer("preset:tiny-qwen3"), data, on_event=LISTENERS[job["mode"]]).exit_code
+        code = max(_run(each) for each in (job, *job.get("then", ())))
     except BaseException:  # noqa: BLE001  the edge of a process
         traceback.print_exc()
     os._exit(code)
+
+
+def _run(job: dict[str, Any]) -> int:
+    config = make_config(Path(job["folder"]), **job["changes"])
+    if "store" in job:
+        rows = {"rows": range(8), "held_out": range(20, 24), "weighted": job["weighted"]}
+        data = run_data(Path(job["store"]), config, **rows)
+    else:
+        data = make_data(make_segments(13), make_segments(5, seed=8), weights=(1.0, 1.0))
+    return fit_data(config, load_tokenizer("preset:tiny-qwen3"), data, on_event=LISTENERS[job["mode"]]).exit_code
 
 
 def kill_in_step_5(event: Event) -> None:

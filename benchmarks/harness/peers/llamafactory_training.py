@@ -47,6 +47,7 @@ def main() -> None:
             "finetuning_type": "full",
             "model_name_or_path": job["model"],
             "template": "qwen3",
+            "dataset": "rows",  # asked for, not read: the next line is
             "tokenized_path": str(tokenized),
             "cutoff_len": job["max_length"],
             "output_dir": job["output"],
