@@ -3,7 +3,9 @@
 Every tool gets the same rows, which all of them accept, and the same tokenizer (Qwen3). What is counted is the same
 for all as well: the tokens that the tokenizers library makes of the rows' texts, whole, per CPU-second. Luthier's
 seconds are those of the whole process, start-up included; the others' are those of the work alone (their start-up is in
-a column of its own), which is to their advantage.
+a column of its own), which is to their advantage. "all in" compares whole processes. "kept" are the tokens that each
+tool would train on after the cutoff, and how many of these it makes in a CPU-second: Luthier gives each answer the
+history that its template shows at inference, which is more than the text once.
 
 python -m benchmarks.prepare [--rows N] [--rounds N] [--peer-rounds N] [--peers VENV …]
 
@@ -113,7 +115,7 @@ def main() -> int:
         outcomes, num_kept = check_ids(material, options.check)
     medians = {name: _median(runs) for name, runs in measured.items()}
     medians[LUTHIER] = replace(medians[LUTHIER], num_tokens=num_kept)
-    Console(width=150).print(_table(options.rows, medians))
+    Console(width=170).print(_table(options.rows, medians))
     for name in TRAINERS:
         if name not in measured:
             print(f"left out: {name}, which {'failed' if name in pythons else 'is not installed'}")
@@ -188,7 +190,10 @@ def _table(num_rows: int, measured: dict[str, Measured]) -> Table:
         "peak MB",
         "Mtok / CPU s",
         "luthier is",
-        "tokens kept",
+        "all in",
+        "Mtok kept",
+        "kept / CPU s",
+        "luthier is",
     )
     table = Table(*columns, title=title, box=None)
     for name, each in measured.items():
@@ -203,9 +208,18 @@ def _table(num_rows: int, measured: dict[str, Measured]) -> Table:
             f"{each.work.peak / 1e6:,.0f}",
             f"{num_tokens / each.work.cpu / 1e6:.2f}",
             f"{each.work.cpu / measured[LUTHIER].work.cpu:.1f}x",
-            f"{each.num_tokens:,}" if each.num_tokens else "",
+            f"{each.whole.cpu / measured[LUTHIER].work.cpu:.1f}x",
+            *_kept(each, measured[LUTHIER]),
         )
     return table
+
+
+def _kept(each: Measured, luthier: Measured) -> tuple[str, str, str]:
+    if not each.num_tokens:
+        return "", "", ""
+    rate = each.num_tokens / each.work.cpu
+    times = luthier.num_tokens / luthier.work.cpu / rate
+    return f"{each.num_tokens / 1e6:.1f}", f"{rate / 1e6:.2f}", f"{times:.1f}x"
 
 
 def _median(runs: list[Measured]) -> Measured:

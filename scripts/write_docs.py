@@ -1,12 +1,18 @@
-"""Write the generated files: the config reference, tables of templates and losses, the quickstart in the package."""
+"""Write the generated files: the config reference, tables of templates and losses, the support matrix (which takes some
+twenty seconds of training), the quickstart in the package."""
 
 from __future__ import annotations
 
 import re
 import shutil
+import sys
+import tempfile
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 from luthier.config.reference import config_reference
+from luthier.encoding.tokenizer import load_tokenizer
 from luthier.objectives.loss_table import loss_table
 from luthier.presets.named_templates import templates_table
 
@@ -20,7 +26,19 @@ def main() -> None:
     templates.write_text(_with_table(templates.read_text(encoding="utf-8"), templates_table()), encoding="utf-8")
     objectives = ROOT / "docs" / "objectives.md"
     objectives.write_text(_with_table(objectives.read_text(encoding="utf-8"), loss_table()), encoding="utf-8")
-    print("wrote docs/config.md, the tables of docs/templates.md and docs/objectives.md, luthier/cli/quickstart.yaml")
+    (ROOT / "docs" / "support_matrix.md").write_text(_support_page(), encoding="utf-8")
+    print("wrote docs/config.md, docs/support_matrix.md, luthier/cli/quickstart.yaml")
+    print("and the tables of docs/templates.md and docs/objectives.md")
+
+
+def _support_page() -> str:
+    # what is tried, and on which models, belongs to the tests, which try it too
+    sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("support", "train")]
+    import support_matrix
+
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # what 231 runs say
+        tokenizer = load_tokenizer("preset:tiny-qwen3")
+        return support_matrix.support_page(support_matrix.support_matrix(Path(folder), tokenizer))
 
 
 def _with_table(page: str, table: str) -> str:

@@ -15,8 +15,27 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
-def test_every_example_loads(path: Path) -> None:
+def test_every_example_loads(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first_model().mkdir(parents=True)
     load_config(path)
+
+
+def test_examples_that_begin_at_another_ones_model_say_so_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    later = [path for path in EXAMPLES if str(first_model()) in path.read_text(encoding="utf-8")]
+    assert {path.stem for path in later} >= {"dpo", "kto", "orpo", "simpo", "reward_model"}
+    for path in later:
+        assert "luthier train examples/preferences_sft.yaml" in path.read_text(encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"model\.name_or_path: .*output/preferences_sft/model"):
+            load_config(path)
+
+
+def first_model() -> Path:
+    """What examples/preferences_sft.yaml leaves."""
+    return load_config(ROOT / "examples" / "preferences_sft.yaml").output.dir / "model"
 
 
 def test_the_readme_shows_a_run_that_loads() -> None:

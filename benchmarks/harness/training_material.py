@@ -10,10 +10,12 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
@@ -28,7 +30,7 @@ from luthier.presets.datasets import dataset_rows
 from luthier.records import IGNORE_INDEX, Segment
 
 HIDDEN, LAYERS, HEADS, KEY_VALUE_HEADS, INNER = 256, 4, 4, 2, 768
-PROMPT_WORDS, ANSWER_WORDS = 440, 58  # about 600 and 80 tokens of English
+PROMPT_TOKENS, ANSWER_TOKENS = 600, 80
 SEED = 7
 
 
@@ -82,16 +84,18 @@ def exchanges(num_rows: int) -> Iterator[dict[str, Any]]:
         yield {"messages": [_message("user", question), _message("assistant", answer)]}
 
 
-def long_prompts(num_pairs: int) -> Iterator[dict[str, Any]]:
-    """Pairs made of real texts: a prompt of some 600 tokens, two answers of some 80."""
-    texts = (turn["value"].split() for row in conversations(alternating=True) for turn in row["conversations"])
-    needed = PROMPT_WORDS + 2 * ANSWER_WORDS
-    for words in itertools.islice((words for words in texts if len(words) >= needed), num_pairs):
-        prompt, chosen, rejected = np.split(np.array(words[:needed]), [PROMPT_WORDS, PROMPT_WORDS + ANSWER_WORDS])
+def long_prompts(num_pairs: int, tokenizer: Path) -> Iterator[dict[str, Any]]:
+    """Pairs made of real texts: a prompt of about 600 tokens, and two answers of about 80."""
+    library = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    texts = (turn["value"] for row in conversations(alternating=True) for turn in row["conversations"])
+    ends = list(accumulate([PROMPT_TOKENS, ANSWER_TOKENS, ANSWER_TOKENS]))
+    long = (ids for text in texts if len(ids := library.encode(text, add_special_tokens=False).ids) >= ends[-1])
+    for ids in itertools.islice(long, num_pairs):
+        prompt, chosen, rejected = (library.decode(ids[i:j]) for i, j in pairwise([0, *ends]))
         yield {
-            "prompt": [_message("user", " ".join(prompt))],
-            "chosen": [_message("assistant", " ".join(chosen))],
-            "rejected": [_message("assistant", " ".join(rejected))],
+            "prompt": [_message("user", prompt)],
+            "chosen": [_message("assistant", chosen)],
+            "rejected": [_message("assistant", rejected)],
         }
 
 

@@ -145,24 +145,18 @@ def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _batch(result: RunResult, config: RunConfig) -> str:
-    train = config.train
+    """``8 packs of pairs, each answer with its prompt up to 4096 tokens``."""
+    train, unit = config.train, result.unit
     count = train.per_device_train_batch_size * train.gradient_accumulation_steps * result.world_size
+    what = "sequence" if unit == "target" else unit
+    if train.packing.is_packed:
+        what = "pack"
+    by_tokens = train.tokens_per_step is not None
+    size = f"{train.tokens_per_step} tokens or more, in {what}s" if by_tokens else f"{count} {what}{'s' * (count != 1)}"
     longest = f"up to {config.data.max_length} tokens"
-    packed = train.packing.is_packed
-    match result.unit:
-        case "target":
-            words = f"of {longest}"
-        case "pair":
-            words = f"of pairs, each answer with its prompt {longest}"
-        case unit:
-            words = f"of {unit}s, each {longest}"
-    rows = "pack" if packed else "sequence"
-    each = (
-        f"{train.tokens_per_step} tokens or more"
-        if train.tokens_per_step is not None
-        else f"{count} {rows}{'s' * (count != 1)}"
-    )
-    return f"{each} {words}"
+    if unit == "target":
+        return f"{size} of {longest}"
+    return f"{size}{f' of {unit}s' * train.packing.is_packed}, each answer with its prompt {longest}"
 
 
 def _objective(config: RunConfig) -> list[tuple[str, str]]:

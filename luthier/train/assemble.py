@@ -185,7 +185,7 @@ def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrai
         trainable_parameters=trainable,
         dtype=str(plain.dtype).removeprefix("torch."),
         precision=run_precision(config).value,
-        attn_implementation=run_model.loaded.attn_implementation,
+        attn_implementation=str(plain.config._attn_implementation),  # that which keeps segments apart
         device=str(trainer.args.device),
         notes=run_model.loaded.notes,
     )

@@ -111,7 +111,7 @@ class PairLosses:
     def end_step(self, reduce: Reduce) -> None:
         """Remember the step's rewards, where the loss compares with those of all steps."""
         if self.name == "bco_pair":
-            self._rewards = _after(self._rewards, self._under_way, reduce)
+            self._rewards = _after(self._rewards, self._under_way, self.forward.device, reduce)
             self._under_way = []
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
@@ -173,6 +173,7 @@ class FeedbackLosses:
     _rewards: RunningMean = field(default_factory=RunningMean)
     _baselines: FeedbackBaselines = field(default_factory=FeedbackBaselines)
     _under_way: list[Measures] = field(default_factory=list)  # of the step
+    _compared: list[tuple[Batch, torch.Tensor]] = field(default_factory=list)  # the reference's, of the step's batches
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -188,6 +189,7 @@ class FeedbackLosses:
         row = feedback_loss_named(self.name)
         if row.needs_delta:
             self._baselines = FeedbackBaselines(delta=self._rewards.mean)
+        self._compared = []
         if row.needs_kl:
             totals = torch.zeros(2, dtype=torch.float64, device=self.forward.device)
             for batch in batches:
@@ -197,8 +199,9 @@ class FeedbackLosses:
 
     def end_step(self, reduce: Reduce) -> None:
         """Remember the step's rewards, where the loss compares with those of all steps."""
+        self._compared = []
         if feedback_loss_named(self.name).needs_delta:
-            self._rewards = _after(self._rewards, self._under_way, reduce)
+            self._rewards = _after(self._rewards, self._under_way, self.forward.device, reduce)
             self._under_way = []
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
@@ -235,8 +238,13 @@ class FeedbackLosses:
     def _scores(self, model: nn.Module, batch: Batch) -> tuple[SequenceScores, torch.Tensor, torch.Tensor]:
         scored, targets = self.forward.token_scores(model, batch)
         policy = sequence_scores(scored.scores.logps_K, targets.segments_K, batch.num_segments)
-        ref_logps_S = self.reference.logps(batch) if batch.units else torch.zeros_like(policy.logps_S)
-        return policy, ref_logps_S, scored.anchor
+        return policy, self._reference(batch), scored.anchor
+
+    def _reference(self, batch: Batch) -> torch.Tensor:
+        if not batch.units:
+            return torch.zeros(batch.num_segments, device=self.forward.device)
+        known = next((logps_S for one, logps_S in self._compared if one is batch), None)
+        return self.reference.logps(batch) if known is None else known
 
     def _kl(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """float64[2]: sum and count over the completions that belong to other prompts."""
@@ -245,6 +253,8 @@ class FeedbackLosses:
             return torch.zeros(2, dtype=torch.float64, device=self.forward.device)
         with torch.no_grad():
             policy, ref_logps_S, _ = self._scores(model, batch)
+        if model.training:  # its loss comes next, and needs the same of the reference
+            self._compared.append((batch, ref_logps_S))
         found = kl_measure(policy.logps_S[others], ref_logps_S[others])
         return torch.stack([found.total, found.count])
 
@@ -277,11 +287,11 @@ def _micro_loss(found: SequenceLoss, anchor: torch.Tensor, batch: Batch, num_sou
     )
 
 
-def _after(mean: RunningMean, step: Sequence[Measures], reduce: Reduce) -> RunningMean:
+def _after(mean: RunningMean, step: Sequence[Measures], device: torch.device, reduce: Reduce) -> RunningMean:
     """With the rewards of a step on all ranks."""
-    totals = torch.zeros(2, dtype=torch.float64)
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
     for measures in step:
         for name in REWARDS:
-            totals += torch.stack([measures[name].total, measures[name].count]).cpu()
+            totals += torch.stack([measures[name].total, measures[name].count])
     total, count = reduce(totals).tolist()
     return mean.after(total, count)

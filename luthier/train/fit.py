@@ -104,11 +104,11 @@ def _open(data: Callable[[], LiveData]) -> LiveData:
 
 
 def _set_up_process(config: RunConfig) -> None:
-    if config.runtime.threads is not None:
-        torch.set_num_threads(config.runtime.threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # of weights being loaded
     PartialState(cpu=run_device(config) == "cpu")  # joins the other ranks, under torchrun
+    if config.runtime.threads is not None:
+        torch.set_num_threads(config.runtime.threads)  # after accelerate, which gives each rank a share of the cores
 
 
 def _set_up(

@@ -64,7 +64,7 @@ def model_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
             parts.train,
             parts.how,
             device=parts.device,
-            asked=parts.config.model.attn_implementation,
+            asked=_asked_attention(parts),
             shared=shares_prompts(parts.config),
         )
     else:
@@ -76,10 +76,22 @@ def model_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
         tell(f"attention: {isolation.attention}, segments kept apart by {isolation.isolation.value}")
     head = None
     if not is_reward_model(parts.config):
-        head = prove_head(parts.model, find_head(parts.model), _first_inputs(parts, isolation))
+        head = find_head(parts.model)
+        if parts.config.train.torch_compile:
+            why = "the model makes its own logits, where rows have targets: it is compiled as it is"
+            head = replace(head, tapped=False, note=why)
+        else:
+            head = prove_head(parts.model, head, _first_inputs(parts, isolation))
         if head.note is not None:
             tell(f"head: {head.note}")
     return ModelPass(isolation=isolation, head=head, device=parts.device, pad_token_id=parts.how.pad_token_id)
+
+
+def _asked_attention(parts: ObjectiveParts) -> str:
+    """The attention that is asked for; a compiled model keeps its own, which takes masks and no plans."""
+    asked = parts.config.model.attn_implementation
+    own = str(parts.loaded.model.config._attn_implementation)
+    return own if asked == "auto" and parts.config.train.torch_compile else asked
 
 
 def make_losses(
@@ -188,9 +200,10 @@ def _reference_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[
     match _source(parts.config):
         case ReferenceSource.BASE:
             if mutates_base(parts.config.adapter):
+                initial = parts.config.adapter.init_lora_weights
                 raise ModelError(
-                    "objective.reference is base, but adapter.init_lora_weights: "
-                    f"{parts.config.adapter.init_lora_weights} changes the base, which is not what training begins with",
+                    f"objective.reference is base, but adapter.init_lora_weights: {initial} changes the base, so that "
+                    "the model without its adapter is not the one that training begins with",
                     hint="set objective.reference: auto",
                 )
             tell("reference: the model without its adapter")

@@ -169,8 +169,11 @@ def save_loss_png(result: RunResult, path: Path) -> None:
 def _plot(axes: Axes, training: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]]) -> None:
     steps, values = [step for step, _ in training], [value for _, value in training]
     marker = "." if len(steps) == 1 else ""
-    axes.plot(steps, values, color="#9db7e8", linewidth=1, label="training", marker=marker)
-    axes.plot(steps, smoothed(values, smoothing_radius(len(values))), color="#2456b8", linewidth=2, label="smoothed")
+    radius = smoothing_radius(len(values))
+    colour, width = ("#9db7e8", 1) if radius else ("#2456b8", 2)  # nothing to smooth: the curve itself is the main one
+    axes.plot(steps, values, color=colour, linewidth=width, label="training", marker=marker)
+    if radius:
+        axes.plot(steps, smoothed(values, radius), color="#2456b8", linewidth=2, label="smoothed")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o-", color="#c4690a", markersize=5, label="held-out")
     axes.set(xlabel="step")

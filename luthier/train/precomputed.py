@@ -2,8 +2,9 @@
 
 <store>/references/<digest>.safetensors   keys uint8[n, 32], leaves int32[n], logps float32[n]
 
-The digest covers the reference's weights and all that decides which tokens of a row are scored, so what is found under
-it is what would be computed; rows are found again by their keys, however the store has grown. L leaves of the store.
+The digest covers the reference's weights and settings and all that decides which tokens of a row are scored, so what is
+found under it is what would be computed; rows are found again by their keys, however the store has grown. L leaves of
+the store.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ import xxhash
 from accelerate import PartialState
 from accelerate.utils import reduce
 from numpy.typing import NDArray
+from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -33,6 +36,7 @@ from luthier.train.references import PrecomputedReference, ReferenceModel
 from luthier.train.streams import EvalStream
 
 FOLDER = "references"
+SAID_OF_FILES = ("_name_or_path", "base_model_name_or_path", "transformers_version", "use_cache")  # not of results
 ADAPTER_PARTS = (".lora_", ".oft_", ".modules_to_save.")  # in the names of what a base goes without
 
 
@@ -55,7 +59,7 @@ def precomputed_reference(config: RunConfig, work: Precomputation, reference: Re
     needed_N = np.unique(np.concatenate([_leaves_of(index) for index, _ in work.sides]))
     PartialState().wait_for_everyone()
     known_L = _read(path, work.store)
-    missing = torch.tensor(float(np.isnan(known_L[needed_N]).any()))
+    missing = torch.tensor(float(np.isnan(known_L[needed_N]).any()), device=reference.forward.device)
     if float(reduce(missing, reduction="sum")):
         known_L = _compute(work, reference)
         if PartialState().is_main_process:
@@ -65,16 +69,20 @@ def precomputed_reference(config: RunConfig, work: Precomputation, reference: Re
 
 
 def _compute(work: Precomputation, reference: ReferenceModel) -> NDArray[np.float32]:
-    found_L = np.zeros(len(work.store.leaf_lengths), dtype=np.float32)
+    found_2L = np.zeros((2, len(work.store.leaf_lengths)), dtype=np.float32)  # log-probabilities; 1 where there is one
     for _, stream in work.sides:
         for batch in stream:
             if not batch.units:
                 continue
             logps_S = reference.logps(batch, _counts(batch, work.ld_alpha, reference.forward.device))
             leaves = [leaf for unit in batch.units for leaf in unit.leaves]
-            found_L[leaves] = logps_S.float().cpu().numpy()
-    total: torch.Tensor = reduce(torch.from_numpy(found_L).to(reference.forward.device), reduction="sum")
-    return total.cpu().numpy()  # each leaf was one rank's
+            found_2L[0, leaves] = logps_S.float().cpu().numpy()
+            found_2L[1, leaves] = 1
+    reduced: torch.Tensor = reduce(torch.from_numpy(found_2L).to(reference.forward.device), reduction="sum")
+    total_L, ranks_L = reduced.cpu().numpy()
+    # rows of the same content are one sample, which several ranks may have scored
+    mean_L: NDArray[np.float32] = total_L / np.maximum(ranks_L, 1)
+    return mean_L
 
 
 def _counts(batch: Batch, ld_alpha: float, device: torch.device) -> torch.Tensor | None:
@@ -91,12 +99,25 @@ def _digest(config: RunConfig, work: Precomputation, reference: ReferenceModel) 
         "overflow": config.data.overflow.value,
         "ld_alpha": work.ld_alpha,
         "dtype": config.train.precision.value,
+        "model": _settings(reference),
     }
-    digest = hashlib.sha256(json.dumps(how, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(how, sort_keys=True, default=sorted).encode())  # PEFT has sets of names
     for name, values in _weights(reference):
         digest.update(name.encode())
         digest.update(xxhash.xxh3_128_digest(values))
     return digest.hexdigest()[:32]
+
+
+def _settings(reference: ReferenceModel) -> dict[str, Any]:
+    """What is computed with the weights: windows, rotations, scales, those of an adapter too."""
+    model: Any = reference.model
+    sections = {"model": model.config.to_dict()}
+    if isinstance(model, PeftModel) and not reference.under_adapter:
+        sections |= {name: section.to_dict() for name, section in model.peft_config.items()}
+    return {
+        name: {key: value for key, value in section.items() if key not in SAID_OF_FILES}
+        for name, section in sections.items()
+    }
 
 
 def _weights(reference: ReferenceModel) -> Iterator[tuple[str, memoryview]]:

@@ -19,7 +19,7 @@ MEASURE_CHARTS = (
     ("judged right", ACCURACIES, None),
     ("reward margin", MARGINS, None),
     ("reward", *REWARDS),
-    ("log-probability of an answer", "logps/chosen", "logps/rejected"),
+    ("log-probability", "logps/chosen", "logps/rejected"),
     ("KL estimate", "kl", None),
 )
 
@@ -36,8 +36,7 @@ def report_page(result: RunResult, told: Mapping[str, Any], *, sample: Markup) -
         result=result,
         told=told,
         loss_chart=_loss_chart(result),
-        measure_charts=_measure_charts(result),
-        small_charts=_small_charts(result),
+        small_charts=[*_measure_charts(result), *_small_charts(result)],
         sources=_sources(result),
         source_charts=_source_charts(result),
         answers=_answers(result.generations),

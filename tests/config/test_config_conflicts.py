@@ -44,6 +44,11 @@ CONFLICTS = [
         ("run.yaml:6 eval.early_stopping_patience: ", "eval.strategy (line 7) is no", "epoch or steps"),
     ),
     ("eval: {generate_rows: 5}", "", ("run.yaml:4 eval.generate_rows: ", "no eval data")),
+    (
+        "eval: {generate_rows: 5}\nobjective: rm",
+        EVAL,
+        ("run.yaml:5 eval.generate_rows: ", "answers nothing", "objective.name (line 6) is rm"),
+    ),
     ("train: {lr_scheduler_type: reduce_lr_on_plateau}", "", ("run.yaml:4 train.lr_scheduler_type: ", "no eval data")),
     (
         "eval: {load_best_model_at_end: true}\noutput:\n  save_strategy: steps",

@@ -27,7 +27,7 @@ CHANGES: dict[str, Any] = {
     "eval__steps": 5,
 }
 KILLS_IN_A_ROW = 10
-MOST_STEPS = 3  # between two kills; a checkpoint is saved every two, so some kills cost all of them
+MOST_STEPS = 5  # between two kills; a checkpoint is saved every two, so some kills cost all of them
 SECONDS_MORE = 0.1  # to be in the middle of something: saving, evaluating
 DATA = make_data(make_segments(13), make_segments(5, seed=8))
 

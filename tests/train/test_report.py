@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from markupsafe import Markup
 from rich.console import Console
+from tiny_runs import make_config
 
+from luthier.train.artifacts import model_card
 from luthier.train.plots import Curve, chart, smoothed, smoothing_radius, sparkline, ticks
 from luthier.train.report import Report, duration, summary, write_report
 from luthier.train.result import (
@@ -185,6 +187,65 @@ def test_one_data_set_is_not_listed(result: RunResult) -> None:
     write_report(Report(result=one))
     assert "Data sets" not in (result.path / "report.html").read_text()
     assert "data sets" not in summary_text(Report(result=one))
+
+
+def compared(result: RunResult) -> RunResult:
+    """The same run as one of DPO: pairs, rewards, and a first evaluation that judges nothing."""
+
+    def measures(step: int) -> dict[str, float]:
+        names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+        return dict(zip(names, (step / 10, -step / 10, step / 25, step / 5), strict=True))
+
+    evals = tuple(
+        replace(e, perplexity=None, token_accuracy=None, accuracy=e.step / 25, measures=measures(e.step))
+        for e in result.evals
+    )
+    steps = tuple(replace(s, measures=measures(s.step)) for s in result.steps)
+    return replace(result, steps=steps, evals=evals, config={"objective": {"name": "dpo"}})
+
+
+def test_a_run_that_compares_shows_rewards_and_no_perplexity(result: RunResult) -> None:
+    files = write_report(Report(result=compared(result)))
+    page = files[0].read_text()
+    assert page.count("<svg") == 4 + 3  # judged right, margin, both rewards
+    assert all(words in page for words in ("loss per pair", "reward margin", "judged right", "80.0%"))
+    assert "perplexity" not in page and "targets right" not in page and "per target" not in page
+    (untrained,) = re.findall(r'<tr><td class="n">0</td>.*?</tr>', page)
+    assert "0.000" in untrained and untrained.count('<td class="n"></td>') == 1  # its share is not told
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    text = summary_text(Report(result=compared(result)))
+    assert "3.000 → 1.000   per pair" in text and "judged right    80.0%   of 50 held-out pairs" in text
+
+
+@pytest.mark.parametrize(
+    ("objective", "packing", "told"),
+    [
+        ({"name": "dpo", "beta": 0.5}, "window", (
+            "| objective | dpo, loss sigmoid, beta 0.5, sft_weight 0, ld_alpha 1, label_smoothing 0 |",
+            "| reference | the model before training |",
+            "| batch | 2 packs of pairs, each answer with its prompt up to 32 tokens |", "text-generation")),
+        ({"name": "dpo", "loss": "simpo"}, "none", (
+            "loss simpo, beta 2, sft_weight 0, gamma 1",
+            "| batch | 2 pairs, each answer with its prompt up to 32 tokens |")),
+        ({"name": "dpo", "reference": {"source": "none"}}, "none", ("| reference | none |",)),
+        ({"name": "dpo", "reference": {"name_or_path": "a/b"}}, "none", ("| reference | `a/b` |",)),
+        ({"name": "rm"}, "none", ("| objective | rm, loss bradley_terry, center_rewards 0 |", "text-classification")),
+        ({"name": "sft"}, "none", ("loss cross_entropy", "| batch | 2 sequences of up to 32 tokens |")),
+    ],
+)  # fmt: skip
+def test_the_card_names_the_loss_with_all_its_numbers_and_the_reference(
+    result: RunResult, tmp_path: Path, objective: dict[str, Any], packing: str, told: tuple[str, ...]
+) -> None:
+    config = make_config(tmp_path, objective=objective, train__packing=packing, train__per_device_train_batch_size=2)
+    card = model_card(replace(result, config={"objective": objective}), config)
+    assert all(words in card for words in told), card
+    assert ("| reference |" in card) == any("reference" in words for words in told)
+
+
+def test_a_run_of_targets_shows_perplexity_and_no_rewards(result: RunResult) -> None:
+    page = write_report(Report(result=result))[0].read_text()
+    assert "loss per target" in page and "perplexity" in page
+    assert "judged right" not in page and "reward" not in page
 
 
 def test_an_interrupted_run_says_how_to_go_on(result: RunResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,35 @@ def test_lines_are_printed_at_intervals_and_the_last_step_always() -> None:
         "answers at step 2: 1 of 1 exactly right",
         "saved checkpoint-20",
     ]
+
+
+def compared(step: int, *, chosen: float, right: float, **more: float) -> EvalRecord:
+    measures = {"rewards/chosen": chosen, "rewards/rejected": -chosen, "rewards/accuracies": right, **more}
+    return EvalRecord(
+        step=step, epoch=0, loss=0.7, perplexity=None, token_accuracy=None, num_targets=1234, seconds=1,
+        accuracy=right, measures=measures,
+    )  # fmt: skip
+
+
+def test_evaluations_say_what_was_judged_and_never_a_perplexity_where_there_is_none() -> None:
+    pairs, rows = compared(5, chosen=0.5, right=0.75, **{"rewards/margins": 1.0}), compared(5, chosen=0.5, right=0.75)
+    assert pairs.words == "75.0% of 1,234 pairs ranked right"
+    assert rows.words == "75.0% of 1,234 rows judged right"
+
+
+def test_a_model_that_is_its_own_reference_has_judged_nothing_yet() -> None:
+    untrained = compared(0, chosen=2e-6, right=0.0, **{"rewards/margins": 0.0})
+    assert untrained.judged is None and untrained.words == "no pairs ranked yet, as the model is its own reference"
+    # rewards of 0 after training are a result, and rewards of another size before it too
+    assert compared(3, chosen=0.0, right=0.0).judged == 0.0
+    assert compared(0, chosen=-1.5, right=0.4).judged == 0.4
+
+
+def test_lines_show_what_is_measured_beside_the_loss() -> None:
+    stream = io.StringIO()
+    measures = {"rewards/accuracies": 0.5, "rewards/margins": 0.25, "logps/chosen": -3.0}
+    PlainLines(stream)(replace(_step(1), measures=measures))
+    assert "loss 2.0000  right 0.500  margin 0.250  lr" in stream.getvalue()
 
 
 def test_the_bar_shows_the_numbers_and_is_closed() -> None:

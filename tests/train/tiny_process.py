@@ -1,9 +1,9 @@
 """Runs in processes of their own, for `test_train_process`: ``python tiny_process.py JOBS``.
 
 ``JOBS`` is a JSON list of ``{"folder", "mode", "ranks", "changes"}``. With ``"store"`` a run has rows of its
-objective from `tiny_rows` in place of segments; ``"then"`` are jobs that the same processes do afterwards. Each job is forked,
-one process a rank, from this one, which has imported everything once. Prints the exit codes, a list for each job; standard
-error goes to ``FOLDER.stderr``.
+objective from `tiny_rows` in place of segments; ``"then"`` are jobs that the same processes do afterwards. Each job is
+forked, one process a rank, from this one, which has imported everything once. Prints the exit codes, a list for each
+job; standard error goes to ``FOLDER.stderr``.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
         if job["ranks"] > 1:  # what torchrun sets
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+            os.environ["OMP_NUM_THREADS"] = "1"  # without it accelerate gives each rank a share of all cores
         error_file = os.open(job["folder"] + ".stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(error_file, 2)
         code = max(_run(each) for each in (job, *job.get("then", ())))
@@ -62,7 +63,7 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
 def _run(job: dict[str, Any]) -> int:
     config = make_config(Path(job["folder"]), **job["changes"])
     if "store" in job:
-        rows = {"rows": range(8), "held_out": range(20, 24), "weighted": job["weighted"]}
+        rows = {"rows": range(8), "held_out": range(4, 8), "weighted": job["weighted"]}
         data = run_data(Path(job["store"]), config, **rows)
     else:
         data = make_data(make_segments(13), make_segments(5, seed=8), weights=(1.0, 1.0))

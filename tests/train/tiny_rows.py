@@ -33,7 +33,8 @@ def make_row(number: int, *, continuations: int, weighted: bool = False, verdict
     weight = np.full(len(ids), 2.0 if number % 3 == 0 else 1.0, np.float32) if weighted else None
     branches = tuple(Branch(parent=0 if place else -1, length=length) for place, length in enumerate(lengths))
     said = (number % 2) / (2 if continuations > 1 else 1) if verdict else None
-    return Sample(input_ids=ids, target=target, weight=weight, branches=branches, verdict=said)
+    turns = tuple(turn for turn in (1, 4) if verdict and turn < lengths[0] - 1)
+    return Sample(input_ids=ids, target=target, weight=weight, branches=branches, verdict=said, prompt_turns=turns)
 
 
 def make_rows(folder: Path, objective: str, numbers: range, *, weighted: bool = False) -> PreparedSet:

@@ -73,7 +73,7 @@ def main() -> None:
         "callbacks": [COSTS],
     }
     if job["objective"] == "dpo":
-        arguments = trl.DPOConfig(**settings, beta=0.1, precompute_ref_log_probs=True)
+        arguments = trl.DPOConfig(**settings, remove_unused_columns=False, precompute_ref_log_probs=True)
         trainer: Any = Pairs(args=arguments, **common)
     else:
         if job["packed"]:  # every row of it is full already

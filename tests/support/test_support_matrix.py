@@ -1,0 +1,77 @@
+"""What the support matrix says is so: every cell was trained, layouts agree, and the page says what runs said."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import support_matrix as matrix
+from support_matrix import FAMILIES, LAYOUTS, OBJECTIVES, Cell, Outcome, Verdict
+
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.train import fit
+
+PAGE = Path(__file__).parents[2] / "docs" / "support_matrix.md"
+Outcomes = dict[Cell, Outcome]
+
+
+def test_the_page_says_what_runs_say(outcomes: Outcomes) -> None:
+    assert matrix.support_page(outcomes) == PAGE.read_text(encoding="utf-8"), "run make docs"
+
+
+def test_families_of_attention_are_trained_in_every_way_without_falling_back(outcomes: Outcomes) -> None:
+    tried = {cell for cell in outcomes if cell.family != "mamba"}
+    assert len(tried) == (len(FAMILIES) - 1) * (len(OBJECTIVES) * len(LAYOUTS) - 1) * 3
+    assert {cell: outcomes[cell] for cell in tried if outcomes[cell].verdict is not Verdict.OK} == {}
+
+
+def test_the_step_is_the_same_in_all_layouts(outcomes: Outcomes) -> None:
+    """What falls back trains the same, too."""
+    by_step: dict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
+    for cell, outcome in outcomes.items():
+        if outcome.verdict is not Verdict.REFUSED:
+            by_step[cell.family, cell.objective, cell.adapter].append(outcome)
+    assert len(by_step) > 70
+    for step, found in by_step.items():
+        assert len(found) == (2 if step[1] == "sft" else 3), step
+        first = found[0]
+        assert first.loss is not None and first.grad_norm is not None
+        assert math.isfinite(first.loss) and first.grad_norm > 1e-3, step
+        for other in found[1:]:
+            assert other.loss == pytest.approx(first.loss, rel=1e-4), step
+            assert other.grad_norm == pytest.approx(first.grad_norm, rel=1e-4), step
+
+
+def test_adapters_begin_with_the_loss_of_the_model_itself(outcomes: Outcomes) -> None:
+    """Else a reference of another model was read: two families have the same weights here, and other windows."""
+    for cell, outcome in outcomes.items():
+        full = outcomes[Cell(cell.family, cell.objective, cell.layout, "full")]
+        if outcome.verdict is not Verdict.REFUSED:
+            assert outcome.loss == pytest.approx(full.loss, rel=1e-5), cell
+
+
+def test_a_model_with_a_state_falls_back_and_says_why(outcomes: Outcomes) -> None:
+    packed = outcomes[Cell("mamba", "sft", "packed", "full")]
+    assert packed.verdict is Verdict.FALLS_BACK and "carry a state from token to token" in packed.reason
+    assert outcomes[Cell("mamba", "sft", "padded", "full")].verdict is Verdict.OK
+
+
+def test_a_cell_can_come_out_otherwise(
+    root: Path, outcomes: Outcomes, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: what is demanded and not there is refused, and what is no `UserError` is not taken for a refusal."""
+    cell = Cell("mamba", "dpo", "packed", "full")
+    assert outcomes[cell].verdict is Verdict.FALLS_BACK
+    found = matrix.try_cell(root, tokenizer, cell, attention="sdpa")
+    assert found.verdict is Verdict.REFUSED and found.loss is None
+    other = dict(outcomes) | {cell: found}
+    assert matrix.support_page(other) != matrix.support_page(outcomes)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(fit, "make_model", broken)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        matrix.try_cell(root, tokenizer, Cell("llama", "sft", "packed", "lora"))
