@@ -43,7 +43,7 @@ from benchmarks.harness.training_material import (
 from benchmarks.harness.training_runs import Contest, Measured, Tool, description, measure
 from luthier.presets import tokenizer_folder
 
-TOLERANCE = 1e-4  # relative; other kernels differ by 1e-6, packing that leaks (TRL's "wrapped") by 7e-3
+TOLERANCE = 1e-4  # relative; other kernels differ by 1e-6, packing that cuts rows and leaks by 7e-3
 OPTIMIZER_BYTES = 12  # a parameter: gradient and two moments in float32
 
 

@@ -193,9 +193,7 @@ def _quiet_peft() -> Iterator[None]:
     mutated base weights, given while PEFT itself does the conversion that the warning advises; and of its own settings
     for fused experts, which it applies, but looks for among modules only."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="The following .*_pattern keys did not match", category=RuntimeWarning
-        )
+        warnings.filterwarnings("ignore", message="The following .*_pattern keys did not", category=RuntimeWarning)
         warnings.filterwarnings("ignore", message=".* changes the base weights of the model", category=UserWarning)
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         yield

@@ -163,6 +163,7 @@ def _config(root: Path, cell: Cell, attention: str) -> RunConfig:
         train__max_steps=1,
         train__per_device_train_batch_size=len(ROWS),
         runtime__threads=1,
+        output__overwrite=True,
         **changes,
     )
 
