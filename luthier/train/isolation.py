@@ -118,21 +118,6 @@ def choose_isolation(
     )
 
 
-def check_isolation(model: nn.Module, segments: Segments, how: CollateSettings, *, device: torch.device) -> None:
-    """Try the model as it is, by positions alone.
-
-    Some architectures ignore what keeps segments apart (restarting positions): recurrent layers carry their state on,
-    and a few models build their attention mask without positions. Raises `ModelError` for those, by name.
-    """
-    as_it_is = ChosenIsolation(isolation=Isolation.POSITIONS, attention="", windows={})
-    problem = _problem(model, as_it_is, segments, how, shared=False, device=device)
-    if problem is not None:
-        raise ModelError(
-            f"{type(_plain(model)).__name__} does not keep packed sequences apart: {problem}",
-            hint="set train.packing: none",
-        )
-
-
 def _plain(model: nn.Module) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 

@@ -30,7 +30,7 @@ from luthier.errors import ModelError
 from luthier.records import Pack
 from luthier.train.attention import SEGMENTS, AttentionPlan
 from luthier.train.attention_inputs import Isolation
-from luthier.train.isolation import ChosenIsolation, check_isolation, choose_isolation
+from luthier.train.isolation import ChosenIsolation, choose_isolation
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -47,8 +47,8 @@ class Forgetful(LlamaForCausalLM):
         return super().forward(**inputs)
 
 
-def _check(model: torch.nn.Module) -> None:
-    check_isolation(model, make_segments(3), HOW, device=CPU)
+def _by_positions(model: torch.nn.Module) -> ChosenIsolation:
+    return choose_isolation(model, make_segments(3), HOW, device=CPU, asked="sdpa")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,19 +59,19 @@ def test_models_that_isolate_pass_in_every_type(dtype: torch.dtype) -> None:
         MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)),
     ):
         model.to(dtype).train()
-        _check(model)
+        assert _by_positions(model).isolation is Isolation.POSITIONS
         assert model.training
 
 
-def test_a_model_that_ignores_positions_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match=r"Forgetful does not keep packed sequences apart(.|\n)*train.packing: none"):
-        _check(Forgetful(LlamaConfig(**SIZES)))
+def test_a_model_that_ignores_positions_is_not_told_by_positions() -> None:
+    found = _by_positions(Forgetful(LlamaConfig(**SIZES)))
+    assert found.isolation is Isolation.MASKS and "sdpa by positions: changing one" in found.notes[0]
 
 
 def test_a_real_architecture_that_mixes_segments_is_refused() -> None:
     model = GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1))
     with pytest.raises(ModelError, match="GptOssForCausalLM does not keep packed sequences apart"):
-        _check(model)
+        _by_positions(model)
 
 
 TINY = [segment for seed in (1, 2) for segment in tree(2, 30, seed=seed).segments()]
