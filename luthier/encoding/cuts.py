@@ -16,6 +16,7 @@ from luthier.packing import Units
 
 Ints = NDArray[np.int64]
 
+READ_AT_A_TIME = 128  # samples, before the pages that they were read from are let go of
 PROMPT_TRUNCATED = "prompt_truncated"  # a note: rows whose prompt lost messages
 
 
@@ -63,7 +64,9 @@ def cut_leaves(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overfl
     """Each leaf on its own. Raises `UserError` under ``Overflow.ERROR`` for the first that is too long."""
     fits = leaves.lengths <= max_length
     cuts = Cuts(whole=np.flatnonzero(fits & (leaves.num_targets > 0)), dropped=overflow is Overflow.DROP)
-    for leaf in [] if cuts.dropped else np.flatnonzero(~fits).tolist():
+    for count, leaf in enumerate([] if cuts.dropped else np.flatnonzero(~fits).tolist(), start=1):
+        if count % READ_AT_A_TIME == 0:
+            prepared.store.release()
         segment = leaf_segment(prepared[int(leaves.row[leaf])], int(leaves.number[leaf]))
         windows = plan_windows(segment.target, max_length=max_length, overflow=overflow, address=segment.address)
         useful = [window for window in windows if window.num_targets]
@@ -72,6 +75,7 @@ def cut_leaves(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overfl
         if useful:
             cuts.notes["truncated" if overflow is Overflow.TRUNCATE else "split"] += 1
             cuts.notes["window_without_target"] += len(windows) - len(useful)
+    prepared.store.release()
     return cuts
 
 
@@ -98,7 +102,9 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
         case Overflow.DROP:
             pass
         case Overflow.TRUNCATE:
-            for row in np.flatnonzero(too_long).tolist():
+            for count, row in enumerate(np.flatnonzero(too_long).tolist(), start=1):
+                if count % READ_AT_A_TIME == 0:
+                    prepared.store.release()
                 _cut_prompt_of(prepared, row, leaves, cuts, max_length)
         case Overflow.SPLIT:
             raise UserError(

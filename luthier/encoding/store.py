@@ -169,6 +169,11 @@ class SampleStore:
             shard.release()
         return keys
 
+    def release(self) -> None:
+        """Let go of the memory that reading took."""
+        for shard in self._opened:
+            shard.release()
+
     def verify(self) -> None:
         """Read every byte. Raises `StoreError` if one is not as it was written."""
         for shard in self._shards:
@@ -192,9 +197,8 @@ class SampleStore:
     @cached_property
     def leaf_bounds(self) -> Ints:
         """int64[n + 1]: sample ``i`` has the leaves ``leaf_bounds[i]:leaf_bounds[i + 1]``."""
-        bounds = np.zeros(len(self) + 1, dtype=np.int64)
         counts = [np.diff(shard.index.leaf_bounds) for shard in self._shards]
-        np.cumsum(np.concatenate([np.zeros(0, np.int64), *counts]), out=bounds[1:])
+        bounds: Ints = np.cumsum(np.concatenate([np.zeros(1, np.int64), *counts]))
         return bounds
 
     @cached_property
