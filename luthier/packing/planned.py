@@ -79,6 +79,7 @@ class Planned:
             step_ends=step_ends,
             starts=None if self.starts is None else self.starts[members],
             stops=None if self.stops is None else self.stops[members],
+            held=None if self.held is None else self.held[members],
         )
 
 

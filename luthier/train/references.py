@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
+from luthier.errors import ModelError
 from luthier.objectives import Reference as TokenReference
 from luthier.objectives import sequence_scores
 from luthier.objectives.head import AnyHead, Head
@@ -48,7 +49,12 @@ class ReferenceModel:
         """Its hidden states at the targets, with its head, for losses that compare whole distributions."""
 
         def keep(hidden_KD: torch.Tensor, head: AnyHead, _: Targets) -> TokenReference:
-            assert isinstance(head, Head), "a reference's head is a plain layer"
+            if not isinstance(head, Head):
+                raise ModelError(
+                    "a loss that compares whole distributions needs the reference's output layer as it is, and here it "
+                    "is adapted, or cannot be told apart from the model",
+                    hint="set objective.reference: model, or choose another objective.loss",
+                )
             return TokenReference(hidden_KD=hidden_KD, head=head)
 
         with self._as_reference():
