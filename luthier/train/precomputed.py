@@ -24,9 +24,10 @@ from accelerate.utils import reduce
 from numpy.typing import NDArray
 from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from luthier.config.schema import RunConfig
+from luthier.encoding.disk import Disk
 from luthier.encoding.segments import SegmentIndex
 from luthier.encoding.store import SampleStore
 from luthier.objectives import tail_discount
@@ -61,28 +62,29 @@ def precomputed_reference(config: RunConfig, work: Precomputation, reference: Re
     known_L = _read(path, work.store)
     missing = torch.tensor(float(np.isnan(known_L[needed_N]).any()), device=reference.forward.device)
     if float(reduce(missing, reduction="sum")):
-        known_L = _compute(work, reference)
+        known_L = _compute(known_L, work, reference)
         if PartialState().is_main_process:
-            _write(path, work.store, known_L, needed_N)
+            _write(path, work.store, known_L)
         PartialState().wait_for_everyone()
     return PrecomputedReference(logps_L=torch.from_numpy(known_L), device=reference.forward.device)
 
 
-def _compute(work: Precomputation, reference: ReferenceModel) -> NDArray[np.float32]:
+def _compute(known_L: NDArray[np.float32], work: Precomputation, reference: ReferenceModel) -> NDArray[np.float32]:
+    """The table with what it lacks; batches all of which is known are passed over, on all ranks alike."""
     found_2L = np.zeros((2, len(work.store.leaf_lengths)), dtype=np.float32)  # log-probabilities; 1 where there is one
     for _, stream in work.sides:
         for batch in stream:
-            if not batch.units:
+            leaves = [leaf for unit in batch.units for leaf in unit.leaves]
+            if not np.isnan(known_L[leaves]).any():
                 continue
             logps_S = reference.logps(batch, _counts(batch, work.ld_alpha, reference.forward.device))
-            leaves = [leaf for unit in batch.units for leaf in unit.leaves]
             found_2L[0, leaves] = logps_S.float().cpu().numpy()
             found_2L[1, leaves] = 1
     reduced: torch.Tensor = reduce(torch.from_numpy(found_2L).to(reference.forward.device), reduction="sum")
     total_L, ranks_L = reduced.cpu().numpy()
     # rows of the same content are one sample, which several ranks may have scored
-    mean_L: NDArray[np.float32] = total_L / np.maximum(ranks_L, 1)
-    return mean_L
+    completed_L: NDArray[np.float32] = np.where(ranks_L > 0, total_L / np.maximum(ranks_L, 1), known_L)
+    return completed_L
 
 
 def _counts(batch: Batch, ld_alpha: float, device: torch.device) -> torch.Tensor | None:
@@ -149,16 +151,17 @@ def _read(path: Path, store: SampleStore) -> NDArray[np.float32]:
     return known_L
 
 
-def _write(path: Path, store: SampleStore, found_L: NDArray[np.float32], needed_N: NDArray[np.int64]) -> None:
-    samples = np.searchsorted(store.leaf_bounds, needed_N, side="right") - 1
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    save_file(
+def _write(path: Path, store: SampleStore, known_L: NDArray[np.float32]) -> None:
+    """Keep all that is known, other data's rows too. Raises `StoreError`."""
+    known_N = np.flatnonzero(~np.isnan(known_L))
+    samples = np.searchsorted(store.leaf_bounds, known_N, side="right") - 1
+    content = save(
         {
             "keys": torch.from_numpy(store.keys_of(samples)),
-            "leaves": torch.from_numpy((needed_N - store.leaf_bounds[samples]).astype(np.int32)),
-            "logps": torch.from_numpy(found_L[needed_N]),
-        },
-        unfinished,
+            "leaves": torch.from_numpy((known_N - store.leaf_bounds[samples]).astype(np.int32)),
+            "logps": torch.from_numpy(known_L[known_N]),
+        }
     )
-    unfinished.replace(path)
+    disk = Disk()
+    disk.make_folder(path.parent)
+    disk.publish(path, [content])

@@ -168,6 +168,23 @@ def test_a_store_that_has_grown_or_was_written_in_another_order_still_has_it(
     assert _losses(copied) == pytest.approx(_losses(backwards), rel=1e-5)
 
 
+def test_only_what_is_new_is_scored_and_what_others_computed_stays(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[int] = []
+    real = ReferenceModel.logps
+
+    def counting(self: ReferenceModel, batch: Any, *rest: Any) -> Any:
+        scored.append(len(batch.units))
+        return real(self, batch, *rest)
+
+    monkeypatch.setattr(ReferenceModel, "logps", counting)
+    run("some", {"name": "dpo"}, rows=range(8), train__packing="none")
+    assert sum(scored) == 8
+    run("others", {"name": "dpo"}, rows=range(8, 14), train__packing="none")
+    assert sum(scored) == 14
+    run("all", {"name": "dpo"}, rows=range(14), train__packing="none")
+    assert sum(scored) == 14, "both tables are one"
+
+
 def test_a_damaged_table_is_computed_again(run: Run, computed: list[int], tmp_path: Path) -> None:
     first = run("first", {"name": "dpo"})
     (path,) = (tmp_path / "store" / precomputed.FOLDER).glob("*.safetensors")
