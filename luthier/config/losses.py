@@ -11,8 +11,8 @@ from luthier.errors import Problem
 
 # Rows that only some objectives can learn from; all others are for sft and pt.
 _ROWS_FOR = {Format.PREFERENCE: ("rm", "dpo"), Format.FEEDBACK: ("kto",)}
+_COMPARING = tuple(name for names in _ROWS_FOR.values() for name in names)
 # Alpaca and ShareGPT rows can hold pairs or verdicts beside the conversation; these cannot.
-_COMPARING = ("rm", "dpo", "kto")
 _SINGLE_ANSWERS = (Format.PROMPT_COMPLETION, Format.TEXT)
 _LOSS_KEYS = tuple(sorted({key for options in LOSSES.values() for key in options.defaults}))
 
@@ -53,7 +53,7 @@ def check_shared(draft: Draft) -> Iterator[Problem]:
         return
     if config.objective.name not in _COMPARING:
         what = f"{draft.cite('objective.name')} is {config.objective.name}, which compares no answers"
-    elif config.objective.name == "kto" and config.objective.loss_name != "kto":
+    elif config.objective.name == "kto" and not config.objective.estimates_kl:
         what = f"{draft.cite('objective.loss')} is {config.objective.loss_name}, which looks at one answer at a time"
     elif not config.train.packing.is_packed:
         what = f"{draft.cite('train.packing')} is {config.train.packing}, which gives each answer a row of its own"
@@ -142,8 +142,9 @@ def _reference(draft: Draft) -> Iterator[Problem]:
             if objective.loss_name == "asft":
                 what = "asft compares whole distributions, too much to keep for every token"
                 yield draft.problem("objective.reference.source", what, "set it to base or model")
-            if objective.loss_name == "kto":
-                what = "kto estimates a KL from other answers in each epoch, which nobody can have computed"
+            if objective.estimates_kl:
+                estimated = "a KL from other answers in each epoch, which nobody can have computed"
+                what = f"{objective.loss_name} estimates {estimated}"
                 hint = "set it to base or model, or objective.loss: apo_zero_unpaired, which estimates none"
                 yield draft.problem("objective.reference.source", what, hint)
         case ReferenceSource.NONE:

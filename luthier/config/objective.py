@@ -32,11 +32,13 @@ class LossOptions:
 
     families   the objectives that have it
     reference  whether it compares with a reference model
+    estimates_kl  whether it wants another row's completion under each prompt, to estimate a KL divergence
     defaults   the keys that it reads beside ``name``, ``loss`` and ``reference``, and what they are by default
     """
 
     families: tuple[str, ...]
     reference: bool = False
+    estimates_kl: bool = False
     defaults: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -79,6 +81,7 @@ LOSSES: Mapping[str, LossOptions] = MappingProxyType(
         "kto": LossOptions(
             families=("kto",),
             reference=True,
+            estimates_kl=True,
             defaults={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
         ),
         "apo_zero_unpaired": LossOptions(
@@ -167,6 +170,11 @@ class ObjectiveConfig(Section):
         default = LOSSES[self.loss_name].defaults[key]
         given: float | None = self.model_dump(include={key})[key]
         return default if given is None or (key == "label_smoothing" and not given) else given
+
+    @property
+    def estimates_kl(self) -> bool:
+        """Whether each row comes with another row's completion."""
+        return LOSSES[self.loss_name].estimates_kl
 
     @property
     def needs_reference(self) -> bool:

@@ -7,8 +7,6 @@ from luthier.errors import UserError
 from luthier.packing import PlanSettings, Units
 from luthier.rendering.kinds import RowKind, kind_of
 
-ESTIMATES_KL = ("kto",)  # losses of single answers that compare with the KL between model and reference
-
 
 def units_of(config: RunConfig) -> Units:
     """What of a row the run's objective compares."""
@@ -18,7 +16,7 @@ def units_of(config: RunConfig) -> Units:
         case RowKind.PAIR:
             return Units.PAIRS
         case RowKind.VERDICT:
-            return Units.FEEDBACK_KL if config.objective.loss_name in ESTIMATES_KL else Units.FEEDBACK
+            return Units.FEEDBACK_KL if config.objective.estimates_kl else Units.FEEDBACK
 
 
 def shares_prompts(config: RunConfig) -> bool:

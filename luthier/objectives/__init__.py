@@ -1,8 +1,7 @@
 """Scores to losses: always sums, never means; the trainer divides by the whole step's count.
 
 Read in this order: token_loss, head, token_scores, token_losses, hidden_loss, sequences, measures, pair_scores,
-pair_losses, comparison, running_mean, feedback_losses, reward, settings, table,
-loss_table.
+pair_losses, comparison, running_mean, feedback_losses, reward, settings, loss_table.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ from luthier.objectives.reward import ValueHead, reward_loss_sum, rewards
 from luthier.objectives.running_mean import RunningMean
 from luthier.objectives.sequences import SequenceScores, sequence_scores, tail_discount
 from luthier.objectives.settings import feedback_settings, pair_settings, token_settings
-from luthier.objectives.table import OBJECTIVES, Normaliser, Objective, objective_named
 from luthier.objectives.token_loss import TokenLoss, token_loss_sum
 from luthier.objectives.token_losses import TokenSettings
 from luthier.objectives.token_scores import TokenScores, token_scores
 
 __all__ = [
-    "OBJECTIVES",
     "AnyHead",
     "FeedbackBaselines",
     "FeedbackScores",
@@ -39,8 +36,6 @@ __all__ = [
     "Head",
     "Measure",
     "Measures",
-    "Normaliser",
-    "Objective",
     "PairBaselines",
     "PairScores",
     "PairSettings",
@@ -59,7 +54,6 @@ __all__ = [
     "kl_baseline",
     "kl_measure",
     "measure",
-    "objective_named",
     "pair_loss_sum",
     "pair_scores",
     "pair_settings",

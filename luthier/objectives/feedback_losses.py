@@ -62,13 +62,11 @@ FeedbackFunction = Callable[[torch.Tensor, torch.Tensor, FeedbackSettings, Feedb
 class FeedbackLoss:
     """A row of the table. ``function(ratios_R, signs_R, settings, baselines)``, signs +1 good and -1 bad -> [R].
 
-    needs_kl     wants the completion of another row under each prompt, for the KL estimate
     needs_delta  wants the running mean of rewards
     """
 
     name: str
     function: FeedbackFunction
-    needs_kl: bool = False
     needs_delta: bool = False
     formula: str
     paper: str
@@ -145,7 +143,6 @@ FEEDBACK_LOSSES: dict[str, FeedbackLoss] = {
         FeedbackLoss(
             name="kto",
             function=_kto,
-            needs_kl=True,
             formula="good: s(-b (r - kl)); bad: s(-b (kl - r))",
             paper="2402.01306",
             says="KTO",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from luthier.config.objective import DEFAULT_LOSS, LOSSES
 from luthier.objectives.feedback_losses import FEEDBACK_LOSSES
 from luthier.objectives.pair_losses import PAIR_LOSSES
-from luthier.objectives.table import OBJECTIVES
 from luthier.objectives.token_losses import TOKEN_OBJECTIVES
+from luthier.rendering.kinds import kind_of
 
 _REWARD = ("-log s(Rc - Rd - margin) + center_rewards (Rc + Rd)^2", "2307.09288", "Bradley and Terry; rows' margins")
 
@@ -27,7 +27,7 @@ def loss_table() -> str:
             ", ".join(options.families),
             f"`{name}`{default}",
             f"`{formula}`",
-            OBJECTIVES[options.families[0]].normaliser.value,
+            f"{kind_of(options.families[0]).unit}s",
             "yes" if options.reference else "no",
             numbers,
             link,

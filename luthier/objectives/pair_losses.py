@@ -58,6 +58,8 @@ class PairLoss:
 
     per_token     compares log-probabilities per target, not of whole answers
     sorts         compares sorted pairs: the result depends on which pairs share a micro-batch
+    needs_delta   wants the running mean of rewards (`PairBaselines.delta`)
+    needs_kl      wants the mean log-ratios of the step's answers (`PairBaselines.chosen_kl`, ``rejected_kl``)
     formula, paper, says   for docs/objectives.md
     """
 
@@ -66,6 +68,8 @@ class PairLoss:
     needs_reference: bool = True
     per_token: bool = False
     sorts: bool = False
+    needs_delta: bool = False
+    needs_kl: bool = False
     formula: str
     paper: str
     says: str
@@ -200,8 +204,8 @@ def _cpo(scores: PairScores, settings: PairSettings, _: PairBaselines) -> torch.
     return _logistic(settings.beta * (scores.chosen_P - scores.rejected_P), settings.label_smoothing)
 
 
-def _row(name: str, function: PairFunction, formula: str, paper: str, says: str) -> PairLoss:
-    return PairLoss(name=name, function=function, formula=formula, paper=paper, says=says)
+def _row(name: str, function: PairFunction, formula: str, paper: str, says: str, **needs: bool) -> PairLoss:
+    return PairLoss(name=name, function=function, formula=formula, paper=paper, says=says, **needs)
 
 
 _COMPARED_WITH_REFERENCE = (
@@ -210,12 +214,18 @@ _COMPARED_WITH_REFERENCE = (
     _row("robust", _robust, "((1-e) l(+) - e l(-)) / (1 - 2e)", "2403.00409", "unbiased, e of the pairs swapped"),
     _row("exo_pair", _exo_pair, "KL((p, 1-p), (1-e, e)), p = s(b (rc - rd))", "2402.00856", "EXO: reverse KL"),
     _row("nca_pair", _nca_pair, "-log s(b rc) - log s(-b rc)/2 - log s(-b rd)/2", "2402.05369", "NCA"),
-    _row("bco_pair", _bco_pair, "-log s(b rc - delta) - log s(-(b rd - delta))", "2404.04656", "BCO on pairs"),
+    _row(
+        "bco_pair", _bco_pair, "-log s(b rc - delta) - log s(-(b rd - delta))", "2404.04656", "BCO on pairs",
+        needs_delta=True,
+    ),
     _row("sppo_hard", _sppo_hard, "(rc - 1/2b)^2 + (rd + 1/2b)^2", "2405.00675", "SPPO with certain winners"),
     _row("discopop", _discopop, "(1-m) l(+) + m exp(-b(rc - rd)), m = s(b(rc - rd)/tau)", "2406.08414", "DiscoPOP"),
     _row("apo_zero", _apo_zero, "s(-b rc) + s(b rd)", "2408.06266", "chosen up, rejected down"),
     _row("apo_down", _apo_down, "s(b rc) + s(-b (rc - rd))", "2408.06266", "both down, the rejected further"),
-    _row("kto_pair", _kto_pair, "(s(-b (rc - kl_d)) + s(-b (kl_c - rd))) / 2", "2402.01306", "KTO on pairs"),
+    _row(
+        "kto_pair", _kto_pair, "(s(-b (rc - kl_d)) + s(-b (kl_c - rd))) / 2", "2402.01306", "KTO on pairs",
+        needs_kl=True,
+    ),
 )  # fmt: skip
 _PER_TOKEN = (
     PairLoss(

@@ -12,6 +12,11 @@ class RowKind(StrEnum):
     PAIR = "pair"
     VERDICT = "verdict"
 
+    @property
+    def unit(self) -> str:
+        """What a step's loss is divided by the number of, over all its micro-batches and ranks."""
+        return {RowKind.ANSWER: "target", RowKind.PAIR: "pair", RowKind.VERDICT: "row"}[self]
+
 
 def kind_of(objective: str) -> RowKind:
     """The rows that the objective of this name learns from.

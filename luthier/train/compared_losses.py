@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from luthier.config.objective import LOSSES
 from luthier.objectives import (
     FeedbackBaselines,
     FeedbackScores,
@@ -34,6 +35,7 @@ from luthier.objectives import (
 )
 from luthier.objectives.feedback_losses import feedback_loss_named
 from luthier.objectives.measures import measure
+from luthier.objectives.pair_losses import pair_loss_named
 from luthier.records import Batch
 from luthier.train.passes import ModelPass
 from luthier.train.references import Reference
@@ -99,18 +101,15 @@ class PairLosses:
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Settle what the pairs of this step are compared with."""
-        match self.name:
-            case "bco_pair":
-                self._baselines = PairBaselines(delta=self._rewards.mean)
-            case "kto_pair":
-                chosen, rejected = self._mean_ratios(model, batches, reduce)
-                self._baselines = PairBaselines(chosen_kl=max(chosen, 0.0), rejected_kl=max(rejected, 0.0))
-            case _:
-                pass
+        row = pair_loss_named(self.name)
+        self._baselines = PairBaselines(delta=self._rewards.mean) if row.needs_delta else PairBaselines()
+        if row.needs_kl:
+            chosen, rejected = self._mean_ratios(model, batches, reduce)
+            self._baselines = PairBaselines(chosen_kl=max(chosen, 0.0), rejected_kl=max(rejected, 0.0))
 
     def end_step(self, reduce: Reduce) -> None:
         """Remember the step's rewards, where the loss compares with those of all steps."""
-        if self.name == "bco_pair":
+        if pair_loss_named(self.name).needs_delta:
             self._rewards = _after(self._rewards, self._under_way, self.forward.device, reduce)
             self._under_way = []
 
@@ -124,13 +123,13 @@ class PairLosses:
             weights_P=weights_of(batch, policy.logps_S.device),
         )
         found = pair_loss_sum(scores, self.name, self.settings, self._baselines)
-        if self.name == "bco_pair" and torch.is_grad_enabled():
+        if pair_loss_named(self.name).needs_delta and torch.is_grad_enabled():
             self._under_way.append(found.measures)
         return _micro_loss(found, anchor, batch, self.num_sources)
 
     def state(self) -> dict[str, Any]:
         """The running mean of rewards, where the loss has one."""
-        return {"rewards": self._rewards.to_state()} if self.name == "bco_pair" else {}
+        return {"rewards": self._rewards.to_state()} if pair_loss_named(self.name).needs_delta else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """See `StepLosses`."""
@@ -186,11 +185,10 @@ class FeedbackLosses:
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Estimate KL(policy, reference) over the whole step, or take the mean reward of the steps before."""
-        row = feedback_loss_named(self.name)
-        if row.needs_delta:
+        if feedback_loss_named(self.name).needs_delta:
             self._baselines = FeedbackBaselines(delta=self._rewards.mean)
         self._compared = []
-        if row.needs_kl:
+        if LOSSES[self.name].estimates_kl:
             totals = torch.zeros(2, dtype=torch.float64, device=self.forward.device)
             for batch in batches:
                 totals += self._kl(model, batch)

@@ -18,7 +18,6 @@ from luthier.encoding.segments import SegmentIndex
 from luthier.errors import ModelError
 from luthier.loader.run_settings import shares_prompts
 from luthier.objectives import TokenSettings, feedback_settings, pair_settings, token_settings
-from luthier.objectives.feedback_losses import feedback_loss_named
 from luthier.records import Pack
 from luthier.train.adapters import apply_adapter, mutates_base
 from luthier.train.attention_inputs import Isolation
@@ -222,7 +221,7 @@ def _source(config: RunConfig) -> ReferenceSource:
     if _begins_at_base(config) and objective.reference.name_or_path is None:
         return ReferenceSource.BASE
     needs_tokens = objective.name in ("sft", "pt")
-    if needs_tokens or (objective.name == "kto" and feedback_loss_named(objective.loss_name).needs_kl):
+    if needs_tokens or objective.estimates_kl:
         return ReferenceSource.MODEL
     return ReferenceSource.PRECOMPUTED
 

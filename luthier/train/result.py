@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from luthier.rendering.kinds import kind_of
 from luthier.train.files import FILES
 from luthier.train.signals import exit_code
 
@@ -199,13 +200,7 @@ class RunResult:
     @property
     def unit(self) -> str:
         """What the loss is a mean over."""
-        match self.config.get("objective", {}).get("name"):
-            case "rm" | "dpo":
-                return "pair"
-            case "kto":
-                return "row"
-            case _:
-                return "target"
+        return kind_of(self.config.get("objective", {}).get("name", "sft")).unit
 
     @property
     def source_losses(self) -> dict[str, tuple[float, float]]:

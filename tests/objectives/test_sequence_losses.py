@@ -12,11 +12,9 @@ import torch
 from luthier.config.objective import DEFAULT_LOSS, FAMILIES, LOSSES, ObjectiveConfig
 from luthier.errors import UserError
 from luthier.objectives import (
-    OBJECTIVES,
     FeedbackBaselines,
     FeedbackScores,
     FeedbackSettings,
-    Normaliser,
     PairBaselines,
     PairScores,
     PairSettings,
@@ -40,6 +38,7 @@ from luthier.objectives.loss_table import loss_table
 from luthier.objectives.measures import add_measures, measure, stacked, unstacked
 from luthier.objectives.pair_losses import PAIR_LOSSES
 from luthier.objectives.token_losses import TOKEN_OBJECTIVES
+from luthier.rendering.kinds import kind_of
 
 P = 7
 BASELINES = PairBaselines(delta=0.3, chosen_kl=0.2, rejected_kl=0.1)
@@ -290,14 +289,17 @@ def test_measures_are_told_apart_added_and_sent_over_ranks():
 
 def test_the_run_description_and_the_tables_know_the_same_losses():
     tables = {"sft": TOKEN_OBJECTIVES, "pt": TOKEN_OBJECTIVES, "dpo": PAIR_LOSSES, "kto": FEEDBACK_LOSSES}
-    assert set(tables) | {"rm"} == set(OBJECTIVES) == set(FAMILIES) == set(DEFAULT_LOSS)
+    assert set(tables) | {"rm"} == set(FAMILIES) == set(DEFAULT_LOSS)
     for family, table in tables.items():
         options = {name: each for name, each in LOSSES.items() if family in each.families}
         assert set(options) == set(table), family
         for name, row in table.items():
             needs = getattr(row, "needs_reference", True)  # feedback losses all do
             assert options[name].reference is needs, name
-    assert OBJECTIVES["dpo"].normaliser is Normaliser.PAIRS and OBJECTIVES["kto"].normaliser is Normaliser.ROWS
+    assert [kind_of(name).unit for name in ("sft", "pt", "rm", "dpo", "kto")] == ["target"] * 2 + ["pair"] * 2 + ["row"]
+    assert {name for name, each in LOSSES.items() if each.estimates_kl} == {"kto"}
+    assert {name for name, row in PAIR_LOSSES.items() if row.needs_delta} == {"bco_pair"}
+    assert {name for name, row in PAIR_LOSSES.items() if row.needs_kl} == {"kto_pair"}
 
 
 def test_each_loss_gets_the_numbers_of_the_run_or_its_own():

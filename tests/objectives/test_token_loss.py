@@ -2,8 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from luthier.errors import UserError
-from luthier.objectives import OBJECTIVES, objective_named, token_loss, token_loss_sum
+from luthier.objectives import token_loss, token_loss_sum
 
 N, V = 37, 53
 
@@ -138,12 +137,6 @@ def test_no_float32_copy_of_all_logits_is_made(monkeypatch):
         F.cross_entropy(logits.float(), labels, reduction="sum").backward()
     assert mine == 4 * V
     assert max(sizes) == 64 * V  # control: the plain way makes one
-
-
-def test_objectives_are_found_by_name():
-    assert objective_named("sft") is OBJECTIVES["sft"]
-    with pytest.raises(UserError, match=r"(?s)no objective 'dpoo'.*sft, pt, rm"):
-        objective_named("dpoo")
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
