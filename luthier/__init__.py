@@ -19,6 +19,7 @@ _EXPORTS = {
     "prepare": "luthier.loader.interface",
     "plan_packs": "luthier.packing",
     "collate": "luthier.collation.interface",
+    "media_inputs": "luthier.collation.interface",
     "Loader": "luthier.loader.loader",
     "token_loss_sum": "luthier.objectives",
     "Conversation": "luthier.records",

@@ -13,7 +13,8 @@
     │   ├── LoaderError               a process that reads batches died, or does not answer
     │   └── TrainingError             a run had to stop: the loss is no number any more
     └── RowError (ValueError)         one row is bad: it is quarantined under ``reason``, the run goes on
-        └── RowDropped                one row is fine but cannot be used: it is dropped under ``reason``
+        ├── RowDropped                one row is fine but cannot be used: it is dropped under ``reason``
+        └── RowForbidden              one row asks for what no row may have: the run stops
 
 A message is a small report: what, where (``file:row:field``), the two numbers that disagree, and the way out.
 """
@@ -131,3 +132,10 @@ class RowError(LuthierError, ValueError):
 
 class RowDropped(RowError):
     """One row is well-formed but cannot be trained on under this run's policies (too long, nothing to train …)."""
+
+
+class RowForbidden(RowError):
+    """One row asks for what no row may have: a file outside of its folder, an address. The run stops before it is read.
+
+    A set with one such row is not what its user took it for, so it is no matter of a budget.
+    """

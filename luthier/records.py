@@ -11,7 +11,7 @@ Every record is frozen. A plain dict exists only at the two ends: the raw row, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,16 +98,23 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
-    """A picture by reference (path, URL, data URI, or bytes); never decoded here."""
+    """A picture by reference: a path, a URL, or the bytes of a file; never decoded here.
+
+    ``root`` (of every reference) is the folder that a path may not leave; None: there is none, and only the folders of
+    ``media.roots`` are open to it.
+    """
 
     source: str | bytes
+    root: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Video:
-    """A video by reference: one file, or a sequence of frame files."""
+    """A video by reference: one file, or a sequence of images, of which ``fps`` are a second (None: ``media.fps``)."""
 
-    source: str | bytes | tuple[str, ...]
+    source: str | bytes | tuple[str | bytes, ...]
+    root: str | None = None
+    fps: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,9 +122,60 @@ class Audio:
     """A sound by reference."""
 
     source: str | bytes
+    root: str | None = None
 
 
 Media = Image | Video | Audio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageHeader:
+    """What is known of a picture without its pixels: pixels wide and high, as it is shown (EXIF orientation applied).
+
+    ``version`` (of every header) changes when the content does: a digest of bytes, or a file's size and time.
+    """
+
+    width: int
+    height: int
+    version: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AudioHeader:
+    """What is known of a sound without decoding it: samples of one channel, and how many there are a second."""
+
+    num_samples: int
+    sampling_rate: int
+    version: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        return self.num_samples / self.sampling_rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoHeader:
+    """What is known of a video without decoding it; ``audio`` is its sound track, if it has one.
+
+    ``extracted``: its frames are a list of pictures, already chosen; ``fps`` is how many of them there are a second.
+    """
+
+    width: int
+    height: int
+    num_frames: int
+    fps: float
+    audio: AudioHeader | None = None
+    extracted: bool = False
+    version: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        return self.num_frames / self.fps
+
+
+MediaHeader = ImageHeader | VideoHeader | AudioHeader
 Part = Text | Thinking | ToolCall | Image | Video | Audio
 
 
@@ -163,6 +221,15 @@ class Message:
     def text(self) -> str:
         """The visible text of the message, parts joined."""
         return "".join(part.text for part in self.parts if isinstance(part, Text))
+
+    @property
+    def is_blank_answer(self) -> bool:
+        """Whether it is an assistant's and has no text but white space, no thought, no call, and no word on its loss."""
+        return (
+            self.role == "assistant"
+            and self.train is None
+            and all(isinstance(part, Text) and part.train is None and not part.text.strip() for part in self.parts)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,9 +333,13 @@ class TextPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaPiece:
-    """A slot that a media item fills; its tokens are counted from the item's header when it is encoded."""
+    """A slot that the row's media item ``number`` fills; what stands there is known once its header was read.
 
-    media: Media
+    ``token`` is what the template wrote in its place, the processor's placeholder. Media are never learned.
+    """
+
+    token: str
+    number: int
     message: int | None = None
 
 
@@ -282,10 +353,11 @@ class Rendered:
     A path is a full sequence of pieces, root to leaf, with the trained completions of that context marked
     ``by_model``. A row whose template never rewrites history has one path with all its turns; where history is
     rewritten (earlier thinking stripped) each such turn has a path of its own. `encoding.tree` folds the paths into one
-    token tree, so shared prefixes are stored once.
+    token tree, so shared prefixes are stored once. ``media`` are the row's, in the order of their messages.
     """
 
     paths: tuple[tuple[Piece, ...], ...]
+    media: tuple[Media, ...] = ()
     address: Address = NOWHERE
 
 
@@ -302,11 +374,37 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaItem:
-    """A media item of a sample: its reference and the first slot token it fills (index into ``input_ids``)."""
+    """A media item of a sample, and the tokens ``input_ids[start:start + length]`` that stand for it.
+
+    They are all that the model's processor puts in the place of the item: slots for its features and what it writes
+    around and between them (rows, tiles, timestamps). No cut may go through them. ``encoder_length`` is about how many
+    positions (patches, frames) the model's encoder runs through for the item; planning reads it.
+    """
 
     media: Media
+    header: MediaHeader
     start: int
     length: int
+    encoder_length: int = 0
+
+
+def media_within(media: Iterable[MediaItem], spans: Sequence[slice]) -> tuple[MediaItem, ...]:
+    """The items in some spans of tokens, where they are once the spans stand one behind the other.
+
+    Raises AssertionError for an item that a span holds in part: pixels and slots go together.
+    """
+    items = tuple(media)
+    found: list[MediaItem] = []
+    before = 0
+    for span in spans if items else ():
+        for item in items:
+            if item.start >= span.stop or item.start + item.length <= span.start:
+                continue
+            whole = span.start <= item.start and item.start + item.length <= span.stop
+            assert whole, f"tokens {span.start} to {span.stop} hold a part of the item at {item.start}"
+            found.append(replace(item, start=item.start - span.start + before))
+        before += span.stop - span.start
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -317,6 +415,7 @@ class Sample:
     target     bool[T]     the token itself is to be emitted by the model (not yet shifted)
     weight     float32[T]  or None, which means 1.0 everywhere
     branches               plain SFT has one; their lengths sum to T
+    media                  by where they stand in ``input_ids``; an item that several branches repeat is there for each
     notes                  what is worth knowing of the row, and how often: control strings in its text …
     verdict                of a `Preference` its margin (0.0 where the row gives none): its first leaf is the chosen
                            continuation, its second the rejected one; of a `Feedback` 1.0 if it is desirable, else 0.0
@@ -361,6 +460,7 @@ class Sample:
                     input_ids=np.concatenate([self.input_ids[spans[node]] for node in path]),
                     target=np.concatenate(target),
                     weight=None if self.weight is None else np.concatenate([self.weight[spans[node]] for node in path]),
+                    media=media_within(self.media, [spans[node] for node in path]),
                     address=self.address,
                 )
             )
@@ -378,6 +478,7 @@ class Segment:
     input_ids: NDArray[np.int32]
     target: NDArray[np.bool_]
     weight: NDArray[np.float32] | None = None
+    media: tuple[MediaItem, ...] = ()
     address: Address = NOWHERE
 
     def __len__(self) -> int:
@@ -421,6 +522,16 @@ class Targets:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LostMedia:
+    """Media that were there when the row was prepared and cannot be had now: by number which segment of the batch it is
+    (or tree, where branches share their beginnings), and why."""
+
+    group: int
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
     """What must stay together in a micro-batch: one row's segments, where an objective compares them.
 
@@ -449,6 +560,7 @@ class Batch:
     targets            the labels as a list, which is what objectives read
     units              of objectives that compare segments; () for others
     branches           per row, what it is made of: whole segments, or the branches of trees that share their beginnings
+    lost               segments whose media could not be had any more: they are padding now, and have no targets
     """
 
     model_inputs: dict[str, Any]
@@ -461,6 +573,7 @@ class Batch:
     targets: Targets
     units: tuple[Unit, ...] = field(default=())
     branches: tuple[tuple[Branch, ...], ...] = field(default=())
+    lost: tuple[tuple[Address, LostMedia], ...] = field(default=())
 
     @property
     def num_segments(self) -> int:

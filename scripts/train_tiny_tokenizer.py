@@ -1,15 +1,18 @@
-"""Train the tokenizer that comes with Luthier, on nothing but the skills data set and the page of prose below.
+"""Train the tokenizers that come with Luthier: one on nothing but the skills data set and the page of prose below, and
+a smaller one, for the models that see or hear, on the questions about pictures and sounds.
 
     python scripts/train_tiny_tokenizer.py [FOLDER]
 
-writes ``tokenizer.json`` and ``tokenizer_config.json``; run again, it writes the same bytes.
+writes ``tokenizer.json`` and ``tokenizer_config.json`` into ``FOLDER/NAME`` of each preset that has them, by default
+into the presets themselves; run again, it writes the same bytes. The smaller one also takes over the chat template.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from luthier.presets import tokenizer_folder
+from luthier.presets import model_folder, tokenizer_folder
+from luthier.presets.pictures import picture_rows
 from luthier.presets.skills import skills_rows
+from luthier.presets.sounds import sound_rows
 
 VOCAB_SIZE = 2048
+MEDIA_VOCAB_SIZE = 480  # nearly every word of the questions has an id of its own
+MEDIA_MODELS = ("tiny-qwen3-vl", "tiny-qwen2-audio")
 MODEL_MAX_LENGTH = 2048
 
 # In the order of their ids, which follow the learned vocabulary.
@@ -128,17 +135,27 @@ young zero calls writing
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else tokenizer_folder("tiny")
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    tiny = tokenizer_folder("tiny")
+    write_tokenizer(tiny if root is None else root / "tiny", train_tokenizer(VOCAB_SIZE, _texts()))
+    media = train_tokenizer(MEDIA_VOCAB_SIZE, _media_texts())
+    for name in MEDIA_MODELS:
+        folder = model_folder(name) if root is None else root / name
+        write_tokenizer(folder, media)
+        shutil.copyfile(tiny / "chat_template.jinja", folder / "chat_template.jinja")
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Both files of a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer()
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
     config = json.dumps(tokenizer_config(), indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(config + "\n", encoding="utf-8")
     print(f"{folder}: {tokenizer.get_vocab_size()} ids")
 
 
-def train_tokenizer() -> Tokenizer:
-    """A byte-level BPE of exactly ``VOCAB_SIZE`` ids, added tokens included, that can spell any text."""
+def train_tokenizer(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
+    """A byte-level BPE of exactly ``vocab_size`` ids, added tokens included, that can spell any text."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -148,15 +165,15 @@ def train_tokenizer() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(CONTROL_TOKENS) - len(MARKUP_TOKENS),
+        vocab_size=vocab_size - len(CONTROL_TOKENS) - len(MARKUP_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKUP_TOKENS])
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise SystemExit(f"{tokenizer.get_vocab_size()} ids were learned, {VOCAB_SIZE} are wanted: give it more text")
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise SystemExit(f"{tokenizer.get_vocab_size()} ids were learned, {vocab_size} are wanted: give it more text")
     return tokenizer
 
 
@@ -182,6 +199,15 @@ def _texts() -> Iterator[str]:
     for row in skills_rows("train"):
         yield from _strings(row["messages"])
         yield from _strings(row.get("tools", []))
+
+
+def _media_texts() -> Iterator[str]:
+    """What is said in the questions about pictures and sounds, and by whom."""
+    for rows in (picture_rows, sound_rows):
+        for row in rows("train"):
+            question, answer = row["messages"]
+            yield from (part["text"] for part in question["content"] if part["type"] == "text")
+            yield from (question["role"], answer["content"], answer["role"])
 
 
 def _strings(value: Any) -> Iterator[str]:

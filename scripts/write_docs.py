@@ -1,5 +1,5 @@
-"""Write the generated files: the config reference, tables of templates and losses, the support matrix (which takes some
-twenty seconds of training), the quickstart in the package."""
+"""Write the generated files: the config reference, tables of templates, losses and families, the support matrix (which
+takes some twenty seconds of training), the quickstart in the package."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from luthier.config.reference import config_reference
 from luthier.encoding.tokenizer import load_tokenizer
+from luthier.media.family_table import family_table
 from luthier.objectives.loss_table import loss_table
 from luthier.presets.named_templates import templates_table
 
@@ -26,9 +27,11 @@ def main() -> None:
     templates.write_text(_with_table(templates.read_text(encoding="utf-8"), templates_table()), encoding="utf-8")
     objectives = ROOT / "docs" / "objectives.md"
     objectives.write_text(_with_table(objectives.read_text(encoding="utf-8"), loss_table()), encoding="utf-8")
+    families = ROOT / "docs" / "families.md"
+    families.write_text(_with_table(families.read_text(encoding="utf-8"), family_table()), encoding="utf-8")
     (ROOT / "docs" / "support_matrix.md").write_text(_support_page(), encoding="utf-8")
     print("wrote docs/config.md, docs/support_matrix.md, luthier/cli/quickstart.yaml")
-    print("and the tables of docs/templates.md and docs/objectives.md")
+    print("and the tables of docs/templates.md, docs/objectives.md and docs/families.md")
 
 
 def _support_page() -> str:

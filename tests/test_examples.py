@@ -39,15 +39,18 @@ def first_model() -> Path:
 
 
 def test_the_readme_shows_a_run_that_loads() -> None:
-    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    load_config_text(example, "run.yaml", check_paths=False)
+    example, *others = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    for each in (example, *others):
+        load_config_text(each, "run.yaml", check_paths=False)
     with pytest.raises(ConfigError, match=r"run\.yaml:\d+ train\.learing_rate: .*did you mean learning_rate"):
         load_config_text(example.replace("learning_rate", "learing_rate"), "run.yaml", check_paths=False)
 
 
 def test_the_readme_quotes_the_message_that_is_printed() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    example, *_ = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     with pytest.raises(ConfigError) as caught:
         load_config_text(example.replace("learning_rate", "learing_rate"), "run.yaml", check_paths=False)
     assert str(caught.value) in text

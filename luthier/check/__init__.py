@@ -1,8 +1,9 @@
 """What the model sees and what a run will cost, as data, in a terminal and as pages. No model is needed.
 
-Read in this order: tokens, owners, origins, facts, show, show_text, show_terminal, show_blocks, show_html, diff,
-diff_pairs, diff_settings, diff_runs, diff_terminal, diff_html, plan, stats, tables, devices, model_shape, estimate,
-estimate_terminal, environment, verify_records, verify_tokens, verify_neutral, verify_policy, verify_compared,
-verify_weights, verify_expected, verify_answer, verify_learned, verify_runs, verify_structure, verify_server,
-verify_row, verify_kwargs, verify_samples, verify, verify_terminal.
+Read in this order: tokens, owners, origins, facts, show_media, show_columns, show, show_text, previews, show_terminal,
+show_blocks, show_html, diff, diff_pairs, diff_settings, diff_runs, diff_repeats, diff_terminal, diff_html,
+media_counts, plan, stats, tables, devices, model_shape, estimate, estimate_terminal, environment, verify_records,
+verify_tokens, verify_template, verify_neutral, verify_policy, verify_compared, verify_weights, verify_expected,
+verify_document, verify_answer, verify_learned, verify_runs, verify_media, verify_structure, verify_server, verify_row,
+verify_kwargs, verify_samples, verify, verify_terminal.
 """

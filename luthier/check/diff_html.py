@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from luthier.check.diff import Excerpt, Unit
+from luthier.check.diff_repeats import repeats
 from luthier.check.diff_runs import RowChange, RunDiff
 from luthier.check.show_blocks import spaces_visible
 from luthier.check.show_html import render
@@ -59,7 +60,8 @@ def _laid_out(row: RowChange, unit: str) -> dict[str, object]:
 
 def _pieces(excerpt: Excerpt) -> list[_Piece]:
     if any(unit.id is not None for unit in excerpt.units):
-        return [_piece([unit], excerpt.index + place) for place, unit in enumerate(excerpt.units)]
+        counted = repeats(excerpt.units, at=excerpt.at)
+        return [_piece([unit], excerpt.index + place, count=count) for place, unit, count in counted]
     found, place = [], excerpt.index
     for _, group in groupby(excerpt.units, key=lambda unit: (unit.target, unit.weight, unit.differs)):
         units = list(group)
@@ -68,13 +70,15 @@ def _pieces(excerpt: Excerpt) -> list[_Piece]:
     return found
 
 
-def _piece(units: Sequence[Unit], place: int) -> _Piece:
+def _piece(units: Sequence[Unit], place: int, *, count: int = 1) -> _Piece:
+    """``count``: how many such tokens stand here."""
     first = units[0]
     text = "".join(unit.text for unit in units)
-    words = f"character {place}" if first.id is None else f"token {place} · id {first.id}"
+    tokens = f"token {place}" if count == 1 else f"tokens {place} to {place + count - 1}"
+    words = f"character {place}" if first.id is None else f"{tokens} · id {first.id}"
     words += f" · target, weight {first.weight:g}" if first.target else " · only read"
     return _Piece(
-        text=lines_visible(spaces_visible(text)) or "⋯",
+        text=(lines_visible(spaces_visible(text)) or "⋯") + (f" ×{count}" if count > 1 else ""),
         target=first.target,
         weight=first.weight,
         differs=first.differs,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from luthier.config.schema import RunConfig
 
-SECTIONS = ("model", "data", "template")
+SECTIONS = ("model", "data", "template", "media")
 IGNORED = {"data.store", "data.workers"}  # where and how samples are made, not what is in them
 
 
@@ -20,7 +20,7 @@ class Setting:
 
 
 def changed_settings(a: RunConfig, b: RunConfig) -> list[Setting]:
-    """The settings of ``model``, ``data``, ``template`` that differ: what may decide tokens and targets."""
+    """The settings of ``model``, ``data``, ``template``, ``media`` that differ: what may decide tokens and targets."""
     one, other = (_flat(config.model_dump(mode="json", include=set(SECTIONS))) for config in (a, b))
     keys = [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key) and key not in IGNORED]
     return [Setting(key=key, a=str(one.get(key, "–")), b=str(other.get(key, "–"))) for key in keys]

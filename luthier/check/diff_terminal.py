@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from luthier.check.diff import CHARACTERS_PER_TOKEN, Change, Excerpt, Unit
+from luthier.check.diff_repeats import repeats
 from luthier.check.diff_runs import RowChange, RunDiff
 from luthier.check.show_text import CLOSE, OPEN, visible
 
@@ -57,7 +58,7 @@ def verdict(diff: RunDiff) -> Text:
 
 def _settings(diff: RunDiff) -> RenderableType:
     if not diff.settings:
-        return Text("model, data and template are set alike", style="dim")
+        return Text("model, data, template and media are set alike", style="dim")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("setting", "A", "B"):
         table.add_column(name, overflow="fold")
@@ -138,12 +139,14 @@ class _ExcerptText:
         units = excerpt.units[begin : excerpt.at + 2 * around]
         text = Text("… " if excerpt.index + begin else "", overflow="fold")
         before = False
-        for number, unit in enumerate(units, start=begin):
+        for place, unit, count in repeats(units, at=excerpt.at - begin):
+            is_first = begin + place == excerpt.at
             if not has_colour and unit.target is not before:
                 text.append(OPEN if unit.target else CLOSE)
-            if not has_colour and number == excerpt.at:
+            if not has_colour and is_first:
                 text.append("►")
-            text.append(_shown(unit), style=_style(unit, is_first=number == excerpt.at))
+            text.append(_shown(unit), style=_style(unit, is_first=is_first))
+            text.append(f"×{count} " if count > 1 else "", style="dim")
             before = unit.target
         text.append(CLOSE if before and not has_colour else "")
         text.append(" …" if begin + len(units) < len(excerpt.units) or excerpt.is_cut else "", style="dim")

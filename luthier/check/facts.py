@@ -11,7 +11,7 @@ FINGERPRINT_DIGITS = 12  # enough to tell two templates apart by eye
 
 
 def run_facts(config: RunConfig, encoder: Encoder) -> dict[str, str]:
-    """What decides ids and targets: model, tokenizer, template with all that is set of it, ``max_length``."""
+    """What decides ids and targets: model, tokenizer, ``max_length``, and all that is set of template and media."""
     model = config.model
     tokenizer = encoder.tokenizer
     facts = {"model": _short(model.name_or_path)}
@@ -22,6 +22,8 @@ def run_facts(config: RunConfig, encoder: Encoder) -> dict[str, str]:
     facts["train_on"] = config.template.train_on.value
     said = config.template.model_dump(mode="json", exclude={"chat_template", "train_on"}, exclude_defaults=True)
     facts |= {f"template.{key}": _words(value) for key, value in said.items()}
+    told = config.media.model_dump(mode="json", exclude={"roots", "url_hosts"}, exclude_defaults=True)
+    facts |= {f"media.{key}": _words(value) for key, value in told.items()}
     facts["max_length"] = f"{config.data.max_length:,}"
     facts["encoder"] = encoder.fingerprint[:FINGERPRINT_DIGITS]
     return facts

@@ -143,4 +143,6 @@ def _checked_pieces(sample: Sample, row: Row, encoder: Encoder) -> list[list[Pie
         what = "what the store holds of this row is not what rendering and encoding give now"
         raise StoreError(f"{sample.address}: {what}: {difference}", hint=AGAIN)
     allowed = encoder.renderer.policy.allowed
-    return leaf_owners(sample, token_owners(encoder.render(row), encoder.tokenizer, allowed=allowed))
+    texts = [expansion.text for expansion in encoder.expansions(row)] if sample.media else []
+    owned = token_owners(encoder.render(row), encoder.tokenizer, allowed=allowed, expansions=texts)
+    return leaf_owners(sample, owned)

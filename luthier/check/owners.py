@@ -6,9 +6,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from luthier.records import ControlPiece, Conversation, Document, Feedback, Message, Piece, Preference, Row, TextPiece
+from luthier.records import (
+    ControlPiece,
+    Conversation,
+    Document,
+    Feedback,
+    MediaPiece,
+    Message,
+    Piece,
+    Preference,
+    Row,
+    TextPiece,
+)
 
 TEMPLATE = "template"
+MEDIA = "media"
 PROMPT = "template (prompt)"
 STOP = "stop"
 
@@ -17,10 +29,10 @@ STOP = "stop"
 class Owner:
     """Whose a token is. ``message`` counts from 0, as ``messages[3]`` in error messages does.
 
-    ``field`` is a field of the message (``content``, ``tool_calls`` …), ``tools`` for the declarations of a
-    conversation, ``text`` of a document; or the template's own: ``template``, ``template (prompt)`` for what inference
-    puts before the model's turn, ``stop`` for the token that ends it. ``message`` None with a role is the system
-    message that the run itself supplies (``template.default_system``).
+    ``field`` is a field of the message (``content``, ``tool_calls``, ``media`` …), ``tools`` for the declarations of
+    a conversation, ``text`` of a document; or the template's own: ``template``, ``template (prompt)`` for what
+    inference puts before the model's turn, ``stop`` for the token that ends it. ``message`` None with a role is the
+    system message that the run itself supplies (``template.default_system``).
     """
 
     message: int | None = None
@@ -34,7 +46,7 @@ class Owner:
 
     @property
     def voice(self) -> str:
-        """Whose words they are: a role, ``tools``, ``text`` of a document, or ``template`` for the template's own."""
+        """Whose words they are: a role, ``tools``, ``text`` or ``media`` of a document, or ``template`` for its own."""
         return TEMPLATE if self.field in (TEMPLATE, PROMPT, STOP) else self.role or self.field
 
 
@@ -86,7 +98,7 @@ def name_owners(pieces: Sequence[Piece], speakers: Sequence[Speaker], *, special
         elif _is_stop(piece, follows, special):
             field = STOP
         else:
-            field = (piece.field if isinstance(piece, TextPiece) else None) or TEMPLATE
+            field = _field(piece)
         owners.extend([_owner(piece, field, speakers)] * count)
     return owners
 
@@ -111,6 +123,18 @@ def _is_stop(piece: Piece, follows: Piece | None, special: Collection[str]) -> b
 
 def _by_model(piece: Piece) -> bool:
     return isinstance(piece, ControlPiece | TextPiece) and piece.by_model
+
+
+def _field(piece: Piece) -> str:
+    match piece:
+        case MediaPiece():
+            return MEDIA
+        case TextPiece():
+            return piece.field or TEMPLATE
+        case ControlPiece():
+            return TEMPLATE
+        case _:
+            raise AssertionError(f"unknown piece {piece!r}")
 
 
 def _owner(piece: Piece, field: str, speakers: Sequence[Speaker]) -> Owner:

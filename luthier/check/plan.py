@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from luthier.check.media_counts import MediaCount, MediaItems, packing_refusal
 from luthier.config.schema import Overflow, Packing, RunConfig
 from luthier.encoding.segments import SegmentIndex
 from luthier.loader.run_settings import eval_settings, train_settings
@@ -48,6 +50,7 @@ class DataPlan:
     """One side of the data, cut to ``data.max_length``: ``epoch`` is what its first epoch consists of.
 
     ``straggler_factor``: the most work of a rank over the mean, on average over all synchronisations; 1.0 is even.
+    ``media``: the items of all segments, where they were counted.
     """
 
     rows: int
@@ -59,11 +62,14 @@ class DataPlan:
     sources: tuple[SourcePlan, ...]
     longest: tuple[LongRow, ...]
     ledger: dict[str, Any]
+    media: tuple[MediaCount, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """The whole run on ``num_ranks`` devices."""
+    """The whole run on ``num_ranks`` devices. ``no_packing``: why segments of this model cannot share a row, though
+    the run packs them.
+    """
 
     train: DataPlan
     eval: DataPlan | None
@@ -78,6 +84,7 @@ class RunPlan:
     max_steps: int | None
     total_steps: int
     warmup_steps: int
+    no_packing: str | None = None
 
 
 def plan_run(
@@ -110,6 +117,21 @@ def plan_run(
         max_steps=config.train.max_steps,
         total_steps=total_steps,
         warmup_steps=math.ceil(warmup * total_steps) if warmup < 1 else int(warmup),
+    )
+
+
+def with_media(
+    plan: RunPlan, train: SegmentIndex, held_out: SegmentIndex | None, *, model_config: Mapping[str, Any]
+) -> RunPlan:
+    """The plan with its media counted, and what the model's family says of packing. Segments with media are read."""
+    of_eval = plan.eval
+    if of_eval is not None and held_out is not None:
+        of_eval = replace(of_eval, media=MediaItems.of_index(held_out).counts())
+    return replace(
+        plan,
+        train=replace(plan.train, media=MediaItems.of_index(train).counts()),
+        eval=of_eval,
+        no_packing=packing_refusal(model_config) if plan.packing.is_packed else None,
     )
 
 

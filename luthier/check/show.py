@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 
 from luthier.check.origins import SegmentOrigin
 from luthier.check.owners import Owner
+from luthier.check.show_columns import Columns, batch_columns, pack_columns
+from luthier.check.show_media import numbers_along
 from luthier.check.tokens import Vocabulary, token_texts
-from luthier.records import IGNORE_INDEX, Batch, Pack, Sample, Segment
+from luthier.records import IGNORE_INDEX, Batch, MediaItem, Pack, Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,14 @@ class TokenView:
     position: int  # restarts in each segment
     label: int | None
     owner: Owner | None = None  # None where it is not known
+    media: int | None = None  # which item of `RowView.media` it stands for
+    axes: tuple[int, ...] = ()  # its positions in time, height and width, where a batch has them (M-RoPE)
+
+    @property
+    def place(self) -> str:
+        """Its position: ``12``; with axes ``12 (4,6,7)``, or ``12 (9)`` where all of them say 9, as of text."""
+        axes = self.axes[:1] if len(set(self.axes)) == 1 else self.axes
+        return f"{self.position} ({','.join(map(str, axes))})" if axes else str(self.position)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +83,13 @@ class SegmentView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowView:
-    """A row of a batch: a pack, or one sequence with its padding."""
+    """A row of a batch: a pack, or one sequence with its padding. ``media`` are its items, placed in the row."""
 
     title: str
     segments: tuple[SegmentView, ...]
     tokens: tuple[TokenView, ...]
     num_padding: int = 0
+    media: tuple[MediaItem, ...] = ()
 
     @property
     def num_targets(self) -> int:
@@ -124,15 +135,7 @@ def show_pack(
 
     ``control`` holds the ids of control tokens; ``origins``, one for each segment, say whose the tokens are.
     """
-    columns = _Columns(
-        ids=[int(i) for segment in pack.segments for i in segment.input_ids],
-        labels=[label for segment in pack.segments for label in _labels(segment)],
-        weights=[weight for segment in pack.segments for weight in _weights(segment)],
-        positions=[position for segment in pack.segments for position in range(len(segment))],
-        starts=_starts([len(segment) for segment in pack.segments]),
-        addresses=[str(segment.address) for segment in pack.segments],
-        num_padding=0,
-    )
+    columns = pack_columns(pack)
     return _row_view(columns, vocabulary, title=title, control=control, origins=origins)
 
 
@@ -143,68 +146,27 @@ def show_batch(
     title: str,
     control: Collection[int] = (),
     origins: Sequence[Sequence[SegmentOrigin]] | None = None,
+    packs: Sequence[Pack] = (),
 ) -> list[RowView]:
     """The rows of a collated batch, read back from its tensors: what the model is really given.
 
     Targets and weights are read from the shifted labels, positions from ``position_ids``. ``origins`` has for each row
-    one for each segment.
+    one for each segment; ``packs`` are what the batch was made of, where it has media.
     """
-    addresses = [str(address) for address in batch.addresses]
-    rows = []
-    for row, starts in enumerate(batch.segment_starts):
-        columns = _batch_columns(batch, row, addresses[: len(starts)])
-        addresses = addresses[len(starts) :]
-        of_row = None if origins is None else origins[row]
-        rows.append(_row_view(columns, vocabulary, title=f"{title}, row {row + 1}", control=control, origins=of_row))
-    return rows
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Columns:
-    """One row without its padding, as lists. ``labels`` and ``weights`` are shifted: they are of the next token."""
-
-    ids: list[int]
-    labels: list[int]
-    weights: list[float]
-    positions: list[int]
-    starts: list[int]
-    addresses: list[str]
-    num_padding: int
-
-
-def _labels(segment: Segment) -> list[int]:
-    ids, target = segment.input_ids.tolist(), segment.target.tolist()
-    return [*(i if wanted else IGNORE_INDEX for i, wanted in zip(ids[1:], target[1:], strict=True)), IGNORE_INDEX]
-
-
-def _weights(segment: Segment) -> list[float]:
-    return [1.0] * len(segment) if segment.weight is None else [*segment.weight.tolist()[1:], 1.0]
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return [sum(lengths[:number]) for number in range(len(lengths))]
-
-
-def _batch_columns(batch: Batch, row: int, addresses: list[str]) -> _Columns:
-    starts = list(batch.segment_starts[row])
-    positions = batch.model_inputs["position_ids"][row].tolist()
-    if "attention_mask" in batch.model_inputs:
-        size = int(batch.model_inputs["attention_mask"][row].sum())
-    else:  # packed: padding at the end is a segment that `segment_starts` does not name
-        size = next((i for i in range(starts[-1] + 1, len(positions)) if positions[i] == 0), len(positions))
-    return _Columns(
-        ids=batch.model_inputs["input_ids"][row, :size].tolist(),
-        labels=batch.labels_BT[row, :size].tolist(),
-        weights=[1.0] * size if batch.weights_BT is None else batch.weights_BT[row, :size].tolist(),
-        positions=positions[:size],
-        starts=starts,
-        addresses=addresses,
-        num_padding=len(positions) - size,
-    )
+    return [
+        _row_view(
+            columns,
+            vocabulary,
+            title=f"{title}, row {row + 1}",
+            control=control,
+            origins=None if origins is None else origins[row],
+        )
+        for row, columns in enumerate(batch_columns(batch, packs))
+    ]
 
 
 def _row_view(
-    columns: _Columns,
+    columns: Columns,
     vocabulary: Vocabulary,
     *,
     title: str,
@@ -212,6 +174,7 @@ def _row_view(
     origins: Sequence[SegmentOrigin] | None,
 ) -> RowView:
     bounds = [*columns.starts, len(columns.ids)]
+    items = numbers_along(columns.media, len(columns.ids))
     tokens: list[TokenView] = []
     segments: list[SegmentView] = []
     for number, address in enumerate(columns.addresses):
@@ -219,12 +182,19 @@ def _row_view(
         span = range(bounds[number], bounds[number + 1])
         owners: Sequence[Owner | None] = [None] * len(span) if origin is None or not origin.owners else origin.owners
         added = [
-            replace(token, segment=number, owner=owner)
+            replace(token, segment=number, owner=owner, media=items[token.index])
             for token, owner in zip(_segment_tokens(columns, span, vocabulary, control), owners, strict=True)
         ]
-        segments.append(_segment_view(address, added, origin))
+        view = _segment_view(address, added, origin)
+        segments.append(replace(view, finding=columns.losses.get(number, view.finding)))
         tokens.extend(added)
-    return RowView(title=title, segments=tuple(segments), tokens=tuple(tokens), num_padding=columns.num_padding)
+    return RowView(
+        title=title,
+        segments=tuple(segments),
+        tokens=tuple(tokens),
+        num_padding=columns.num_padding,
+        media=columns.media,
+    )
 
 
 def _segment_view(address: str, tokens: Sequence[TokenView], origin: SegmentOrigin | None) -> SegmentView:
@@ -245,7 +215,7 @@ def _segment_view(address: str, tokens: Sequence[TokenView], origin: SegmentOrig
 
 
 def _segment_tokens(
-    columns: _Columns, span: range, vocabulary: Vocabulary, control: Collection[int]
+    columns: Columns, span: range, vocabulary: Vocabulary, control: Collection[int]
 ) -> Iterator[TokenView]:
     texts = token_texts(columns.ids[span.start : span.stop], vocabulary)
     for index, text in zip(span, texts, strict=True):
@@ -264,6 +234,7 @@ def _segment_tokens(
             segment=0,
             position=columns.positions[index],
             label=None if label == IGNORE_INDEX else label,
+            axes=tuple(axis[index] for axis in columns.axes),
         )
 
 

@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from luthier.check.owners import PROMPT, STOP, TEMPLATE, Owner
+from luthier.check.owners import MEDIA, PROMPT, STOP, TEMPLATE, Owner
+from luthier.check.previews import Preview
 from luthier.check.show import TokenView
+from luthier.check.show_media import item_words
 from luthier.check.show_text import lines_visible, shown_spans
+from luthier.records import MediaItem
 
+MOST_SLOTS = 24  # runs of slots that a page tells of one item
 UNKNOWN = "unknown"  # the voice of tokens whose owner is not known
 # Spaces that a reader would not see: two and more, or a whole token of them.
 _HIDDEN_SPACES = re.compile(r"^ +$| {2,}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Slots:
+    """Neighbouring tokens of a media item that are one control token, or text between such."""
+
+    text: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemBox:
+    """A media item on a page: its words, all that stands for it in the row, and what it looks or sounds like."""
+
+    words: str
+    slots: tuple[Slots, ...]
+    num_left_out: int  # of the slots, where they are many
+    preview: Preview | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """One shown text: a token, or the tokens that a character is split over. ``looks`` are names of its look."""
+    """One shown text: a token, the tokens that a character is split over, or those of a media item.
+
+    ``looks`` are names of its look.
+    """
 
     text: str
     tokens: Sequence[TokenView]
     looks: tuple[str, ...]
+    item: ItemBox | None = None
 
     @property
     def words(self) -> str:
         """Its numbers in one line."""
         first = self.tokens[0]
-        ids = " ".join(str(token.id) for token in self.tokens)
+        counts = [(number, sum(1 for _ in group)) for number, group in groupby(token.id for token in self.tokens)]
+        ids = " ".join(str(number) if count == 1 else f"{number}×{count}" for number, count in counts[:MOST_SLOTS])
         parts = [
-            f"id {ids}",
+            f"id {ids}{' …' if len(counts) > MOST_SLOTS else ''}",
             "owner unknown" if first.owner is None else str(first.owner),
-            f"position {first.position}",
+            f"position {first.place}",
         ]
         parts.append(f"target, weight {first.weight:g}" if first.target else "context")
         return " · ".join(parts)
@@ -70,13 +97,23 @@ class Band:
     is_target: bool
 
 
-def blocks(tokens: Sequence[TokenView]) -> list[Block]:
-    """The blocks of a segment's tokens, in the order of the text."""
-    return [_block(list(group)) for _, group in groupby(shown_spans(tokens), key=lambda span: _speaker(span[0].owner))]
+def blocks(
+    tokens: Sequence[TokenView], media: Sequence[MediaItem] = (), previews: Sequence[Preview] = ()
+) -> list[Block]:
+    """The blocks of a segment's tokens, in the order of the text. ``media`` are the row's items, with their previews,
+    if these are wanted.
+    """
+    boxes = {
+        number: _item_box(span, media[number], previews[number] if previews else None)
+        for span in shown_spans(tokens)
+        if (number := span[0].media) is not None
+    }
+    groups = groupby(shown_spans(tokens), key=lambda span: _speaker(span[0].owner))
+    return [_block(list(group), boxes) for _, group in groups]
 
 
 def bands(of_segment: Sequence[Block]) -> list[Band]:
-    """Where the messages and the targets of a segment lie."""
+    """Where the messages, the targets and the media of a segment lie."""
     found = []
     start = 0
     for block in of_segment:
@@ -85,7 +122,10 @@ def bands(of_segment: Sequence[Block]) -> list[Band]:
         for stretch in block.stretches:
             if stretch.is_target:
                 found.append(Band(start=inner, length=stretch.num_tokens, voice=block.voice, is_target=True))
-            inner += stretch.num_tokens
+            for mark in stretch.marks:
+                if mark.item is not None:
+                    found.append(Band(start=inner, length=len(mark.tokens), voice=MEDIA, is_target=False))
+                inner += len(mark.tokens)
         start += block.num_tokens
     return found
 
@@ -99,7 +139,8 @@ def token_data(tokens: Sequence[TokenView]) -> dict[str, object]:
     owners = list(dict.fromkeys("–" if token.owner is None else str(token.owner) for token in tokens))
     number_of = {owner: number for number, owner in enumerate(owners)}
     weights = [token.weight for token in tokens]
-    positions = [token.position for token in tokens]
+    positions = [token.place if token.axes else token.position for token in tokens]
+    sizes = [len(span) if place == 0 else 0 for span in shown_spans(tokens) for place in range(len(span))]
     labels = [token.label for token in tokens]
     expected = [after.id if after.target else None for _, after in pairwise(tokens)] + [None]
     return {
@@ -107,7 +148,7 @@ def token_data(tokens: Sequence[TokenView]) -> dict[str, object]:
         "segment": tokens[0].segment if tokens else 0,
         "ids": [token.id for token in tokens],
         "names": [token.name for token in tokens],
-        "sizes": None if all(token.num_tokens == 1 for token in tokens) else [token.num_tokens for token in tokens],
+        "sizes": None if all(size == 1 for size in sizes) else sizes,
         "owners": owners,
         "owner": [number_of["–" if token.owner is None else str(token.owner)] for token in tokens],
         "target": "".join("1" if token.target else "0" for token in tokens),
@@ -126,7 +167,21 @@ def _speaker(owner: Owner | None) -> tuple[int | None, str | None]:
     return (None, UNKNOWN) if owner is None else (owner.message, owner.role)
 
 
-def _block(spans: Sequence[Sequence[TokenView]]) -> Block:
+def _item_box(span: Sequence[TokenView], item: MediaItem, preview: Preview | None) -> ItemBox:
+    runs = []
+    for (is_control, _), group in groupby(span, key=lambda token: (token.control, token.id if token.control else None)):
+        same = list(group)
+        text = same[0].name if is_control else lines_visible("".join(token.text for token in same)).strip()
+        runs.append(Slots(text=text, count=len(same) if is_control else 1))
+    return ItemBox(
+        words=item_words(item),
+        slots=tuple(runs[:MOST_SLOTS]),
+        num_left_out=len(runs[MOST_SLOTS:]),
+        preview=preview,
+    )
+
+
+def _block(spans: Sequence[Sequence[TokenView]], boxes: Mapping[int, ItemBox]) -> Block:
     tokens = [token for span in spans for token in span]
     owners = list(dict.fromkeys(token.owner for token in tokens if token.owner is not None))
     fields = tuple(dict.fromkeys(owner.field for owner in owners if owner.voice != TEMPLATE))
@@ -139,18 +194,21 @@ def _block(spans: Sequence[Sequence[TokenView]]) -> Block:
         fields=tuple(field for field in fields if field != name),
         num_tokens=len(tokens),
         num_targets=sum(token.target for token in tokens),
-        stretches=tuple(_stretches(spans)),
+        stretches=tuple(_stretches(spans, boxes)),
     )
 
 
-def _stretches(spans: Sequence[Sequence[TokenView]]) -> Iterator[Stretch]:
+def _stretches(spans: Sequence[Sequence[TokenView]], boxes: Mapping[int, ItemBox]) -> Iterator[Stretch]:
     for is_target, group in groupby(spans, key=lambda span: any(token.target for token in span)):
-        marks = tuple(_mark(span) for span in group)
+        marks = tuple(_mark(span, boxes) for span in group)
         yield Stretch(is_target=is_target, num_tokens=sum(len(mark.tokens) for mark in marks), marks=marks)
 
 
-def _mark(span: Sequence[TokenView]) -> Mark:
+def _mark(span: Sequence[TokenView], boxes: Mapping[int, ItemBox]) -> Mark:
     first = span[0]
+    if first.media is not None:
+        box = boxes[first.media]
+        return Mark(text=box.words, tokens=span, looks=("item",), item=box)
     looks = []
     if first.control:
         looks.append("control")
@@ -161,4 +219,4 @@ def _mark(span: Sequence[TokenView]) -> Mark:
     return Mark(text=lines_visible(spaces_visible(first.text)) or "∅", tokens=span, looks=tuple(looks))
 
 
-_LOOKS = {TEMPLATE: "template", PROMPT: "template", STOP: "stop", "reasoning_content": "thought"}
+_LOOKS = {MEDIA: "media", TEMPLATE: "template", PROMPT: "template", STOP: "stop", "reasoning_content": "thought"}

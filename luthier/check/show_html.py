@@ -18,25 +18,42 @@ from importlib.resources import files
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
+from luthier.check.previews import WAVE_HEIGHT, WAVE_WIDTH, Preview
 from luthier.check.show import RowView, SegmentView
 from luthier.check.show_blocks import Band, Block, bands, blocks, token_data
 
-VOICES = ("system", "user", "assistant", "tool", "tools", "template", "text", "unknown")  # in the order of the legend
+VOICES = (
+    "system",
+    "user",
+    "assistant",
+    "tool",
+    "tools",
+    "template",
+    "text",
+    "media",
+    "unknown",
+)  # in the order of the legend
 
 
-def tokens_html(rows: Sequence[RowView], *, heading: str | None = None) -> Markup:
+Previews = Sequence[Sequence[Preview]]  # of each row's media; nothing at all: they are told in words alone
+
+
+def tokens_html(rows: Sequence[RowView], *, heading: str | None = None, previews: Previews = ()) -> Markup:
     """The rows' tokens in colour, with their style sheet; each token's numbers come up when a pointer rests on it.
 
-    ``heading`` is what stands above already: a row of that title gets no heading of its own.
+    ``heading`` is what stands above already: a row of that title gets no heading of its own. ``previews`` are shown as
+    pictures from ``data:`` addresses, which the page's own policy has to allow.
     """
-    laid_out = [_laid_out(row) for row in rows]
+    laid_out = _all_laid_out(rows, previews)
     # our own template, which escapes all that is put into it
     return Markup(render("tokens.html.jinja", rows=laid_out, heading=heading, titles=True, **_legend(laid_out)))
 
 
-def page_html(rows: Sequence[RowView], *, title: str, facts: Mapping[str, str] | None = None) -> str:
+def page_html(
+    rows: Sequence[RowView], *, title: str, facts: Mapping[str, str] | None = None, previews: Previews = ()
+) -> str:
     """A whole page: no link, font or script from elsewhere. ``facts`` stand in its head, by name."""
-    laid_out = [_laid_out(row) for row in rows]
+    laid_out = _all_laid_out(rows, previews)
     script = (files("luthier.check") / "templates" / "show.js").read_text(encoding="utf-8")
     return render(
         "show.html.jinja",
@@ -48,6 +65,7 @@ def page_html(rows: Sequence[RowView], *, title: str, facts: Mapping[str, str] |
         num_tokens=sum(len(row.tokens) for row in rows),
         num_targets=sum(row.num_targets for row in rows),
         num_segments=sum(len(row.segments) for row in rows),
+        has_pictures=any(preview.pictures for of_row in previews for preview in of_row),
         findings=list(dict.fromkeys(finding for row in rows for finding in row.findings)),
         data=_script_json([token_data(row.of_segment(n)) for row in rows for n in range(len(row.segments))]),
         script=Markup(script),  # our own file
@@ -58,7 +76,7 @@ def page_html(rows: Sequence[RowView], *, title: str, facts: Mapping[str, str] |
 
 def render(name: str, **values: object) -> str:
     """One of the templates beside this file, which escapes every value that is no `Markup`."""
-    return _environment().get_template(name).render(**values)
+    return _environment().get_template(name).render(wave_box=(WAVE_WIDTH, WAVE_HEIGHT), **values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,10 +92,14 @@ class _Row:
     segments: list[_Segment]
 
 
-def _laid_out(row: RowView) -> _Row:
+def _all_laid_out(rows: Sequence[RowView], previews: Previews) -> list[_Row]:
+    return [_laid_out(row, previews[number] if previews else ()) for number, row in enumerate(rows)]
+
+
+def _laid_out(row: RowView, previews: Sequence[Preview]) -> _Row:
     segments = []
     for number, segment in enumerate(row.segments):
-        of_segment = blocks(row.of_segment(number))
+        of_segment = blocks(row.of_segment(number), row.media, previews)
         segments.append(_Segment(segment=segment, blocks=of_segment, bands=bands(of_segment)))
     return _Row(row=row, segments=segments)
 

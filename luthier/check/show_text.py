@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from luthier.check.show import RowView, TokenView
+from luthier.check.show_media import CLOSE_ITEM, OPEN_ITEM, item_words
 from luthier.check.tokens import TokenText, spans
+from luthier.records import MediaItem
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is learned, where there is no colour
 
@@ -33,7 +35,8 @@ def plain_text(row: RowView) -> str:
             lines.append(segment_line(row, number))
         lines += segment.notes
         text = "".join(
-            f"{OPEN}{words}{CLOSE}" if is_target else words for is_target, words in _stretches(row.of_segment(number))
+            f"{OPEN}{words}{CLOSE}" if is_target else words
+            for is_target, words in _stretches(row.of_segment(number), row.media)
         )
         lines += ["", text, ""]
     return "\n".join(lines)
@@ -45,6 +48,8 @@ def headline(row: RowView) -> str:
     parts = [row.title, f"{count:,} tokens", f"{row.num_targets:,} targets ({100 * row.num_targets / count:.1f} %)"]
     if len(row.segments) > 1:
         parts.append(f"{len(row.segments)} segments")
+    if row.media:
+        parts.append(f"{len(row.media):,} media item{'s' if len(row.media) != 1 else ''}")
     if row.num_padding:
         parts.append(f"{row.num_padding:,} padding")
     return " · ".join(parts)
@@ -57,10 +62,20 @@ def segment_line(row: RowView, number: int) -> str:
 
 
 def shown_spans(tokens: Sequence[TokenView]) -> Iterator[Sequence[TokenView]]:
-    """The tokens of each shown text: one, or those that a character is split over."""
-    texts = [TokenText(text=token.text, tokens=token.num_tokens) for token in tokens]
-    for span in spans(texts):
-        yield tokens[span.start : span.stop]
+    """The tokens of each shown text: one, those that a character is split over, or all that a media item stands on."""
+    for item, group in groupby(tokens, key=lambda token: token.media):
+        neighbours = list(group)
+        if item is not None:
+            yield neighbours
+            continue
+        for span in spans([TokenText(text=token.text, tokens=token.num_tokens) for token in neighbours]):
+            yield neighbours[span.start : span.stop]
+
+
+def span_text(span: Sequence[TokenView], media: Sequence[MediaItem]) -> str:
+    """The text of a span of `shown_spans`; of a media item its words, ``⟨image 300×168 · 50 tokens⟩``."""
+    number = span[0].media
+    return span[0].text if number is None else f"{OPEN_ITEM}{item_words(media[number])}{CLOSE_ITEM}"
 
 
 def lines_visible(text: str) -> str:
@@ -68,9 +83,9 @@ def lines_visible(text: str) -> str:
     return "↵\n".join(visible(line) for line in text.split("\n"))
 
 
-def _stretches(tokens: Sequence[TokenView]) -> Iterator[tuple[bool, str]]:
+def _stretches(tokens: Sequence[TokenView], media: Sequence[MediaItem]) -> Iterator[tuple[bool, str]]:
     for is_target, group in groupby(shown_spans(tokens), key=lambda span: span[0].target):
-        yield is_target, lines_visible("".join(span[0].text for span in group))
+        yield is_target, lines_visible("".join(span_text(span, media) for span in group))
 
 
 def _sign(character: str) -> str:

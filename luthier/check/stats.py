@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.check.media_counts import MediaCount, MediaItems
 from luthier.check.plan import LongRow, longest_rows
 from luthier.config.schema import Overflow
 from luthier.encoding.prepared import PreparedSet
@@ -48,6 +49,7 @@ class SourceStats:
     lengths: Distribution
     targets_per_segment: Distribution
     over_max_length: int  # segments
+    media: tuple[MediaCount, ...] = ()
 
     @property
     def share_trained(self) -> float:
@@ -71,15 +73,18 @@ def stats(prepared: PreparedSet, *, split: str, max_length: int) -> Stats:
     """The numbers of one prepared set; a source none of whose rows is left is not listed."""
     index = SegmentIndex(prepared, max_length=NO_LIMIT, overflow=Overflow.ERROR)
     everything = np.ones(len(index), dtype=np.bool_)
+    media = MediaItems.of_index(index)
     sources = []
     for number, source in enumerate(prepared.sources):
         mine = index.source_ids == number
         if mine.any():
-            sources.append(_source_stats(index, mine, name=source.name, weight=source.weight, max_length=max_length))
+            found = _source_stats(index, mine, name=source.name, weight=source.weight, max_length=max_length)
+            sources.append(replace(found, media=media.counts(mine)))
+    total = _source_stats(index, everything, name="all", weight=1.0, max_length=max_length)
     return Stats(
         split=split,
         max_length=max_length,
-        total=_source_stats(index, everything, name="all", weight=1.0, max_length=max_length),
+        total=replace(total, media=media.counts()),
         sources=tuple(sources),
         fitting=_fitting(index.lengths, max_length),
         longest=longest_rows(index),

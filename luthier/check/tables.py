@@ -11,9 +11,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from luthier.check.media_counts import MediaCount
 from luthier.check.plan import DataPlan, LongRow, RunPlan
 from luthier.check.stats import Distribution, SourceStats, Stats
 from luthier.packing import Units
+from luthier.rendering.media_slots import PLURAL
 
 BAR_WIDTH = 40
 
@@ -22,6 +24,11 @@ def plan_table(plan: RunPlan) -> Group:
     """The plan of a run: the two sides of the data, the steps, the ledger, the longest rows."""
     parts: list[RenderableType] = [Text("Plan", style="bold"), Padding(_sides(plan), (0, 0, 1, 2))]
     parts.append(Padding(_steps(plan), (0, 0, 1, 2)))
+    if plan.no_packing is not None:
+        what = f"No packing: {plan.no_packing}. Packs are taken apart, each segment gets a padded row of its own; "
+        parts.append(Padding(Text(f"{what}train.packing: none plans it so", style="yellow"), (0, 0, 1, 2)))
+    if plan.train.media:
+        parts += [Text("Media", style="bold"), Padding(_media(plan.train.media, plan.train.tokens), (0, 0, 1, 2))]
     if len(plan.train.sources) > 1:
         parts += [Text("Mixture of the first epoch", style="bold"), Padding(_mixture(plan.train), (0, 0, 1, 2))]
     parts.append(Padding(ledger_line(plan.train.ledger), (0, 0, 1, 2)))
@@ -53,6 +60,7 @@ def stats_table(found: Stats) -> Group:
     parts: list[RenderableType] = [
         Text.assemble((f"{found.split} data", "bold"), ("  in tokens, before any cutting", "dim")),
         Padding(_source_table(found), (0, 0, 1, 2)),
+        *_media_parts(found),
         Text("Lengths", style="bold"),
         Padding(_histogram(found.total.lengths), (0, 0, 1, 2)),
         Text("Targets", style="bold"),
@@ -63,6 +71,32 @@ def stats_table(found: Stats) -> Group:
         Padding(_longest(found.longest), (0, 0, 0, 2)),
     ]
     return Group(*parts)
+
+
+def _media_parts(found: Stats) -> list[RenderableType]:
+    """A table of all media and, of several sources, one for each that has some."""
+    parts: list[RenderableType] = []
+    if found.total.media:
+        parts += [Text("Media", style="bold"), Padding(_media(found.total.media, found.total.tokens), (0, 0, 1, 2))]
+    if len(found.sources) > 1:
+        for name, source in zip(_short_names([one.name for one in found.sources]), found.sources, strict=True):
+            if source.media:
+                parts += [Padding(Text(name, style="dim"), (0, 0, 0, 2))]
+                parts += [Padding(_media(source.media, source.tokens), (0, 0, 1, 2))]
+    return parts
+
+
+def _media(counts: Sequence[MediaCount], all_tokens: int) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
+    table.add_column("", style="dim")
+    for name in ("items", "tokens", "of all", "tokens of the median", "of the largest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for count in counts:
+        table.add_row(
+            PLURAL[count.kind], f"{count.items:,}", f"{count.tokens:,}", f"{count.tokens / all_tokens:.1%}",
+            f"{count.median_tokens:,}", f"{count.most_tokens:,}",
+        )  # fmt: skip
+    return table
 
 
 def _sides(plan: RunPlan) -> Table:

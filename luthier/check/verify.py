@@ -27,7 +27,7 @@ from luthier.check.verify_records import (
 from luthier.check.verify_row import RowVerifier
 from luthier.check.verify_samples import SampleMaker, SourceRow, StoredSamples, choose_rows, open_split, read_rows
 from luthier.check.verify_server import TokenServer
-from luthier.check.verify_structure import same_sample
+from luthier.check.verify_structure import same_sample, tree_faults
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.prepare import prepare
@@ -54,6 +54,8 @@ class VerifyOptions:
     against       address of a server whose tokens are compared too
     max_failures  stop after so many rows of which something is not true; None: never
     num_shown     failing rows of which the report keeps the tokens
+    num_decoded   of the rows with media, how many are decoded and given to the model's processor; after these ever
+                  fewer are, over the whole of the data. Headers are compared for all rows
     """
 
     split: Side = Side.TRAIN
@@ -62,6 +64,7 @@ class VerifyOptions:
     against: str | None = None
     max_failures: int | None = None
     num_shown: int = 3
+    num_decoded: int = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +98,7 @@ def verify(
     if options.stored:
         stored = StoredSamples.of_split(prepare(config, reference), config, options.split)
     account = _Account(
-        verifier=RowVerifier(reference, server=server),
+        verifier=RowVerifier(reference, server=server, num_decoded=options.num_decoded),
         encoder=encoder or reference,
         reference=reference,
         num_shown=options.num_shown,
@@ -227,8 +230,8 @@ class _Account:
                 self.failed_rows.append(FailedRow(address=address, violations=verdict.violations, views=views))
 
     def _views(self, verdict: RowVerdict, sample: Sample) -> tuple[RowView, ...]:
-        broken = {Check.BRANCHES, Check.IDS_IN_VOCABULARY} & {violation.check for violation in verdict.violations}
-        if broken:  # there may be no runs to show, or no text to show of them
+        unknown_ids = any(violation.check is Check.IDS_IN_VOCABULARY for violation in verdict.violations)
+        if unknown_ids or any(tree_faults(sample)):  # there may be no runs to show, or no text to show of them
             return ()
         tokenizer = self.reference.tokenizer
         control = frozenset(tokenizer.control_id(token) for token in tokenizer.control.tokens)

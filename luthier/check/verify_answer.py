@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from luthier.check.verify_policy import Spoken
 from luthier.check.verify_tokens import ReferenceTokenizer
-from luthier.records import Audio, Image, Part, Text, Thinking, ToolCall, Video
+from luthier.records import Text, Thinking, ToolCall
 
 LONGEST_SHOWN = 60  # characters of a text in a message
 
@@ -28,12 +29,13 @@ class LearnedText:
         return place >= 0 and (not text or place + len(text) > len(before))
 
 
-def missing_of_part(part: Part, learned: LearnedText, tokenizer: ReferenceTokenizer, *, loosely: bool) -> str | None:
+def missing_of_part(part: Spoken, learned: LearnedText, tokenizer: ReferenceTokenizer, *, loosely: bool) -> str | None:
     """What of a part is not to be read in the text that is learned, in words; None if all is there.
 
     White space at a text's ends is the template's to trim; with ``loosely``, as where the template reads ``<think>`` in
     an answer and lays it out anew, all white space is. A tool call's arguments are found as JSON, whatever the
-    order and white space of its keys, or, where the template writes no JSON, as their strings one by one.
+    order and white space of its keys, or, where the template writes no JSON, as their strings one by one. A media
+    item is no such part: nothing of it is emitted.
     """
     match part:
         case Text() | Thinking():
@@ -50,8 +52,6 @@ def missing_of_part(part: Part, learned: LearnedText, tokenizer: ReferenceTokeni
             texts = [tokenizer.normalised(text).strip() for text in _leaves(part.arguments)]
             lost = [text for text in texts if not learned.holds(text)]
             return f"the argument {_short(lost[0])} of {part.name!r} is not learned" if lost else None
-        case Image() | Video() | Audio():
-            return None
         case _:
             raise AssertionError(f"unknown part {part!r}")
 

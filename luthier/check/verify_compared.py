@@ -13,6 +13,7 @@ import numpy as np
 
 from luthier.check.verify_policy import as_rendered
 from luthier.check.verify_records import Check, Violation
+from luthier.check.verify_template import PlainTemplate
 from luthier.records import (
     Branch,
     Conversation,
@@ -27,7 +28,6 @@ from luthier.records import (
 )
 from luthier.rendering.target_rules import apply_rules
 from luthier.rendering.targets import TargetPolicy
-from luthier.rendering.template import ChatTemplate
 
 ComparedRow = Preference | Feedback
 
@@ -38,7 +38,7 @@ def answers_of(row: ComparedRow) -> tuple[tuple[Message, ...], ...]:
 
 
 def as_conversation(
-    row: ComparedRow, answer: tuple[Message, ...], template: ChatTemplate, policy: TargetPolicy
+    row: ComparedRow, answer: tuple[Message, ...], template: PlainTemplate, policy: TargetPolicy
 ) -> Conversation:
     """The prompt with one continuation, the run's system message and rules applied, and the prompt taken out."""
     whole = Conversation(
@@ -60,6 +60,7 @@ def as_sample(leaf: Segment) -> Sample:
         input_ids=leaf.input_ids,
         target=leaf.target,
         weight=leaf.weight,
+        media=leaf.media,
         branches=(Branch(parent=-1, length=len(leaf)),),
         address=leaf.address,
     )

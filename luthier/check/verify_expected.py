@@ -10,7 +10,6 @@ and the answer's end is where a mark put behind each of the turn's strings comes
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +17,14 @@ from typing import Any
 import numpy as np
 
 from luthier.check.verify_neutral import NeutralRow, mark_ends, neutralise
-from luthier.check.verify_policy import RowPolicy, TurnPolicy, as_rendered, document_policy, row_policy
+from luthier.check.verify_policy import RowPolicy, TurnPolicy, as_rendered, row_policy
 from luthier.check.verify_records import Method
+from luthier.check.verify_template import MediaReader, PlainTemplate, RowMedia, expanded
 from luthier.check.verify_tokens import Ids, ReferenceTokenizer
 from luthier.check.verify_weights import Weights, token_weights
 from luthier.errors import RowError
-from luthier.records import Conversation, Document, Message, Text, ToolCall
+from luthier.records import Conversation, Message, Text, ToolCall
+from luthier.rendering.media_slots import media_of
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.turns import THINKING_SWITCHES
@@ -73,10 +74,14 @@ class ExpectedRow:
     ``policy``          what of the conversation is learned; None for a document
     ``not_reproduced``  turns to which no generation prompt leads
     ``text_ids``        ids of the whole conversation, rendered and encoded as one text
+    ``template``        the template as it prints this row, its media expanded; None for a document
+    ``media``           the row's media; None if it has none
     """
 
     neutral: NeutralRow | None
     policy: RowPolicy | None
+    template: PlainTemplate | None = None
+    media: RowMedia | None = None
     turns: tuple[ExpectedTurn, ...]
     not_reproduced: tuple[int, ...]
     text_ids: Ids
@@ -85,13 +90,21 @@ class ExpectedRow:
 
 
 def expected_row(
-    row: Conversation, template: ChatTemplate, tokenizer: ReferenceTokenizer, target_policy: TargetPolicy
+    row: Conversation,
+    own_template: ChatTemplate,
+    tokenizer: ReferenceTokenizer,
+    target_policy: TargetPolicy,
+    reader: MediaReader | None = None,
 ) -> ExpectedRow:
-    """Recompute a conversation. Raises `RowError` if the template refuses it."""
-    policy = row_policy(row, template, target_policy)
-    row = as_rendered(row, template, target_policy)
+    """Recompute a conversation; ``reader`` is needed for one with media. Raises `RowError` if the template refuses it,
+    or an item cannot be used.
+    """
+    policy = row_policy(row, own_template, target_policy)
+    row = as_rendered(row, own_template, target_policy)
     meant = tokenizer.control.tokens if row.rendered else target_policy.allowed
-    neutral = neutralise(row, template, tokenizer, meant=meant)
+    neutral = neutralise(row, own_template, tokenizer, meant=meant)
+    media = None if reader is None else _read_media(row, neutral, own_template, reader)
+    template = expanded(own_template, media)
     whole_text = template.render(neutral.messages, neutral.tools)
     turns, not_reproduced = [], []
     for index, turn_policy in policy.turns.items():
@@ -115,6 +128,8 @@ def expected_row(
     return ExpectedRow(
         neutral=neutral,
         policy=policy,
+        template=template,
+        media=media,
         turns=tuple(turns),
         not_reproduced=tuple(not_reproduced),
         text_ids=tokenizer.encode([text], forged=neutral.forged)[0],
@@ -123,37 +138,11 @@ def expected_row(
     )
 
 
-def expected_document(row: Document, tokenizer: ReferenceTokenizer, target_policy: TargetPolicy) -> ExpectedRow:
-    """A document is one turn: the model emits all of it, after what the tokenizer puts before any text."""
-    text = "".join(part.text for part in row.parts if isinstance(part, Text))
-    meant = tokenizer.control.tokens if row.rendered else target_policy.allowed
-    forged = bool(set(tokenizer.control_strings(text)) - meant)
-    readable = tokenizer.hide(text, meant) if forged else text
-    (body,) = tokenizer.encode([readable], forged=forged)
-    opening, closing = tokenizer.around_document(rendered=row.rendered)
-    policy = document_policy(row, target_policy)
-    ids = np.concatenate([opening, body, closing])
-    weights = _weights(policy, body, readable, tokenizer, forged)
-    turn = ExpectedTurn(
-        message=None,
-        prompt=opening,
-        completion=np.concatenate([body, closing]),
-        num_stop=len(closing),
-        whole=ids,
-        after=None,
-        kwargs={},
-        policy=policy,
-        weights=np.concatenate([weights, np.full(len(closing), policy.scaffold, dtype=np.float32)]),
-    )
-    return ExpectedRow(
-        neutral=None,
-        policy=None,
-        turns=(turn,),
-        not_reproduced=(),
-        text_ids=ids,
-        method=Method.DOCUMENT,
-        control_strings=Counter(tokenizer.control_strings(text)),
-    )
+def answer_weights(policy: TurnPolicy, ids: Ids, text: str, tokenizer: ReferenceTokenizer, *, forged: bool) -> Weights:
+    """What each of ``ids`` counts, which are ``text`` as the model emits it; float32[T]."""
+    if policy.uniform:
+        return np.full(len(ids), policy.scaffold, dtype=np.float32)
+    return token_weights(text, tokenizer.continued_spans(text, forged=forged), policy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +157,15 @@ class _Cut:
     unfinished: bool = False
 
 
-def _cut(template: ChatTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow, index: int) -> _Cut | None:
+def _read_media(row: Conversation, neutral: NeutralRow, template: ChatTemplate, reader: MediaReader) -> RowMedia | None:
+    media = media_of(row.messages)
+    if not media:
+        return None
+    # placeholders that the row's own text may hold are innocent words here
+    return reader.read(media, template.render(neutral.messages, neutral.tools))
+
+
+def _cut(template: PlainTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow, index: int) -> _Cut | None:
     """The turn under the first switch that reproduces it; None if there is none."""
     history, turn = row.messages[:index], row.messages[: index + 1]
     for kwargs in _switches(template):
@@ -186,7 +183,7 @@ def _cut(template: ChatTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow,
     return _completion(template, tokenizer, row, cut, tail)
 
 
-def _switches(template: ChatTemplate) -> Iterator[dict[str, Any]]:
+def _switches(template: PlainTemplate) -> Iterator[dict[str, Any]]:
     yield {}
     for name in THINKING_SWITCHES:
         if name in template.variables and name not in template.kwargs:
@@ -194,7 +191,7 @@ def _switches(template: ChatTemplate) -> Iterator[dict[str, Any]]:
 
 
 def _behind_answer(
-    template: ChatTemplate, row: NeutralRow, index: int, following: tuple[Message, ...], kwargs: Mapping[str, Any]
+    template: PlainTemplate, row: NeutralRow, index: int, following: tuple[Message, ...], kwargs: Mapping[str, Any]
 ) -> str | None:
     """What the template prints behind the last string of a turn; None if the turn has none, or cannot be marked."""
     marked = (*row.messages[:index], mark_ends(row.messages[index], MARK), *following)
@@ -205,7 +202,7 @@ def _behind_answer(
     return behind if mark else None
 
 
-def _completion(template: ChatTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow, cut: _Cut, tail: str) -> _Cut:
+def _completion(template: PlainTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow, cut: _Cut, tail: str) -> _Cut:
     """``cut`` with its completion shortened to the end of its stop, or with a stop put behind it.
 
     The stop is the first stop token in ``tail``, which stands behind the answer; else the one with which the next turn
@@ -228,7 +225,7 @@ def _completion(template: ChatTemplate, tokenizer: ReferenceTokenizer, row: Neut
 
 
 def _next_header(
-    template: ChatTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow, cut: _Cut, tail: str
+    template: PlainTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow, cut: _Cut, tail: str
 ) -> str | None:
     """The stop token with which the turn after this one opens: the row's own next turn, or one made up."""
     index = cut.message
@@ -262,9 +259,8 @@ def _expected_turn(
     after_text = whole_text[len(text) :] if whole_text.startswith(text) else None
     stop_text = cut.completion[len(cut.completion) - cut.stop :]
     prompt, whole = tokenizer.encode(neutral.readable([cut.prompt, text], tokenizer), forged=neutral.forged)
-    completion, stop, after = tokenizer.continue_text(
-        neutral.readable([cut.completion, stop_text, after_text or ""], tokenizer), forged=neutral.forged
-    )
+    readable, *rest = neutral.readable([cut.completion, stop_text, after_text or ""], tokenizer)
+    completion, stop, after = tokenizer.continue_text([readable, *rest], forged=neutral.forged)
     return ExpectedTurn(
         message=cut.message,
         prompt=prompt,
@@ -275,13 +271,5 @@ def _expected_turn(
         kwargs=cut.kwargs,
         policy=policy,
         unfinished=cut.unfinished,
-        weights=_weights(
-            policy, completion, neutral.readable([cut.completion], tokenizer)[0], tokenizer, neutral.forged
-        ),
+        weights=answer_weights(policy, completion, readable, tokenizer, forged=neutral.forged),
     )
-
-
-def _weights(policy: TurnPolicy, completion: Ids, text: str, tokenizer: ReferenceTokenizer, forged: bool) -> Weights:
-    if policy.uniform:
-        return np.full(len(completion), policy.scaffold, dtype=np.float32)
-    return token_weights(text, tokenizer.continued_spans(text, forged=forged), policy)

@@ -24,6 +24,7 @@ from luthier.check.verify_records import Method
 from luthier.check.verify_tokens import ReferenceTokenizer
 from luthier.errors import RowError
 from luthier.records import Conversation, Message, Part, Text, Thinking, ToolCall
+from luthier.rendering.media_slots import is_media
 from luthier.rendering.template import ChatTemplate, Tools
 
 TOOLS = -1  # stands for the tool declarations where messages are counted
@@ -144,11 +145,20 @@ def _letters(number: int) -> str:
 
 
 def _with_one_text(message: Message) -> Message:
-    """The message's texts as one, as templates are given them: a control string may be split over two."""
-    text = Text(text=message.text)
-    first = next((part for part in message.parts if isinstance(part, Text)), None)
-    kept = [text if part is first else part for part in message.parts if part is first or not isinstance(part, Text)]
-    return replace(message, parts=tuple(kept))
+    """The message's texts as one between media, as templates are given them: a control string may be split over two."""
+    parts: list[Part] = []
+    place = -1  # of the text that the next one goes on in
+    for part in message.parts:
+        before = parts[place] if place >= 0 else None
+        if isinstance(part, Text) and isinstance(before, Text):
+            parts[place] = Text(text=before.text + part.text)
+        elif isinstance(part, Text):
+            place = len(parts)
+            parts.append(Text(text=part.text))
+        else:
+            place = -1 if is_media(part) else place
+            parts.append(part)
+    return replace(message, parts=tuple(parts))
 
 
 def _collector(found: list[str]) -> Callable[[str], str]:

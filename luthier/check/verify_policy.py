@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from luthier.check.verify_template import PlainTemplate
 from luthier.config.schema import TrainOn
 from luthier.records import Conversation, Document, Message, Part, Text, Thinking, ToolCall
 from luthier.rendering.target_rules import apply_rules
 from luthier.rendering.targets import TargetPolicy
-from luthier.rendering.template import ChatTemplate
 
 Spoken = Text | Thinking | ToolCall
 
@@ -24,12 +24,12 @@ class TurnPolicy:
 
     scaffold  what the template's own words in it, and its stop token, count in the loss; 0 is no target
     pieces    what each of its parts counts
-    parts     what must be learned to the last letter: texts and thoughts joined, tool calls one by one
+    parts     what must be learned to the last letter: texts (between media) and thoughts joined, tool calls one by one
     """
 
     scaffold: float
     pieces: tuple[tuple[Spoken, float], ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Spoken, ...]
 
     @property
     def learned(self) -> bool:
@@ -58,7 +58,7 @@ class RowPolicy:
     taken_out: frozenset[int]
 
 
-def as_rendered(row: Conversation, template: ChatTemplate, policy: TargetPolicy) -> Conversation:
+def as_rendered(row: Conversation, template: PlainTemplate, policy: TargetPolicy) -> Conversation:
     """The conversation as the template is given it.
 
     It gets the run's default system message, where it has none of its own. Thinking that the row had inside a text is
@@ -71,7 +71,7 @@ def as_rendered(row: Conversation, template: ChatTemplate, policy: TargetPolicy)
     return row if template.reads_thinking else replace(row, messages=tuple(map(_thinking_as_text, row.messages)))
 
 
-def row_policy(row: Conversation, template: ChatTemplate, policy: TargetPolicy) -> RowPolicy:
+def row_policy(row: Conversation, template: PlainTemplate, policy: TargetPolicy) -> RowPolicy:
     """The policy of a conversation; its messages are counted as in `as_rendered`."""
     train_on = TrainOn(row.train_on) if row.train_on is not None else policy.train_on
     with_system = as_rendered(row, template, policy)
@@ -123,21 +123,36 @@ def _turn(message: Message, whole: bool, row_weight: float) -> TurnPolicy:
     return TurnPolicy(
         scaffold=weight if whole else 0.0,
         pieces=tuple(zip(spoken, counts, strict=True)),
-        parts=tuple(_complete(spoken, [count > 0 for count in counts])),
+        parts=tuple(_complete(message.parts, [count > 0 for count in counts])),
     )
 
 
-def _complete(parts: Sequence[Spoken], learned: Sequence[bool]) -> list[Part]:
-    """Tool calls that are learned; texts, and thoughts, joined, where all are: tokens reach over edges between them."""
-    complete: list[Part] = []
-    texts = [(part, wanted) for part, wanted in zip(parts, learned, strict=True) if isinstance(part, Text)]
-    thoughts = [(part, wanted) for part, wanted in zip(parts, learned, strict=True) if isinstance(part, Thinking)]
+def _complete(parts: Sequence[Part], learned: Sequence[bool]) -> list[Spoken]:
+    """Tool calls that are learned; texts, and thoughts, joined, where all are: tokens reach over edges between them.
+
+    ``learned`` has an entry for each part that is no media item. Texts on two sides of an item are two texts.
+    """
+    flags = iter(learned)
+    thoughts: list[tuple[str, bool]] = []
+    texts: list[list[tuple[str, bool]]] = [[]]
+    calls: list[ToolCall] = []
+    for part in parts:
+        match part:
+            case Text():
+                texts[-1].append((part.text, next(flags)))
+            case Thinking():
+                thoughts.append((part.text, next(flags)))
+            case ToolCall():
+                calls += [part] if next(flags) else []
+            case _:
+                texts.append([])
+    complete: list[Spoken] = []
     if thoughts and all(wanted for _, wanted in thoughts):
-        complete.append(Thinking(text="".join(part.text for part, _ in thoughts)))
-    if texts and all(wanted for _, wanted in texts):
-        complete.append(Text(text="".join(part.text for part, _ in texts)))
-    calls = zip(parts, learned, strict=True)
-    return [*complete, *(part for part, wanted in calls if wanted and isinstance(part, ToolCall))]
+        complete.append(Thinking(text="".join(text for text, _ in thoughts)))
+    for run in texts:
+        if run and all(wanted for _, wanted in run):
+            complete.append(Text(text="".join(text for text, _ in run)))
+    return [*complete, *calls]
 
 
 def _thinking_as_text(message: Message) -> Message:

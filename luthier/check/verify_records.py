@@ -28,8 +28,11 @@ class Check(StrEnum):
     IDS_IN_VOCABULARY = "ids_in_vocabulary"
     BRANCHES = "branches"
     VERDICT = "verdict"
+    MEDIA_PLACES = "media_places"
+    MEDIA_TOKENS = "media_tokens"
     DETERMINISTIC = "deterministic"
     HUGGING_FACE = "hugging_face"
+    PROCESSOR_TOKENS = "processor_tokens"
     SERVED_TOKENS = "served_tokens"
 
 
@@ -47,8 +50,11 @@ MEANING: Mapping[Check, str] = {
     Check.IDS_IN_VOCABULARY: "every id is in the vocabulary",
     Check.BRANCHES: "the token tree is whole, and each answer is learned once",
     Check.VERDICT: "what a row says of its continuations (margin, label) goes with them",
+    Check.MEDIA_PLACES: "every media slot belongs to one item, and items come in the order of the messages",
+    Check.MEDIA_TOKENS: "an item has the tokens that the model's processor writes for its size",
     Check.DETERMINISTIC: "encoding the row again gives the same",
     Check.HUGGING_FACE: "ids are those of apply_chat_template, but for merges over the seam",
+    Check.PROCESSOR_TOKENS: "the processor itself, given text and decoded media, writes the same ids (some rows)",
     Check.SERVED_TOKENS: "the server makes the same tokens of the same messages",
 }
 

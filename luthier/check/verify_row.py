@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
 from luthier.check.verify_compared import answers_of, as_conversation, as_sample, comparison_faults
-from luthier.check.verify_expected import ExpectedRow, expected_document, expected_row
+from luthier.check.verify_document import expected_document
+from luthier.check.verify_expected import ExpectedRow, expected_row
 from luthier.check.verify_learned import Home, Runs, find_home, supplied_faults, turn_faults
+from luthier.check.verify_media import media_faults, processor_faults
 from luthier.check.verify_records import Check, Method, RowVerdict, Violation
 from luthier.check.verify_runs import asked_besides, besides_faults, run_faults, whole_text_faults
 from luthier.check.verify_server import TokenServer
 from luthier.check.verify_structure import begin_faults, token_faults, tree_faults
+from luthier.check.verify_template import MediaReader
 from luthier.check.verify_tokens import ReferenceTokenizer, first_difference
 from luthier.encoding.encoder import Encoder
 from luthier.records import Conversation, Document, Feedback, Preference, Row, Sample
+from luthier.rendering.media_slots import media_of, media_of_parts
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
 
 ALWAYS = (Check.HAS_TARGETS, Check.FINITE_WEIGHTS, Check.IDS_IN_VOCABULARY, Check.BRANCHES)
+OF_STRUCTURE = (Check.BRANCHES, Check.MEDIA_PLACES)  # where these fail, nothing else can be asked of a sample
 OF_TURNS = (Check.PROMPT_TOKENS, Check.COMPLETION_TOKENS)
 
 
@@ -36,24 +42,31 @@ def verify_row(row: Row, sample: Sample, encoder: Encoder) -> list[Violation]:
 class RowVerifier:
     """Recomputes rows with plain renders and whole encodes, and compares samples with them."""
 
-    def __init__(self, encoder: Encoder, *, server: TokenServer | None = None) -> None:
-        """Of ``encoder`` the tokenizer's files, the template and the options are used, never what it encodes.
+    def __init__(self, encoder: Encoder, *, server: TokenServer | None = None, num_decoded: int = 0) -> None:
+        """Of ``encoder`` the files, the template and the options are used, never what it encodes.
 
-        With a ``server``, each turn's context is also compared with the tokens that the server makes of it.
+        With a ``server``, each turn's context is also compared with the tokens that the server makes of it. The media
+        of ``num_decoded`` rows, and of ever fewer after these, are decoded and given to the model's processor.
         """
         self.server = server
+        self.num_decoded = num_decoded
         self.tokenizer = ReferenceTokenizer(encoder.tokenizer)
         self.template = encoder.tokenizer.template
         self.kwargs = encoder.options.kwargs
         self.policy = encoder.renderer.policy
+        self._encoder = encoder
+        self._num_with_media = 0
 
     def expected(self, row: Conversation | Document, policy: TargetPolicy) -> ExpectedRow:
         """What the row's sample should hold. Raises `RowError` if the template refuses the row."""
         match row:
             case Conversation():
-                return expected_row(row, self._need_template(), self.tokenizer, policy)
+                if not media_of(row.messages):
+                    return expected_row(row, self._need_template(), self.tokenizer, policy)
+                return expected_row(row, self._media_template, self.tokenizer, policy, self._reader)
             case Document():
-                return expected_document(row, self.tokenizer, policy)
+                reader = self._reader if media_of_parts(row.parts) else None
+                return expected_document(row, self.tokenizer, policy, reader)
 
     def verify(self, row: Row, sample: Sample) -> RowVerdict:
         """Compare a sample with its row. Raises `RowError` if the template refuses the row."""
@@ -63,15 +76,26 @@ class RowVerifier:
             case Preference() | Feedback():
                 return self._verify_compared(row, sample)
 
+    @cached_property
+    def _reader(self) -> MediaReader:
+        measurer = self._encoder.measurer
+        assert measurer.processor is not None, "the row has a sample, so the model takes media"
+        return MediaReader(processor=measurer.processor, access=measurer.access)
+
+    @cached_property
+    def _media_template(self) -> ChatTemplate:
+        return self._need_template().with_slots(self._reader.slots)
+
     def _need_template(self) -> ChatTemplate:
         assert self.template is not None, "the row has a sample, so there is a template"
         return self.template
 
     def _verify_compared(self, row: Preference | Feedback, sample: Sample) -> RowVerdict:
         """Each continuation as an answer to the whole prompt, on the leaf that it should be."""
-        faults = [*tree_faults(sample), *comparison_faults(row, sample)]
+        faults = list(tree_faults(sample))
+        faults += [] if faults else comparison_faults(row, sample)
         applied = frozenset([Check.BRANCHES, Check.VERDICT, Check.NOTHING_SUPPLIED_TRAINED])
-        if any(fault.check is Check.BRANCHES for fault in faults):
+        if any(fault.check in OF_STRUCTURE for fault in faults):
             return RowVerdict(method=Method.STRUCTURE_ONLY, applied=applied, violations=tuple(faults))
         ruled = replace(self.policy, rules=())  # what rules say is said by the conversation itself
         found: list[RowVerdict] = []
@@ -85,9 +109,8 @@ class RowVerifier:
     def _verify(self, row: Conversation | Document, sample: Sample, policy: TargetPolicy) -> RowVerdict:
         faults = list(tree_faults(sample))
         if faults:
-            return RowVerdict(
-                method=Method.STRUCTURE_ONLY, applied=frozenset([Check.BRANCHES]), violations=tuple(faults)
-            )
+            applied_only = frozenset([Check.BRANCHES, *(fault.check for fault in faults)])
+            return RowVerdict(method=Method.STRUCTURE_ONLY, applied=applied_only, violations=tuple(faults))
         faults += token_faults(sample, self.tokenizer)
         expected = self.expected(row, policy)
         runs = Runs(
@@ -124,13 +147,17 @@ class RowVerifier:
             applied.update(OF_TURNS)
         if any(turn.policy.learned for turn in expected.turns):
             applied.update([Check.STOP_TRAINED, Check.ANSWER_DECODES])
-        besides = asked_besides(expected, runs, self.template)
+        besides = asked_besides(expected, runs)
         faults += besides_faults(expected, runs, besides)
         if besides.masks is not None:
             applied.add(Check.NOTHING_SUPPLIED_TRAINED)
             faults += supplied_faults(expected.turns, homes, runs, besides.masks)
         applied.update([Check.NO_FORGED_CONTROL, Check.DECODES])
         faults += run_faults(expected, runs)
+        faults += media_faults(expected.media, runs)
+        if expected.media is not None:
+            applied.update([Check.MEDIA_PLACES, Check.MEDIA_TOKENS])
+            faults += self._processed(expected, runs, applied, notes)
         if self.tokenizer.bos_id is not None:
             applied.add(Check.SINGLE_BOS)
             opening = bool(len(expected.text_ids)) and int(expected.text_ids[0]) == self.tokenizer.bos_id
@@ -143,12 +170,28 @@ class RowVerifier:
                 else:
                     notes[found] += 1
         if self.server is not None and expected.neutral is not None:
-            if expected.method is Method.WHOLE:
+            if expected.media is not None:  # how servers are given pixels is another interface
+                notes["media_not_asked"] += 1
+            elif expected.method is Method.WHOLE:
                 applied.add(Check.SERVED_TOKENS)
                 faults += self._served(self.server, expected, homes, runs, notes)
             else:  # a server cannot tell the row's control strings from the template's
                 notes["not_asked"] += 1
         return faults
+
+    def _processed(
+        self, expected: ExpectedRow, runs: Runs, applied: set[Check], notes: Counter[str]
+    ) -> Iterator[Violation]:
+        """What the processor itself makes of the row, if it is one of those that are decoded."""
+        neutral, turns = expected.neutral, expected.turns
+        if neutral is None or expected.method is not Method.WHOLE or any(turn.unfinished for turn in turns):
+            return
+        self._num_with_media += 1
+        if not _is_drawn(self._num_with_media, self.num_decoded):
+            return
+        applied.add(Check.PROCESSOR_TOKENS)
+        notes["decoded"] += 1
+        yield from processor_faults(expected, runs, self._media_template.render(neutral.messages, neutral.tools))
 
     def _served(
         self, server: TokenServer, expected: ExpectedRow, homes: Sequence[Home], runs: Runs, notes: Counter[str]
@@ -166,6 +209,17 @@ class RowVerifier:
                 yield runs.fault(
                     Check.SERVED_TOKENS, what, message=turn.message, run=home.run, index=index, expected=served
                 )
+
+
+def _is_drawn(number: int, first: int) -> bool:
+    """Whether the ``number``-th row is one of the ``first``, or of those after them: the 2nd, 4th, 8th … times so far.
+
+    With 3: 1, 2, 3, then 6, 12, 24 …
+    """
+    if number <= first:
+        return True
+    times, rest = divmod(number, first) if first else (0, 1)
+    return not rest and times & (times - 1) == 0
 
 
 def _together(

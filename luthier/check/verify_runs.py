@@ -11,9 +11,9 @@ from luthier.check.verify_answer import LearnedText, missing_of_part
 from luthier.check.verify_expected import ExpectedRow
 from luthier.check.verify_learned import Home, Mask, Runs
 from luthier.check.verify_records import Check, Violation
+from luthier.check.verify_template import PlainTemplate
 from luthier.check.verify_tokens import Ids, ReferenceTokenizer, first_difference
 from luthier.errors import RowError
-from luthier.rendering.template import ChatTemplate
 
 
 def run_faults(expected: ExpectedRow, runs: Runs) -> Iterator[Violation]:
@@ -73,10 +73,10 @@ class Besides:
     regions: Mapping[int, tuple[int, Ids]]
 
 
-def asked_besides(expected: ExpectedRow, runs: Runs, template: ChatTemplate | None) -> Besides:
+def asked_besides(expected: ExpectedRow, runs: Runs) -> Besides:
     """Where the row or the run asks to learn more than answers."""
     masks = [np.zeros(len(segment), dtype=np.bool_) for segment in runs.segments]
-    policy = expected.policy
+    policy, template = expected.policy, expected.template
     if policy is None or template is None:
         return Besides(masks=masks, regions={})
     wanted = {index: _region(expected, index, template, runs.tokenizer) for index in policy.asked}
@@ -121,7 +121,7 @@ def _candidates(expected: ExpectedRow) -> list[Ids]:
 
 
 def _region(
-    expected: ExpectedRow, index: int, template: ChatTemplate, tokenizer: ReferenceTokenizer
+    expected: ExpectedRow, index: int, template: PlainTemplate, tokenizer: ReferenceTokenizer
 ) -> tuple[int, Ids] | None:
     """``(tokens before a message, ids up to its end)``, where the one text begins the other."""
     neutral = expected.neutral

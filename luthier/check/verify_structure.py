@@ -27,6 +27,7 @@ def tree_faults(sample: Sample) -> Iterator[Violation]:
             yield _fault(
                 Check.BRANCHES, address, f"branch {number} continues branch {branch.parent}, not an earlier one"
             )
+    yield from _media_faults(sample)
 
 
 def token_faults(sample: Sample, tokenizer: ReferenceTokenizer) -> Iterator[Violation]:
@@ -73,9 +74,27 @@ def same_sample(first: Sample, second: Sample) -> str | None:
         if not np.array_equal(one, other):
             place = int((one != other).argmax()) if len(one) == len(other) else min(len(one), len(other))
             return f"{name} differ from token {place} on"
+    if first.media != second.media:
+        return f"media items {len(first.media)} and {len(second.media)}, or others, or elsewhere"
     if first.verdict != second.verdict:
         return f"verdicts {first.verdict} and {second.verdict}"
     return None if np.array_equal(_weights(first), _weights(second)) else "weights differ"
+
+
+def _media_faults(sample: Sample) -> Iterator[Violation]:
+    """Whether each item has tokens of its own, all of them in one branch, in the order of the tokens."""
+    ends = np.cumsum([branch.length for branch in sample.branches]).tolist()
+    taken = 0
+    for number, item in enumerate(sample.media):
+        stop = item.start + item.length
+        where = f"media item {number} stands at tokens {item.start} to {stop - 1}"
+        if item.length < 1 or item.start < 0 or stop > len(sample.input_ids):
+            yield _fault(Check.MEDIA_PLACES, str(sample.address), f"{where} of {len(sample.input_ids)}")
+        elif item.start < taken:
+            yield _fault(Check.MEDIA_PLACES, str(sample.address), f"{where}, and the one before it to {taken - 1}")
+        elif any(item.start < end < stop for end in ends):
+            yield _fault(Check.MEDIA_PLACES, str(sample.address), f"{where}, on two branches")
+        taken = max(taken, stop)
 
 
 def _weights(sample: Sample) -> NDArray[np.float32]:

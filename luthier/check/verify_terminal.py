@@ -29,6 +29,8 @@ _NOTES = {
     "seam": "answers whose first letters a tokenizer would merge with the prompt; training keeps them apart, as "
     "inference does",
     "prompts_asked": "prompts compared with the server's",
+    "decoded": "sequences whose media were decoded and given, with their text, to the model's processor",
+    "media_not_asked": "rows with media, which are not compared with the server",
     "not_asked": "rows not compared with the server: it cannot tell their control strings from the template's",
 }
 

@@ -111,6 +111,7 @@ def plan(
         import msgspec
 
         from luthier.check.devices import check_name
+        from luthier.check.plan import with_media
         from luthier.check.tables import plan_table
         from luthier.loader.choosing import prepares_meanwhile
 
@@ -118,7 +119,8 @@ def plan(
         loaded = prepare_data(run, output.console)
         tell_preparation(loaded, output.console)
         schedule = schedule_of(loaded)
-        found = plan_of(loaded, schedule)
+        model_config = loaded.encoder.media_source.model_config()
+        found = with_media(plan_of(loaded, schedule), loaded.train, loaded.held_out, model_config=model_config)
         output.console.print()
         output.console.print(plan_table(found))
         if prepares_meanwhile(run):
@@ -188,9 +190,13 @@ def show(
         facts = run_facts(run, loaded.encoder)
         _print_views(views, facts, output)
         if html is not None:
+            from luthier.check.previews import previews
             from luthier.check.show_html import page_html
 
-            write_text(html, page_html(views, title=selection.title, facts=facts))
+            measurer = loaded.encoder.measurer
+            processor = measurer.processor if any(view.media for view in views) else None
+            pictures = previews(views, processor, measurer.access)
+            write_text(html, page_html(views, title=selection.title, facts=facts, previews=pictures))
             output.console.print(f"[dim]page in[/] {html}", highlight=False)
         output.emit({"facts": facts, **_views_as_json(views)})
     if any(view.findings for view in views):

@@ -17,7 +17,7 @@ from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
 from luthier.loader.planning import SegmentPlaces
 from luthier.loader.reader import BatchReader
-from luthier.loader.run_settings import train_settings
+from luthier.loader.run_settings import media_of, train_settings
 from luthier.packing import EpochPlan, Units, plan_epoch
 from luthier.records import Pack
 from luthier.sources import open_sources, resolve_sources
@@ -109,8 +109,10 @@ class Selection:
         self._check(len(plan), "micro-batches")
         packs, origins = self._packs(plan, index, loaded)
         packed = config.train.packing.is_packed
-        batch = collate_packs(packs, packed=packed, pad_token_id=tokenizer.pad_token_id)
-        return show_batch(batch, tokenizer, title=self.title, control=control, origins=origins)
+        has_media = any(segment.media for pack in packs for segment in pack.segments)
+        media = media_of(config, tokenizer.files.folder) if has_media else None
+        batch = collate_packs(packs, packed=packed, pad_token_id=tokenizer.pad_token_id, media=media)
+        return show_batch(batch, tokenizer, title=self.title, control=control, origins=origins, packs=packs)
 
     def _packs(
         self, plan: EpochPlan, index: SegmentIndex, loaded: Loaded
@@ -147,7 +149,9 @@ def _plan(index: SegmentIndex, loaded: Loaded, *, rows_per_micro_batch: int) -> 
 
 def _collation(loaded: Loaded) -> CollateSettings:
     return CollateSettings(
-        packed=loaded.config.train.packing.is_packed, pad_token_id=loaded.encoder.tokenizer.pad_token_id
+        packed=loaded.config.train.packing.is_packed,
+        pad_token_id=loaded.encoder.tokenizer.pad_token_id,
+        pad_to_multiple_of=loaded.config.train.pad_to_multiple_of,
     )
 
 

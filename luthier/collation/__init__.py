@@ -1,22 +1,27 @@
 """Packs to batches: the one collator, and the one place that shifts labels.
 
-Read in this order: grid, collator, unpacking, interface.
+Read in this order: grid, media_inputs, collator, unpacking, selecting, interface.
 """
 
 from __future__ import annotations
 
 from luthier.collation.collator import collate_packs, collate_trees, to_batch
 from luthier.collation.grid import CollateSettings, Grid, blank_grid, lay_out, lay_out_trees
+from luthier.collation.media_inputs import MediaInputs
+from luthier.collation.selecting import has_only_text, only_segments
 from luthier.collation.unpacking import unpacked
 
 __all__ = [
     "CollateSettings",
     "Grid",
+    "MediaInputs",
     "blank_grid",
     "collate_packs",
     "collate_trees",
+    "has_only_text",
     "lay_out",
     "lay_out_trees",
+    "only_segments",
     "to_batch",
     "unpacked",
 ]

@@ -18,12 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.collation.grid import CollateSettings, Grid, lay_out, lay_out_trees
+from luthier.collation.media_inputs import MediaInputs
 from luthier.layout import cu_seqlens, position_ids, segment_starts, tree_follows, tree_leaves, tree_positions
-from luthier.records import IGNORE_INDEX, Address, Batch, Pack, Sample, Targets, Unit
+from luthier.records import IGNORE_INDEX, Address, Batch, LostMedia, Pack, Sample, Targets, Unit
 
 
 def collate_packs(
-    packs: Sequence[Pack], *, packed: bool, pad_token_id: int, varlen: bool = False, pad_to_multiple_of: int = 1
+    packs: Sequence[Pack],
+    *,
+    packed: bool,
+    pad_token_id: int,
+    varlen: bool = False,
+    pad_to_multiple_of: int = 1,
+    media: MediaInputs | None = None,
 ) -> Batch:
     """One batch of B rows, one row a pack.
 
@@ -31,7 +38,7 @@ def collate_packs(
     Packed: ``position_ids`` that restart with each segment, no ``attention_mask`` and ``use_cache=False``, which is how
     transformers knows segments apart. Padding at a row's end is a segment of its own. ``varlen`` adds what
     FlashAttention's varlen kernels take, over the N tokens of the flattened batch: ``cu_seq_lens_q/k`` int32[n + 1]
-    and ``max_length_q/k`` int.
+    and ``max_length_q/k`` int. ``media`` adds what a multimodal model gets besides.
 
     Raises AssertionError for an empty batch, an empty pack, or several segments in a padded row.
     """
@@ -39,11 +46,17 @@ def collate_packs(
         packed=packed, pad_token_id=pad_token_id, varlen=varlen, pad_to_multiple_of=pad_to_multiple_of
     )
     addresses = tuple(segment.address for pack in packs for segment in pack.segments)
-    return to_batch(lay_out(packs, how), how, addresses=addresses)
+    grid = lay_out(packs, how)
+    return to_batch(grid if media is None else media.fill(grid, how), how, addresses=addresses)
 
 
 def collate_trees(
-    rows: Sequence[Sequence[Sample]], *, pad_token_id: int, pad_to_multiple_of: int = 1, units: tuple[Unit, ...] = ()
+    rows: Sequence[Sequence[Sample]],
+    *,
+    pad_token_id: int,
+    pad_to_multiple_of: int = 1,
+    units: tuple[Unit, ...] = (),
+    media: MediaInputs | None = None,
 ) -> Batch:
     """One batch in the *shared* layout: each token of a sample's tree once, the samples of a row one after the other.
 
@@ -58,7 +71,8 @@ def collate_trees(
     leaves = [len(tree_leaves(sample.branches)[0]) for row in rows for sample in row]
     samples = [sample for row in rows for sample in row]
     addresses = tuple(sample.address for sample, count in zip(samples, leaves, strict=True) for _ in range(count))
-    return to_batch(lay_out_trees(rows, how), how, addresses=addresses, units=units)
+    grid = lay_out_trees(rows, how)
+    return to_batch(grid if media is None else media.fill(grid, how), how, addresses=addresses, units=units)
 
 
 def to_batch(
@@ -76,9 +90,11 @@ def to_batch(
     import torch
 
     inputs = _packed_inputs(grid, varlen=how.varlen) if how.packed else _padded_inputs(grid)
-    arrays = {"input_ids": grid.ids_BT.astype(np.int64), **inputs}
+    arrays = {"input_ids": grid.ids_BT.astype(np.int64), **inputs, **dict(grid.inputs)}
     labels_BT, weights_BT = _labels(grid)
     targets, starts = _shared_targets(grid) if grid.parents is not None else _targets(grid)
+    lost = _lost_segments(grid)
+    gone = {number for _, segments in lost for number in segments}
     return Batch(
         model_inputs={
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()
@@ -90,9 +106,23 @@ def to_batch(
         addresses=addresses,
         sources=sources,
         targets=targets,
-        units=units,
+        units=tuple(unit for unit in units if gone.isdisjoint(unit.segments)),
         branches=grid.branches,
+        lost=tuple((addresses[segments[0]], loss) for loss, segments in lost),
     )
+
+
+def _lost_segments(grid: Grid) -> list[tuple[LostMedia, tuple[int, ...]]]:
+    """What is lost, each with the numbers of its segments: a tree is lost with all its leaves."""
+    if grid.parents is None or not grid.lost:
+        return [(loss, (loss.group,)) for loss in grid.lost]
+    tree_of: list[int] = []  # of each segment
+    before = 0
+    for branches in grid.branches:
+        root = np.cumsum([branch.parent < 0 for branch in branches]) - 1 + before  # parents stand before their children
+        tree_of += root[tree_leaves(branches)[0]].tolist()
+        before = int(root[-1]) + 1
+    return [(loss, tuple(n for n, tree in enumerate(tree_of) if tree == loss.group)) for loss in grid.lost]
 
 
 def _labels(grid: Grid) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:

@@ -7,13 +7,14 @@ gets take twenty-four.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.layout import join_trees, segment_starts
-from luthier.records import Branch, Pack, Sample, Segment
+from luthier.records import Branch, LostMedia, MediaItem, Pack, Sample, Segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,9 @@ class Grid:
     lengths      per row, the tokens of each of its segments; what they leave of T is padding
     parents      of a grid of shared trees (`lay_out_trees`), whose ``lengths`` are those of branches: per row, which
                  branch of the row each one continues, -1 for a root; None where every segment is whole
+    media        per row, for each of its segments (or trees) the media items, by where they stand in the row
+    inputs       what the model gets of the media: features, and positions of several axes; () of text
+    lost         segments (or trees) whose media could not be had: padding stands in their place
     """
 
     ids_BT: NDArray[np.int32]
@@ -43,6 +47,14 @@ class Grid:
     weights_BT: NDArray[np.float32] | None
     lengths: tuple[tuple[int, ...], ...]
     parents: tuple[tuple[int, ...], ...] | None = None
+    media: tuple[tuple[tuple[MediaItem, ...], ...], ...] = ()
+    inputs: tuple[tuple[str, NDArray[Any]], ...] = ()
+    lost: tuple[LostMedia, ...] = ()
+
+    @property
+    def has_media(self) -> bool:
+        """Whether an item stands in it."""
+        return any(items for row in self.media for items in row)
 
     @property
     def branches(self) -> tuple[tuple[Branch, ...], ...]:
@@ -91,6 +103,7 @@ def blank_grid(how: CollateSettings) -> Grid:
         learned_BT=np.zeros((1, 2), dtype=np.bool_),
         weights_BT=None,
         lengths=((2,),),
+        media=(((),),),
     )
 
 
@@ -117,6 +130,17 @@ def _filled(
         weights_BT=_weights(rows, sizes, learned_BT),
         lengths=lengths,
         parents=parents,
+        media=tuple(map(_media, rows)),
+    )
+
+
+def _media(pieces: Sequence[Segment | Sample]) -> tuple[tuple[MediaItem, ...], ...]:
+    if not any(piece.media for piece in pieces):
+        return ((),) * len(pieces)
+    starts = segment_starts([len(piece.input_ids) for piece in pieces]).tolist()
+    return tuple(
+        tuple(replace(item, start=item.start + start) for item in piece.media)
+        for piece, start in zip(pieces, starts, strict=True)
     )
 
 

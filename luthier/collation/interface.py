@@ -6,10 +6,14 @@ logits = model(**batch.model_inputs).logits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 from luthier.collation.collator import collate_packs
+from luthier.collation.media_inputs import MediaInputs
+from luthier.config.schema import MediaConfig
+from luthier.media import MediaProcessor, MediaSource
 from luthier.packing import plan_packs
 from luthier.records import Batch, Pack, Sample, Segment
 
@@ -22,6 +26,7 @@ def collate(
     pad_token_id: int = 0,
     varlen: bool = False,
     pad_to_multiple_of: int = 1,
+    media: MediaInputs | None = None,
 ) -> Batch:
     """One batch of these samples, B rows of T tokens; a sample's token tree becomes one segment for each leaf.
 
@@ -33,8 +38,11 @@ def collate(
     ``pad_token_id`` may be any id that the model has: padding is neither attended to nor learned. T is rounded up to
     ``pad_to_multiple_of``. Segments are shortened nowhere.
 
-    Raises ``ValueError`` for no samples at all and for arguments that contradict each other, `UserError` where a
-    segment is longer than ``capacity``.
+    ``media`` (`luthier.media_inputs`) decodes the samples' images, videos and sounds and adds what a multimodal model
+    gets: features, token types, positions of several axes. Segments whose media cannot be had are in ``batch.lost``.
+
+    Raises ``ValueError`` for no samples at all, for arguments that contradict each other, and for samples with media
+    without ``media``; `UserError` where a segment is longer than ``capacity``.
     """
     segments = [segment for sample in samples for segment in _segments_of(sample) if len(segment)]
     if not segments:
@@ -44,13 +52,33 @@ def collate(
     packed = layout == "packed"
     if not packed and (varlen or capacity is not None):
         raise ValueError("varlen and capacity are for layout='packed'")
+    if media is None and any(segment.media for segment in segments):
+        raise ValueError("these samples have media: give media=luthier.media_inputs(processor, model.config)")
     return collate_packs(
         _packs(segments, capacity) if packed else [Pack(segments=(segment,)) for segment in segments],
         packed=packed,
         pad_token_id=pad_token_id,
         varlen=varlen,
         pad_to_multiple_of=pad_to_multiple_of,
+        media=media,
     )
+
+
+def media_inputs(model: Any, model_config: Any = None, **options: Any) -> MediaInputs:
+    """What `collate` and `Loader` need for samples with media: a model's folder; or transformers' processor and the
+    model's config. ``options`` are those of the section ``media`` of a run (``roots`` …).
+
+    Raises `ModelError` for a folder or a processor that is none, pydantic's ``ValidationError`` for unknown options.
+    """
+    media = MediaConfig(**options)
+    if isinstance(model, str | Path):
+        return MediaInputs(MediaSource.of_folder(Path(model), media))
+    processor = model
+    if model_config is None:
+        raise TypeError("a processor does not say how its model counts positions: give model.config too")
+    described = model_config if isinstance(model_config, Mapping) else model_config.to_dict()
+    made = MediaProcessor.of(processor, media, model_type=str(described.get("model_type", "")))
+    return MediaInputs.of(made, media, described)
 
 
 def _segments_of(sample: Sample | Segment) -> list[Segment]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from luthier.config.choices import AdapterType
+from luthier.config.choices import AdapterType, Part
 from luthier.config.draft import Draft
+from luthier.config.media import MediaCache
 from luthier.config.tree import get, plain
 from luthier.config.words import known_keys
 from luthier.errors import Problem
 
-_SHARED = frozenset({"target_modules", "modules_to_save", "name_or_path", "merge"})
+_PARTS = frozenset({"train_parts"})
+_SHARED = _PARTS | {"target_modules", "modules_to_save", "name_or_path", "merge"}
 _LORA = frozenset(
     {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "loraplus_lr_ratio"}
 )
 
 # A key that does not belong to the chosen type is an error: ``adapter: {r: 8}`` without a type would train all weights.
 KEYS_OF_TYPE: dict[AdapterType, frozenset[str]] = {
-    AdapterType.FULL: frozenset(),
+    AdapterType.FULL: _PARTS,
     AdapterType.FREEZE: frozenset({"freeze_trainable_layers", "freeze_trainable_modules"}),
     AdapterType.LORA: _SHARED | _LORA,
     AdapterType.OFT: _SHARED | {"oft_block_size"},
@@ -70,3 +72,22 @@ def _loraplus_optimizer(draft: Draft) -> Iterator[Problem]:
         # they update inside the backward pass and know one learning rate for all weights
         what = f"LoRA+ gives B another learning rate, and {draft.cite('train.optim')}, {optim}, has one for all weights"
         yield draft.problem("adapter.loraplus_lr_ratio", what, "set train.optim: adamw_torch")
+
+
+def check_features(draft: Draft) -> Iterator[Problem]:
+    """Problems of ``media.cache`` with what is trained, with when rows are prepared, and with a second model."""
+    config = draft.config
+    if config.media.cache is MediaCache.NONE:
+        return
+    trained = [part for part in config.adapter.train_parts if part is not Part.LANGUAGE_MODEL]
+    if trained and config.adapter.type is not AdapterType.FREEZE:
+        what = f"features are kept of what is frozen, and {draft.cite('adapter.train_parts')} trains "
+        hint = "set adapter.train_parts: [language_model], or remove media.cache"
+        yield draft.problem("media.cache", what + " and ".join(trained), hint)
+    if config.data.prepare == "meanwhile":
+        what = f"features are computed before training, and {draft.cite('data.prepare')} is meanwhile"
+        yield draft.problem("media.cache", what, "set data.prepare: before, or remove media.cache")
+    if config.objective.reference.name_or_path is not None:
+        other = draft.cite("objective.reference.name_or_path")
+        what = f"features are those of one model, and {other} has towers of its own"
+        yield draft.problem("media.cache", what, "remove media.cache")

@@ -128,6 +128,14 @@ class AdapterType(StrEnum):
     OFT = "oft"
 
 
+class Part(StrEnum):
+    """The parts of a model that sees or hears."""
+
+    LANGUAGE_MODEL = "language_model"
+    PROJECTOR = "projector"
+    TOWER = "tower"
+
+
 class Strategy(StrEnum):
     """When something periodic happens (Hugging Face's names)."""
 
@@ -170,8 +178,8 @@ TRACKERS = (
     "swanlab", "tensorboard", "trackio", "wandb",
 )  # fmt: skip
 
-MODEL_PRESETS = ("tiny-qwen3", "tiny-llama")
-DATA_PRESETS = ("skills", "preferences", "feedback", "preferences_sft")
+MODEL_PRESETS = ("tiny-qwen3", "tiny-llama", "tiny-qwen3-vl", "tiny-qwen2-audio")
+DATA_PRESETS = ("skills", "preferences", "feedback", "preferences_sft", "pictures", "sounds")
 
 LARGEST_SEED = 2**32 - 1  # numpy's generators take 32 bits
 MAX_WEIGHT = 1e6  # more is a slip of the pen, and would drown every other row of its step
@@ -231,3 +239,4 @@ Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED), BeforeValidator(_float_as_in
 NonEmpty = Annotated[str, Field(min_length=1)]
 PathLike = Annotated[Path, BeforeValidator(_as_path)]
 Texts = Annotated[list[NonEmpty], BeforeValidator(as_list)]
+Parts = Annotated[list[Annotated[Part, as_enum(Part)]], Field(min_length=1), BeforeValidator(as_list)]

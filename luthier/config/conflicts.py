@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from luthier.config.adapters import check_adapter
+from luthier.config.adapters import check_adapter, check_features
 from luthier.config.choices import MixtureBy, MixtureStop, Packing, Precision, Strategy, ThinkingStyle, TrainOn
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
@@ -232,6 +232,18 @@ def _thinking(draft: Draft) -> Iterator[Problem]:
                 yield draft.problem(f"{at}.thinking_tags", what, "set thinking: tags, or remove the tags")
 
 
+def _media(draft: Draft) -> Iterator[Problem]:
+    media = draft.config.media
+    for low, least, high, most in (
+        ("min_pixels", media.min_pixels, "max_pixels", media.max_pixels),
+        ("video_min_pixels", media.video_min_pixels, "video_max_pixels", media.video_max_pixels),
+        ("min_audio_seconds", media.min_audio_seconds, "max_audio_seconds", media.max_audio_seconds),
+    ):
+        if least is not None and most is not None and least > most:
+            what = f"at least {least:.15g}, and {draft.cite(f'media.{high}')} says at most {most:.15g}"
+            yield draft.problem(f"media.{low}", what, f"at most {most:.15g}, or raise media.{high}")
+
+
 _RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("data.train", "data.use"), _training_data),
     (("data.registry", "data.use", "data.eval_use"), _registry),
@@ -250,9 +262,11 @@ _RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("output.resume", "output.overwrite", "output.save_only_model"), _resumption),
     (("data.train", "data.use", "template.train_on", "template.targets", "objective.name"), _something_to_learn),
     (("data.train", "data.eval"), _thinking),
+    (("media",), _media),
     (("data.train", "data.eval", "objective.name"), check_rows),
     (("objective", "adapter.type"), check_objective),
     (("objective", "train.packing", "data.overflow", "data.prepare"), check_compared),
     (("objective", "train.shared_prompts", "train.packing", "model.attn_implementation"), check_shared),
     (("adapter", "train.optim"), check_adapter),
+    (("media.cache", "adapter", "data.prepare", "objective"), check_features),
 )

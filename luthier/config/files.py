@@ -32,6 +32,8 @@ def check_files(draft: Draft) -> list[Problem]:
     problems += _names(draft, "data.use", data.use)
     problems += _names(draft, "data.eval_use", data.eval_use)
     problems += _file(draft, "data.registry", data.registry)
+    for index, root in enumerate(draft.config.media.roots):
+        problems += _folder(draft, f"media.roots[{index}]", root, "name a folder of media files")
     problems += _model(draft, "model.name_or_path", model.name_or_path)
     problems += _model(draft, "model.tokenizer_name_or_path", model.tokenizer_name_or_path)
     problems += _model(draft, "adapter.name_or_path", draft.config.adapter.name_or_path)

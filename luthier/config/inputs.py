@@ -57,7 +57,8 @@ class ModelConfig(Section):
     shorthand = "name_or_path"
 
     name_or_path: NonEmpty
-    """A local folder, a Hub id, or ``preset:NAME`` (tiny models that come with Luthier: tiny-qwen3, tiny-llama)."""
+    """A local folder, a Hub id, or ``preset:NAME`` (tiny models that come with Luthier: tiny-qwen3, tiny-llama,
+    tiny-qwen3-vl, tiny-qwen2-audio)."""
     tokenizer_name_or_path: NonEmpty | None = None
     """Where the tokenizer is, if not with the model."""
     tokenizer_backend: Annotated[TokenizerBackend, as_enum(TokenizerBackend)] = TokenizerBackend.AUTO
@@ -142,7 +143,7 @@ class SourceConfig(Section):
 
     path: NonEmpty
     """A file, a folder, a glob, ``hub:OWNER/NAME``, or ``preset:NAME`` (data sets that come with Luthier: skills,
-    preferences, feedback, preferences_sft)."""
+    preferences, feedback, preferences_sft, pictures, sounds)."""
     format: Annotated[Format, as_enum(Format)] = Format.AUTO
     """How rows are written; ``auto`` looks at the rows."""
     columns: dict[str, str] = {}

@@ -121,11 +121,20 @@ def _reference(draft: Draft) -> Iterator[Problem]:
     reference = objective.reference
     if not LOSSES[objective.loss_name].reference:
         is_source = reference.source not in (ReferenceSource.AUTO, ReferenceSource.NONE)
-        for key, is_asked in (("source", is_source), ("name_or_path", reference.name_or_path is not None)):
+        for key, is_asked in (
+            ("source", is_source),
+            ("name_or_path", reference.name_or_path is not None),
+            ("quantization", reference.quantization is not None),
+        ):
             if is_asked:
                 what = f"the loss {objective.loss_name} compares with no reference model"
                 yield draft.problem(f"objective.reference.{key}", what, "remove objective.reference")
         return
+    is_second = reference.source in (ReferenceSource.AUTO, ReferenceSource.MODEL)
+    if reference.quantization is not None and not is_second:
+        what = f"{draft.cite('objective.reference.source')} is {reference.source}, which holds no second model"
+        hint = "remove the key, or set objective.reference.source: model"
+        yield draft.problem("objective.reference.quantization", what, hint)
     match reference.source:
         case ReferenceSource.AUTO | ReferenceSource.MODEL:
             return

@@ -26,6 +26,13 @@ class ReferenceSource(StrEnum):
     NONE = "none"
 
 
+class Quantization(StrEnum):
+    """How few bits a frozen model's weights have."""
+
+    INT8 = "int8"
+    NF4 = "nf4"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOptions:
     """A loss as a run description sees it.
@@ -117,6 +124,9 @@ class ReferenceConfig(Section):
     """Another model than the one that training starts from: a local folder or a Hub id."""
     revision: NonEmpty = "main"
     """Branch, tag or commit of that model on the Hub."""
+    quantization: Annotated[Quantization, as_enum(Quantization)] | None = None
+    """Of a second model (``source: model``, which ``auto`` is then): ``int8``, 8 bits a weight and a scale for each row
+    of a layer, or ``nf4``, 4 bits and a scale for 64 weights (QLoRA's format). Its linear layers only."""
 
 
 class ObjectiveConfig(Section):

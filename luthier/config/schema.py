@@ -25,6 +25,8 @@ from luthier.config.choices import (
     NonNegative,
     Overflow,
     Packing,
+    Part,
+    Parts,
     PathLike,
     Positive,
     Precision,
@@ -39,6 +41,7 @@ from luthier.config.choices import (
     as_list,
 )
 from luthier.config.inputs import DataConfig, ModelConfig, Section, SourceConfig, TargetRuleConfig, TemplateConfig
+from luthier.config.media import MediaConfig
 from luthier.config.objective import ObjectiveConfig
 
 __all__ = [
@@ -50,11 +53,13 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "Format",
+    "MediaConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OutputConfig",
     "Overflow",
     "Packing",
+    "Part",
     "Precision",
     "RunConfig",
     "RuntimeConfig",
@@ -76,6 +81,10 @@ class AdapterConfig(Section):
 
     type: Annotated[AdapterType, as_enum(AdapterType)] = AdapterType.FULL
     """``full``: all weights; ``freeze``: some layers; ``lora``, ``oft``: small matrices beside frozen weights."""
+    train_parts: Parts = [Part.LANGUAGE_MODEL]
+    """Of a model that sees or hears: ``language_model``, ``projector`` (what takes features to it), ``tower`` (what
+    sees or hears). The others keep their weights; the matrices of LoRA and OFT stand in these parts only. ``freeze``
+    names its layers and modules itself."""
     freeze_trainable_layers: Whole | None = None
     """``freeze``: train the last n layers (negative: the first n)."""
     freeze_trainable_modules: Texts = []
@@ -122,6 +131,9 @@ class TrainConfig(Section):
     wherever rows are packed, unless the attention is FlashAttention's own."""
     per_device_train_batch_size: Count = 1
     """Rows (packs, or padded sequences) per device and micro-batch."""
+    pad_to_multiple_of: Count = 1
+    """Rows of a batch, packed or padded, are filled up to a multiple of this many tokens. With the value of
+    ``data.max_length`` all have one length, as pipelines and compiled models want it."""
     gradient_accumulation_steps: Count = 1
     """Micro-batches per optimizer step."""
     tokens_per_step: Count | None = None
@@ -232,6 +244,7 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig
     template: TemplateConfig = TemplateConfig()
+    media: MediaConfig = MediaConfig()
     train: TrainConfig = TrainConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     adapter: AdapterConfig = AdapterConfig()

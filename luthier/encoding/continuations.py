@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from luthier.errors import RowDropped, RowError
 from luthier.layout import prompt_tree
-from luthier.records import ControlPiece, Sample
+from luthier.records import ControlPiece, MediaPiece, Sample
 from luthier.rendering.filled import Comparison, Filled
 
 
@@ -44,7 +44,7 @@ def join(filled: Filled, outcomes: Sequence[Sample | RowError], control_ids: NDA
         _check(samples, prompt_length)
     except RowError as error:
         return error.at(filled.address)
-    turns = _turns(filled, filled.comparison, samples[0].input_ids[:prompt_length], control_ids)
+    turns = _turns(filled, filled.comparison, samples[0], prompt_length, control_ids)
     return replace(
         prompt_tree(samples, prompt_length),
         notes=_notes(samples),
@@ -76,7 +76,7 @@ def _notes(samples: Sequence[Sample]) -> tuple[tuple[str, int], ...]:
 
 
 def _turns(
-    filled: Filled, comparison: Comparison, prompt: NDArray[np.int32], control_ids: NDArray[np.int32]
+    filled: Filled, comparison: Comparison, sample: Sample, prompt_length: int, control_ids: NDArray[np.int32]
 ) -> tuple[int, ...]:
     """Where the user's messages begin in the prompt: at the control tokens with which the template opens them.
 
@@ -87,6 +87,8 @@ def _turns(
     opening: list[int] = []  # which of the control tokens of the path
     count, seen = 0, set[int]()
     for piece in filled.blueprint.paths[0]:
+        if isinstance(piece, MediaPiece):
+            continue
         is_control = isinstance(piece, ControlPiece)
         # a begin token belongs to the sequence, also where a template prints it with its first message
         begins_text = isinstance(piece, ControlPiece) and piece.token in filled.blueprint.control.opening
@@ -95,5 +97,8 @@ def _turns(
             if is_control and piece.message in comparison.users:
                 opening.append(count)
         count += is_control
-    places = np.flatnonzero(np.isin(prompt, control_ids)).tolist()
+    is_own = np.isin(sample.input_ids[:prompt_length], control_ids)
+    for item in sample.media:  # those are the processor's
+        is_own[item.start : item.start + item.length] = False
+    places = np.flatnonzero(is_own).tolist()
     return tuple(places[number] for number in opening if number < len(places))

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import Overflow
+from luthier.encoding.leaves import joined
 from luthier.encoding.prepared import PreparedSet
 from luthier.errors import UserError
 from luthier.layout import Window, cut_prompt, leaf_segment, plan_windows
@@ -22,12 +23,14 @@ PROMPT_TRUNCATED = "prompt_truncated"  # a note: rows whose prompt lost messages
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Leaves:
-    """All leaves of all rows: the row, the leaf's number in its sample, its tokens and targets."""
+    """All leaves of all rows: the row, the leaf's number in its sample, its tokens and targets, and what encoders run
+    through for its media."""
 
     row: Ints
     number: Ints
     lengths: Ints
     num_targets: Ints
+    encoders: Ints
 
     @classmethod
     def of_rows(cls, prepared: PreparedSet) -> Leaves:
@@ -43,6 +46,7 @@ class Leaves:
             number=number,
             lengths=prepared.store.leaf_lengths[stored],
             num_targets=prepared.store.leaf_targets[stored],
+            encoders=joined([shard.index.leaf_encoders for shard in prepared.store.shards])[stored],
         )
 
 
@@ -68,7 +72,7 @@ def cut_leaves(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overfl
         if count % READ_AT_A_TIME == 0:
             prepared.store.release()
         segment = leaf_segment(prepared[int(leaves.row[leaf])], int(leaves.number[leaf]))
-        windows = plan_windows(segment.target, max_length=max_length, overflow=overflow, address=segment.address)
+        windows = plan_windows(segment, max_length=max_length, overflow=overflow)
         useful = [window for window in windows if window.num_targets]
         cuts.leaf.extend([leaf] * len(useful))
         cuts.windows.extend(useful)

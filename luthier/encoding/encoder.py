@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from luthier import encoding, rendering
-from luthier.config.schema import ModelConfig, RunConfig, TemplateConfig
+from luthier import encoding, media, rendering
+from luthier.config.schema import MediaConfig, ModelConfig, RunConfig, TemplateConfig
 from luthier.encoding.continuations import join, parts_of
+from luthier.encoding.measuring import Measurer
+from luthier.encoding.naming import BLOBS, default_root
 from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowError, TemplateError
-from luthier.records import Rendered, Row, Sample
-from luthier.rendering.filled import Filled
+from luthier.media import MediaAccess, MediaSource
+from luthier.records import MediaItem, Rendered, Row, Sample
+from luthier.rendering.filled import Expansion, Filled
 from luthier.rendering.kinds import RowKind, kind_of
 from luthier.rendering.render import Renderer
 from luthier.rendering.target_rules import rules_from_config
@@ -30,16 +33,24 @@ BATCH_ROWS = 1_000
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes rows. Defined by two config sections alone, so it can be sent to a worker and rebuilt there."""
+    """Encodes rows. Defined by config sections alone, so it can be sent to a worker and rebuilt there."""
 
     model: ModelConfig
     options: TemplateConfig
     kind: RowKind = RowKind.ANSWER  # of rows that the run's objective learns from
+    media: MediaConfig = field(default_factory=MediaConfig)
+    blobs: Path | None = None  # a folder for media that rows hold themselves
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Encoder:
         """The encoder of a run. Raises `TokenizerError` or `TemplateError` if it cannot be built."""
-        encoder = cls(config.model, config.template, kind_of(config.objective.name))
+        encoder = cls(
+            config.model,
+            config.template,
+            kind_of(config.objective.name),
+            config.media,
+            (config.data.store or default_root()) / BLOBS,
+        )
         encoder.renderer  # noqa: B018  build it now: errors belong to the start of a run
         return encoder
 
@@ -75,13 +86,23 @@ class Encoder:
                 f"template.kwargs: the chat template of {self.tokenizer.files.origin} reads no variable {unknown[0]!r}",
                 hint=f"it reads {', '.join(sorted(template.variables)) if template else 'nothing, there is none'}",
             )
-        return Renderer(template, self.tokenizer.control, policy, replay=self.options.replay)
+        return Renderer(template, self.tokenizer.control, policy, replay=self.options.replay, slots=self.measurer.slots)
+
+    @cached_property
+    def media_source(self) -> MediaSource:
+        """Where the model's processor is, and its options."""
+        return MediaSource.of_model(self.tokenizer.files.folder, self.model, self.media)
+
+    @cached_property
+    def measurer(self) -> Measurer:
+        """What reads the headers of rows' media."""
+        return Measurer(self.media_source.load, MediaAccess(self.media), self.blobs)
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of all that decides a sample, beside the row: files, options, the code, the kind of row."""
         options = self.options.model_dump_json(exclude={"chat_template"})
-        parts = [_code_version(), self.tokenizer.fingerprint, options, self.kind]
+        parts = [_code_version(), self.tokenizer.fingerprint, options, self.kind, self.media_source.fingerprint]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
@@ -118,6 +139,13 @@ class Encoder:
         except RowError as error:
             raise error.at(row.address) from error
 
+    def expansions(self, row: Row) -> tuple[Expansion, ...]:
+        """What stands for each of the row's media. Raises `RowError` with the row's address."""
+        try:
+            return self.measurer.measure(self.renderer.fill(row)).expansions
+        except RowError as error:
+            raise error.at(row.address) from error
+
     def encode(self, row: Row) -> Sample:
         """The token tree of a row.
 
@@ -134,18 +162,22 @@ class Encoder:
 
         Rows are encoded some at a time, which is far quicker than one by one.
         """
-        return encode_rows(rows, self.renderer, self.assembler)
+        return encode_rows(rows, self.renderer, self.assembler, self.measurer)
+
+    def media_change(self, media: Sequence[MediaItem]) -> bytes | None:
+        """What tells a sample's media from those that are there now; None if they are the same."""
+        return self.measurer.change(media)
 
     def expect_many_rows(self) -> None:
         """Load what makes much text quick, which does not pay for a few rows."""
         self.tokenizer.expect_much_text()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "options": self.options, "kind": self.kind}
+        return {name: getattr(self, name) for name in ("model", "options", "kind", "media", "blobs")}
 
 
 def encode_rows(
-    rows: Iterable[Row | RowError], renderer: Renderer, assembler: Assembler
+    rows: Iterable[Row | RowError], renderer: Renderer, assembler: Assembler, measurer: Measurer
 ) -> Iterator[Sample | RowError]:
     """One outcome per row, in order. Rows that are errors already stay so."""
     batch: list[Filled | RowError] = []
@@ -155,7 +187,7 @@ def encode_rows(
             batch.append(row)
             continue
         try:
-            filled = renderer.fill(row)
+            filled = measurer.measure(renderer.fill(row))
             batch.append(filled)
             size += sum(map(len, filled.values)) + 1
         except RowError as error:
@@ -180,6 +212,7 @@ def _code_version() -> str:
     digest = hashlib.sha256()
     files = [
         *Path(rendering.__path__[0]).glob("*.py"),
+        *Path(media.__path__[0]).glob("*.py"),
         *(Path(encoding.__path__[0]) / f"{name}.py" for name in DECIDING),
     ]
     for path in sorted(files):
@@ -189,6 +222,6 @@ def _code_version() -> str:
 
 # Modules of `encoding` that decide a sample; the others keep and count samples.
 DECIDING = (
-    "checked_encoder", "continuations", "encoder", "pieces", "text_encoders", "tokenizer", "tokenizer_files",
-    "tokenizer_spec", "tree",
+    "checked_encoder", "continuations", "encoder", "expanding", "measuring", "pieces", "text_encoders", "tokenizer",
+    "tokenizer_files", "tokenizer_spec", "tree",
 )  # fmt: skip

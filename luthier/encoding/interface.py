@@ -14,11 +14,13 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from luthier.config.schema import SourceConfig, TargetRuleConfig, TrainOn
+from luthier.config.schema import MediaConfig, SourceConfig, TargetRuleConfig, TrainOn
 from luthier.encoding.encoder import encode_rows
+from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, TemplateError
+from luthier.media import MediaAccess, MediaProcessor
 from luthier.records import Address, Document, Row, Sample
 from luthier.rendering.kinds import kind_of
 from luthier.rendering.render import Renderer
@@ -45,6 +47,8 @@ class Options(TypedDict, total=False):
     control          control strings in the rows' own text: ``as_text`` (default), ``forbid``, or a list of those that
                      are meant as control tokens
     objective        which rows are taken: those that ``sft`` (default) or ``pt`` learn from, ``dpo`` or ``rm``, ``kto``
+    processor        transformers' processor of a multimodal model, for rows with media
+    media            what rows may open and how the processor sees it, as in the section ``media`` of a run
     """
 
     train_on: str
@@ -54,6 +58,8 @@ class Options(TypedDict, total=False):
     template_kwargs: Mapping[str, Any] | None
     control: Control
     objective: Literal["sft", "pt", "dpo", "rm", "kto"]
+    processor: Any
+    media: Mapping[str, Any]
 
 
 def encode(row: Mapping[str, Any] | Row, tokenizer: Tokenizer, **options: Unpack[Options]) -> Sample:
@@ -92,23 +98,37 @@ def encode_many(
         allowed=frozenset() if isinstance(control, str) else frozenset(control),
         kind=kind_of(options.get("objective", "sft")),
     )
-    renderer, assembler = _machinery(tokenizer, policy, options.get("template_kwargs") or {})
-    for outcome in encode_rows(_records(rows, tuple(options.get("tools") or ())), renderer, assembler):
+    machinery = _machinery(
+        tokenizer,
+        policy,
+        options.get("template_kwargs") or {},
+        processor=options.get("processor"),
+        media=options.get("media") or {},
+    )
+    for outcome in encode_rows(_records(rows, tuple(options.get("tools") or ())), *machinery):
         if isinstance(outcome, RowError) and errors == "raise":
             raise outcome
         yield outcome
 
 
-_Machinery = tuple[Renderer, Assembler]
+_Machinery = tuple[Renderer, Assembler, Measurer]
 _machines: WeakKeyDictionary[Tokenizer, dict[Any, _Machinery]] = WeakKeyDictionary()
 
 
-def _machinery(tokenizer: Tokenizer, policy: TargetPolicy, kwargs: Mapping[str, Any]) -> _Machinery:
+def _machinery(
+    tokenizer: Tokenizer, policy: TargetPolicy, kwargs: Mapping[str, Any], *, processor: Any, media: Mapping[str, Any]
+) -> _Machinery:
     """What encodes under these options, with all the recordings it has made."""
-    key = (policy, msgspec.json.encode(dict(sorted(kwargs.items()))))
+    # the processor itself, not what it holds: its class need not be able to compare
+    key = (policy, msgspec.json.encode(dict(sorted(kwargs.items()))), id(processor), repr(sorted(media.items())))
     known = _machines.setdefault(tokenizer, {})
     if key not in known:
-        known[key] = Renderer(_template(tokenizer, kwargs), tokenizer.control, policy), Assembler(tokenizer)
+        options = MediaConfig(**media)
+        measurer = Measurer(
+            lambda: None if processor is None else MediaProcessor.of(processor, options), MediaAccess(options)
+        )
+        renderer = Renderer(_template(tokenizer, kwargs), tokenizer.control, policy, slots=measurer.slots)
+        known[key] = renderer, Assembler(tokenizer), measurer
     return known[key]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+from numpy.typing import NDArray
 
 from luthier.records import Sample
 
@@ -41,3 +44,20 @@ def measure_leaves(sample: Sample) -> tuple[tuple[int, ...], tuple[int, ...]]:
             node = branches[node].parent
         leaf_targets.append(total)
     return tuple(length for length, is_one in zip(lengths, is_leaf, strict=True) if is_one), tuple(leaf_targets)
+
+
+def measure_encoders(sample: Sample) -> tuple[int, ...]:
+    """What encoders run through for the media of each leaf, those that leaves share counted in each; () of text."""
+    if not sample.media:
+        return ()
+    return tuple(sum(item.encoder_length for item in segment.media) for segment in sample.segments())
+
+
+def numbers_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``[2, 0, 3] -> [0, 1, 0, 1, 2]``"""
+    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int64]:
+    """Numbers one behind the other, also if there are none."""
+    return np.concatenate([np.zeros(0, np.int64), *(part.astype(np.int64) for part in parts)])

@@ -14,7 +14,7 @@ from luthier.encoding.shard import ShardEntry
 from luthier.encoding.shard_reader import REPAIR
 from luthier.errors import StoreError
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 LOCK = "lock"  # held while the manifest is read, changed and replaced
 

@@ -17,6 +17,7 @@ USERS = "users"
 WORK = "shared-work"
 UNITS = "units"  # in a store: results of stretches of files, by the digest of their bytes
 SPOOL = "spool"  # beside the stores: rows of files that can only be read from their beginning
+BLOBS = "media"  # beside the stores: files that rows hold themselves, by the digest of their bytes
 FEEDS = "feeds"  # beside the stores: what is handed to runs that train while their rows are prepared
 
 

@@ -8,28 +8,32 @@ stored is not what rendering gives now.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.encoding.expanding import split_expansion
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.errors import RowError, StoreError
+from luthier.errors import StoreError
 from luthier.records import ControlPiece, MediaPiece, Piece, Rendered, Sample, Segment, TextPiece
+from luthier.rendering.control import ControlTokens
 
 OwnedToken = tuple[int, Piece]
 AGAIN = "delete the folder of the store and prepare again; please report it, the store should have noticed"
 
 
 def token_owners(
-    rendered: Rendered, tokenizer: Tokenizer, *, allowed: frozenset[str] = frozenset()
+    rendered: Rendered, tokenizer: Tokenizer, *, allowed: frozenset[str] = frozenset(), expansions: Sequence[str] = ()
 ) -> list[list[OwnedToken]]:
-    """For each path its tokens, as ids with the piece each belongs to.
+    """For each path its tokens, as ids with the piece each belongs to. ``expansions`` are the texts of its media.
 
     A token that reaches over two pieces (``" the"``) belongs to the one it ends in, as its weight does. ``allowed`` are
     strings that are control tokens even in a row's own text, if the run says so. Raises `RowError` where encoding does.
     """
-    return [list(_owned(path, tokenizer, allowed)) for path in rendered.paths]
+    paths = [list(_with_expansions(path, expansions, tokenizer.control)) for path in rendered.paths]
+    return [list(_owned(path, tokenizer, allowed)) for path in paths]
 
 
 def leaf_owners(sample: Sample, paths: Sequence[Sequence[OwnedToken]]) -> list[list[Piece]]:
@@ -65,7 +69,32 @@ def sample_difference(stored: Sample, now: Sample, tokenizer: Tokenizer) -> str 
     return None
 
 
-def _owned(path: Sequence[Piece], tokenizer: Tokenizer, allowed: frozenset[str]) -> Iterator[OwnedToken]:
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """A control token, ``count`` times, that a media item's expansion has."""
+
+    token: str
+    count: int
+    owner: MediaPiece
+
+
+def _with_expansions(
+    path: Sequence[Piece], expansions: Sequence[str], control: ControlTokens
+) -> Iterator[TextPiece | ControlPiece | _Slots]:
+    for piece in path:
+        if not isinstance(piece, MediaPiece):
+            yield piece
+            continue
+        for part in split_expansion(expansions[piece.number], control):
+            if isinstance(part, str):
+                yield TextPiece(text=part, message=piece.message, field="media")
+            else:
+                yield _Slots(*part, piece)
+
+
+def _owned(
+    path: Sequence[TextPiece | ControlPiece | _Slots], tokenizer: Tokenizer, allowed: frozenset[str]
+) -> Iterator[OwnedToken]:
     # Runs are cut as encoding cuts them: at control tokens, and where `by_model` changes.
     for _, group in groupby(path, key=lambda piece: piece.by_model if isinstance(piece, TextPiece) else id(piece)):
         pieces = list(group)
@@ -76,8 +105,9 @@ def _owned(path: Sequence[Piece], tokenizer: Tokenizer, allowed: frozenset[str])
             match piece:
                 case ControlPiece():
                     yield tokenizer.control_id(piece.token), piece
-                case MediaPiece():
-                    raise RowError("media", "media cannot be encoded yet")
+                case _Slots():
+                    token_id = tokenizer.control_id(piece.token)
+                    yield from ((token_id, piece.owner) for _ in range(piece.count))
 
 
 def _owned_run(pieces: Sequence[TextPiece], tokenizer: Tokenizer, allowed: frozenset[str]) -> Iterator[OwnedToken]:
@@ -142,8 +172,7 @@ def _pieces_of(
 
 
 def _weight(piece: Piece) -> float:
-    assert not isinstance(piece, MediaPiece), "media pieces are refused before they own a token"
-    return piece.weight
+    return 0.0 if isinstance(piece, MediaPiece) else piece.weight
 
 
 def _lengths(sample: Sample) -> str:

@@ -9,15 +9,17 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.encoding.expanding import ControlRun, ExpandedRun, SlotText, expand_runs
 from luthier.encoding.text_encoders import BadTexts, unflatten
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.encoding.tree import fold
-from luthier.errors import RowError
-from luthier.records import Branch, ControlPiece, Sample
+from luthier.errors import ModelError, RowError
+from luthier.records import Branch, ControlPiece, MediaItem, MediaPiece, Sample
 from luthier.rendering.blueprint import Blueprint, Run, TextRun
 from luthier.rendering.render import Filled
 
 MOST_ASSEMBLIES = 5_000
+MOST_WITH_MEDIA = 500  # these hold the ids of all slots
 
 
 class Assembler:
@@ -25,14 +27,14 @@ class Assembler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._assemblies: dict[Blueprint, _Assembly] = {}
+        self._assemblies: dict[tuple[Blueprint, tuple[str, ...]], _Assembly] = {}
 
     def assemble(self, rows: Sequence[Filled]) -> list[Sample | RowError]:
         """One outcome per row, in order. Text that occurs several times is encoded once."""
         numbers: dict[str, int] = {}  # of the texts to encode
         drafts: list[_Draft] = []
         for row in rows:
-            assembly = self._assembly(row.blueprint)
+            assembly = self._assembly(row)
             texts = [run.text(row.values) for run in assembly.texts]
             own = [numbers.setdefault(text, len(numbers)) for text in texts] if not row.allowed else []
             drafts.append(_Draft(row=row, assembly=assembly, texts=texts, numbers=own))
@@ -50,12 +52,13 @@ class Assembler:
             for draft, error in zip(drafts, blame, strict=True)
         ]
 
-    def _assembly(self, blueprint: Blueprint) -> _Assembly:
-        known = self._assemblies.get(blueprint)
+    def _assembly(self, row: Filled) -> _Assembly:
+        key = row.blueprint, tuple(expansion.text for expansion in row.expansions)
+        known = self._assemblies.get(key)
         if known is None:
-            if len(self._assemblies) >= MOST_ASSEMBLIES:
+            if len(self._assemblies) >= (MOST_WITH_MEDIA if row.expansions else MOST_ASSEMBLIES):
                 self._assemblies.clear()
-            known = self._assemblies[blueprint] = _Assembly(blueprint, self.tokenizer)
+            known = self._assemblies[key] = _Assembly(*key, self.tokenizer)
         return known
 
     def _sample(self, draft: _Draft, encoded: Sequence[NDArray[np.int32]]) -> Sample | RowError:
@@ -76,6 +79,8 @@ class Assembler:
         sizes = np.add.reduceat(lengths, assembly.first_item).tolist()
         branches = [Branch(parent=parent, length=size) for parent, size in zip(assembly.parents, sizes, strict=True)]
         notes = row.notes
+        if row.expansions:
+            return self._with_media(draft, ids, lengths, branches)
         if assembly.is_weighted or assembly.mixed or _some_begin_alike(assembly, ids, sizes):
             sample = fold(ids, self._weights(row, assembly, lengths), branches, row.address)
             return replace(sample, notes=notes) if notes else sample
@@ -84,6 +89,34 @@ class Assembler:
             target=np.repeat(assembly.is_target, lengths),
             branches=tuple(branches),
             notes=notes,
+            address=row.address,
+        )
+
+    def _with_media(
+        self, draft: _Draft, ids: NDArray[np.int32], lengths: NDArray[np.int64], branches: Sequence[Branch]
+    ) -> Sample:
+        """Its branches are as the blueprint has them: places in them stay what they are."""
+        row, assembly = draft.row, draft.assembly
+        weights = self._weights(row, assembly, lengths)
+        target = weights > 0
+        starts = np.cumsum(lengths) - lengths
+        media = tuple(
+            MediaItem(
+                media=row.expansions[number].media,
+                header=row.expansions[number].header,
+                start=int(starts[first]),
+                length=(length := int(lengths[first : last + 1].sum())),
+                encoder_length=length * row.expansions[number].fold,
+            )
+            for number, first, last in assembly.media
+        )
+        return Sample(
+            input_ids=ids,
+            target=target,
+            weight=None if (weights == target).all() else np.where(target, weights, 1).astype(np.float32),
+            branches=tuple(branches),
+            media=media,
+            notes=row.notes,
             address=row.address,
         )
 
@@ -136,13 +169,15 @@ class _Draft:
 
 
 class _Assembly:
-    """A blueprint for one tokenizer: the runs of all branches one after the other.
+    """A blueprint for one tokenizer, with the texts of its media: the runs of all branches one after the other.
 
     ``constants[i]`` are the ids of item i if they are the same in every row, else None; ``weights[i]`` is what each
-    token of item i counts, unless it is one of ``mixed``. ``first_item`` is the first item of each branch.
+    token of item i counts, unless it is one of ``mixed``. ``first_item`` is the first item of each branch. ``media``
+    are the media items, by number, each with the first and the last of the items that stand for it.
     """
 
-    def __init__(self, blueprint: Blueprint, tokenizer: Tokenizer) -> None:
+    def __init__(self, blueprint: Blueprint, expansions: Sequence[str], tokenizer: Tokenizer) -> None:
+        self.media: list[tuple[int, int, int]] = []
         self.constants: list[NDArray[np.int32] | None] = []
         self.texts: list[TextRun] = []
         self.mixed: list[tuple[int, TextRun]] = []
@@ -150,7 +185,8 @@ class _Assembly:
         first_item = []
         for branch in blueprint.branches:
             first_item.append(len(self.constants))
-            for run in branch.runs:
+            runs = expand_runs(branch.runs, expansions, blueprint.control) if expansions else branch.runs
+            for run in runs:
                 self._add(run, tokenizer, weights, first_item[-1])
         self.parents = [branch.parent for branch in blueprint.branches]
         self.siblings = [
@@ -162,7 +198,7 @@ class _Assembly:
         self.is_target = self.weights > 0
         self.is_weighted = bool((self.weights[self.is_target] != 1).any())
 
-    def _add(self, run: Run, tokenizer: Tokenizer, weights: list[float], branch_start: int) -> None:
+    def _add(self, run: Run | ExpandedRun, tokenizer: Tokenizer, weights: list[float], branch_start: int) -> None:
         match run:
             case ControlPiece():
                 self._add_constant(
@@ -177,11 +213,36 @@ class _Assembly:
                 self.constants.append(None)
                 self.texts.append(run)
                 weights.append(run.weights[0])
+            case ControlRun():
+                self._add_slot(run.number, np.full(run.count, _slot_id(tokenizer, run.token), np.int32), weights)
+            case SlotText():
+                self._add_slot(run.number, tokenizer.encode_runs([run.text])[0], weights)
+            case MediaPiece():
+                raise AssertionError(f"media item {run.number} was not expanded")
+
+    def _add_slot(self, number: int, ids: NDArray[np.int32], weights: list[float]) -> None:
+        place = len(self.constants)
+        self.constants.append(ids)
+        weights.append(0.0)
+        if self.media and self.media[-1][0] == number and self.media[-1][2] == place - 1:
+            self.media[-1] = number, self.media[-1][1], place
+        else:
+            self.media.append((number, place, place))
 
     def _add_constant(self, ids: NDArray[np.int32], weight: float, weights: list[float], branch_start: int) -> None:
-        last = self.constants[-1] if len(self.constants) > branch_start else None
+        is_slot = bool(self.media) and self.media[-1][2] == len(self.constants) - 1
+        last = self.constants[-1] if len(self.constants) > branch_start and not is_slot else None
         if last is not None and weights[-1] == weight:
             self.constants[-1] = np.concatenate([last, ids])
         else:
             self.constants.append(ids)
             weights.append(weight)
+
+
+def _slot_id(tokenizer: Tokenizer, token: str) -> int:
+    if token not in tokenizer.control.tokens:
+        raise ModelError(
+            f"the model's processor writes {token} for its media, which its tokenizer does not have",
+            hint="the folder's processor_config.json and tokenizer.json do not belong together",
+        )
+    return tokenizer.control_id(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -19,7 +20,7 @@ from luthier.encoding.portions import Ints, LostRow, ReadPortion, ResolvedPortio
 from luthier.encoding.shard import KEY_BYTES
 from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.encoding.workers import Chunk, Outcome, RowEncoder, encode_chunks
-from luthier.errors import RowDropped, RowError
+from luthier.errors import RowDropped, RowError, RowForbidden, UserError
 from luthier.ledger import Ledger
 from luthier.records import Address
 from luthier.sources import RowBytes, Source
@@ -142,6 +143,7 @@ class Resolver:
                 for row, source in zip(portion.read, source_ids, strict=True)
             ]
             pending = _Pending(portion=portion, keys=keys, sample_ids=self.store.lookup(key_array(keys)))
+            self._look_at_media(pending)
             for place in np.flatnonzero(pending.sample_ids < 0).tolist():
                 key = keys[place]
                 if key not in self._under_way and key not in self._failed and key != nothing:
@@ -158,12 +160,25 @@ class Resolver:
                 num_bytes=sum(len(row.raw) for row in rows),
             )
 
+    def _look_at_media(self, pending: _Pending) -> None:
+        """Give rows whose media have changed since they were encoded keys of their own: what is stored is of others."""
+        known = np.flatnonzero(pending.sample_ids >= 0)
+        for place in known[self.store.have_media(pending.sample_ids[known])].tolist():
+            change = self.encoder.media_change(self.store[int(pending.sample_ids[place])].media)
+            if change is not None:
+                key = pending.keys[place] = hashlib.sha256(pending.keys[place] + change).digest()
+                pending.sample_ids[place] = self.store.lookup(key_array([key]))[0]
+
     def _book(self, pending: _Pending, outcomes: Sequence[Outcome]) -> int:
         """Put the portion among those that wait for a commit; how many bytes it adds to the store."""
         ledger = Ledger()
         num_bytes = num_encoded = 0
         for place, outcome in zip(pending.fresh, outcomes, strict=True):
             key = pending.keys[place]
+            if isinstance(outcome, RowForbidden):
+                raise UserError(
+                    str(outcome), hint="take such rows out, or allow it: the section media says what rows may open"
+                ) from outcome
             if isinstance(outcome, RowError) or not any(outcome.leaf_targets):
                 self._under_way.discard(key)
                 self._failed[key] = outcome if isinstance(outcome, RowError) else _no_target()

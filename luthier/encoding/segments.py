@@ -13,7 +13,7 @@ from luthier.encoding.prepared import PreparedSet
 from luthier.errors import RowDropped
 from luthier.layout import Window, leaf_segment, span_of, splice, take_window
 from luthier.ledger import Ledger
-from luthier.packing import SegmentTable, Units, completion_room
+from luthier.packing import PATCH_COST, SegmentTable, Units, completion_room
 from luthier.records import Segment
 
 Ints = NDArray[np.int64]
@@ -25,6 +25,8 @@ class SegmentIndex:
     lengths         int64[N], tokens
     num_targets     int64[N], as collation will count them; at least 1, but for another row's completion, which is
                     measured, not learned: 0
+    encoder_lengths int64[N], positions (patches, frames) that encoders run through for its media; of a cut segment the
+                    share that it has of the tokens
     prompt_lengths  int64[N], tokens of the prompt that are left, where ``units`` are compared; else 0
     row_ids         int64[N], the row of ``prepared`` each belongs to
     sample_ids      int64[N], its sample in the store
@@ -40,6 +42,7 @@ class SegmentIndex:
 
     lengths: Ints
     num_targets: Ints
+    encoder_lengths: Ints
     prompt_lengths: Ints
     row_ids: Ints
     sample_ids: Ints
@@ -113,6 +116,7 @@ class SegmentIndex:
             row_ids=self.row_ids,
             source_ids=self.source_ids,
             source_weights=tuple(source.weight for source in self.prepared.sources),
+            extra_costs=PATCH_COST * self.encoder_lengths if self.encoder_lengths.any() else None,
             prompt_lengths=None if self.units is Units.NONE else self.prompt_lengths,
         )
 
@@ -136,12 +140,14 @@ class SegmentIndex:
         self._open_end = np.array([False] * len(whole) + [w.open_end for w in windows], dtype=np.bool_)[order]
         self._leaf_number = leaves.number
         self.lengths = self._head + self._stop - self._start
+        whole = np.maximum(leaves.lengths[self._leaf], 1)
+        self.encoder_lengths = leaves.encoders[self._leaf] * self.lengths // whole
 
     def _add_drawn(self, max_length: int) -> None:
         """A second segment behind each one, about which only the plan of an epoch knows all."""
         columns = (
-            "_head", "_start", "_stop", "_leaf", "_open_end", "num_targets", "lengths", "prompt_lengths", "row_ids",
-            "sample_ids", "source_ids",
+            "_head", "_start", "_stop", "_leaf", "_open_end", "num_targets", "lengths", "encoder_lengths",
+            "prompt_lengths", "row_ids", "sample_ids", "source_ids",
         )  # fmt: skip
         completions = self.lengths - self.prompt_lengths
         room = completion_room(self.prompt_lengths, np.roll(completions, -1), max_length)

@@ -6,9 +6,10 @@
     index: the arrays of `ShardIndex`, in order   each filled with zeros to a multiple of 8 bytes
 
 A payload is ``input_ids`` int32[T], then ``target`` as bits (little-endian, to a multiple of 4 bytes), then ``weight``
-float32[T] if the sample has weights, then ``prompt_turns`` int32[…] to its end. So reading a sample touches one run of
-bytes, whose checksum is in the index. The index is vouched for by the manifest, with one digest for the keys and one
-for the rest: to look keys up, only they are read. So every byte is covered, and none is hashed twice.
+float32[T] if the sample has weights. If it has prompt turns or media, there follow how many turns and how many bytes of
+media there are, int32[2], then ``prompt_turns`` int32[…], then the media (`media_items`). So reading a sample touches
+one run of bytes, whose checksum is in the index. The index is vouched for by the manifest, with one digest for the
+keys and one for the rest: to look keys up, only they are read. So every byte is covered, and none is hashed twice.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.encoding.leaves import measure_leaves
+from luthier.encoding.leaves import measure_encoders, measure_leaves
+from luthier.encoding.media_items import media_to_bytes
 from luthier.records import Sample
 
-MAGIC = b"LUTSHRD4"
+MAGIC = b"LUTSHRD5"
 KEY_BYTES = 32
 WRITE_BYTES = 2**22  # payloads are joined to so much before they are written: few calls, and no second copy of all
 
@@ -36,16 +38,19 @@ WRITE_BYTES = 2**22  # payloads are joined to so much before they are written: f
 class EncodedSample:
     """A sample as it will stand in a shard, with what planning needs to know of its leaves.
 
-    ``leaf_targets`` does not count a leaf's first token, which never is a target. ``notes`` is the JSON of the
-    sample's, or nothing. ``verdict`` is NaN where the sample has none.
+    ``leaf_targets`` does not count a leaf's first token, which never is a target. ``leaf_encoders``: what encoders run
+    through for a leaf's media (`MediaItem.encoder_length`), () of text. ``notes`` is the JSON of the sample's, or
+    nothing. ``verdict`` is NaN where the sample has none.
     """
 
     payload: bytes
     num_tokens: int
     has_weight: bool
+    has_media: bool = False
     branches: tuple[tuple[int, int], ...]
     leaf_lengths: tuple[int, ...]
     leaf_targets: tuple[int, ...]
+    leaf_encoders: tuple[int, ...] = ()
     notes: bytes = b""
     verdict: float = math.nan
 
@@ -90,6 +95,7 @@ class ShardIndex:
     num_tokens: NDArray[np.int32]  # [n]
     checksums: NDArray[np.uint32]  # [n], CRC-32 of the payload
     has_weight: NDArray[np.uint8]  # [n]
+    has_media: NDArray[np.uint8]  # [n]
     verdicts: NDArray[np.float32]  # [n], NaN: the sample has none
     branch_bounds: NDArray[np.int64]  # [n + 1]
     branch_parents: NDArray[np.int32]  # [b]
@@ -97,6 +103,7 @@ class ShardIndex:
     leaf_bounds: NDArray[np.int64]  # [n + 1]
     leaf_lengths: NDArray[np.int32]  # [l]
     leaf_targets: NDArray[np.int32]  # [l]
+    leaf_encoders: NDArray[np.int32]  # [l]
     note_bounds: NDArray[np.int64]  # [n + 1]
     note_bytes: NDArray[np.uint8]  # [c], the samples' notes as JSON
 
@@ -125,20 +132,24 @@ class NewShard:
 
 def freeze_sample(sample: Sample) -> EncodedSample:
     """A sample as bytes; `Shard.read` is the way back (all but the address, which belongs to the row)."""
-    assert not sample.media, "samples with media cannot be stored yet"
     bits = np.packbits(sample.target, bitorder="little").tobytes()
     parts = [sample.input_ids.astype("<i4", copy=False).tobytes(), bits, b"\0" * (-len(bits) % 4)]
     if sample.weight is not None:
         parts.append(sample.weight.astype("<f4", copy=False).tobytes())
-    parts.append(np.array(sample.prompt_turns, dtype="<i4").tobytes())
+    if sample.prompt_turns or sample.media:
+        media = media_to_bytes(sample.media)
+        parts.append(np.array([len(sample.prompt_turns), len(media), *sample.prompt_turns], dtype="<i4").tobytes())
+        parts += [media, b"\0" * (-len(media) % 4)]
     leaf_lengths, leaf_targets = measure_leaves(sample)
     return EncodedSample(
         payload=b"".join(parts),
         num_tokens=len(sample.input_ids),
         has_weight=sample.weight is not None,
+        has_media=bool(sample.media),
         branches=tuple((branch.parent, branch.length) for branch in sample.branches),
         leaf_lengths=leaf_lengths,
         leaf_targets=leaf_targets,
+        leaf_encoders=measure_encoders(sample),
         notes=msgspec.json.encode(dict(sample.notes)) if sample.notes else b"",
         verdict=math.nan if sample.verdict is None else sample.verdict,
     )
@@ -195,6 +206,7 @@ def _index_of(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> ShardI
         num_tokens=np.array([sample.num_tokens for sample in samples], dtype=np.int32),
         checksums=np.array([zlib.crc32(sample.payload) for sample in samples], dtype=np.uint32),
         has_weight=np.array([sample.has_weight for sample in samples], dtype=np.uint8),
+        has_media=np.array([sample.has_media for sample in samples], dtype=np.uint8),
         verdicts=np.array([sample.verdict for sample in samples], dtype=np.float32),
         branch_bounds=_bounds([len(sample.branches) for sample in samples]),
         branch_parents=branches[:, 0],
@@ -202,9 +214,15 @@ def _index_of(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> ShardI
         leaf_bounds=_bounds([len(sample.leaf_lengths) for sample in samples]),
         leaf_lengths=np.array([n for sample in samples for n in sample.leaf_lengths], dtype=np.int32),
         leaf_targets=np.array([n for sample in samples for n in sample.leaf_targets], dtype=np.int32),
+        leaf_encoders=_encoders(samples),
         note_bounds=_bounds([len(sample.notes) for sample in samples]),
         note_bytes=np.frombuffer(b"".join(sample.notes for sample in samples), np.uint8),
     )
+
+
+def _encoders(samples: Sequence[EncodedSample]) -> NDArray[np.int32]:
+    found = [sample.leaf_encoders or (0,) * len(sample.leaf_lengths) for sample in samples]
+    return np.array([number for of_sample in found for number in of_sample], dtype=np.int32)
 
 
 def _bounds(counts: list[int]) -> NDArray[np.int64]:
@@ -221,6 +239,7 @@ def _shapes(
         "num_tokens": ("<i4", (n,)),
         "checksums": ("<u4", (n,)),
         "has_weight": ("u1", (n,)),
+        "has_media": ("u1", (n,)),
         "verdicts": ("<f4", (n,)),
         "branch_bounds": ("<i8", (n + 1,)),
         "branch_parents": ("<i4", (b,)),
@@ -228,6 +247,7 @@ def _shapes(
         "leaf_bounds": ("<i8", (n + 1,)),
         "leaf_lengths": ("<i4", (leaves,)),
         "leaf_targets": ("<i4", (leaves,)),
+        "leaf_encoders": ("<i4", (leaves,)),
         "note_bounds": ("<i8", (n + 1,)),
         "note_bytes": ("u1", (num_note_bytes,)),
     }

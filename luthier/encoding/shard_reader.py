@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.encoding.media_items import media_from_bytes
 from luthier.encoding.shard import KEY_BYTES, MAGIC, ShardEntry, ShardIndex, read_counts, read_index
 from luthier.errors import StoreError
-from luthier.records import Address, Branch, Sample
+from luthier.records import Address, Branch, MediaItem, Sample
 
 REPAIR = "`luthier store verify --repair` drops what is damaged: those rows will be encoded again"
 MOST_OPEN = 384  # each open shard costs a file descriptor, of which a process often has 1024
@@ -77,7 +78,7 @@ class Shard:
         bits_start = 4 * num_tokens
         bits = np.frombuffer(payload, np.uint8, count=(num_tokens + 7) // 8, offset=bits_start)
         weight_start = bits_start + -(-len(bits) // 4) * 4
-        turns_start = weight_start + 4 * num_tokens * int(index.has_weight[number])
+        turns, media = _tail(payload[weight_start + 4 * num_tokens * int(index.has_weight[number]) :])
         first, last = index.branch_bounds[number : number + 2].tolist()
         parents, lengths = index.branch_parents[first:last].tolist(), index.branch_lengths[first:last].tolist()
         return Sample(
@@ -91,7 +92,8 @@ class Shard:
             ),
             notes=self.notes(number),
             verdict=_verdict(float(index.verdicts[number])),
-            prompt_turns=tuple(np.frombuffer(payload, "<i4", offset=turns_start).tolist()),
+            prompt_turns=turns,
+            media=media,
             address=address,
         )
 
@@ -173,6 +175,16 @@ class Shard:
         if len(mapped) != self.entry.size:
             raise _damaged(self.path, "its size", self.entry.size, len(mapped))
         return mapped
+
+
+def _tail(payload: bytes) -> tuple[tuple[int, ...], tuple[MediaItem, ...]]:
+    """The prompt turns and the media at a payload's end."""
+    if not payload:
+        return (), ()
+    num_turns, num_bytes = np.frombuffer(payload, "<i4", count=2).tolist()
+    turns = np.frombuffer(payload, "<i4", count=num_turns, offset=8)
+    start = 8 + turns.nbytes
+    return tuple(turns.tolist()), media_from_bytes(payload[start : start + num_bytes])
 
 
 def _verdict(stored: float) -> float | None:

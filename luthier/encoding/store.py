@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from luthier import __version__
 from luthier.encoding.disk import Disk, Hold
 from luthier.encoding.key_index import KeyIndex
+from luthier.encoding.leaves import joined, numbers_within
 from luthier.encoding.manifest import FORMAT, LOCK, MANIFEST, Manifest, read_manifest, write_manifest
 from luthier.encoding.naming import ABOUT, USERS, row_key, store_folder
 from luthier.encoding.shard import KEY_BYTES, EncodedSample, NewShard, build_shard
@@ -150,16 +151,24 @@ class SampleStore:
             index = shard.index
             first = index.leaf_bounds[inside]
             counts[places] = here = index.leaf_bounds[inside + 1] - first
-            leaf = np.repeat(first, here) + _numbers_within(here)
+            leaf = np.repeat(first, here) + numbers_within(here)
             found.append((places, index.leaf_lengths[leaf], index.leaf_targets[leaf]))
             shard.release()
         starts = np.cumsum(counts) - counts
         lengths = np.zeros(int(counts.sum()), dtype=np.int64)
         targets = np.zeros(len(lengths), dtype=np.int64)
         for places, leaf_lengths, leaf_targets in found:
-            to = np.repeat(starts[places], counts[places]) + _numbers_within(counts[places])
+            to = np.repeat(starts[places], counts[places]) + numbers_within(counts[places])
             lengths[to], targets[to] = leaf_lengths, leaf_targets
         return counts, lengths, targets
+
+    def have_media(self, sample_ids: Ints) -> NDArray[np.bool_]:
+        """bool[n]: whether these samples have images, videos or sounds."""
+        found = np.zeros(len(sample_ids), dtype=np.bool_)
+        for shard, places, inside in self._by_shard(sample_ids):
+            found[places] = shard.index.has_media[inside] > 0
+            shard.release()
+        return found
 
     def keys_of(self, sample_ids: Ints) -> NDArray[np.uint8]:
         """uint8[n, KEY_BYTES]: the keys of these samples."""
@@ -204,12 +213,12 @@ class SampleStore:
     @cached_property
     def leaf_lengths(self) -> Ints:
         """int64[l]: tokens from root to leaf."""
-        return _joined([shard.index.leaf_lengths for shard in self._shards])
+        return joined([shard.index.leaf_lengths for shard in self._shards])
 
     @cached_property
     def leaf_targets(self) -> Ints:
         """int64[l]: targets that the leaf's segment counts."""
-        return _joined([shard.index.leaf_targets for shard in self._shards])
+        return joined([shard.index.leaf_targets for shard in self._shards])
 
     @cached_property
     def verdicts(self) -> NDArray[np.float32]:
@@ -219,7 +228,7 @@ class SampleStore:
     @cached_property
     def root_lengths(self) -> Ints:
         """int64[n]: tokens of each sample's first branch, which is the prompt where continuations are compared."""
-        return _joined([shard.index.branch_lengths[shard.index.branch_bounds[:-1]] for shard in self._shards])
+        return joined([shard.index.branch_lengths[shard.index.branch_bounds[:-1]] for shard in self._shards])
 
     @property
     def keys(self) -> NDArray[np.uint8]:
@@ -289,12 +298,3 @@ class StoreWriter:
         if not (self._folder / shard.entry.name).exists():  # somebody cleaned up where locks are not shared
             self._disk.publish(self._folder / shard.entry.name, shard.chunks())
         write_manifest(self._folder, self._fingerprint, [*entries, shard.entry], disk=self._disk)
-
-
-def _numbers_within(counts: Ints) -> Ints:
-    """``[2, 0, 3] -> [0, 1, 0, 1, 2]``"""
-    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _joined(parts: list[NDArray[np.int32]]) -> Ints:
-    return np.concatenate([np.zeros(0, np.int64), *(part.astype(np.int64) for part in parts)])

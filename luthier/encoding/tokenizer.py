@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import TokenizerBackend
 from luthier.encoding.checked_encoder import Backend, CheckedEncoder
+from luthier.encoding.opened_template import opened
 from luthier.encoding.text_encoders import BadTexts, FastokensEncoder, HuggingFaceEncoder, unflatten
 from luthier.encoding.text_probe import probe_texts
 from luthier.encoding.tokenizer_files import TokenizerFiles, find_files
@@ -77,6 +78,9 @@ class Tokenizer:
             if files.chat_template is None
             else ChatTemplate(files.chat_template, special_tokens=self.special_tokens, kwargs=template_kwargs)
         )
+        if self.template is not None and files.processor_class is not None:
+            opening = opening_tokens(self._spec)
+            self.template = opened(self.template, opening, processor_class=files.processor_class)
         self._whole = _build(self._spec, files)
         self._ids = {entry["content"]: _id_of(self._whole, entry["content"]) for entry in self._spec["added_tokens"]}
         self._forbidden = np.zeros(self.vocab_size, dtype=np.bool_)

@@ -10,6 +10,7 @@ import msgspec
 
 from luthier.config.suggest import nearest
 from luthier.errors import TemplateError, TokenizerError
+from luthier.media import PROCESSOR_FILES
 from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template, template_names
 
@@ -20,7 +21,10 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    "config.json",
+    *PROCESSOR_FILES,
 )
+CODE = "*.py"  # a processor's own, small; run where `model.trust_remote_code` allows it, and only there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +38,7 @@ class TokenizerFiles:
     generation_config: dict[str, Any]
     chat_template: str | None
     template_name: str | None = None  # where the run names one of ours
+    processor_class: str | None = None  # of a multimodal model; "" where its files do not name it
 
 
 def find_files(name: str, *, chat_template: str | None, revision: str, cache_dir: Path | None) -> TokenizerFiles:
@@ -49,7 +54,15 @@ def find_files(name: str, *, chat_template: str | None, revision: str, cache_dir
         generation_config=_read(folder, "generation_config.json", name) or {},
         chat_template=_given_template(chat_template) if chat_template else _own_template(folder, config, name),
         template_name=chat_template if chat_template and named_template(chat_template) is not None else None,
+        processor_class=_processor_class(folder, config, name),
     )
+
+
+def _processor_class(folder: Path, config: dict[str, Any], name: str) -> str | None:
+    processors = [found for file in PROCESSOR_FILES if (found := _read(folder, file, name)) is not None]
+    if not processors:
+        return None
+    return next((str(found["processor_class"]) for found in [*processors, config] if "processor_class" in found), "")
 
 
 def _folder(name: str, revision: str, cache_dir: Path | None) -> Path:
@@ -73,7 +86,7 @@ def _download(name: str, revision: str, cache_dir: Path | None) -> Path:
     except ImportError as error:
         raise TokenizerError(f"{name} is a Hub id", hint="pip install 'luthier[hub]'") from error
     try:
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=list(FILES)))
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=[*FILES, CODE]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise TokenizerError(
             f"{name}: not found on the Hub, or the Hub cannot be reached: {error}",

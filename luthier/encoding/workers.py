@@ -20,7 +20,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from luthier.encoding.shard import EncodedSample, freeze_sample
 from luthier.errors import RowError, UserError
-from luthier.records import Row, Sample
+from luthier.records import MediaItem, Row, Sample
 from luthier.sources import RowBytes, RowReader
 
 # A worker has to import the data path, load the tokenizer and make its own recordings: four seconds or so, in which one
@@ -51,6 +51,9 @@ class RowEncoder(Protocol):
 
     def encode_many(self, rows: Iterable[Row]) -> Iterator[Sample | RowError]:
         """One outcome per row, in order."""
+
+    def media_change(self, media: Sequence[MediaItem]) -> bytes | None:
+        """What tells a sample's media from those that are there now; None if they are the same."""
 
     def expect_many_rows(self) -> None:
         """Get ready for much text."""

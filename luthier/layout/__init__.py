@@ -1,17 +1,32 @@
 """Integers before tensors: positions, cuts and trees as pure functions of numbers and numpy arrays.
 
-Read in this order: trees, cutting, prompts, positions, forests.
+Read in this order: trees, cutting, prompts, positions, forests, position_schemes, mrope_canvas,
+mrope.
 """
 
 from __future__ import annotations
 
 from luthier.layout.cutting import Window, cut_segment, plan_windows, take_window, without_targets
-from luthier.layout.forests import ancestors, join_trees, tree_follows, tree_leaves, tree_mask, tree_positions
+from luthier.layout.forests import (
+    ancestors,
+    join_trees,
+    seen_blocks,
+    tree_follows,
+    tree_leaves,
+    tree_mask,
+    tree_positions,
+)
+from luthier.layout.mrope import mrope_positions, packed_mrope
+from luthier.layout.position_schemes import Canvas, MediaGrids, PositionScheme, TokenType, position_scheme, token_types
 from luthier.layout.positions import cu_seqlens, position_ids, segment_ids, segment_starts
 from luthier.layout.prompts import cut_prompt, prompt_tree, span_of, splice
 from luthier.layout.trees import leaf_segment, leaves
 
 __all__ = [
+    "Canvas",
+    "MediaGrids",
+    "PositionScheme",
+    "TokenType",
     "Window",
     "ancestors",
     "cu_seqlens",
@@ -20,14 +35,19 @@ __all__ = [
     "join_trees",
     "leaf_segment",
     "leaves",
+    "mrope_positions",
+    "packed_mrope",
     "plan_windows",
     "position_ids",
+    "position_scheme",
     "prompt_tree",
+    "seen_blocks",
     "segment_ids",
     "segment_starts",
     "span_of",
     "splice",
     "take_window",
+    "token_types",
     "tree_follows",
     "tree_leaves",
     "tree_mask",

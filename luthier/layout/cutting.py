@@ -12,6 +12,7 @@ beginning (`prompts.cut_prompt`), the same ones for all that share it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from luthier.config.schema import Overflow
 from luthier.errors import RowDropped, UserError
-from luthier.records import Address, Segment
+from luthier.records import MediaItem, Segment, media_within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,18 +46,21 @@ def cut_segment(segment: Segment, *, max_length: int, overflow: Overflow) -> lis
     Raises `RowDropped` (``too_long``, or ``no_target_left``) where the policy leaves nothing to train on, and
     `UserError` under ``Overflow.ERROR``.
     """
-    windows = plan_windows(segment.target, max_length=max_length, overflow=overflow, address=segment.address)
+    windows = plan_windows(segment, max_length=max_length, overflow=overflow)
     kept = [take_window(segment, window) for window in windows if window.num_targets]
     if not kept:
         raise RowDropped("no_target_left", _no_target(len(segment), max_length), address=segment.address)
     return kept
 
 
-def plan_windows(target: NDArray[np.bool_], *, max_length: int, overflow: Overflow, address: Address) -> list[Window]:
-    """Where to cut a segment with these targets (bool[T]); windows without targets are in the list too.
+def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> list[Window]:
+    """Where to cut a segment; windows without targets are in the list too. No cut goes through a media item: it is made
+    before the item, and what follows is lost with it (truncate) or begins the next window (split; no window at all if
+    an item alone is longer than ``max_length``, for what comes after it is about something that nobody sees).
 
     Raises `RowDropped` (``too_long``) under ``Overflow.DROP`` and `UserError` under ``Overflow.ERROR``.
     """
+    target, address = segment.target, segment.address
     assert max_length >= 1, f"max_length must be positive, got {max_length}"
     if len(target) <= max_length:
         return [_window(target, 0, len(target), open_end=False)]
@@ -69,9 +73,10 @@ def plan_windows(target: NDArray[np.bool_], *, max_length: int, overflow: Overfl
         case Overflow.DROP:
             raise RowDropped("too_long", f"{len(target)} tokens, data.max_length is {max_length}", address=address)
         case Overflow.TRUNCATE:
-            return [_window(target, 0, max_length, open_end=_inside_answer(target, max_length))]
+            stop = _before_media(segment.media, max_length)
+            return [_window(target, 0, stop, open_end=_inside_answer(target, stop))]
         case Overflow.SPLIT:
-            return _split(target, max_length)
+            return [] if any(item.length > max_length for item in segment.media) else _split(segment, max_length)
         case _:
             raise AssertionError(f"unknown overflow policy {overflow!r}")
 
@@ -87,6 +92,7 @@ def take_window(segment: Segment, window: Window) -> Segment:
         input_ids=segment.input_ids[kept],
         target=_trim(segment.target[kept], open_end=window.open_end),
         weight=None if segment.weight is None else segment.weight[kept],
+        media=media_within(segment.media, [slice(0, window.head), slice(window.start, window.stop)]),
     )
 
 
@@ -95,7 +101,8 @@ def without_targets(segment: Segment) -> Segment:
     return replace(segment, target=np.zeros_like(segment.target), weight=None)
 
 
-def _split(target: NDArray[np.bool_], max_length: int) -> list[Window]:
+def _split(segment: Segment, max_length: int) -> list[Window]:
+    target = segment.target
     num_tokens = len(target)
     if target[1:].all():  # a document: windows one behind the other
         starts = range(0, num_tokens, max_length)
@@ -111,7 +118,7 @@ def _split(target: NDArray[np.bool_], max_length: int) -> list[Window]:
         else:
             last = int(np.searchsorted(stops, limit, side="right")) - 1
             # [q q A A q q q | A A]: the cut goes behind the second A, not to the limit
-            stop = int(stops[last]) if last >= 0 and stops[last] > start else limit
+            stop = int(stops[last]) if last >= 0 and stops[last] > start else _before_media(segment.media, limit)
         windows.append(_window(target, start, stop, open_end=_inside_answer(target, stop)))
         start = stop
     return windows
@@ -128,6 +135,11 @@ def _trim(target: NDArray[np.bool_], *, open_end: bool) -> NDArray[np.bool_]:
     if open_end:
         trimmed[-1:] = False
     return trimmed
+
+
+def _before_media(media: Sequence[MediaItem], stop: int) -> int:
+    """The cut, or the beginning of the item that it would go through."""
+    return next((item.start for item in media if item.start < stop < item.start + item.length), stop)
 
 
 def _inside_answer(target: NDArray[np.bool_], stop: int) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +54,23 @@ def tree_positions(branches: Sequence[Branch]) -> NDArray[np.int64]:
     return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, dtype=np.int64)
 
 
+def tree_reach(advance_T: NDArray[Any], branches: Sequence[Branch]) -> NDArray[Any]:
+    """[T], of the same type: the sum of what the tokens before each on its path advance by.
+
+    Ones give `tree_positions`; a picture advances by more or less than the number of its tokens.
+    """
+    total = np.zeros(len(advance_T) + 1, dtype=advance_T.dtype)
+    np.cumsum(advance_T, out=total[1:])
+    lengths = np.array([branch.length for branch in branches], dtype=np.int64)
+    starts = segment_starts(lengths)
+    shift = -total[starts]
+    for node, branch in enumerate(branches):
+        if branch.parent >= 0:  # parents stand before their children, so theirs is known
+            shift[node] += total[starts[branch.parent] + branches[branch.parent].length] + shift[branch.parent]
+    reached: NDArray[Any] = total[:-1] + np.repeat(shift, lengths)
+    return reached
+
+
 def tree_follows(branches: Sequence[Branch]) -> NDArray[np.int64]:
     """int64[T], the token that each one follows on its path; -1 where a path begins."""
     lengths = [branch.length for branch in branches]
@@ -76,11 +94,31 @@ def tree_leaves(branches: Sequence[Branch]) -> tuple[list[int], NDArray[np.int64
     return ends, of_branches[segment_ids([branch.length for branch in branches])]
 
 
-def tree_mask(branches: Sequence[Branch], *, width: int, window: int | None = None) -> NDArray[np.bool_]:
+def seen_blocks(types_T: NDArray[np.integer], branches: Sequence[Branch]) -> NDArray[np.int64]:
+    """int64[T]: the number of the run of seen tokens (types 1 and 2: of pictures and videos) that a token is in, or -1.
+
+    [0 1 1 0 1], [whole 5] -> [-1 0 0 -1 1]. A run ends where its branch does. Types may be longer: of padding.
+    """
+    num_tokens = sum(branch.length for branch in branches)
+    seen_T = (types_T[:num_tokens] == 1) | (types_T[:num_tokens] == 2)
+    node_T = segment_ids([branch.length for branch in branches])
+    begins_T = seen_T.copy()
+    begins_T[1:] &= ~seen_T[:-1] | (node_T[1:] != node_T[:-1])
+    return np.where(seen_T, np.cumsum(begins_T) - 1, -1)
+
+
+def tree_mask(
+    branches: Sequence[Branch],
+    *,
+    width: int,
+    window: int | None = None,
+    blocks_T: NDArray[np.int64] | None = None,
+) -> NDArray[np.bool_]:
     """bool[width, width]: True where the token of the row may see that of the column.
 
     A token sees itself and what is before it on its path; under a sliding ``window`` the last ``window`` of these,
-    itself among them. Columns behind the row's T tokens are padding: each sees itself alone, so that no row is empty.
+    itself among them. Tokens of one of ``blocks_T`` (`seen_blocks`) also see what is behind them in it. Columns behind
+    the row's T tokens are padding: each sees itself alone, so that no row is empty.
     """
     num_tokens = sum(branch.length for branch in branches)
     assert num_tokens <= width, f"{num_tokens} tokens in a row of {width}"
@@ -90,7 +128,10 @@ def tree_mask(branches: Sequence[Branch], *, width: int, window: int | None = No
         on_path[node, list(path)] = True
     position_T = tree_positions(branches)
     distance_TT = position_T[:, None] - position_T[None, :]
-    seen_TT = on_path[node_T[:, None], node_T[None, :]] & (distance_TT >= 0)
+    ordered_TT = distance_TT >= 0
+    if blocks_T is not None:
+        ordered_TT |= (blocks_T[:, None] == blocks_T[None, :]) & (blocks_T >= 0)[:, None]
+    seen_TT = on_path[node_T[:, None], node_T[None, :]] & ordered_TT
     if window is not None:
         seen_TT &= distance_TT < window
     mask = np.eye(width, dtype=np.bool_)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.records import Branch, Sample, Segment
+from luthier.records import Branch, MediaItem, Sample, Segment, media_within
 
 
 def prompt_tree(runs: Sequence[Segment | Sample], prompt_length: int) -> Sample:
@@ -29,6 +29,7 @@ def prompt_tree(runs: Sequence[Segment | Sample], prompt_length: int) -> Sample:
             Branch(parent=-1, length=prompt_length),
             *(Branch(parent=0, length=len(run.input_ids) - prompt_length) for run in runs),
         ),
+        media=_media_of(runs, prompt_length),
         address=runs[0].address,
     )
 
@@ -55,6 +56,7 @@ def splice(prompt: Segment, answer: Segment) -> Segment:
         input_ids=np.concatenate([prompt.input_ids, answer.input_ids]),
         target=np.concatenate([np.zeros_like(prompt.target), answer.target]),
         weight=np.concatenate([_weight(prompt), _weight(answer)]) if is_weighted else None,
+        media=(*prompt.media, *(replace(item, start=item.start + len(prompt)) for item in answer.media)),
     )
 
 
@@ -65,7 +67,18 @@ def span_of(segment: Segment, start: int, stop: int) -> Segment:
         input_ids=segment.input_ids[start:stop],
         target=segment.target[start:stop],
         weight=None if segment.weight is None else segment.weight[start:stop],
+        media=media_within(segment.media, [slice(start, stop)]),
     )
+
+
+def _media_of(runs: Sequence[Segment | Sample], prompt_length: int) -> tuple[MediaItem, ...]:
+    found: list[MediaItem] = list(runs[0].media)
+    before = len(runs[0].input_ids)
+    for run in runs[1:]:
+        own = (item for item in run.media if item.start >= prompt_length)
+        found += [replace(item, start=item.start - prompt_length + before) for item in own]
+        before += len(run.input_ids) - prompt_length
+    return tuple(found)
 
 
 def _weight(run: Segment | Sample) -> NDArray[np.float32]:

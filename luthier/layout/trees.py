@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from luthier.records import Branch, Sample, Segment
+from luthier.records import Branch, Sample, Segment, media_within
 
 
 def leaves(branches: Sequence[Branch]) -> list[int]:
@@ -18,7 +18,13 @@ def leaves(branches: Sequence[Branch]) -> list[int]:
 def leaf_segment(sample: Sample, leaf: int) -> Segment:
     """The root-to-leaf run of the ``leaf``-th leaf: equal to ``sample.segments()[leaf]``, in the time of one path."""
     if len(sample.branches) == 1:
-        return Segment(input_ids=sample.input_ids, target=sample.target, weight=sample.weight, address=sample.address)
+        return Segment(
+            input_ids=sample.input_ids,
+            target=sample.target,
+            weight=sample.weight,
+            media=sample.media,
+            address=sample.address,
+        )
     node = leaves(sample.branches)[leaf]
     owner = first_leaf_below(sample.branches)
     ends = np.cumsum([branch.length for branch in sample.branches])
@@ -32,6 +38,7 @@ def leaf_segment(sample: Sample, leaf: int) -> Segment:
         # a target on a shared branch counts in the first leaf below it and is context in the others
         target=np.concatenate([sample.target[s] & (owner[n] == node) for n, s in zip(path, spans, strict=True)]),
         weight=None if sample.weight is None else np.concatenate([sample.weight[span] for span in spans]),
+        media=media_within(sample.media, spans),
         address=sample.address,
     )
 

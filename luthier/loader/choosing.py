@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from luthier.config.choices import MixtureBy
+from luthier.config.media import MediaCache
 from luthier.config.schema import Packing, RunConfig, SourceConfig
 from luthier.encoding.naming import FEEDS
 from luthier.encoding.store import store_folder
@@ -22,6 +23,8 @@ def prepares_meanwhile(config: RunConfig) -> bool:
     if config.train.packing is not Packing.WINDOW or config.data.prepare == "before":
         return False
     if units_of(config).are_compared:  # partners are drawn from the whole set, and pairs are planned as a whole
+        return False
+    if config.media.cache is not MediaCache.NONE:  # the encoders see all items before training
         return False
     if config.data.mixture.by is MixtureBy.TOKENS:  # shares of tokens need all lengths
         return False

@@ -216,7 +216,8 @@ class StreamPlan:
         epoch.occurrences.append(occurrences_of(epoch, segments, counts))
         lengths = self.rows.segments.lengths(segments)
         epoch.tokens += int(lengths.sum())
-        self._take(epoch.packer.add(np.arange(first, first + len(segments)), lengths))
+        extra_costs = self.rows.segments.extra_costs(segments)
+        self._take(epoch.packer.add(np.arange(first, first + len(segments)), lengths, extra_costs))
         epoch.waiting = epoch.packer.state()
         if epoch.taken == len(epoch.order):
             self._take(epoch.packer.finish(), ends_epoch=True)

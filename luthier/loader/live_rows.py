@@ -22,6 +22,7 @@ from luthier.ledger import Ledger
 from luthier.loader.growing import GrowingTable
 from luthier.loader.places import PLACE, Places, segment_at
 from luthier.loader.planning import places_of
+from luthier.packing import PATCH_COST
 from luthier.records import Address, Segment
 
 Ints = NDArray[np.int64]
@@ -132,6 +133,10 @@ class LiveSegments:
         places = self.places(numbers)
         lengths: Ints = (places["stop"] - places["start"]).astype(np.int64)
         return lengths
+
+    def extra_costs(self, numbers: Ints) -> Ints:
+        """int64, what these segments cost besides their tokens, as in `packing.SegmentTable`."""
+        return PATCH_COST * self.places(numbers)["encoder"].astype(np.int64)
 
     def keys(self, numbers: Ints) -> NDArray[np.uint64]:
         """The beginning of the keys of these segments' rows, which say what is in them."""

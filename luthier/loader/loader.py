@@ -79,7 +79,10 @@ class Loader:
             )
         self._table = self._segments.table()
         self._places = SegmentPlaces.of_index(self._segments)
-        self._reader = BatchReader(self._rows.store, settings.collation, shared=settings.shared)
+        store = self._rows.store
+        if settings.media is None and store.have_media(self._rows.sample_ids).any():
+            raise UserError("these rows have media", hint="give media=luthier.media_inputs(the model's folder)")
+        self._reader = BatchReader(store, settings.collation, shared=settings.shared, media=settings.media)
         self._data = _identity(self._rows, self._table)
         self._plan: EpochPlan | None = None
         self.epoch = 0

@@ -8,26 +8,68 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from luthier.collation import CollateSettings, Grid
+from luthier.collation import CollateSettings, Grid, MediaInputs
+from luthier.config.schema import MediaConfig
 from luthier.loader.places import PLACE, PlannedMicroBatch
+from luthier.loader.slots import Slots
+from luthier.media import MediaSource
+from luthier.media.feature_files import FeatureFiles
 from luthier.packing import Units
+from luthier.records import LostMedia
 
 HEADER_BYTES = 8  # of a frame: its length, big-endian
 READ_BYTES = 1 << 20
 
 
+class MediaSetup(msgspec.Struct, frozen=True):
+    """A `MediaSource` as plain data."""
+
+    folder: str
+    options: dict[str, Any]
+    trust_remote_code: bool
+    config_folder: str | None = None
+    features: str | None = None  # the folder of what encoders made of items before
+
+    @classmethod
+    def of(cls, source: MediaSource, *, features: Path | None = None) -> MediaSetup:
+        """The source as it is sent."""
+        return cls(
+            folder=str(source.folder),
+            options=source.options.model_dump(mode="json"),
+            trust_remote_code=source.trust_remote_code,
+            config_folder=None if source.config_folder is None else str(source.config_folder),
+            features=None if features is None else str(features),
+        )
+
+    def inputs(self) -> MediaInputs:
+        """What fills grids, where this was sent to."""
+        source = MediaSource(
+            folder=Path(self.folder),
+            options=MediaConfig.model_validate(self.options),
+            trust_remote_code=self.trust_remote_code,
+            config_folder=None if self.config_folder is None else Path(self.config_folder),
+        )
+        media = MediaInputs(source)
+        return media if self.features is None else media.reading(FeatureFiles(Path(self.features)))
+
+
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """Where the samples are, how they are collated, and whose worker this is."""
+    """Where the samples are, how they are collated, and whose worker this is. ``slots``: descriptors of `Slots`."""
 
     folder: str
     fingerprint: str
     how: CollateSettings
     parent: int
     shared: bool = False
+    media: MediaSetup | None = None
+    slots: tuple[int, ...] = ()
 
 
 class Work(msgspec.Struct, frozen=True, tag=True):
@@ -43,6 +85,16 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The store is open."""
 
 
+class Array(msgspec.Struct, frozen=True):
+    """An input of the model by name: what numpy calls its type, its shape, its bytes, or where these are in a slot."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes = b""
+    offset: int = -1
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """A micro-batch that was read: the bytes of the arrays of a `Grid`."""
 
@@ -51,6 +103,9 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     weights: bytes | None
     lengths: tuple[tuple[int, ...], ...]
     parents: tuple[tuple[int, ...], ...] | None = None
+    inputs: tuple[Array, ...] = ()
+    lost: tuple[tuple[int, str, str], ...] = ()
+    slot: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -116,8 +171,9 @@ def planned_of(work: Work) -> PlannedMicroBatch:
     return PlannedMicroBatch(step=work.step, places=places, pack_bounds=work.pack_bounds, files={}, units=work.units)
 
 
-def done_of(grid: Grid) -> Done:
-    """The grid as a message."""
+def done_of(grid: Grid, slots: Slots, slot: int) -> Done:
+    """The grid as a message, large inputs in a slot."""
+    offsets = slots.write(slot, [value for _, value in grid.inputs])
     weights = None if grid.weights_BT is None else grid.weights_BT.tobytes()
     return Done(
         ids=grid.ids_BT.tobytes(),
@@ -125,11 +181,23 @@ def done_of(grid: Grid) -> Done:
         weights=weights,
         lengths=grid.lengths,
         parents=grid.parents,
+        inputs=tuple(
+            Array(
+                name=name,
+                dtype=value.dtype.str,
+                shape=value.shape,
+                data=value.tobytes() if offset < 0 else b"",
+                offset=offset,
+            )
+            for (name, value), offset in zip(grid.inputs, offsets, strict=True)
+        ),
+        slot=slot,
+        lost=tuple((loss.group, loss.reason, loss.detail) for loss in grid.lost),
     )
 
 
-def grid_of(done: Done) -> Grid:
-    """The grid of a message."""
+def grid_of(done: Done, slots: Slots) -> Grid:
+    """The grid of a message. Nothing of it is in the slots any more."""
     shape = len(done.lengths), -1
     return Grid(
         ids_BT=np.frombuffer(done.ids, dtype=np.int32).reshape(shape),
@@ -138,4 +206,13 @@ def grid_of(done: Done) -> Grid:
         weights_BT=None if done.weights is None else np.frombuffer(done.weights, np.float32).reshape(shape).copy(),
         lengths=done.lengths,
         parents=done.parents,
+        inputs=tuple((array.name, _values(array, done.slot, slots)) for array in done.inputs),
+        lost=tuple(LostMedia(group=group, reason=reason, detail=detail) for group, reason, detail in done.lost),
     )
+
+
+def _values(array: Array, slot: int, slots: Slots) -> NDArray[Any]:
+    dtype = np.dtype(array.dtype)
+    if array.offset >= 0:
+        return slots.read(slot, array.offset, dtype, array.shape)
+    return np.frombuffer(array.data, dtype).reshape(array.shape).copy()

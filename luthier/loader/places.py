@@ -17,7 +17,8 @@ from luthier.records import Address, Sample, Segment
 # One record a segment: leaf ``leaf`` of sample ``sample``, its first ``head`` tokens and ``start:stop``, ``open_end``
 # as in `layout.Window`; ``file`` and ``row`` say where its row was read, ``source`` from which data set. Where it is
 # compared, its first ``prompt`` tokens are the prompt. Where ``tail_stop`` is not 0, tokens ``tail_start:tail_stop`` of
-# the first leaf of sample ``tail`` follow: another row's completion.
+# the first leaf of sample ``tail`` follow: another row's completion. ``encoder`` is what encoders run through for its
+# media (`SegmentIndex.encoder_lengths`).
 PLACE = np.dtype(
     [
         ("sample", "<i8"),
@@ -34,6 +35,7 @@ PLACE = np.dtype(
         ("tail", "<i8"),
         ("tail_start", "<i4"),
         ("tail_stop", "<i4"),
+        ("encoder", "<i4"),
     ]
 )
 

@@ -80,7 +80,7 @@ class _Crew:
         self._giver = threading.Thread(target=self._give, name="luthier-plan", daemon=True)
         try:
             for _ in range(num_workers):
-                worker = WorkerProcess.start(reader)
+                worker = WorkerProcess.start(reader, num_slots=ahead + 1)
                 self._workers.append(worker)
                 self._selector.register(worker.connection, selectors.EVENT_READ, worker)
         except BaseException:
@@ -98,7 +98,7 @@ class _Crew:
                 raise turn
             micro_batch, answer = self._answer_of(turn)
             self._room.release()
-            yield self._batch(micro_batch, answer)
+            yield self._batch(micro_batch, answer, turn)
 
     def close(self) -> None:
         """End the workers and the thread; a plan that is waiting for data just then ends when it has it."""
@@ -156,10 +156,10 @@ class _Crew:
             worker: WorkerProcess = key.data
             worker.listen()
 
-    def _batch(self, micro_batch: PlannedMicroBatch, answer: Answer) -> Batch:
+    def _batch(self, micro_batch: PlannedMicroBatch, answer: Answer, worker: WorkerProcess) -> Batch:
         match answer:
             case Done():
-                return self._reader.to_batch(grid_of(answer), micro_batch)
+                return self._reader.to_batch(grid_of(answer, worker.slots), micro_batch)
             case Failed():
                 raise _error(micro_batch, answer)
             case _:

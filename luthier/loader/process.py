@@ -12,14 +12,18 @@ from collections import deque
 from pathlib import Path
 from typing import Self
 
+from luthier.collation import MediaInputs
 from luthier.errors import LoaderError
-from luthier.loader.messages import Answer, Failed, Frames, Ready, Setup, frame, receive, work_of
+from luthier.loader.messages import Answer, Failed, Frames, MediaSetup, Ready, Setup, frame, receive, work_of
 from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.reader import BatchReader
+from luthier.loader.slots import Slots
+from luthier.media.feature_files import FeatureFiles
 from luthier.records import Address
 
 MAX_ROWS_NAMED = 8
 CPU_PATIENCE = 1.0  # processor seconds for one micro-batch, which takes milliseconds
+MEDIA_PATIENCE = 60.0  # seconds, of any kind, with media: a processor is loaded first, then long videos are decoded
 LONGEST_PATIENCE = 120.0  # seconds, for a store to be opened and for disks to answer
 _STATES = {"R": "runs", "D": "waits for a disk", "T": "was stopped", "t": "is held by a debugger"}
 _KEPT_FROM_WORKERS = {signal.SIGINT, signal.SIGTERM}  # the trainer's to answer, though the whole group gets them
@@ -30,22 +34,27 @@ class WorkerProcess:
 
     held     given, and not yet answered; it is at work on the first
     answers  what it said, in order, and nobody has taken yet
+    slots    where it puts large arrays
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, slots: Slots) -> None:
         """Use `WorkerProcess.start`."""
         self.held: deque[PlannedMicroBatch] = deque()
         self.answers: deque[tuple[PlannedMicroBatch, Answer]] = deque()
         self.num_heard = 0  # times that something came from it
         self.is_ready = False
         self.connection = connection
+        self.slots = slots
         self._process = process
         self._frames = Frames()
+        self.has_media = False
         self._cpu_seconds = 0.0  # that it had used when something came from it last
 
     @classmethod
-    def start(cls, reader: BatchReader) -> Self:
-        """Start a process with this reader's store and settings."""
+    def start(cls, reader: BatchReader, *, num_slots: int) -> Self:
+        """Start a process with this reader's store and settings. ``num_slots`` as in `slots`, of use for media only."""
+        media = None if reader.media is None else _sendable(reader.media)
+        slots = Slots.create(0 if media is None else num_slots)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", "luthier.loader.worker", str(theirs.fileno())]
         # what this process imports from, the worker does; and it is one of many on the machine
@@ -55,14 +64,15 @@ class WorkerProcess:
             process = subprocess.Popen(
                 command,
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *slots.descriptors],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        worker = cls(process, ours)
+        worker = cls(process, ours, slots)
+        worker.has_media = media is not None
         store = reader.store
         setup = Setup(
             folder=str(store.folder),
@@ -70,6 +80,8 @@ class WorkerProcess:
             how=reader.how,
             parent=os.getpid(),
             shared=reader.shared,
+            media=media,
+            slots=slots.descriptors,
         )
         with contextlib.suppress(OSError):  # it died already, which the first look at it will tell
             ours.sendall(frame(setup))
@@ -111,6 +123,8 @@ class WorkerProcess:
         """Whether so many seconds without an answer are its own fault, and not the machine's."""
         if silence > LONGEST_PATIENCE:
             return True
+        if self.has_media and silence < MEDIA_PATIENCE:
+            return False
         state, cpu_seconds = _scheduling(self.pid)
         match state:
             case "D":  # a disk or a network file system keeps it waiting
@@ -131,6 +145,7 @@ class WorkerProcess:
         """End it. Nothing is lost: it only reads."""
         self._process.kill()
         self._process.wait()
+        self.slots.close()
 
     def _gone(self) -> LoaderError:
         try:
@@ -148,6 +163,16 @@ class WorkerProcess:
         rows = tuple(address for planned in held for address in planned.addresses())
         where = f"it held rows of step {held[0].step + 1}: {_named(rows)}" if held else "it held no rows"
         return LoaderError(f"worker process {self.pid} {what}; {where}", hint=hint, pid=self.pid, rows=rows)
+
+
+def _sendable(media: MediaInputs) -> MediaSetup:
+    if media.source is None:
+        raise LoaderError(
+            "a processor that came from Python cannot be sent to worker processes",
+            hint="set num_workers=0, or name the model's folder",
+        )
+    kept = media.kept.folder if isinstance(media.kept, FeatureFiles) else None
+    return MediaSetup.of(media.source, features=kept)
 
 
 def _named(rows: tuple[Address, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from luthier.collation import CollateSettings, Grid, blank_grid, lay_out, lay_out_trees, to_batch
+from luthier.collation import CollateSettings, Grid, MediaInputs, blank_grid, lay_out, lay_out_trees, to_batch
 from luthier.encoding.store import SampleStore
 from luthier.layout import prompt_tree, splice
 from luthier.loader.places import Places, PlannedMicroBatch, segment_at, tail_at
@@ -14,9 +14,12 @@ from luthier.records import NOWHERE, Batch, Pack, Sample, Segment, Unit
 class BatchReader:
     """Reads micro-batches from a store, which may be added to meanwhile."""
 
-    def __init__(self, store: SampleStore, how: CollateSettings, *, shared: bool = False) -> None:
-        """``shared``: what is compared holds its prompt once (`collation.lay_out_trees`); rows have to be packed."""
-        self.store = store
+    def __init__(
+        self, store: SampleStore, how: CollateSettings, *, shared: bool = False, media: MediaInputs | None = None
+    ) -> None:
+        """``shared``: what is compared holds its prompt once (`collation.lay_out_trees`); rows have to be packed.
+        ``media``: what a multimodal model gets besides."""
+        self.store, self.media = store, media
         self.how = how
         self.shared = shared
 
@@ -26,6 +29,10 @@ class BatchReader:
 
     def lay_out(self, planned: PlannedMicroBatch) -> Grid:
         """The batch as a worker sends it; a blank is two tokens of padding and has no targets. Raises as `read`."""
+        grid = self._tokens(planned)
+        return grid if self.media is None else self.media.fill(grid, self.how)
+
+    def _tokens(self, planned: PlannedMicroBatch) -> Grid:
         if planned.is_blank:
             return blank_grid(self.how)
         last = max(int(planned.places["sample"].max()), int(planned.places["tail"].max()))

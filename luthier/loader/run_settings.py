@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from luthier.collation import MediaInputs
 from luthier.config.schema import Packing, RunConfig
 from luthier.errors import UserError
+from luthier.media import MediaSource
 from luthier.packing import PlanSettings, Units
 from luthier.rendering.kinds import RowKind, kind_of
 
@@ -17,6 +21,12 @@ def units_of(config: RunConfig) -> Units:
             return Units.PAIRS
         case RowKind.VERDICT:
             return Units.FEEDBACK_KL if config.objective.estimates_kl else Units.FEEDBACK
+
+
+def media_of(config: RunConfig, tokenizer_folder: Path) -> MediaInputs | None:
+    """What gives batches the inputs of a multimodal model; None: the run's model reads text alone."""
+    source = MediaSource.of_model(tokenizer_folder, config.model, config.media)
+    return None if source.folder is None else MediaInputs(source)
 
 
 def shares_prompts(config: RunConfig) -> bool:

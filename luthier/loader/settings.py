@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from luthier.collation import CollateSettings
+from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.schema import Overflow, Packing
 from luthier.errors import UserError
 from luthier.packing import PlanSettings, Units
@@ -34,6 +34,7 @@ class LoaderOptions(TypedDict, total=False):
                                  ``feedback``, ``feedback_kl`` (`Batch.units`). A packed row has room for a whole unit,
                                  ``2 * max_length``; ``batch_size`` counts units where rows are padded
     shared                       pairs hold their prompt once (False); see `Batch.branches`
+    media                        of a multimodal model: `luthier.media_inputs` (None)
     """
 
     max_length: int
@@ -50,6 +51,7 @@ class LoaderOptions(TypedDict, total=False):
     pad_to_multiple_of: int
     units: str
     shared: bool
+    media: MediaInputs | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,7 @@ class LoaderSettings:
     pad_to_multiple_of: int = 1
     units: str = "none"
     shared: bool = False
+    media: MediaInputs | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_length", "batch_size", "gradient_accumulation_steps", "world_size", "pad_to_multiple_of"):

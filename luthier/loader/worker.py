@@ -1,6 +1,7 @@
 """A worker process: ``python -m luthier.loader.worker DESCRIPTOR``, where the descriptor is its end of a socket.
 
-It knows the store and nothing else: no torch, no `__main__` of the user's, a tenth of a trainer's memory. It ends when
+It knows the store and nothing else: no torch (unless there are media, whose processor needs it), no `__main__` of the
+user's, a tenth of a trainer's memory. It ends when
 its socket closes, or, should it be busy then, when it finds that it has another parent.
 """
 
@@ -31,6 +32,7 @@ from luthier.loader.messages import (
     receive,
 )
 from luthier.loader.reader import BatchReader
+from luthier.loader.slots import Slots
 
 SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -53,9 +55,10 @@ def _serve(connection: socket.socket) -> None:
     connection.sendall(frame(reader if isinstance(reader, Failed) else Ready()))
     if isinstance(reader, Failed):
         return
-    for work in messages:
+    slots = Slots(setup.slots)
+    for number, work in enumerate(messages):
         assert isinstance(work, Work), work
-        connection.sendall(frame(_answer(reader, work)))
+        connection.sendall(frame(_answer(reader, work, slots, number % max(1, len(setup.slots)))))
 
 
 def _messages(connection: socket.socket) -> Iterator[Message]:
@@ -67,14 +70,15 @@ def _messages(connection: socket.socket) -> Iterator[Message]:
 def _reader(setup: Setup) -> BatchReader | Failed:
     try:
         store = SampleStore.open(Path(setup.folder), fingerprint=setup.fingerprint)
-        return BatchReader(store, setup.how, shared=setup.shared)
+        media = None if setup.media is None else setup.media.inputs()
+        return BatchReader(store, setup.how, shared=setup.shared, media=media)
     except Exception as error:  # noqa: BLE001  the edge of a process: the trainer raises it again
         return _failed(error)
 
 
-def _answer(reader: BatchReader, work: Work) -> Done | Failed:
+def _answer(reader: BatchReader, work: Work, slots: Slots, slot: int) -> Done | Failed:
     try:
-        return done_of(reader.lay_out(planned_of(work)))
+        return done_of(reader.lay_out(planned_of(work)), slots, slot)
     except Exception as error:  # noqa: BLE001  the edge of a process: the trainer raises it again
         return _failed(error)
 

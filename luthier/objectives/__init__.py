@@ -1,7 +1,7 @@
 """Scores to losses: always sums, never means; the trainer divides by the whole step's count.
 
 Read in this order: token_loss, head, token_scores, token_losses, hidden_loss, sequences, measures, pair_scores,
-pair_losses, comparison, running_mean, feedback_losses, reward, settings, loss_table.
+sorted_sides, pair_losses, comparison, running_mean, feedback_losses, reward, settings, loss_table.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from luthier.objectives.feedback_losses import (
 )
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.hidden_loss import Reference, hidden_loss_sum
-from luthier.objectives.measures import Measure, Measures, SequenceLoss, add_measures, measure, stacked, unstacked
+from luthier.objectives.measures import Measure, Measures, SequenceLoss, measure
 from luthier.objectives.pair_losses import PairBaselines, PairSettings
 from luthier.objectives.pair_scores import PairScores, pair_scores
-from luthier.objectives.reward import ValueHead, reward_loss_sum, rewards
+from luthier.objectives.reward import reward_loss_sum
 from luthier.objectives.running_mean import RunningMean
 from luthier.objectives.sequences import SequenceScores, sequence_scores, tail_discount
 from luthier.objectives.settings import feedback_settings, pair_settings, token_settings
+from luthier.objectives.sorted_sides import Counterparts, counterparts
 from luthier.objectives.token_loss import TokenLoss, token_loss_sum
 from luthier.objectives.token_losses import TokenSettings
 from luthier.objectives.token_scores import TokenScores, token_scores
 
 __all__ = [
     "AnyHead",
+    "Counterparts",
     "FeedbackBaselines",
     "FeedbackScores",
     "FeedbackSettings",
@@ -46,8 +48,7 @@ __all__ = [
     "TokenLoss",
     "TokenScores",
     "TokenSettings",
-    "ValueHead",
-    "add_measures",
+    "counterparts",
     "feedback_loss_sum",
     "feedback_settings",
     "hidden_loss_sum",
@@ -58,12 +59,9 @@ __all__ = [
     "pair_scores",
     "pair_settings",
     "reward_loss_sum",
-    "rewards",
     "sequence_scores",
-    "stacked",
     "tail_discount",
     "token_loss_sum",
     "token_scores",
     "token_settings",
-    "unstacked",
 ]

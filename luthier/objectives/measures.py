@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +9,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measure:
-    """A sum and how many values it is of: scalar tensors in float64, detached, to be added up over a step.
-
-    Two measures are added with ``+``; over ranks, reduce ``stacked(…)``.
-    """
+    """A sum and how many values it is of: scalar tensors in float64, detached, to be added up (``+``) over a step."""
 
     total: torch.Tensor
     count: torch.Tensor
@@ -55,23 +51,3 @@ def measure(values: torch.Tensor, where: torch.Tensor | None = None) -> Measure:
     if where is None:
         return Measure(total=values.sum(), count=values.new_tensor(len(values)))
     return Measure(total=torch.where(where, values, 0.0).sum(), count=where.double().sum())
-
-
-def add_measures(parts: Iterable[Measures]) -> Measures:
-    """The measures of several micro-batches in one; one that is missing in a part counts nothing there."""
-    added: Measures = {}
-    for part in parts:
-        for name, one in part.items():
-            added[name] = added[name] + one if name in added else one
-    return added
-
-
-def stacked(measures: Measures) -> torch.Tensor:
-    """float64[M, 2]: total and count of each, in the order of the names, which is the same on all ranks."""
-    return torch.stack([torch.stack([measures[name].total, measures[name].count]) for name in sorted(measures)])
-
-
-def unstacked(names: Iterable[str], totals_M2: torch.Tensor) -> Measures:
-    """The way back from `stacked`, after its sum over ranks."""
-    pairs = zip(sorted(names), totals_M2, strict=True)
-    return {name: Measure(total=row[0], count=row[1]) for name, row in pairs}

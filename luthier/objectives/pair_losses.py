@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from luthier.errors import UserError
 from luthier.objectives.pair_scores import PairScores
+from luthier.objectives.sorted_sides import Counterparts, SortedSides, counterparts, gaps, ratios
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +43,13 @@ class PairBaselines:
     delta                    ``bco_pair``: the running mean of rewards, see `RunningMean`; 0 without one
     chosen_kl, rejected_kl   ``kto_pair``: mean log-ratios of the chosen and of the rejected answers of the whole step,
                              at least 0. None: estimated from the pairs at hand
+    counterparts             ``aot``: what the pairs at hand are compared with in the sorted step. None: they are all
     """
 
     delta: float = 0.0
     chosen_kl: float | None = None
     rejected_kl: float | None = None
+    counterparts: Counterparts | None = None
 
 
 NO_BASELINES = PairBaselines()
@@ -57,7 +61,7 @@ class PairLoss:
     """A row of the table. ``function(scores, settings, baselines)`` gives the loss of each pair, float32[P].
 
     per_token     compares log-probabilities per target, not of whole answers
-    sorts         compares sorted pairs: the result depends on which pairs share a micro-batch
+    sorts         the two sets that it compares in ascending order (`PairBaselines.counterparts`); None: it does not
     needs_delta   wants the running mean of rewards (`PairBaselines.delta`)
     needs_kl      wants the mean log-ratios of the step's answers (`PairBaselines.chosen_kl`, ``rejected_kl``)
     formula, paper, says   for docs/objectives.md
@@ -67,7 +71,7 @@ class PairLoss:
     function: PairFunction
     needs_reference: bool = True
     per_token: bool = False
-    sorts: bool = False
+    sorts: SortedSides | None = None
     needs_delta: bool = False
     needs_kl: bool = False
     formula: str
@@ -132,16 +136,20 @@ def _sppo_hard(scores: PairScores, settings: PairSettings, _: PairBaselines) -> 
     return (scores.chosen_ratios_P - half).square() + (scores.rejected_ratios_P + half).square()
 
 
-def _aot(scores: PairScores, settings: PairSettings, _: PairBaselines) -> torch.Tensor:
-    gap_P = scores.chosen_P - scores.rejected_P
-    reference_P = scores.ref_chosen_or_zero_P - scores.ref_rejected_or_zero_P
-    logits_P = settings.beta * (gap_P.sort().values - reference_P.sort().values)
-    return _logistic(logits_P, settings.label_smoothing)
+def _aot(scores: PairScores, settings: PairSettings, baselines: PairBaselines) -> torch.Tensor:
+    gap_P, reference_P = gaps(scores)
+    other = baselines.counterparts or counterparts(gap_P, reference_P)
+    return _logistic(settings.beta * (gap_P - other.left_P), settings.label_smoothing)
 
 
-def _aot_unpaired(scores: PairScores, settings: PairSettings, _: PairBaselines) -> torch.Tensor:
-    gap_P = scores.chosen_ratios_P.sort().values - scores.rejected_ratios_P.sort().values
-    return _logistic(settings.beta * gap_P, settings.label_smoothing)
+def _aot_unpaired(scores: PairScores, settings: PairSettings, baselines: PairBaselines) -> torch.Tensor:
+    chosen_P, rejected_P = ratios(scores)
+    other = baselines.counterparts or counterparts(chosen_P, rejected_P)
+    from_chosen_P = _logistic(settings.beta * (chosen_P - other.left_P), settings.label_smoothing)
+    from_rejected_P = _logistic(settings.beta * (other.right_P - rejected_P), settings.label_smoothing)
+    # either side of a comparison counts it, with the other side constant: half of both values, all of both slopes
+    both_P = from_chosen_P + from_rejected_P
+    return both_P - 0.5 * both_P.detach()
 
 
 def _discopop(scores: PairScores, settings: PairSettings, _: PairBaselines) -> torch.Tensor:
@@ -204,7 +212,7 @@ def _cpo(scores: PairScores, settings: PairSettings, _: PairBaselines) -> torch.
     return _logistic(settings.beta * (scores.chosen_P - scores.rejected_P), settings.label_smoothing)
 
 
-def _row(name: str, function: PairFunction, formula: str, paper: str, says: str, **needs: bool) -> PairLoss:
+def _row(name: str, function: PairFunction, formula: str, paper: str, says: str, **needs: Any) -> PairLoss:
     return PairLoss(name=name, function=function, formula=formula, paper=paper, says=says, **needs)
 
 
@@ -264,32 +272,17 @@ _PER_TOKEN = (
     ),
 )
 _SORTED = (
-    PairLoss(
-        name="aot",
-        function=_aot,
-        sorts=True,
-        formula="-log s(b (sort(lc - ld) - sort(ref_c - ref_d)))",
-        paper="2406.05882",
-        says="AOT on pairs: sorts within the micro-batch",
+    _row(
+        "aot", _aot, "-log s(b (sort(lc - ld) - sort(ref_c - ref_d)))", "2406.05882",
+        "AOT on pairs, sorted over the step", sorts=gaps,
     ),
-    PairLoss(
-        name="aot_unpaired",
-        function=_aot_unpaired,
-        sorts=True,
-        formula="-log s(b (sort(rc) - sort(rd)))",
-        paper="2406.05882",
-        says="AOT on two sets: sorts within the micro-batch",
+    _row(
+        "aot_unpaired", _aot_unpaired, "-log s(b (sort(rc) - sort(rd)))", "2406.05882",
+        "AOT on two sets, sorted over the step", sorts=ratios,
     ),
-)
+)  # fmt: skip
 _WITHOUT_REFERENCE = (
-    PairLoss(
-        name="cpo",
-        function=_cpo,
-        needs_reference=False,
-        formula="-log s(b (lc - ld)) + sft_weight x nll(c)",
-        paper="2401.08417",
-        says="CPO",
-    ),
+    _row("cpo", _cpo, "-log s(b (lc - ld)) + sft_weight x nll(c)", "2401.08417", "CPO", needs_reference=False),
 )
 PAIR_LOSSES: dict[str, PairLoss] = {
     row.name: row for rows in (_COMPARED_WITH_REFERENCE, _PER_TOKEN, _SORTED, _WITHOUT_REFERENCE) for row in rows

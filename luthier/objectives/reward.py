@@ -1,29 +1,11 @@
-"""Reward models: a number for each answer, and the Bradley-Terry loss of pairs. S segments, P pairs, D hidden size."""
+"""Reward models: the Bradley-Terry loss of the rewards of pairs. S segments, P pairs."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from luthier.objectives.measures import SequenceLoss, measure
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ValueHead:
-    """Hidden state to reward: ``hidden @ weight.T + bias``, as ``nn.Linear(D, 1)`` has them; ``bias_1`` may be None."""
-
-    weight_1D: torch.Tensor
-    bias_1: torch.Tensor | None = None
-
-
-def rewards(hidden_SD: torch.Tensor, head: ValueHead) -> torch.Tensor:
-    """float32[S], from the hidden states at the last token of each segment; computed in float32 whatever their type."""
-    exact = torch.promote_types(hidden_SD.dtype, torch.float32)
-    bias = None if head.bias_1 is None else head.bias_1.to(exact)
-    with torch.autocast(hidden_SD.device.type, enabled=False):
-        return F.linear(hidden_SD.to(exact), head.weight_1D.to(exact), bias).squeeze(1)
 
 
 def reward_loss_sum(

@@ -12,6 +12,9 @@ from luthier.config.schema import Packing
 
 DEFAULT_WINDOW = 4096
 LINEAR_COST = 24_576  # 6 x 4096: a token's matrix products over its attention to one other, at a width of 4096
+# A patch (or a frame of sound) in an encoder of a tenth of the language model's parameters: frozen it has no backward
+# pass, and costs a third of a tenth of a token; trained all of it. Between the two, since a plan does not know which.
+PATCH_COST = LINEAR_COST // 16
 
 Ints = NDArray[np.int64]
 

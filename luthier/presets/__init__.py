@@ -1,11 +1,13 @@
 """What comes with Luthier, so that a first run needs no network: tiny models, a tokenizer, data sets, and chat
 templates.
 
-Models and the tokenizer are ordinary local folders in Hugging Face's layout (a config and no weights); data sets are
-generated, see `luthier.presets.datasets`. Configs name them ``preset:tiny-qwen3`` and ``preset:skills``. Chat templates
-by name (``chatml``) are for models that have none of their own.
+Models and the tokenizer are ordinary local folders in Hugging Face's layout (a config and no weights; those of models
+that see or hear also have their processor and a tokenizer of their own). Data sets are generated, see
+`luthier.presets.datasets`. Configs name them ``preset:tiny-qwen3`` and ``preset:skills``. Chat templates by name
+(``chatml``) are for models that have none of their own.
 
-Read in this order: world, tools, questions, skills, preferences, datasets, template_table, named_templates.
+Read in this order: world, tools, questions, skills, preferences, drawing, pictures, beeping, sounds, datasets,
+template_table, named_templates.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 from luthier.errors import ModelError
 
 _FOLDER = Path(__file__).resolve().parent
-_TOKENIZER = "tiny"  # every preset model shares it
+_TOKENIZER = "tiny"  # models without a tokenizer of their own share it
 
 
 def model_names() -> tuple[str, ...]:
@@ -25,7 +27,9 @@ def model_names() -> tuple[str, ...]:
 
 
 def model_folder(name: str) -> Path:
-    """The folder with ``config.json`` and ``generation_config.json`` of a preset model; raises `ModelError`."""
+    """The folder with ``config.json`` and ``generation_config.json`` of a preset model, and with all files of the
+    processor of one that sees or hears; raises `ModelError`.
+    """
     if name not in model_names():
         raise _unknown("preset model", name, model_names())
     return _FOLDER / "models" / name
@@ -39,7 +43,8 @@ def tokenizer_folder(name: str) -> Path:
     names = (_TOKENIZER, *model_names())
     if name not in names:
         raise _unknown("preset tokenizer", name, names)
-    return _FOLDER / "tokenizers" / _TOKENIZER
+    own = _FOLDER / "models" / name
+    return own if (own / "tokenizer.json").is_file() else _FOLDER / "tokenizers" / _TOKENIZER
 
 
 def _unknown(what: str, name: str, names: tuple[str, ...]) -> ModelError:

@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from luthier.errors import SourceError
+from luthier.presets.pictures import picture_rows
 from luthier.presets.preferences import feedback_rows, preference_rows, preference_sft_rows
 from luthier.presets.skills import skills_rows
+from luthier.presets.sounds import sound_rows
 
 _ROWS = {
     "skills": skills_rows,
     "preferences": preference_rows,
     "feedback": feedback_rows,
     "preferences_sft": preference_sft_rows,
+    "pictures": picture_rows,
+    "sounds": sound_rows,
 }
 
 

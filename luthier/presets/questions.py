@@ -1,7 +1,12 @@
-"""What the preset data sets share: questions about the people of the valley, and which questions are held out."""
+"""What the preset data sets share: skills, which of their questions are held out, and questions about the people of the
+valley.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from random import Random
 from typing import Any
 from zlib import crc32
@@ -11,6 +16,34 @@ from luthier.presets.world import PEOPLE, QUESTIONS, STATEMENTS
 
 SPLITS = ("train", "test")
 _TEST_SHARE = 10  # one key in ten is held out
+
+Draw = tuple[list[str], list[dict[str, Any]]]  # a key for each question, and the messages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skill:
+    """One thing to learn: ``draw`` makes a conversation, and a key for each of its questions which names what must be
+    generalised. The keys alone decide whether it is held out. ``num_train`` and ``num_test`` are rows.
+    """
+
+    name: str
+    draw: Callable[[Random], Draw]
+    num_train: int
+    num_test: int = 30
+
+
+def skill_rows(dataset: str, skills: Sequence[Skill], split: str) -> Iterator[dict[str, Any]]:
+    """The rows of a split, always the same: ``{"skill": NAME, "messages": [...]}``.
+
+    ``train`` has its skills shuffled; ``test`` takes turns between them, so that its first rows show each skill.
+    Raises `SourceError` if the data set has no such split.
+    """
+    require_split(dataset, split)
+    by_skill = [_rows_of(skill, split) for skill in skills]
+    rows = [row for turn in zip_longest(*by_skill) for row in turn if row is not None]
+    if split == "train":
+        Random("order").shuffle(rows)
+    yield from rows
 
 
 def require_split(dataset: str, split: str) -> None:
@@ -38,3 +71,15 @@ def ask(*turns: str, system: str | None = None) -> list[dict[str, Any]]:
     roles = ("user", "assistant")
     messages: list[dict[str, Any]] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
     return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def _rows_of(skill: Skill, split: str) -> list[dict[str, Any]]:
+    """As many distinct conversations of one skill as the split holds."""
+    rng = Random(f"{skill.name} {split}")
+    wanted = skill.num_train if split == "train" else skill.num_test
+    rows: dict[str, dict[str, Any]] = {}  # by the messages, which drops what was drawn before
+    while len(rows) < wanted:
+        keys, messages = skill.draw(rng)
+        if {is_held_out(key) for key in keys} == {split == "test"}:
+            rows.setdefault(repr(messages), {"skill": skill.name, "messages": messages})
+    return list(rows.values())

@@ -1,62 +1,30 @@
 """The data set ``preset:skills``: ten small skills in OpenAI messages form, learnable from nothing in two minutes.
 
-Every skill draws conversations at random, with a key for each question that names what must be generalised (names to
-sort, a style for a question, a new way of asking …). The key alone decides whether a question is held out, so what
-``test`` asks is never asked in ``train``. The last message of a row is the assistant's: in ``test`` it is the one
+The keys of its questions name what must be generalised: names to sort, a style for a question, a new way of asking …
+What ``test`` asks is never asked in ``train``. The last message of a row is the assistant's: in ``test`` it is the one
 right answer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-from luthier.presets.questions import ask, draw_fact, is_held_out, require_split
+from luthier.presets.questions import Draw, Skill, ask, draw_fact, skill_rows
 from luthier.presets.tools import draw_tool_use, tools_for
 from luthier.presets.world import ANIMALS_BY_SIZE, KINDS, NAMES, WORDS
 
-Draw = tuple[list[str], list[dict[str, Any]]]  # a key for each question, and the messages
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Skill:
-    """One thing to learn: ``draw`` makes keys and a conversation; ``num_train`` and ``num_test`` are rows."""
-
-    name: str
-    draw: Callable[[Random], Draw]
-    num_train: int
-    num_test: int = 30
-
 
 def skills_rows(split: str) -> Iterator[dict[str, Any]]:
-    """The rows of a split, always the same: ``{"skill": NAME, "messages": [...], "tools": [...]}`` (tools if any).
+    """``{"skill": NAME, "messages": [...], "tools": [...]}`` (tools if any), as `skill_rows` orders them.
 
-    ``train`` has its skills shuffled; ``test`` takes turns between them, so that its first rows show each skill.
     Raises `SourceError` for another split.
     """
-    require_split("skills", split)
-    by_skill = [_rows_of(skill, split) for skill in SKILLS]
-    rows = [row for turn in zip_longest(*by_skill) for row in turn if row is not None]
-    if split == "train":
-        Random("order").shuffle(rows)
-    yield from rows
-
-
-def _rows_of(skill: Skill, split: str) -> list[dict[str, Any]]:
-    """As many distinct conversations of one skill as the split holds."""
-    rng = Random(f"{skill.name} {split}")
-    wanted = skill.num_train if split == "train" else skill.num_test
-    rows: dict[str, dict[str, Any]] = {}  # by the messages, which drops what was drawn before
-    while len(rows) < wanted:
-        keys, messages = skill.draw(rng)
-        if {is_held_out(key) for key in keys} == {split == "test"}:
-            row: dict[str, Any] = {"skill": skill.name, "messages": messages}
-            rows.setdefault(json.dumps(messages), row | {"tools": tools} if (tools := tools_for(messages)) else row)
-    return list(rows.values())
+    for row in skill_rows("skills", SKILLS, split):
+        tools = tools_for(row["messages"])
+        yield row | {"tools": tools} if tools else row
 
 
 def _draw_facts(rng: Random) -> Draw:

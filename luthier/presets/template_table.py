@@ -153,6 +153,7 @@ TEMPLATES = (
         tokens=("<start_of_turn>", "<end_of_turn>"),
         system=SystemPrompt.QUESTION,
     ),
+    NamedTemplate(name="paligemma", models="PaliGemma, PaliGemma 2", system=SystemPrompt.BARE),
     NamedTemplate(
         name="phi", aliases=("phi3",), models="Phi-3, Phi-3.5", stops=("<|end|>",), tokens=_PHI, bos=Bos.NEVER
     ),

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
 
-from luthier.errors import RowError
 from luthier.records import Address, ControlPiece, MediaPiece, Piece, Rendered, TextPiece
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.guards import Check, Guard, compile_guards
@@ -32,13 +31,15 @@ Gapped = tuple[str | int, ...]
 class TextRun:
     """Neighbouring text that is encoded as one string, piece by piece: ``texts[i]`` counts ``weights[i]``.
 
-    ``strip_left``, ``strip_right``: a control token beside it swallows the white space at that end.
+    ``strip_left``, ``strip_right``: a control token beside it swallows the white space at that end. ``by_model``: the
+    model emits it, so it is encoded apart from what inference supplies.
     """
 
     texts: tuple[Gapped, ...]
     weights: tuple[float, ...]
     strip_left: bool = False
     strip_right: bool = False
+    by_model: bool = field(default=False, compare=False)
 
     @property
     def is_constant(self) -> bool:
@@ -66,7 +67,7 @@ class TextRun:
         return texts
 
 
-Run = TextRun | ControlPiece
+Run = TextRun | ControlPiece | MediaPiece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,8 +174,8 @@ def _runs(
         match path[begin]:
             case ControlPiece() as piece:
                 yield piece, end
-            case MediaPiece():
-                raise RowError("media", "media cannot be encoded yet")
+            case MediaPiece() as piece:
+                yield piece, end
             case TextPiece():
                 texts = [piece for piece in path[begin:end] if isinstance(piece, TextPiece)]
                 run = TextRun(
@@ -182,12 +183,13 @@ def _runs(
                     weights=tuple(piece.weight for piece in texts),
                     strip_left=begin > 0 and _swallows(path[begin - 1], control.rstrip),
                     strip_right=end < len(path) and _swallows(path[end], control.lstrip),
+                    by_model=texts[0].by_model,
                 )
                 yield run, end
 
 
 def _swallows(neighbour: Piece, tokens: frozenset[str]) -> bool:
-    return isinstance(neighbour, ControlPiece) and neighbour.token in tokens
+    return not isinstance(neighbour, TextPiece) and neighbour.token in tokens
 
 
 def _gapped(sketch: str, index_of: Mapping[str, int]) -> Gapped:
@@ -219,15 +221,27 @@ def _insert(siblings: list[_Node], runs: list[Run]) -> None:
 
 def _shared(one: Run, other: Run) -> Run | None:
     """One run in place of two, if they are the same text and at most one of them is learned: a target has one path."""
-    if one is other and not (one.weight if isinstance(one, ControlPiece) else any(one.weights)):
+    if one is other and not _is_learned(one):
         return one
     match one, other:
         case ControlPiece(), ControlPiece() if one.token == other.token and not (one.weight and other.weight):
             return one if one.weight else other
+        case MediaPiece(), MediaPiece() if one.number == other.number:
+            return one
         case TextRun(), TextRun() if replace(one, weights=other.weights) == other:
             return None if any(one.weights) and any(other.weights) else one if any(one.weights) else other
         case _:
             return None
+
+
+def _is_learned(run: Run) -> bool:
+    match run:
+        case TextRun():
+            return any(run.weights)
+        case ControlPiece():
+            return run.weight > 0
+        case MediaPiece():
+            return False
 
 
 def _flatten(node: _Node, parent: int, branches: list[BranchPlan]) -> None:

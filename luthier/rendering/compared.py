@@ -20,7 +20,11 @@ ComparedRow = Preference | Feedback
 
 
 def continuations(row: ComparedRow) -> dict[str, tuple[Message, ...]]:
-    """The row's continuations by the names of their fields, the first one first."""
+    """The row's continuations by the names of their fields, the first one first.
+
+    Raises `RowError` (``blank_answer``) where the model would learn to say nothing.
+    """
+    _refuse_blank(row)
     match row:
         case Preference():
             return {"chosen": row.chosen, "rejected": row.rejected}
@@ -80,6 +84,26 @@ def compare(row: ComparedRow, prompt: tuple[Message, ...], sides: dict[str, Fill
             return replace(first, comparison=Comparison(verdict=verdict, users=users, rejected=rejected))
         case Feedback():
             return replace(first, comparison=Comparison(verdict=float(row.desirable), users=users))
+
+
+def _refuse_blank(row: ComparedRow) -> None:
+    """Raise `RowError` where the model would learn to say nothing: an answer of the better kind that is blank.
+
+    A blank answer of the worse kind (rejected, or found bad) says that silence is no answer, which may well be learned.
+    """
+    match row:
+        case Preference():
+            learned, which = row.chosen, "chosen"
+        case Feedback():
+            learned, which = (row.completion if row.desirable else ()), "completion"
+    for message in learned:
+        if message.is_blank_answer:
+            raise RowError(
+                "blank_answer",
+                "the answer that should become likelier is blank: take the row out, or set train: true on the message "
+                "if silence is what you mean",
+                field=which,
+            )
 
 
 def _unlearned(message: Message) -> Message:

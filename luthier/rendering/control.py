@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 
@@ -33,6 +33,13 @@ class ControlTokens:
     def _pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self.tokens, key=lambda token: (-len(token), token))
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def with_places(self, tokens: Iterable[str]) -> ControlTokens:
+        """The same where these count as control tokens, too: what a template prints for a media item need not be one,
+        for a processor replaces it in text (Qianfan-OCR's ``<image>``).
+        """
+        more = frozenset(tokens) - self.tokens
+        return replace(self, tokens=self.tokens | more) if more else self
 
     def count(self, texts: Sequence[str]) -> Counter[str]:
         """How often each control string stands in some texts."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
-from luthier.errors import RowError
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
+from luthier.rendering.media_slots import kind_of_media
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import Tracked, concatenate
 
@@ -22,13 +24,29 @@ class ContentForm(Enum):
     PARTS = "parts"
 
 
-def plain_messages(messages: Sequence[Message], form: ContentForm = ContentForm.TEXT) -> list[dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MessageForm:
+    """How a template is given messages: the form of their content; and what is written into a text for media of some
+    kinds, those of others being parts of a list."""
+
+    content: ContentForm = ContentForm.TEXT
+    inline: Mapping[str, str] = field(default_factory=dict)
+
+
+PLAIN = MessageForm()
+
+
+def plain_messages(messages: Sequence[Message], form: MessageForm = PLAIN) -> list[dict[str, Any]]:
     """Messages as dicts of ordinary strings, what ``apply_chat_template`` would be given."""
     return [_message(message, lambda text, *_: text, form) for message in messages]
 
 
 def marked_messages(
-    messages: Sequence[Message], trace: Trace, form: ContentForm, *, num_own: int | None = None
+    messages: Sequence[Message],
+    trace: Trace,
+    form: MessageForm,
+    *,
+    num_own: int | None = None,
 ) -> list[dict[str, Any]]:
     """The same with every string tracked back to its message, field and part; the trace knows each dict.
 
@@ -61,7 +79,7 @@ def message_strings(message: Message) -> list[str]:
             strings.append(text)
         return text
 
-    _message(message, collect, ContentForm.TEXT)
+    _message(message, collect, PLAIN)
     return strings
 
 
@@ -74,21 +92,23 @@ def _marker(trace: Trace, index: int, is_own: bool) -> Mark:
     return mark
 
 
-def _message(message: Message, mark: Mark, form: ContentForm) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
+def _message(message: Message, mark: Mark, form: MessageForm) -> dict[str, Any]:
+    content: list[str | dict[str, Any]] = []
+    thoughts, calls = [], []
     for index, part in enumerate(message.parts):
         match part:
             case Text():
-                texts.append(mark(part.text, "content", index, False))
+                content.append(mark(part.text, "content", index, False))
             case Thinking():
                 thoughts.append(mark(part.text, "reasoning_content", index, False))
             case ToolCall():
                 calls.append(_call(part, index, mark))
             case Image() | Video() | Audio():
-                raise RowError("media", f"{type(part).__name__.lower()} parts cannot be encoded yet", field="messages")
+                kind = kind_of_media(part)
+                content.append(form.inline.get(kind, {"type": kind}))
             case _:
                 raise AssertionError(f"unknown part {part!r}")
-    result: dict[str, Any] = {"role": message.role, "content": _content(texts, form)}
+    result: dict[str, Any] = {"role": message.role, "content": _content(content, form.content)}
     if thoughts:  # gpt-oss reads `thinking`, all others `reasoning_content`
         thinking = _joined(thoughts)
         result |= {"thinking": thinking, "reasoning_content": thinking}
@@ -101,12 +121,20 @@ def _message(message: Message, mark: Mark, form: ContentForm) -> dict[str, Any]:
     return result
 
 
-def _content(texts: list[str], form: ContentForm) -> Any:
-    match form:
-        case ContentForm.TEXT:
-            return _joined(texts)
-        case ContentForm.PARTS:
-            return [{"type": "text", "text": _joined(texts)}] if texts else []
+def _content(content: list[str | dict[str, Any]], form: ContentForm) -> Any:
+    texts = [item for item in content if isinstance(item, str)]
+    if len(texts) == len(content):
+        match form:
+            case ContentForm.TEXT:
+                return _joined(texts)
+            case ContentForm.PARTS:
+                return [{"type": "text", "text": _joined(texts)}] if texts else []
+    parts: list[dict[str, Any]] = []  # media stand between texts, whatever the template wants where there are none
+    for _, run in groupby(content, key=lambda item: isinstance(item, str)):
+        items = list(run)
+        texts = [item for item in items if isinstance(item, str)]
+        parts += [{"type": "text", "text": _joined(texts)}] if texts else [i for i in items if isinstance(i, dict)]
+    return parts
 
 
 def _joined(texts: list[str]) -> str:

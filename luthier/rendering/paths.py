@@ -9,9 +9,10 @@ from itertools import accumulate, zip_longest
 from typing import Any
 
 from luthier.errors import RowError
-from luthier.records import ControlPiece, Message, Piece, Text, Thinking, ToolCall
+from luthier.records import ControlPiece, Message, Piece, Text, TextPiece, Thinking, ToolCall
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.guards import Guard
+from luthier.rendering.media_slots import is_media, place_media
 from luthier.rendering.pieces import Weigh, cut_pieces
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import Recording
@@ -23,12 +24,14 @@ from luthier.rendering.turns import Context, Span, context_of, open_span, seam_i
 class Path:
     """A recording of the row's first messages, and the spans of the turns that are trained in it, in order.
 
-    ``end`` is where the path ends, ``stop`` a stop token that follows there though the template printed none.
+    ``media`` says where which item of the row stands. ``end`` is where the path ends, ``stop`` a stop token that
+    follows there though the template printed none.
     """
 
     recording: Recording
     num_messages: int
     kwargs: Mapping[str, Any]
+    media: Mapping[int, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     end: int | None = None
     stop: str | None = None
@@ -42,7 +45,8 @@ def cut_paths(paths: Sequence[tuple[Path, Weigh]], control: ControlTokens) -> li
     before: Path | None = None
     for path, weigh in paths:
         reused, start = ((), 0) if before is None else _common_pieces(cut[-1], before, path)
-        pieces = (*reused, *cut_pieces(path.recording, control, path.spans, weigh, start=start, end=path.end))
+        own = cut_pieces(path.recording, control, path.spans, weigh, media=path.media, start=start, end=path.end)
+        pieces = (*reused, *own)
         if path.stop is not None:
             span = next(span for span in reversed(path.spans) if not span.is_history)
             weight = weigh(Owner(scope=span.message), span, True)
@@ -59,7 +63,7 @@ def _common_pieces(pieces: tuple[Piece, ...], one: Path, other: Path) -> tuple[t
         if mine != theirs or not mine.is_history:
             limit = min(limit, *(span.seam for span in (mine, theirs) if span is not None))
             break
-    ends = list(accumulate(len(piece.token if isinstance(piece, ControlPiece) else piece.text) for piece in pieces))  # type: ignore[union-attr]
+    ends = list(accumulate(len(piece.text if isinstance(piece, TextPiece) else piece.token) for piece in pieces))
     for index in range(bisect_right(ends, limit) - 1, -1, -1):
         if isinstance(pieces[index], ControlPiece):
             return pieces[: index + 1], ends[index]
@@ -82,7 +86,7 @@ def paths_of(
     Raises `RowError` if a turn cannot be trained on as inference would see it.
     """
     num_messages = len(history.row.messages)
-    trunk = Path(recording=history.recording(num_messages), num_messages=num_messages, kwargs={})
+    trunk = _path(history, history.recording(num_messages), num_messages, kwargs={})
     unfinished = num_messages - 1 if history.row.continue_final_message else None
     branches: list[Path] = []
     contexts: dict[int, Context] = {}
@@ -90,7 +94,7 @@ def paths_of(
         context = contexts[index] = context_of(history.template, history, index)
         home = _home(context, (trunk, *branches), control, history)
         if home is None:
-            home = Path(recording=context.recording, num_messages=index + 1, kwargs=context.kwargs)
+            home = _path(history, context.recording, index + 1, kwargs=context.kwargs)
             branches.append(home)
         span = span_of(home.recording, control, index, context.seam)
         if index == unfinished:
@@ -100,7 +104,7 @@ def paths_of(
             if stop is None and needs_stop:
                 raise _no_stop(control, index)
             if stop is not None and index < home.num_messages - 1:  # what follows it here is not what ends it
-                home = Path(recording=context.recording, num_messages=index + 1, kwargs=context.kwargs)
+                home = _path(history, context.recording, index + 1, kwargs=context.kwargs)
                 branches.append(home)
             home.stop = stop or home.stop
             span = open_span(home.recording, index, context.seam, whole=stop is not None)
@@ -113,6 +117,11 @@ def paths_of(
     for path in (trunk, *branches):
         _mark_history(path, contexts, control, history)
     return trunk, branches[::-1]
+
+
+def _path(history: RowHistory, recording: Recording, num_messages: int, *, kwargs: Mapping[str, Any]) -> Path:
+    media = place_media(recording.sketch, history.row.messages[:num_messages], history.template.slots)
+    return Path(recording=recording, num_messages=num_messages, kwargs=kwargs, media=media)
 
 
 def can_be_asked(history: RowHistory, index: int) -> bool:
@@ -177,6 +186,8 @@ def _require_every_part(recording: Recording, span: Span, history: RowHistory) -
         if owner.message == span.message and owner.part is not None:
             printed.setdefault(owner.part, []).append(recording.sketch[position])
     for index, part in enumerate(history.row.messages[span.message].parts):
+        if is_media(part):  # `place_media` has seen to these
+            continue
         chars = printed.get(index, [])
         if any(history.keeps(char) for char in chars):
             continue

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 
-from luthier.records import ControlPiece, Piece, TextPiece
+from luthier.records import ControlPiece, MediaPiece, Piece, TextPiece
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.template import Recording, owner_runs
 from luthier.rendering.trace import Owner
@@ -21,13 +22,15 @@ def cut_pieces(
     spans: Sequence[Span],
     weigh: Weigh,
     *,
+    media: Mapping[int, int] = MappingProxyType({}),
     start: int = 0,
     end: int | None = None,
 ) -> tuple[Piece, ...]:
     """Control tokens that the template wrote become `ControlPiece`s, all else `TextPiece`s cut at owners and spans.
 
-    No string of the row is in a sketch, so what looks like a control token there is one. Gives the pieces from
-    ``start`` on, which is the end of a control token, to ``end``.
+    ``media`` says which items stand at which control tokens (`media_slots.place_media`). No string of the row is in a
+    sketch, so what looks like a control token there is one. Gives the pieces from ``start`` on, which is the end of a
+    control token, to ``end``.
     """
     sketch = recording.sketch[:end]
     seams = {start, len(sketch), *(span.seam for span in spans if start < span.seam < len(sketch))}
@@ -37,11 +40,14 @@ def cut_pieces(
         for token_start, token_end, token in control.find(sketch[begin:stop]):
             place = begin + token_start
             pieces.extend(_texts(recording, position, place, spans, weigh))
+            position = begin + token_end
             span = _span_at(spans, place)
             owner = recording.owner(place)
+            if place in media:
+                pieces.append(MediaPiece(token=token, number=media[place], message=owner.scope))
+                continue
             weight = _weight(weigh, owner, span, place)
             pieces.append(ControlPiece(token=token, by_model=span is not None, weight=weight, message=owner.scope))
-            position = begin + token_end
         pieces.extend(_texts(recording, position, stop, spans, weigh))
     return tuple(pieces)
 

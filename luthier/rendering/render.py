@@ -8,7 +8,7 @@ blueprint, which serves every row of the same shape that answers the template's 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Never
 
@@ -16,24 +16,24 @@ from luthier.config.schema import TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.records import (
     BLANK_ANSWER,
-    ControlPiece,
     Conversation,
     Document,
     Feedback,
+    Media,
     Message,
-    Piece,
     Preference,
     Rendered,
     Row,
     Text,
-    TextPiece,
     Thinking,
 )
 from luthier.rendering.blueprint import Blueprint, build_blueprint
 from luthier.rendering.compared import ComparedRow, compare, continuations, only_last, with_continuation
 from luthier.rendering.control import ControlTokens
+from luthier.rendering.documents import document_path, document_shape
 from luthier.rendering.filled import CONTROL_STRING, UNASKED, Filled
 from luthier.rendering.kinds import RowKind
+from luthier.rendering.media_slots import MediaSlots, SlotsOnDemand, media_of, media_of_parts, no_slots
 from luthier.rendering.messages import message_strings
 from luthier.rendering.paths import Path, can_be_asked, cut_paths, paths_of
 from luthier.rendering.pieces import Weigh
@@ -41,7 +41,7 @@ from luthier.rendering.recordings import Recordings, RowHistory
 from luthier.rendering.references import AlphabetFull, Slot
 from luthier.rendering.shape import MessageShape, message_shape, tools_shape
 from luthier.rendering.target_rules import apply_rules
-from luthier.rendering.targets import TargetPolicy, Weights, closing_weight, part_weight, trained_turns
+from luthier.rendering.targets import TargetPolicy, Weights, trained_turns
 from luthier.rendering.template import ChatTemplate
 
 __all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]
@@ -54,17 +54,24 @@ class Renderer:
     """Renders rows under one template and one policy. ``template`` is None for models that only read documents."""
 
     def __init__(
-        self, template: ChatTemplate | None, control: ControlTokens, policy: TargetPolicy, *, replay: bool = True
+        self,
+        template: ChatTemplate | None,
+        control: ControlTokens,
+        policy: TargetPolicy,
+        *,
+        replay: bool = True,
+        slots: Callable[[], MediaSlots] = no_slots,
     ) -> None:
-        """``replay=False`` runs the template for every row."""
+        """``replay=False`` runs the template for every row. ``slots`` is asked once, by the first row with media."""
         self.template, self.control, self.policy, self.replay = template, control, policy, replay
+        self._media = SlotsOnDemand(slots, control)
         self._recordings = Recordings()
         self._blueprints: dict[Hashable, list[_Known]] = {}
 
     def render(self, row: Row) -> Rendered:
         """The paths of a row. Raises `RowError` if the row cannot be trained on as inference would see it."""
         filled = self.fill(row)
-        rendered = filled.blueprint.rendered(filled.values, filled.address)
+        rendered = replace(filled.blueprint.rendered(filled.values, filled.address), media=filled.media)
         if filled.comparison is None or filled.comparison.rejected is None:
             return rendered
         rejected = filled.comparison.rejected
@@ -74,7 +81,7 @@ class Renderer:
         """The same, as a blueprint with values. Raises `RowError`; `TemplateError` if a replay turns out wrong."""
         match row, self.policy.kind:
             case Conversation(), RowKind.ANSWER:
-                template = self._need_template()
+                template = self._need_template(media_of(row.messages))
                 return self._conversation(self._prepared(row, template), template)
             case Document(), RowKind.ANSWER:
                 return self._document(row)
@@ -85,39 +92,32 @@ class Renderer:
 
     def _document(self, document: Document) -> Filled:
         document = apply_rules(document, self.policy.rules)
-        parts = [part for part in document.parts if isinstance(part, Text)]
-        if len(parts) < len(document.parts):
-            raise RowError("media", "documents with media cannot be encoded yet")
-        weights = tuple(part_weight(part, is_trained=True) * document.weight for part in parts)
-        closing = closing_weight(document)
-        if not any(weights):
+        shape = document_shape(document)
+        media = media_of_parts(document.parts)
+        if not any(shape.weights):
             raise RowDropped("no_target", "nothing of this text is trained")
-        variants = self._known(("document", weights, closing, document.rendered))
+        slots = self._media.for_media(media)
+        variants = self._known(shape)
         if not variants:
-            variants.append(_Known(blueprint=self._document_blueprint(weights, closing, document.rendered)))
-        return self._filled(variants[0].blueprint, [part.text for part in parts], row=document)
+            alphabet = self._recordings.alphabet
+            references = {alphabet.char(Slot(number)): Slot(number) for number in range(len(shape.weights))}
+            control = self.control.with_places(slots.tokens_of(media))
+            path = document_path(shape, control=control, chars=tuple(references), slots=slots)
+            variants.append(_Known(blueprint=build_blueprint([path], [], references, control)))
+        texts = [part.text for part in document.parts if isinstance(part, Text)]
+        return self._filled(variants[0].blueprint, texts, row=document, media=media)
 
-    def _document_blueprint(self, weights: Sequence[float], closing: float, rendered: bool) -> Blueprint:
-        opening_tokens = () if rendered else self.control.opening
-        closing_tokens = () if rendered else self.control.closing
-        slots = {self._recordings.alphabet.char(Slot(number)): Slot(number) for number in range(len(weights))}
-        path: tuple[Piece, ...] = (
-            *(ControlPiece(token=token) for token in opening_tokens),
-            *(
-                TextPiece(text=char, by_model=weight > 0 or not rendered, weight=weight, field="text")
-                for char, weight in zip(slots, weights, strict=True)
-            ),
-            *(ControlPiece(token=token, by_model=True, weight=closing) for token in closing_tokens),
-        )
-        return build_blueprint([path], [], slots, self.control)
-
-    def _need_template(self) -> ChatTemplate:
+    def _need_template(self, media: Sequence[Media]) -> ChatTemplate:
+        slots = self._media.for_media(media)
         if self.template is None:
             raise RowError("no_template", "a conversation needs a chat template; set template.chat_template")
+        if media and self.template.slots is not slots:
+            self.template = self.template.with_slots(slots)
         return self.template
 
     def _compared(self, row: ComparedRow) -> Filled:
-        template = self._need_template()
+        sides_media = media_of([*row.prompt, *(m for side in continuations(row).values() for m in side)])
+        template = self._need_template(sides_media)
         sides: dict[str, Filled] = {}
         prompt: tuple[Message, ...] = ()
         for side, messages in continuations(row).items():
@@ -132,6 +132,7 @@ class Renderer:
     def _conversation(self, row: Conversation, template: ChatTemplate) -> Filled:
         shapes = tuple(map(message_shape, row.messages))
         strings = [string for message in row.messages for string in message_strings(message)]
+        media = media_of(row.messages)
         variants = self._known((row.train_on, row.weight, row.continue_final_message, shapes, tools_shape(row.tools)))
         for known in variants:
             values = known.blueprint.values(strings)
@@ -139,12 +140,12 @@ class Renderer:
                 known.replays += 1
                 if known.is_to_be_checked:
                     self._check(known, row, template, values)
-                return self._filled(known.blueprint, strings, row=row, values=values)
+                return self._filled(known.blueprint, strings, row=row, media=media, values=values)
         known = self._build(row, template, shapes, strings)
         if len(variants) >= MOST_VARIANTS:
             variants.clear()
         variants.append(known)
-        return self._filled(known.blueprint, strings, row=row)
+        return self._filled(known.blueprint, strings, row=row, media=media)
 
     def _filled(
         self,
@@ -152,6 +153,7 @@ class Renderer:
         strings: Sequence[str],
         *,
         row: Conversation | Document,
+        media: tuple[Media, ...] = (),
         values: list[str] | None = None,
     ) -> Filled:
         found = self.control.count(strings)
@@ -169,6 +171,7 @@ class Renderer:
             values=blueprint.values(strings) if values is None else values,
             control_strings=found,
             allowed=frozenset(allowed),
+            media=media,
             address=row.address,
             counted=row.notes if isinstance(row, Conversation) else (),
         )
@@ -200,24 +203,25 @@ class Renderer:
                 raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
             raise RowDropped("no_target", "no message of this row is trained")
         history = RowHistory(template, row, shapes, strings, self._recordings)
+        control = self.control.with_places(template.slots.tokens_of(media_of(row.messages)))
         try:
             has_unasked = bool(turns) and _is_unasked(row, turns[0]) and not can_be_asked(history, turns[0])
             turns = turns[1:] if has_unasked else turns
-            trunk, branches = paths_of(history, self.control, turns, needs_stop=self.policy.train_stop)
+            trunk, branches = paths_of(history, control, turns, needs_stop=self.policy.train_stop)
         except AlphabetFull:
             raise RowError("too_many_strings", "the row holds more strings than can be followed") from None
         completions_only = weights.without_supplied()
         learned: list[tuple[Path, Weigh]] = [(branch, completions_only) for branch in branches]
         if weights.supplied:
-            cut = [*cut_paths(learned, self.control), *cut_paths([(trunk, weights)], self.control)]
+            cut = [*cut_paths(learned, control), *cut_paths([(trunk, weights)], control)]
         else:
             is_learned = any(not span.is_history for span in trunk.spans)
-            cut = cut_paths([*learned, (trunk, weights)] if is_learned else learned, self.control)
+            cut = cut_paths([*learned, (trunk, weights)] if is_learned else learned, control)
         paths = [*branches, trunk]
         references = history.references(*(path.recording.sketch for path in paths))
         if not cut:
             raise RowDropped("no_target", "the only answer comes before any question")
-        blueprint = build_blueprint(cut, list(history.guards), references, self.control)
+        blueprint = build_blueprint(cut, list(history.guards), references, control)
         blueprint = replace(blueprint, has_unasked=has_unasked)
         return _Known(blueprint=blueprint, paths=paths)
 

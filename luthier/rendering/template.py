@@ -16,10 +16,11 @@ from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
 
 from luthier.errors import RowError, TemplateError
-from luthier.records import Message, Text
+from luthier.records import Audio, Image, Media, Message, Part, Text, Video
 from luthier.rendering.environment import EndlessTemplate, TrackingEnvironment, plain_environment
 from luthier.rendering.guards import Guard
-from luthier.rendering.messages import ContentForm, marked_messages, marked_tools, plain_messages
+from luthier.rendering.media_slots import NO_SLOTS, MediaSlots, kind_of_media
+from luthier.rendering.messages import ContentForm, MessageForm, marked_messages, marked_tools, plain_messages
 from luthier.rendering.references import Alphabet
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
@@ -30,6 +31,7 @@ Tools = Sequence[Mapping[str, Any]]
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError,
 )  # fmt: skip
+SOME_MEDIA: tuple[Media, ...] = (Image(source="somewhere"), Video(source="somewhere"), Audio(source="somewhere"))
 THINKING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 
 
@@ -90,9 +92,14 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, *, special_tokens: Mapping[str, str] | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        slots: MediaSlots = NO_SLOTS,
     ) -> None:
-        self.source = source
+        self.source, self.slots = source, slots
         self.special_tokens = dict(special_tokens or {})
         self.kwargs = dict(kwargs or {})
         self._now = datetime.now()  # one time for all rows, local as chat templates expect it
@@ -135,7 +142,9 @@ class ChatTemplate:
             for role in ("user", "assistant"):  # some templates want a user first, some print one role only
                 trace = Trace()
                 try:
-                    output = self._run_recorded(trace, [Message(role=role, parts=(Text(text="so"),))], (), form=form)
+                    output = self._run_recorded(
+                        trace, [Message(role=role, parts=(Text(text="so"),))], (), form=MessageForm(content=form)
+                    )
                 except EndlessTemplate as error:
                     raise TemplateError(f"chat template, {_line(error)}{error}") from error
                 except TEMPLATE_ERRORS:
@@ -145,6 +154,16 @@ class ChatTemplate:
                 if any(trace.owners[ord(owner)].field is not None for owner in output._owners):
                     return form
         return ContentForm.TEXT
+
+    @functools.cached_property
+    def message_form(self) -> MessageForm:
+        """How messages are given to it: media of the kinds that it does not take as parts are written into the text."""
+        inline = {kind: text for kind, text in self.slots.inline.items() if not self._takes(kind)}
+        return MessageForm(content=self.content_form, inline=inline)
+
+    def with_slots(self, slots: MediaSlots) -> ChatTemplate:
+        """The same template for a model that takes media."""
+        return ChatTemplate(self.source, special_tokens=self.special_tokens, kwargs=self.kwargs, slots=slots)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -158,7 +177,7 @@ class ChatTemplate:
         """The text that inference sees. Raises `RowError` if the template refuses the conversation."""
         try:
             return self._run_plain(
-                messages, tools, self.content_form, generation_prompt=generation_prompt, kwargs=kwargs
+                messages, tools, self.message_form, generation_prompt=generation_prompt, kwargs=kwargs
             )
         except TEMPLATE_ERRORS as error:
             raise _refusal(error) from error
@@ -177,11 +196,17 @@ class ChatTemplate:
 
         Raises `RowError` where track is lost, `AlphabetFull`.
         """
-        form = self.content_form
+        form = self.message_form
         trace = Trace(alphabet=alphabet)
         try:
             output = self._run_recorded(
-                trace, messages, tools, form=form, num_own=num_own, generation_prompt=generation_prompt, kwargs=kwargs
+                trace,
+                messages,
+                tools,
+                form=form,
+                num_own=num_own,
+                generation_prompt=generation_prompt,
+                kwargs=kwargs,
             )
         except LostProvenance as error:
             raise RowError("untraceable", f"{_line(error)}{error} loses track of where text came from") from error
@@ -196,6 +221,22 @@ class ChatTemplate:
             sketch=output._sketch, owners=output._owners, owner_table=trace.owners, guards=tuple(trace.guards)
         )
 
+    def _takes(self, kind: str) -> bool:
+        """Whether the template prints the token of this kind for a part of a message: found out by giving it one."""
+        media = next(of_kind for of_kind in SOME_MEDIA if kind_of_media(of_kind) == kind)
+        asked: tuple[tuple[Part, ...], ...] = ((media, Text(text="so")), (media,))
+        for parts in asked:
+            trace = Trace()
+            try:
+                printed = self._run_recorded(
+                    trace, [Message(role="user", parts=parts)], (), form=MessageForm(content=self.content_form)
+                )
+            except (*TEMPLATE_ERRORS, LostProvenance):
+                return False
+            if str.count(printed, self.slots.tokens[kind]) != 1:
+                return False
+        return True
+
     @functools.cached_property
     def _tree(self) -> nodes.Template:
         return self._environment.parse(self.source)
@@ -204,7 +245,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         tools: Tools,
-        form: ContentForm,
+        form: MessageForm,
         *,
         generation_prompt: bool,
         kwargs: Mapping[str, Any],
@@ -222,7 +263,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Tools,
         *,
-        form: ContentForm,
+        form: MessageForm,
         num_own: int | None = None,
         generation_prompt: bool = False,
         kwargs: Mapping[str, Any] | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,8 @@ from luthier.records import Address
 from luthier.sources.rows import RowBytes
 from luthier.sources.source import Source
 
-ID_COLUMN = "id"
 _ROWS_WITHOUT = 1_000  # a source whose first rows have no id has no such column
 _ROWS_LOOKED_AT = 8
-_NUM_BYTES = 8
 _ID_AT_FRONT = re.compile(rb'\s*\{\s*"id"\s*:\s*("[^"\\]*"|-?[0-9]+)\s*[,}]')
 
 
@@ -41,7 +38,7 @@ def repeated_ids(source: Source) -> RepeatedIds | None:
     Reads all rows once, and decodes nothing but the id; takes 16 bytes a row. Ids are compared as they are written: 1
     and "1" are two. A source none of whose first 1,000 rows has one is read no further. Raises `SourceError`.
     """
-    digests = _digests(source)
+    digests = np.fromiter((_digest(raw) for _, raw in _ids(source)), np.uint64)
     ascending = np.sort(digests)
     repeats = ascending[1:][ascending[1:] == ascending[:-1]]
     if not len(repeats):
@@ -64,13 +61,6 @@ def _first_pair(digests: NDArray[np.uint64], repeats: NDArray[np.uint64]) -> tup
     raise AssertionError("no digest comes twice")
 
 
-def _digests(source: Source) -> NDArray[np.uint64]:
-    buffer = bytearray()
-    for _, raw in _ids(source):
-        buffer += hashlib.blake2b(raw, digest_size=_NUM_BYTES).digest()
-    return np.frombuffer(buffer, "<u8")
-
-
 def id_digests(rows: Sequence[RowBytes | RowError]) -> NDArray[np.uint64]:
     """uint64[n]: a digest of each row's ``id`` as it is written, 0 where it has none; empty if no first row has one.
 
@@ -79,7 +69,11 @@ def id_digests(rows: Sequence[RowBytes | RowError]) -> NDArray[np.uint64]:
     if not any(isinstance(row, RowBytes) and b'"id"' in row.raw for row in rows[:_ROWS_LOOKED_AT]):
         return np.zeros(0, np.uint64)
     raw = (_id_of(row) if isinstance(row, RowBytes) else b"null" for row in rows)
-    return np.array([0 if each == b"null" else xxhash.xxh3_64_intdigest(each) for each in raw], dtype=np.uint64)
+    return np.array([0 if each == b"null" else _digest(each) for each in raw], dtype=np.uint64)
+
+
+def _digest(raw: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(raw)
 
 
 class _OnlyId(msgspec.Struct):

@@ -16,23 +16,30 @@ from peft import LoraConfig, OFTConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from luthier.config.schema import AdapterConfig, AdapterType
+from luthier.config.schema import AdapterConfig, AdapterType, Part
 from luthier.errors import ModelError
 from luthier.train.model import REWARD_HEAD
+from luthier.train.parts import ModelParts, find_parts
 
 ALL_LINEAR = "all-linear"
 MUTATING = ("pissa", "olora")  # initialisations that move a part of the base weights into the adapter
 
 
-def apply_adapter(model: PreTrainedModel, section: AdapterConfig) -> PreTrainedModel | PeftModel:
-    """Mark what is trained. Frozen parameters have ``requires_grad`` False afterwards.
+def apply_adapter(
+    model: PreTrainedModel, section: AdapterConfig, parts: ModelParts | None = None
+) -> PreTrainedModel | PeftModel:
+    """Mark what is trained. Frozen parameters have ``requires_grad`` False afterwards, and so have all in parts of the
+    model that ``adapter.train_parts`` leaves out. ``parts`` None: those that `find_parts` finds by itself.
 
     Raises `ModelError` where a pattern matches nothing (with the names there are), where nothing would be trained, and
     where an adapter to go on from is of another type.
     """
+    parts = find_parts(model) if parts is None else parts
     match section.type:
         case AdapterType.FULL:
-            model.requires_grad_(True)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(parts.of(name) in section.train_parts)
+            _check_some_trained(model, section, parts)
             return model
         case AdapterType.FREEZE:
             _freeze(model, section)
@@ -40,9 +47,18 @@ def apply_adapter(model: PreTrainedModel, section: AdapterConfig) -> PreTrainedM
         case AdapterType.LORA | AdapterType.OFT:
             if section.name_or_path is not None:
                 return _continue_adapter(model, section, section.name_or_path)
-            return _new_adapter(model, section)
+            return _new_adapter(model, section, parts)
         case _:
             raise AssertionError(section.type)
+
+
+def parts_left_out(model: PreTrainedModel, section: AdapterConfig) -> tuple[Part, ...]:
+    """The parts of a model that sees or hears whose weights stay as they are, by ``adapter.train_parts``."""
+    if section.type is AdapterType.FREEZE:
+        return ()
+    parts = find_parts(model)
+    there = {parts.of(name) for name, _ in model.named_parameters()}
+    return tuple(part for part in Part if part in there and part not in section.train_parts)
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -113,6 +129,16 @@ def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ra
         optimizer.add_param_group({**settings, "params": mine, "lr": settings["lr"] * ratio})
 
 
+def _check_some_trained(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> None:
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    there = {parts.of(name) for name, _ in model.named_parameters()}
+    raise ModelError(
+        f"adapter.train_parts {', '.join(section.train_parts)}: {type(model).__name__} has no such part",
+        hint=f"it has {', '.join(part for part in Part if part in there)}",
+    )
+
+
 # ------------------------------------------------------------------------------------------------------- freeze
 
 
@@ -148,7 +174,7 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The stack of decoder layers: the module list as long as the config says."""
     depth = model.config.get_text_config().num_hidden_layers
-    for _, module in model.named_modules():
+    for module in model.get_decoder().modules():  # towers have layers too
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
     raise ModelError(
@@ -159,14 +185,15 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 # --------------------------------------------------------------------------------------------------------- PEFT
 
 
-def _new_adapter(model: PreTrainedModel, section: AdapterConfig) -> PeftModel:
-    targets = _targets(model, section.target_modules)
+def _new_adapter(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> PeftModel:
+    targets = _targets(model, section, parts)
     _check_modules_to_save(model, section.modules_to_save)
     # a reward model's head is new, so it is trained as a whole, which PEFT knows by the kind of task
     common: dict[str, Any] = {
         "task_type": "CAUSAL_LM" if model.can_generate() else "SEQ_CLS",
         "target_modules": targets,
         "modules_to_save": list(section.modules_to_save) or None,
+        "exclude_modules": parts.outside(model, section.train_parts),
     }
     if section.type is AdapterType.OFT:
         settings: PeftConfig = OFTConfig(r=0, oft_block_size=section.oft_block_size, **common)
@@ -219,24 +246,33 @@ def _continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: st
         raise ModelError(f"adapter.name_or_path {source!r} does not fit the model: {error}") from error
 
 
-def _targets(model: PreTrainedModel, patterns: list[str]) -> str | list[str]:
+def _targets(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> str | list[str]:
     """What PEFT calls target_modules: ``all-linear``, suffixes as they were given, or the full names that match."""
+    patterns = section.target_modules
     if ALL_LINEAR in patterns:
         if len(patterns) > 1:
             raise ModelError(f"adapter.target_modules: {ALL_LINEAR} stands alone", hint="drop the other patterns")
         return ALL_LINEAR
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and parts.of(name) in section.train_parts
+    ]
     chosen: list[str] = []
     for pattern in patterns:
         matched = [name for name in linear if _matches(name, pattern)]
         if not matched:
             raise ModelError(
-                f"adapter.target_modules: no linear module matches {pattern!r}",
+                f"adapter.target_modules: no linear module matches {pattern!r}{_of_parts(parts, section)}",
                 hint=f"there are {', '.join(_collapse(linear))}",
             )
         chosen.extend(matched)
     plain = all(re.fullmatch(r"\w+", pattern) for pattern in patterns)
     return list(patterns) if plain else sorted(set(chosen))
+
+
+def _of_parts(parts: ModelParts, section: AdapterConfig) -> str:
+    return f" in {', '.join(section.train_parts)} (adapter.train_parts)" if parts else ""
 
 
 def _check_modules_to_save(model: PreTrainedModel, names: list[str]) -> None:

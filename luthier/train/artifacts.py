@@ -12,6 +12,7 @@ from luthier.config.objective import LOSSES
 from luthier.config.schema import AdapterType, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import TokenizerError
+from luthier.media import PROCESSOR_FILES
 from luthier.train.adapters import save_adapter
 from luthier.train.result import RunResult
 
@@ -20,13 +21,19 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 def save_model(
-    model: PreTrainedModel | PeftModel, folder: Path, tokenizer: Tokenizer, *, initial: Path | None = None
+    model: PreTrainedModel | PeftModel,
+    folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    initial: Path | None = None,
+    processor: Path | None = None,
 ) -> None:
     """Write what ``AutoModelForCausalLM`` (or PEFT) and ``AutoTokenizer`` load from ``folder``; of a reward model
     ``AutoModelForSequenceClassification``.
 
     Weights are safetensors; the generation settings and the chat template that was trained with go along. ``initial``
-    is the folder of `keep_initial_adapter`, for adapters that need the conversion.
+    is the folder of `keep_initial_adapter`, for adapters that need the conversion; ``processor`` the one with the files
+    of a multimodal model's processor, which are copied.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PeftModel):
@@ -37,6 +44,10 @@ def save_model(
     else:
         model.save_pretrained(str(folder))
     save_tokenizer(tokenizer, folder)
+    if processor is not None:
+        for name in PROCESSOR_FILES:
+            if (processor / name).is_file():
+                shutil.copyfile(processor / name, folder / name)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
-from luthier.collation import CollateSettings
+from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.schema import AdapterType, RunConfig, Strategy
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.live_plan import StreamPlan
-from luthier.loader.run_settings import eval_settings, shares_prompts
+from luthier.loader.run_settings import eval_settings, media_of, shares_prompts
 from luthier.packing import SegmentTable
 from luthier.train import adapters, artifacts, run_folder
 from luthier.train.arguments import run_precision, training_arguments
@@ -21,15 +23,19 @@ from luthier.train.callbacks import EarlyStopping, Flow, Journal, Meter
 from luthier.train.checkpoint import OBJECTIVE_STATE, write_json
 from luthier.train.data import RunData
 from luthier.train.events import Listener, Note
+from luthier.train.feature_choice import choose_media
+from luthier.train.hooks import Hooks
 from luthier.train.live import LiveData
+from luthier.train.lost_rows import LostRows
 from luthier.train.model import LoadedModel, load_model
-from luthier.train.objective import ObjectiveParts, make_losses, model_pass
+from luthier.train.objective import make_losses, model_pass
+from luthier.train.objective_parts import ObjectiveParts
+from luthier.train.parts import text_attention
 from luthier.train.result import ModelSummary
-from luthier.train.run_stream import World, loader_state
+from luthier.train.run_stream import World, loader_state, trained_segments
 from luthier.train.schedule import Schedule
-from luthier.train.signals import StopSignals
 from luthier.train.step_losses import StepLosses
-from luthier.train.streams import EvalStream, Segments, train_stream
+from luthier.train.streams import EvalStream, Segments, TrainStream, train_stream
 from luthier.train.trainer import LuthierTrainer, TrainerParts
 from luthier.train.vocabulary import Vocabulary
 
@@ -45,12 +51,18 @@ class RunModel:
     vocabulary: Vocabulary
     initial: Path | None
     use_cache: bool  # what the saved config is to say; training has it off
+    media: MediaInputs | None = None  # of a multimodal model
+
+    @property
+    def processor(self) -> Path | None:
+        """Where the files of a multimodal model's processor are."""
+        return None if self.media is None or self.media.source is None else self.media.source.folder
 
     def save(self, folder: Path, tokenizer: Tokenizer) -> None:
         """Write it for others to load."""
-        text_config = self.model.config
+        text_config = self.model.config.get_text_config()
         during, text_config.use_cache = text_config.use_cache, self.use_cache
-        artifacts.save_model(self.model, folder, tokenizer, initial=self.initial)
+        artifacts.save_model(self.model, folder, tokenizer, initial=self.initial, processor=self.processor)
         text_config.use_cache = during
 
 
@@ -63,9 +75,9 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: List
         stop_token_ids=tokenizer.stop_token_ids,
     )
     loaded = load_model(config, vocabulary)
-    for note in loaded.notes:
+    for note in _standing_notes(config, loaded):
         tell(Note(text=f"model: {note}"))
-    use_cache = bool(loaded.model.config.use_cache)
+    use_cache = bool(loaded.model.config.get_text_config().use_cache)
     is_adapter = config.adapter.type in (AdapterType.LORA, AdapterType.OFT)
     if is_adapter and loaded.random_weights:
         base = (config.output.dir / BASE_FOLDER).resolve()
@@ -75,6 +87,8 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: List
         tell(Note(text=f"model: the random base weights are saved in {BASE_FOLDER}/, for the adapter to be used with"))
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter)
+    if left := adapters.parts_left_out(loaded.model, config.adapter):
+        tell(Note(text=f"model: {' and '.join(left)} keep their weights; adapter.train_parts names what is trained"))
     initial = None
     if adapters.mutates_base(config.adapter) and isinstance(model, PeftModel):
         initial = config.output.dir / run_folder.INITIAL_ADAPTER
@@ -82,7 +96,14 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: List
             adapters.keep_initial_adapter(model, initial)
     total, trainable = adapters.count_parameters(model)
     tell(Note(text=f"model: {trainable:,} of {total:,} parameters are trained ({trainable / total:.2%})"))
-    return RunModel(model=model, loaded=loaded, vocabulary=vocabulary, initial=initial, use_cache=use_cache)
+    return RunModel(
+        model=model,
+        loaded=loaded,
+        vocabulary=vocabulary,
+        initial=initial,
+        use_cache=use_cache,
+        media=media_of(config, tokenizer.files.folder),
+    )
 
 
 def make_trainer(
@@ -97,25 +118,22 @@ def make_trainer(
 ) -> LuthierTrainer:
     """The trainer, ready to run. ``first_step`` is where a resumed run goes on, None where a run begins."""
     world = hooks.stop.world
+    run_model = replace(
+        run_model, media=choose_media(config, data, run_model.loaded.model, run_model.media, schedule, hooks)
+    )
     evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
     meter = Meter()
     collating = _collating(config, tokenizer, run_model.loaded)
-    stream = train_stream(
-        data.train,
-        schedule,
-        collating,
-        rank=world.rank,
-        first_step=first_step or 0,
-        num_workers=config.runtime.dataloader_num_workers,
-        shared=shares_prompts(config),
-    )
+    lost = LostRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
+    stream = _train_stream(config, data, run_model, schedule, collating, first_step=first_step or 0, hooks=hooks)
+    stream = replace(stream, watch=lost.watch)
     arguments = training_arguments(
         config,
         max_steps=stream.first_step if stream.is_over else schedule.horizon,  # the horizon may be an estimate
         evaluates=evaluates,
         evaluates_first=evaluates and first_step is None,
     )
-    losses, eval_losses = _losses(config, data, run_model, collating, device=arguments.device, hooks=hooks)
+    losses, eval_losses = _losses(config, data, run_model, schedule, collating, device=arguments.device, hooks=hooks)
     flow = Flow(config, schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed)
     callbacks: list[TrainerCallback] = [flow, Journal(meter, losses.measured, hooks.tell)]
     if evaluates and config.eval.early_stopping_patience is not None:
@@ -129,7 +147,7 @@ def make_trainer(
 
     parts = TrainerParts(
         stream=stream,
-        eval_stream=_eval_stream(config, data, collating, world),
+        eval_stream=_eval_stream(config, data, run_model, collating, world, lost=lost),
         sources=data.sources,
         eval_sources=data.eval_sources,
         losses=losses,
@@ -139,39 +157,12 @@ def make_trainer(
         keep_best=config.eval.load_best_model_at_end,
         meter=meter,
         # a checkpoint holds the adapter as it is trained; the conversion is for the final one
-        save_model=lambda folder: artifacts.save_model(run_model.model, folder, tokenizer),
+        save_model=lambda folder: artifacts.save_model(
+            run_model.model, folder, tokenizer, processor=run_model.processor
+        ),
         save_state=save_state,
     )
     return LuthierTrainer(run_model.model, arguments, parts, callbacks)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hooks:
-    """How a run talks, and how it is told to stop."""
-
-    tell: Listener
-    stop: StopAgreement
-
-
-class StopAgreement:
-    """Whether any rank got a signal: all ranks must leave the loop after the same step."""
-
-    def __init__(self, signals: StopSignals, world: World) -> None:
-        self.signals = signals
-        self.world = world
-        self.signal: int | None = None
-
-    def agreed(self) -> bool:
-        """Asked once after each step, on all ranks. ``signal`` is what was agreed on."""
-        received = self.signals.received or 0
-        if self.world.size > 1:
-            device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-            flag = torch.tensor(received, device=device)
-            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-            received = int(flag)
-        if received:
-            self.signal = received
-        return self.signal is not None
 
 
 def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrainer) -> ModelSummary:
@@ -185,21 +176,33 @@ def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrai
         trainable_parameters=trainable,
         dtype=str(plain.dtype).removeprefix("torch."),
         precision=run_precision(config).value,
-        attn_implementation=str(plain.config._attn_implementation),  # that which keeps segments apart
+        attn_implementation=text_attention(plain),  # that which keeps segments apart
         device=str(trainer.args.device),
-        notes=run_model.loaded.notes,
+        notes=_standing_notes(config, run_model.loaded),
     )
+
+
+def _standing_notes(config: RunConfig, loaded: LoadedModel) -> tuple[str, ...]:
+    """How the model came to be, but for what is decided anew: a packed run finds its attention by trying."""
+    is_tried = config.train.packing.is_packed
+    return tuple(note for note in loaded.notes if not (is_tried and note.startswith("attention ")))
 
 
 def _collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel) -> CollateSettings:
     packed = config.train.packing.is_packed
-    return CollateSettings(packed=packed, pad_token_id=tokenizer.pad_token_id, varlen=packed and loaded.varlen)
+    return CollateSettings(
+        packed=packed,
+        pad_token_id=tokenizer.pad_token_id,
+        varlen=packed and loaded.varlen,
+        pad_to_multiple_of=config.train.pad_to_multiple_of,
+    )
 
 
 def _losses(
     config: RunConfig,
     data: RunData | LiveData,
     run_model: RunModel,
+    schedule: Schedule | StreamPlan,
     how: CollateSettings,
     *,
     device: torch.device,
@@ -220,20 +223,53 @@ def _losses(
         device=device,
         train=data.train,
         held_out=data.eval,
-        passes=lambda index: _one_pass(config, index, index.table(), how, hooks.stop.world),
+        passes=lambda index: _one_pass(config, index, index.table(), run_model, how, hooks.stop.world),
+        needed=lambda index: trained_segments(schedule, len(index)) if index is data.train else np.arange(len(index)),
         num_sources=(len(data.sources), len(data.eval_sources)),
+        media=run_model.media,
     )
     return make_losses(parts, model_pass(parts, tell), tell)
 
 
-def _eval_stream(config: RunConfig, data: RunData | LiveData, how: CollateSettings, world: World) -> EvalStream | None:
+def _train_stream(
+    config: RunConfig,
+    data: RunData | LiveData,
+    run_model: RunModel,
+    schedule: Schedule | StreamPlan,
+    how: CollateSettings,
+    *,
+    first_step: int,
+    hooks: Hooks,
+) -> TrainStream:
+    return train_stream(
+        data.train,
+        schedule,
+        how,
+        rank=hooks.stop.world.rank,
+        first_step=first_step,
+        num_workers=config.runtime.dataloader_num_workers,
+        shared=shares_prompts(config),
+        media=run_model.media,
+    )
+
+
+def _eval_stream(
+    config: RunConfig,
+    data: RunData | LiveData,
+    run_model: RunModel,
+    how: CollateSettings,
+    world: World,
+    *,
+    lost: LostRows,
+) -> EvalStream | None:
     if data.eval is None or data.eval_table is None:
         return None
-    return _one_pass(config, data.eval, data.eval_table, how, world)
+    found = _one_pass(config, data.eval, data.eval_table, run_model, how, world)
+    return replace(found, watch=partial(lost.watch, counted=False))
 
 
 def _one_pass(
-    config: RunConfig, segments: Segments, table: SegmentTable, how: CollateSettings, world: World
+    config: RunConfig, segments: Segments, table: SegmentTable, run_model: RunModel, how: CollateSettings, world: World
 ) -> EvalStream:
     return EvalStream.of_segments(
         segments,
@@ -243,4 +279,5 @@ def _one_pass(
         rank=world.rank,
         num_workers=config.runtime.dataloader_num_workers,
         shared=shares_prompts(config),
+        media=run_model.media,
     )

@@ -22,8 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from luthier.errors import ModelError
-from luthier.layout import ancestors
-from luthier.records import Branch
+from luthier.train.attention_plan import AttentionPlan, Block
 
 SEGMENTS = "luthier_segments"
 PLAN = "attention_plan"  # the keyword of the model's call
@@ -31,23 +30,11 @@ PLAN = "attention_plan"  # the keyword of the model's call
 # What models hand to their attention that changes nothing about it. Anything else that is set is refused: a rule that
 # is not known here would be left out in silence.
 _WITHOUT_EFFECT = {
-    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "layer_idx", "max_length_k", "max_length_q",
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "layer_idx", "logits_to_keep", "max_length_k", "max_length_q",
     "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values",
     "position_embeddings", "position_ids", "return_dict", "seq_idx", "use_cache",
 }  # fmt: skip
 _LEAST_BLOCK = 128  # queries at a time under a sliding window; shorter blocks cost more in calls than they save
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionPlan:
-    """Which tokens of a flattened batch see which. Plain numbers: no layer has to wait for a device to read them.
-
-    lengths   of the stretches, in order; they add up to N
-    contexts  for each stretch the numbers of those before it on its path, root first; None: padding, not computed
-    """
-
-    lengths: tuple[int, ...]
-    contexts: tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,25 +52,6 @@ def register_attention() -> None:
     """Make ``attn_implementation="luthier_segments"`` known to transformers. May be called again."""
     AttentionInterface.register(SEGMENTS, segments_attention)
     AttentionMaskInterface.register(SEGMENTS, segments_mask)
-
-
-def plan_attention(branches: Sequence[Sequence[Branch]], *, width: int) -> AttentionPlan:
-    """The plan of a batch whose rows, ``width`` tokens wide, are made of these branches; the rest of a row is padding.
-
-    [[whole 3, whole 2]], 6    -> lengths (3, 2, 1), contexts ((), (), None)
-    [[root 3, child 2, child 2]], 7 -> lengths (3, 2, 2), contexts ((), (0,), (0,))
-    """
-    lengths: list[int] = []
-    contexts: list[tuple[int, ...] | None] = []
-    for row in branches:
-        before = len(lengths)
-        lengths += [branch.length for branch in row]
-        contexts += [tuple(before + node for node in path) for path in ancestors(row)]
-        if tail := width - sum(branch.length for branch in row):
-            assert tail > 0, f"{width - tail} tokens in a row of {width}"
-            lengths.append(tail)
-            contexts.append(None)
-    return AttentionPlan(lengths=tuple(lengths), contexts=tuple(contexts))
 
 
 def segments_mask(
@@ -107,6 +75,11 @@ def segments_mask(
         )
         return built
     return torch.empty((1 if allow_is_causal_skip else 2, 1, window or 0, 0), dtype=torch.bool, device=device)
+
+
+def announced(window: int | None, device: torch.device | str) -> torch.Tensor:
+    """What `segments_mask` answers for layers with this window and rows of several segments."""
+    return torch.empty((2, 1, window or 0, 0), dtype=torch.bool, device=device)
 
 
 def segments_attention(
@@ -208,7 +181,8 @@ def _planned(
         path = (*context, stretch)
         path_keys = keys[stretch] if not context else torch.cat([keys[i] for i in path], dim=2)
         path_values = values[stretch] if not context else torch.cat([values[i] for i in path], dim=2)
-        found.append(_attend_on_path(queries[stretch], path_keys, path_values, rules).transpose(1, 2))
+        seen = _attend_on_path(queries[stretch], path_keys, path_values, rules, plan.blocks_of(stretch, rules.window))
+        found.append(seen.transpose(1, 2))
     like = next(each for each in found if each is not None)
     shape = (1, -1, num_heads, value.shape[-1])
     done = [
@@ -223,10 +197,14 @@ def _flat(x_BHTD: torch.Tensor) -> torch.Tensor:
     return x_BHTD if len(x_BHTD) == 1 else x_BHTD.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
-def _attend_on_path(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: _Rules) -> torch.Tensor:
-    """[1, H, n, D]: queries are the last n of a path of L keys, and each sees what is before it there."""
+def _attend_on_path(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: _Rules, blocks: Sequence[Block]
+) -> torch.Tensor:
+    """[1, H, n, D]: queries are the last n of a path of L keys, and each sees what is before it there and its block."""
     n, length = query.shape[2], key.shape[2]
     window = rules.window
+    if blocks:
+        return _attend(query, key, value, _visible_with_blocks(n, length, window, blocks, query.device), rules)
     if window is None or length <= window:
         visible = None if n == length else _visible(n, length, None, query.device)
         return _attend(query, key, value, visible, rules)
@@ -245,8 +223,22 @@ def _attend_on_path(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 def _visible(n: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
     """bool[n, L]: the last n of L tokens look back, ``window`` of them at most, themselves among them."""
-    distance = torch.arange(length - n, length, device=device)[:, None] - torch.arange(length, device=device)
+    distance = _distance(n, length, device)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _visible_with_blocks(
+    n: int, length: int, window: int | None, blocks: Sequence[Block], device: torch.device
+) -> torch.Tensor:
+    """`_visible`, where tokens of a block among the last n also see what is behind them in it."""
+    visible = _visible(n, length, None, device)
+    for start, end in blocks:
+        visible[start:end, length - n + start : length - n + end] = True
+    return visible if window is None else visible & (_distance(n, length, device) < window)
+
+
+def _distance(n: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(length - n, length, device=device)[:, None] - torch.arange(length, device=device)
 
 
 def _attend(

@@ -10,19 +10,22 @@ padded        a mask of padding; rows of one segment                           n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from luthier.errors import ModelError
-from luthier.layout import ancestors, segment_ids, tree_mask
+from luthier.layout import ancestors, seen_blocks, segment_ids, tree_mask, tree_positions
 from luthier.records import Batch
-from luthier.train.attention import PLAN, plan_attention
+from luthier.train.attention import PLAN, announced
+from luthier.train.attention_plan import BlockReach, plan_attention
+from luthier.train.media_needs import TYPE_INPUTS
 
 
 class Isolation(StrEnum):
@@ -45,13 +48,14 @@ def attention_inputs(
     *,
     windows: Windows,
     additive: bool = False,
+    reach: BlockReach = BlockReach.NOWHERE,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     """``batch.model_inputs`` with what this way of isolation needs, on ``device``.
 
     ``windows`` (`layer_windows`) is read by masks and blocks: where a model has two kinds of layer they are a dict.
     Masks are [B, 1, T, T], bool, or under ``additive`` (the model's attention is ``eager``, which adds them to scores)
-    float32 of 0 and the least number.
+    float32 of 0 and the least number. ``reach``: the layers in which pictures are seen both ways.
 
     Raises AssertionError for token trees or several segments in a row, where the way cannot keep them apart.
     """
@@ -59,17 +63,24 @@ def attention_inputs(
     width = inputs["input_ids"].shape[1]
     match isolation:
         case Isolation.SEGMENTS:
-            inputs |= {PLAN: plan_attention(batch.branches, width=width), "use_cache": False}
+            plan = plan_attention(batch.branches, width=width, types_BT=_types(batch), reach=reach)
+            inputs |= {PLAN: plan, "use_cache": False}
             inputs.pop("attention_mask", None)
+            if plan.blocks:  # the model would build a mask for them
+                inputs["attention_mask"] = {kind: announced(window, device) for kind, window in windows.items()}
         case Isolation.POSITIONS:
             assert not _has_trees(batch), "positions cannot say what the branches of a tree share"
         case Isolation.MASKS:
-            masks = {kind: _mask(batch, window, width, additive=additive) for kind, window in windows.items()}
+            blocks_of = {kind: _blocks(batch) if reach.covers(window) else None for kind, window in windows.items()}
+            masks = {kind: _mask(batch, windows[kind], blocks, additive=additive) for kind, blocks in blocks_of.items()}
             on_device = {kind: mask.to(device) for kind, mask in masks.items()}
             inputs |= {"attention_mask": _one_or_all(on_device), "use_cache": False}
         case Isolation.BLOCKS:
-            blocks = {kind: _block_mask(batch, window, width, device) for kind, window in windows.items()}
-            inputs |= {"attention_mask": _one_or_all(blocks), "use_cache": False}
+            flex = {
+                kind: _block_mask(batch, window, _blocks(batch) if reach.covers(window) else None, device)
+                for kind, window in windows.items()
+            }
+            inputs |= {"attention_mask": _one_or_all(flex), "use_cache": False}
         case Isolation.PADDED:
             assert all(len(row) == 1 for row in batch.branches), "a padded row holds one segment"
         case _:
@@ -77,24 +88,36 @@ def attention_inputs(
     return inputs
 
 
-def tree_mask_mod(batch: Batch, *, window: int | None, device: torch.device | str) -> Callable[..., torch.Tensor]:
+def tree_mask_mod(
+    batch: Batch,
+    *,
+    window: int | None,
+    device: torch.device | str,
+    blocks: Sequence[NDArray[np.int64]] | None = None,
+) -> Callable[..., torch.Tensor]:
     """`layout.tree_mask` as FlexAttention asks for it: ``(b, h, q, kv) -> bool``. Padding sees padding."""
     width = batch.model_inputs["input_ids"].shape[1]
     num_nodes = max(map(len, batch.branches))
     on_path_BNN = np.zeros((len(batch.branches), num_nodes + 1, num_nodes + 1), dtype=np.bool_)
     node_BT = np.full((len(batch.branches), width), num_nodes)
+    position_BT = np.tile(np.arange(width), (len(batch.branches), 1))  # a model's own may have several axes
+    block_BT = np.full((len(batch.branches), width), -1)
     on_path_BNN[:, num_nodes, num_nodes] = True  # padding is a node of its own
     for row, branches in enumerate(batch.branches):
         of_tokens = segment_ids([branch.length for branch in branches])
         node_BT[row, : len(of_tokens)] = of_tokens
+        position_BT[row, : len(of_tokens)] = tree_positions(branches)
+        if blocks is not None:
+            block_BT[row, : len(of_tokens)] = blocks[row]
         for node, path in enumerate(ancestors(branches)):
             on_path_BNN[row, node, [*path, node]] = True
     node_of, on_path = torch.from_numpy(node_BT).to(device), torch.from_numpy(on_path_BNN).to(device)
-    position = batch.model_inputs["position_ids"].to(device)
+    position, block = (torch.from_numpy(each).to(device) for each in (position_BT, block_BT))
 
     def seen(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         distance = position[b, q] - position[b, kv]
-        found: torch.Tensor = on_path[b, node_of[b, q], node_of[b, kv]] & (distance >= 0)
+        same_block = (block[b, q] == block[b, kv]) & (block[b, q] >= 0)
+        found: torch.Tensor = on_path[b, node_of[b, q], node_of[b, kv]] & ((distance >= 0) | same_block)
         return found if window is None else found & (distance < window)
 
     return seen
@@ -135,13 +158,39 @@ def _has_trees(batch: Batch) -> bool:
     return any(branch.parent >= 0 for row in batch.branches for branch in row)
 
 
-def _block_mask(batch: Batch, window: int | None, width: int, device: torch.device | str) -> BlockMask:
-    seen = tree_mask_mod(batch, window=window, device=device)
+def _types(batch: Batch) -> NDArray[np.int64] | None:
+    """[B, T], by whichever name the model has for them; None where it is given none."""
+    for name in TYPE_INPUTS:
+        if name in batch.model_inputs:
+            found: NDArray[np.int64] = batch.model_inputs[name].numpy()
+            return found
+    return None
+
+
+def _blocks(batch: Batch) -> list[NDArray[np.int64]] | None:
+    types_BT = _types(batch)
+    if types_BT is None:
+        return None
+    return [seen_blocks(types_T, row) for types_T, row in zip(types_BT, batch.branches, strict=True)]
+
+
+def _block_mask(
+    batch: Batch, window: int | None, blocks: list[NDArray[np.int64]] | None, device: torch.device | str
+) -> BlockMask:
+    width = batch.model_inputs["input_ids"].shape[1]
+    seen = tree_mask_mod(batch, window=window, device=device, blocks=blocks)
     return create_block_mask(seen, B=len(batch.branches), H=None, Q_LEN=width, KV_LEN=width, device=str(device))
 
 
-def _mask(batch: Batch, window: int | None, width: int, *, additive: bool) -> torch.Tensor:
-    seen_BTT = np.stack([tree_mask(row, width=width, window=window) for row in batch.branches])
+def _mask(batch: Batch, window: int | None, blocks: list[NDArray[np.int64]] | None, *, additive: bool) -> torch.Tensor:
+    width = batch.model_inputs["input_ids"].shape[1]
+    of_rows: Sequence[NDArray[np.int64] | None] = blocks or [None] * len(batch.branches)
+    seen_BTT = np.stack(
+        [
+            tree_mask(row, width=width, window=window, blocks_T=blocks_T)
+            for row, blocks_T in zip(batch.branches, of_rows, strict=True)
+        ]
+    )
     mask = torch.from_numpy(seen_BTT)[:, None]
     if not additive:
         return mask

@@ -15,18 +15,18 @@ from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from transformers.utils import logging as transformers_logging
 
-from luthier.config.schema import RunConfig
+from luthier.config.schema import Packing, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.prepared import Prepared
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
 from luthier.loader.feed import FeedReader
 from luthier.loader.live_plan import StreamPlan
+from luthier.loader.run_settings import media_of
 from luthier.loader.state import LoaderState
+from luthier.media.families import Packing as FamilyPacking
 from luthier.train import adapters, artifacts, run_folder
 from luthier.train.assemble import (
-    Hooks,
-    StopAgreement,
     make_model,
     make_trainer,
     summarise_model,
@@ -35,6 +35,7 @@ from luthier.train.checkpoint import OBJECTIVE_STATE, checkpoint_step, replacing
 from luthier.train.data import RunData, open_run_data
 from luthier.train.events import Event, Finished, Listener, Note, tell_all
 from luthier.train.generate import Question, answer_all, choose_questions
+from luthier.train.hooks import Hooks, StopAgreement
 from luthier.train.journal import LogFile
 from luthier.train.live import LiveData, open_live_data
 from luthier.train.model import run_device
@@ -81,6 +82,7 @@ def fit_data(
     listeners: list[Listener] = [view] if on_event is None else [view, on_event]
     tell = tell_all(listeners) if world.is_main else _silent
     try:
+        config = _as_packed(config, tokenizer, tell)
         with StopSignals() as signals:
             found = data if isinstance(data, RunData) else _open(data)
             run = _set_up(config, tokenizer, found, Hooks(tell=tell, stop=StopAgreement(signals, world)), listeners)
@@ -96,6 +98,18 @@ def fit_data(
             artifacts.write_model_card(result, config, result.path / result.model_dir)
     run.trainer.accelerator.wait_for_everyone()
     return result
+
+
+def _as_packed(config: RunConfig, tokenizer: Tokenizer, tell: Listener) -> RunConfig:
+    """The run with rows of one segment, where its family of models cannot have several in a row."""
+    media = media_of(config, tokenizer.files.folder)
+    if media is None or not config.train.packing.is_packed:
+        return config
+    family = media.processor.family
+    if family.packing is FamilyPacking.PACKED:
+        return config
+    tell(Note(text=f"train.packing none instead of {config.train.packing}: {family.name}: {family.reason}"))
+    return config.model_copy(update={"train": config.train.model_copy(update={"packing": Packing.NONE})})
 
 
 def _open(data: Callable[[], LiveData]) -> LiveData:
@@ -201,6 +215,7 @@ def _answer(run: Run, questions: list[Question]) -> None:
             step=run.trainer.state.global_step,
             batch_size=run.config.eval.per_device_eval_batch_size,
             max_new_tokens=run.config.eval.max_new_tokens,
+            media=run.run_model.media,
         )
         run.hooks.tell(answers)
     run.trainer.accelerator.wait_for_everyone()
@@ -213,7 +228,7 @@ def _save(run: Run) -> None:
         run.run_model.save(staging, run.tokenizer)
     if run.config.adapter.merge and isinstance(run.run_model.model, PeftModel):
         merged = adapters.merge_adapter(run.run_model.model)
-        merged.config.use_cache = run.run_model.use_cache
+        merged.config.get_text_config().use_cache = run.run_model.use_cache
         with replacing(folder / run_folder.MERGED_FOLDER) as staging:
             artifacts.save_model(merged, staging, run.tokenizer)
 

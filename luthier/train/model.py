@@ -12,15 +12,19 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
+    AutoModelForMultimodalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from luthier.config.schema import AdapterType, ModelConfig, RunConfig
 from luthier.errors import ModelError
+from luthier.media.families import Attention
 from luthier.presets import model_folder
 from luthier.train.attention import SEGMENTS, register_attention
+from luthier.train.own_pictures import see_own_pictures
+from luthier.train.parts import families_of, is_multimodal, text_attention
+from luthier.train.reward_class import reward_class
 from luthier.train.vocabulary import Vocabulary, fit_generation, fit_unborn, fit_vocabulary
 
 PRESET = "preset:"
@@ -41,7 +45,9 @@ class LoadedModel:
     @property
     def varlen(self) -> bool:
         """Whether packed batches need the boundaries of their segments as cumulative lengths."""
-        return self.attn_implementation in FLASH
+        # a model with towers hands what it is given on to them, and FlashAttention there has boundaries of its own:
+        # its text is kept apart by positions instead
+        return self.attn_implementation in FLASH and not is_multimodal(self.model.config)
 
 
 def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
@@ -56,7 +62,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     model_config = _model_config(section, source)
     if is_reward_model(config):
         model_config.num_labels = 1
-    attention = _attention(section, notes)
+    attention = _attention(section, model_config, notes)
     dtype = _dtype(config, model_config, notes)
     if random_init:
         # the seed is set here, not earlier: the weights must not depend on what drew random numbers before
@@ -71,11 +77,13 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
         model.config.get_text_config().pad_token_id = vocabulary.pad_token_id  # as transformers finds the last token
     else:
         fit_generation(model, vocabulary, notes)
+    if any(family.attention is Attention.CROSS for family in families_of(model_config)):
+        see_own_pictures(model)
     model.train()
     return LoadedModel(
         model=model,
         source=source,
-        attn_implementation=str(model.config._attn_implementation),
+        attn_implementation=text_attention(model),
         random_weights=random_init,
         notes=tuple(notes),
     )
@@ -168,19 +176,33 @@ def _overridden(found: PretrainedConfig, section: ModelConfig, source: str) -> P
     return changed
 
 
-def _attention(section: ModelConfig, notes: list[str]) -> str | None:
+def _attention(section: ModelConfig, model_config: PretrainedConfig, notes: list[str]) -> str | None:
     """The implementation to ask transformers for; None lets it take sdpa, or eager for models that have no sdpa."""
     asked = section.attn_implementation
     if asked == SEGMENTS:
         register_attention()
         return asked
     on_gpu = torch.cuda.is_available()
+    sees_blocks = any(
+        family.attention in (Attention.IMAGE_BLOCKS, Attention.PREFIX) for family in families_of(model_config)
+    )
     if asked == "auto":
+        if sees_blocks:
+            notes.append(
+                "attention by transformers' choice: FlashAttention cannot let a picture's tokens see each other"
+            )
+            return None
         if on_gpu and importlib.util.find_spec("flash_attn") is not None:
             notes.append("attention flash_attention_2: flash-attn is installed and a GPU is there")
             return "flash_attention_2"
         notes.append("attention by transformers' choice: " + ("flash-attn is not installed" if on_gpu else "no GPU"))
         return None
+    if asked in FLASH and sees_blocks:
+        raise ModelError(
+            f"model.attn_implementation {asked} cannot let the tokens of a picture see each other both ways, as "
+            f"{type(model_config).__name__} wants it",
+            hint="set model.attn_implementation: auto",
+        )
     if asked in FLASH | {"flex_attention"} and not on_gpu:
         # flex_attention has no backward on the CPU
         raise ModelError(
@@ -201,8 +223,10 @@ def _dtype(config: RunConfig, model_config: PretrainedConfig, notes: list[str]) 
     return stored if isinstance(stored, torch.dtype) else torch.float32
 
 
-def _model_class(config: RunConfig) -> Any:
-    return AutoModelForSequenceClassification if is_reward_model(config) else AutoModelForCausalLM
+def _model_class(config: RunConfig, model_config: PretrainedConfig) -> Any:
+    if is_reward_model(config):
+        return reward_class(model_config)
+    return AutoModelForMultimodalLM if is_multimodal(model_config) else AutoModelForCausalLM
 
 
 def _build(
@@ -210,7 +234,7 @@ def _build(
 ) -> PreTrainedModel:
     section = config.model
     try:
-        model: PreTrainedModel = _model_class(config).from_config(
+        model: PreTrainedModel = _model_class(config, model_config).from_config(
             model_config, attn_implementation=attention, dtype=dtype, trust_remote_code=section.trust_remote_code
         )
     except (ValueError, ImportError) as error:
@@ -230,7 +254,7 @@ def _load(
     torch.manual_seed(config.runtime.seed)  # for a reward head that is not in the file
     model: PreTrainedModel
     try:
-        model, info = _model_class(config).from_pretrained(
+        model, info = _model_class(config, model_config).from_pretrained(
             source,
             config=model_config,
             attn_implementation=attention,

@@ -18,11 +18,13 @@ from luthier.loader.live_plan import StreamPlan
 from luthier.loader.run_settings import eval_settings
 from luthier.packing import shares_of
 from luthier.train import run_folder
-from luthier.train.assemble import Hooks, RunModel
+from luthier.train.assemble import RunModel
 from luthier.train.callbacks import EarlyStopping
 from luthier.train.data import RunData, summarise
+from luthier.train.hooks import Hooks
 from luthier.train.journal import read_log
 from luthier.train.live import LiveData
+from luthier.train.lost_rows import with_lost
 from luthier.train.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
 from luthier.train.schedule import Schedule
 from luthier.train.trainer import LuthierTrainer
@@ -84,7 +86,7 @@ def result_of(run: Run, started_at: str) -> RunResult:
         mixture=_mixture(run),
         model=run.summary,
         peak_memory_bytes=_peak_memory(),
-        ledger=run.data.ledger,
+        ledger=with_lost(run.data.ledger, config.output.dir),
         versions={"python": platform.python_version(), **{name: version(name) for name in REPORTED_VERSIONS}},
         config=config.model_dump(mode="json"),
     )

@@ -18,8 +18,9 @@ from luthier.errors import ModelError
 from luthier.layout import leaves
 from luthier.objectives import AnyHead, TokenScores, token_scores
 from luthier.records import Batch, Targets
+from luthier.train.blank_media import BlankMedia, with_blanks
+from luthier.train.chosen_isolation import ChosenIsolation
 from luthier.train.head_tap import OutputHead, Scored, score_targets
-from luthier.train.isolation import ChosenIsolation
 from luthier.train.model import REWARD_HEAD
 
 Scores = TypeVar("Scores")
@@ -27,12 +28,14 @@ Scores = TypeVar("Scores")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelPass:
-    """How batches go through a model. ``head`` is None for a reward model, which has no logits."""
+    """How batches go through a model. ``head`` is None for a reward model, which has no logits; ``blanks`` are for
+    models with towers that several ranks train."""
 
     isolation: ChosenIsolation
     head: OutputHead | None
     device: torch.device
     pad_token_id: int
+    blanks: BlankMedia | None = None
 
     def scored(
         self, model: nn.Module, batch: Batch, score: Callable[[torch.Tensor, AnyHead, Targets], Scores]
@@ -44,13 +47,15 @@ class ModelPass:
         assert self.head is not None, "a reward model predicts no tokens"
         batch = self.isolation.arranged(batch, pad_token_id=self.pad_token_id)
         targets = batch.targets.to(self.device)
-        scored = score_targets(
-            model,
-            self.isolation.inputs(batch, device=self.device),
-            targets.positions_K,
-            lambda hidden_KD, head: score(hidden_KD, head, targets),
-            head=self.head,
-        )
+        inputs = self.isolation.inputs(batch, device=self.device)
+        with with_blanks(model, self.blanks, inputs):
+            scored = score_targets(
+                model,
+                inputs,
+                targets.positions_K,
+                lambda hidden_KD, head: score(hidden_KD, head, targets),
+                head=self.head,
+            )
         return scored, targets
 
     def token_scores(self, model: nn.Module, batch: Batch) -> tuple[Scored[TokenScores], Targets]:
@@ -67,8 +72,10 @@ class ModelPass:
             taken.append(rewards_BT1)
 
         hook = reward_head(model).register_forward_hook(take)
+        inputs = self.isolation.inputs(batch, device=self.device)
         try:
-            model(**self.isolation.inputs(batch, device=self.device))
+            with with_blanks(model, self.blanks, inputs):
+                model(**inputs)
         finally:
             hook.remove()
         if len(taken) != 1:

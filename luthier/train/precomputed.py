@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from luthier.encoding.disk import Disk
 from luthier.encoding.segments import SegmentIndex
 from luthier.encoding.store import SampleStore
 from luthier.objectives import tail_discount
+from luthier.packing import plan_epoch
 from luthier.records import Batch
 from luthier.train.compared_losses import pairs_of
 from luthier.train.references import PrecomputedReference, ReferenceModel
@@ -43,13 +44,14 @@ ADAPTER_PARTS = (".lora_", ".oft_", ".modules_to_save.")  # in the names of what
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Precomputation:
-    """What is to be scored: each unit of ``streams`` once, on this rank its share. All of one ``store``.
+    """What is to be scored: of each side, training and held-out rows, the segments that the run needs, by number.
 
-    ``ld_alpha``: what targets beyond the shorter answer's length count
+    The streams go over all of them, on this rank its share. All are of one ``store``. ``ld_alpha``: what targets beyond
+    the shorter answer's length count.
     """
 
     store: SampleStore
-    sides: Sequence[tuple[SegmentIndex, EvalStream]]
+    sides: Sequence[tuple[SegmentIndex, EvalStream, NDArray[np.int64]]]
     ld_alpha: float
 
 
@@ -57,7 +59,7 @@ def precomputed_reference(config: RunConfig, work: Precomputation, reference: Re
     """The table, read where it was computed before, else computed on all ranks together and kept."""
     digest = _digest(config, work, reference)
     path = work.store.folder / FOLDER / f"{digest}.safetensors"
-    needed_N = np.unique(np.concatenate([_leaves_of(index) for index, _ in work.sides]))
+    needed_N = np.unique(np.concatenate([_leaves_of(index)[needed] for index, _, needed in work.sides]))
     PartialState().wait_for_everyone()
     known_L = _read(path, work.store)
     missing = torch.tensor(float(np.isnan(known_L[needed_N]).any()), device=reference.forward.device)
@@ -72,7 +74,8 @@ def precomputed_reference(config: RunConfig, work: Precomputation, reference: Re
 def _compute(known_L: NDArray[np.float32], work: Precomputation, reference: ReferenceModel) -> NDArray[np.float32]:
     """The table with what it lacks; batches all of which is known are passed over, on all ranks alike."""
     found_2L = np.zeros((2, len(work.store.leaf_lengths)), dtype=np.float32)  # log-probabilities; 1 where there is one
-    for _, stream in work.sides:
+    for index, whole, needed in work.sides:
+        stream = replace(whole, plan=plan_epoch(index.table(), whole.plan.settings, epoch=0, order=needed))
         for batch in stream:
             leaves = [leaf for unit in batch.units for leaf in unit.leaves]
             if not np.isnan(known_L[leaves]).any():

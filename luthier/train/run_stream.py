@@ -6,6 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
 from luthier.loader.live_plan import StreamPlan
@@ -47,6 +50,22 @@ def make_schedule(config: RunConfig, data: RunData | LiveData, world: World) -> 
         max_steps=config.train.max_steps,
         mixture=mixture_of(config, data.train_table.source_weights),
     )
+
+
+def trained_segments(schedule: Schedule | StreamPlan, num_segments: int) -> NDArray[np.int64]:
+    """int64, ascending: which of the segments any step of the run has; all, where steps are planned as rows arrive."""
+    seen = np.full(num_segments, isinstance(schedule, StreamPlan))
+    epoch = 0
+    while isinstance(schedule, Schedule) and not seen.all():
+        last_epoch, last_step = schedule.locate(schedule.total_steps - 1)
+        plan = schedule.plan(epoch)
+        stop = plan.step_bounds[last_step + 1] if epoch == last_epoch else len(plan)
+        packs = plan.batch_bounds[min(int(stop), len(plan.planned))]  # dummies have no segments of their own
+        seen[plan.segment_ids[: plan.pack_bounds[packs]]] = True
+        if epoch == last_epoch:
+            break
+        epoch += 1
+    return np.flatnonzero(seen)
 
 
 def loader_state(schedule: Schedule | StreamPlan, data: RunData | LiveData, step: int) -> LoaderState:

@@ -7,7 +7,7 @@ S segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,6 +73,30 @@ class StepLosses(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The way back."""
         ...
+
+
+def learned_from(batches: Sequence[Batch], counts_T2: torch.Tensor) -> list[Batch]:
+    """Of a step's micro-batches on this rank those that are worth a pass over the model, in their order.
+
+    A turn in which no rank has anything to learn is passed over, on all ranks alike, since they wait for each other.
+    ``counts_T2``: units and targets of each turn, over all ranks. Where none has any, the last turn stays: gradients
+    are added up over ranks after it.
+    """
+    has_any = counts_T2.any(dim=1).tolist()
+    return [batch for batch, is_learned in zip(batches, has_any, strict=True) if is_learned] or [batches[-1]]
+
+
+def in_turns(batches: Sequence[Batch], num_turns: int) -> list[list[Batch]]:
+    """A step's micro-batches in as many turns as a loop takes in a step.
+
+    The last turn is never an idle one, since ranks add up gradients in it; it takes what is too many.
+
+        a b, 4 turns     ->  [], [], [a], [b]
+        a b c, 2 turns   ->  [a], [b, c]
+    """
+    idle = max(num_turns - len(batches), 0)
+    single = num_turns - idle - 1
+    return [*([] for _ in range(idle)), *([batch] for batch in batches[:single]), list(batches[single:])]
 
 
 class Stateless:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from luthier.collation import CollateSettings, blank_grid, lay_out, to_batch
+from luthier.collation import CollateSettings, MediaInputs, blank_grid, lay_out, to_batch
 from luthier.encoding.segments import SegmentIndex
 from luthier.loader.live_plan import StreamPlan
 from luthier.loader.places import PlannedMicroBatch, part_of
@@ -22,6 +22,9 @@ from luthier.records import Batch, Pack, Segment
 from luthier.train.schedule import Schedule, Steps
 
 ENDLESS = 2**40  # micro-batches: transformers wants a length, the steps say when it is over
+
+
+Watch = Callable[[Iterator[Batch]], Iterator[Batch]]  # looks at the batches as they go by
 
 
 class Segments(Protocol):
@@ -45,17 +48,19 @@ class SegmentsReader:
 
     segments: Segments
     how: CollateSettings
+    media: MediaInputs | None = None
 
     def read(self, planned: PlannedMicroBatch) -> Batch:
         """The batch."""
-        if planned.is_blank:
-            return to_batch(blank_grid(self.how), self.how)
         packs = [
             Pack(segments=tuple(part_of(self.segments[int(place["sample"])], place) for place in pack))
             for pack in planned.packs()
         ]
         addresses = tuple(segment.address for pack in packs for segment in pack.segments)
-        return to_batch(lay_out(packs, self.how), self.how, addresses=addresses, sources=planned.sources())
+        grid = blank_grid(self.how) if planned.is_blank else lay_out(packs, self.how)
+        if self.media is not None:
+            grid = self.media.fill(grid, self.how)
+        return to_batch(grid, self.how, addresses=addresses, sources=planned.sources())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,6 +73,7 @@ class TrainStream:
     how: CollateSettings
     num_workers: int
     first_step: int
+    watch: Watch = iter
 
     def __len__(self) -> int:
         settings = self.schedule.settings
@@ -79,7 +85,7 @@ class TrainStream:
         return self.first_step > 0 and self.schedule.is_last(self.first_step - 1)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iterate_batches(self.reader, self.planned(), num_workers=self.num_workers)
+        return self.watch(iterate_batches(self.reader, self.planned(), num_workers=self.num_workers))
 
 
 def train_stream(
@@ -91,14 +97,19 @@ def train_stream(
     first_step: int,
     num_workers: int,
     shared: bool = False,
+    media: MediaInputs | None = None,
 ) -> TrainStream:
-    """The stream of a run; ``segments`` are those that a `Schedule` is about. ``shared`` as in `BatchReader`."""
+    """The stream of a run; ``segments`` are those of a `Schedule`. ``shared`` and ``media`` as in `BatchReader`."""
     reader: ReadsBatches
     if isinstance(schedule, StreamPlan):
-        reader, live = BatchReader(schedule.rows.segments.store, how), schedule
+        reader, live = BatchReader(schedule.rows.segments.store, how, media=media), schedule
         planned = lambda: live.micro_batches(rank, first_step=first_step)  # noqa: E731
     else:
-        reader, places, exact = _reader(segments, how, shared=shared), _places(segments, schedule.table), schedule
+        reader, places, exact = (
+            _reader(segments, how, shared=shared, media=media),
+            _places(segments, schedule.table),
+            schedule,
+        )
         planned = lambda: _planned(exact, places, rank, first_step)  # noqa: E731
     return TrainStream(
         schedule=schedule, reader=reader, planned=planned, how=how, num_workers=num_workers, first_step=first_step
@@ -114,10 +125,10 @@ class EvalStream:
     plan: EpochPlan
     rank: int
     num_workers: int
+    watch: Watch = iter
 
-    @classmethod
+    @staticmethod
     def of_segments(
-        cls,
         segments: Segments,
         table: SegmentTable,
         settings: PlanSettings,
@@ -126,10 +137,11 @@ class EvalStream:
         rank: int,
         num_workers: int = 0,
         shared: bool = False,
+        media: MediaInputs | None = None,
     ) -> EvalStream:
-        """The held-out segments in the order of their first epoch. ``shared`` as in `BatchReader`."""
-        return cls(
-            reader=_reader(segments, how, shared=shared),
+        """The held-out segments in the order of their first epoch. ``shared``, ``media`` as in `BatchReader`."""
+        return EvalStream(
+            reader=_reader(segments, how, shared=shared, media=media),
             places=_places(segments, table),
             plan=plan_epoch(table, settings, epoch=0),
             rank=rank,
@@ -141,7 +153,7 @@ class EvalStream:
 
     def __iter__(self) -> Iterator[Batch]:
         planned = (self.places.micro_batch(self.plan, number, step=0) for number in self.plan.of_rank(self.rank))
-        return iterate_batches(self.reader, planned, num_workers=self.num_workers)
+        return self.watch(iterate_batches(self.reader, planned, num_workers=self.num_workers))
 
 
 def iterate_batches(reader: ReadsBatches, planned: Iterator[PlannedMicroBatch], *, num_workers: int) -> Iterator[Batch]:
@@ -162,10 +174,10 @@ def _planned(schedule: Schedule, places: SegmentPlaces, rank: int, first_step: i
                 yield places.micro_batch(schedule.plan(found[0]), found[1], step=step)
 
 
-def _reader(segments: Segments, how: CollateSettings, *, shared: bool) -> ReadsBatches:
+def _reader(segments: Segments, how: CollateSettings, *, shared: bool, media: MediaInputs | None) -> ReadsBatches:
     if isinstance(segments, SegmentIndex):
-        return BatchReader(segments.prepared.store, how, shared=shared)
-    return SegmentsReader(segments=segments, how=how)
+        return BatchReader(segments.prepared.store, how, shared=shared, media=media)
+    return SegmentsReader(segments=segments, how=how, media=media)
 
 
 def _places(segments: Segments, table: SegmentTable) -> SegmentPlaces:

@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from luthier.train.callbacks import Meter
 from luthier.train.losses import LossSums, MeanLosses
 from luthier.train.result import ACCURACIES
 from luthier.train.schedule import Steps
-from luthier.train.step_losses import ACCURACY, StepLosses
+from luthier.train.step_losses import ACCURACY, StepLosses, in_turns, learned_from
 from luthier.train.streams import EvalStream, TrainStream
 
 MAX_ROWS_NAMED = 8
@@ -88,30 +89,29 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         step = self.state.global_step
         batches = [next(epoch_iterator) for _ in range(self.parts.stream.schedule.turns(step))]
         counts = [(self.parts.losses.num_units(batch), batch.num_targets) for batch in batches]
-        units, targets = self.accelerator.reduce(torch.tensor(counts, device=device).sum(dim=0), reduction="sum")
+        counts_T2 = self.accelerator.reduce(torch.tensor(counts, device=device), reduction="sum")
+        units, targets = counts_T2.sum(dim=0)
         self.parts.meter.tokens += self.parts.stream.schedule.num_tokens(step)
         self.parts.meter.targets += int(targets)
         self._step_losses.clear()
-        self.parts.losses.begin_step(self.model, batches, self._sum_of_ranks)
-        if len(batches) != num_batches:  # a step by its tokens: as many micro-batches as it takes
-            return [{"batches": batches}], units
-        return [{"batch": batch} for batch in batches], units  # the loop wants mappings
+        learned = learned_from(batches, counts_T2)
+        self.parts.losses.begin_step(self.model, learned, self._sum_of_ranks)
+        return [{"batches": turn} for turn in in_turns(learned, num_batches)], units  # the loop wants mappings
 
     def training_step(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: dict[str, list[Batch]],
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Forward and backward of a micro-batch, or of all those of a step; ranks add up gradients after the last."""
+        """Forward and backward of a turn's micro-batches; ranks add up gradients after the last of a step."""
         micro_batch: Callable[..., torch.Tensor] = super().training_step
-        batches = inputs.get("batches")
-        if batches is None:
-            return micro_batch(model, inputs, num_items_in_batch)
-        with self.accelerator.no_sync(model):
-            losses = [micro_batch(model, {"batch": batch}, num_items_in_batch) for batch in batches[:-1]]
-        losses.append(micro_batch(model, {"batch": batches[-1]}, num_items_in_batch))
-        return torch.stack(losses).sum()
+        loss = torch.zeros((), device=self.args.device)
+        *first, last = inputs["batches"] or (None,)
+        with self.accelerator.no_sync(model) if first else nullcontext():
+            for batch in first:
+                loss += micro_batch(model, {"batch": batch}, num_items_in_batch)
+        return loss if last is None else loss + micro_batch(model, {"batch": last}, num_items_in_batch)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not estimated: transformers' formula counts padding and no attention."""

@@ -14,9 +14,10 @@ import pytest
 from markupsafe import Markup
 from rich.console import Console
 
-from luthier.check.diff import Change, Comparison, Lesson
+from luthier.check.diff import Change, Comparison, Lesson, Unit
 from luthier.check.diff_html import diff_html
 from luthier.check.diff_pairs import Pairing, pairing_of, pairs
+from luthier.check.diff_repeats import repeats
 from luthier.check.diff_runs import EncodedSide, RunDiff, diff_runs, lesson_of
 from luthier.check.diff_settings import changed_settings
 from luthier.check.diff_terminal import diff_report
@@ -437,3 +438,32 @@ def test_the_check_of_the_page_can_fail(folder: Path) -> None:
     found = compared(config_of(folder), config_of(folder))
     # what claims to be safe HTML is not escaped
     assert "<script" in diff_html(replace(found, a=Markup("<script>")))
+
+
+# ------------------------------------------------------------------------------------------------- repeated tokens
+
+
+def unit(token_id: int | None, *, target: bool = False, differs: bool = False) -> Unit:
+    return Unit(id=token_id, text=f"<{token_id}>", target=target, weight=1.0, differs=differs)
+
+
+def counted(units: list[Unit], **options: int) -> list[tuple[int, int | None, int]]:
+    return [(place, one.id, count) for place, one, count in repeats(units, **options)]
+
+
+def test_a_run_of_one_token_is_told_once() -> None:
+    assert counted([unit(1), *[unit(7)] * 50, unit(2)]) == [(0, 1, 1), (1, 7, 50), (51, 2, 1)]
+    assert counted([unit(7)] * 3) == [(0, 7, 1), (1, 7, 1), (2, 7, 1)]
+    assert counted([unit(7)] * 4 + [unit(7, differs=True)] * 5) == [(0, 7, 4), (4, 7, 5)]
+
+
+def test_the_place_of_a_difference_and_all_that_is_learned_stand_alone() -> None:
+    assert counted([unit(7)] * 9, at=4) == [(0, 7, 4), (4, 7, 1), (5, 7, 4)]
+    assert counted([unit(7, target=True)] * 5) == [(place, 7, 1) for place in range(5)]
+    assert counted([unit(None)] * 5) == [(place, None, 1) for place in range(5)]
+
+
+def test_settings_of_media_are_settings() -> None:
+    one = RunConfig.model_validate({"model": {"name_or_path": "m"}, "data": {"train": "a.jsonl"}})
+    other = one.model_copy(update={"media": one.media.model_copy(update={"max_pixels": 8000})})
+    assert [(setting.key, setting.b) for setting in changed_settings(one, other)] == [("media.max_pixels", "8000")]

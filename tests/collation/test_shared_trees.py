@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.collation import CollateSettings, collate_packs, collate_trees, lay_out_trees, unpacked
-from luthier.records import Branch, Pack, Sample
+from luthier.collation import CollateSettings, collate_packs, collate_trees, lay_out_trees, only_segments, unpacked
+from luthier.records import Branch, Pack, Sample, Unit
 
 PAD = 99
 
@@ -118,3 +118,64 @@ def test_trees_cannot_be_padded_nor_go_to_varlen_kernels():
     ):
         with pytest.raises(AssertionError, match="trees share attention"):
             lay_out_trees([[PAIR]], how)
+
+
+# --------------------------------------------------------------------------------------------- only some segments
+
+
+def batches_of(rows):
+    """The same segments shared, packed, packed for varlen kernels, and padded."""
+    leaves = [[segment for sample in row for segment in sample.segments()] for row in rows]
+    packs = [Pack(segments=tuple(row)) for row in leaves]
+    single = [Pack(segments=(leaf,)) for row in leaves for leaf in row]
+    return {
+        "shared": collate_trees(rows, pad_token_id=PAD),
+        "packed": collate_packs(packs, packed=True, pad_token_id=PAD),
+        "varlen": collate_packs(packs, packed=True, pad_token_id=PAD, varlen=True),
+        "padded": collate_packs(single, packed=False, pad_token_id=PAD),
+    }, [leaf for row in leaves for leaf in row]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(samples(), min_size=1, max_size=3), min_size=1, max_size=3), st.data())
+def test_some_segments_of_a_batch_are_the_batch_of_these_segments(rows, data):
+    batches, leaves = batches_of(rows)
+    kept = data.draw(st.sets(st.integers(0, len(leaves) - 1), min_size=1))
+    packs = [Pack(segments=(leaves[number],)) for number in sorted(kept)]
+    expected = collate_packs(packs, packed=False, pad_token_id=PAD)
+    for layout, batch in batches.items():
+        narrowed = only_segments(batch, kept, pad_token_id=PAD)
+        assert narrowed.model_inputs.keys() == batch.model_inputs.keys(), layout
+        if layout == "varlen":
+            assert int(narrowed.model_inputs["cu_seq_lens_q"][-1]) == narrowed.model_inputs["input_ids"].numel()
+        found = narrowed if layout == "padded" else unpacked(narrowed, pad_token_id=PAD)
+        for name in ("input_ids", "attention_mask", "position_ids"):
+            assert torch.equal(found.model_inputs[name], expected.model_inputs[name]), layout
+        for name in ("positions_K", "ids_K", "segments_K"):
+            assert torch.equal(getattr(found.targets, name), getattr(expected.targets, name)), layout
+        weights = [torch.ones(len(b.targets.ids_K)) if b.targets.weights_K is None else b.targets.weights_K
+                   for b in (found, expected)]  # fmt: skip
+        assert torch.equal(*weights), layout
+        assert torch.equal(found.labels_BT, expected.labels_BT), layout
+        assert (found.num_targets, found.num_segments) == (expected.num_targets, expected.num_segments)
+        assert len(found.addresses) == len(kept)
+
+
+def test_a_narrowed_batch_keeps_what_is_shared_and_forgets_the_rest():
+    units = (Unit(segments=(0, 1), verdict=1.0, leaves=(7, -1)), Unit(segments=(2, 3), verdict=0.0, leaves=(9, -1)))
+    batch = collate_trees([[PAIR], [pair([1], [2], [3])]], pad_token_id=PAD, units=units)
+    narrowed = only_segments(batch, {1, 2, 3}, pad_token_id=PAD)
+    assert narrowed.model_inputs["input_ids"].tolist() == [[10, 11, 12, 30, 31], [1, 2, 3, PAD, PAD]]
+    assert narrowed.model_inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 1, 0, 1]]
+    assert narrowed.targets.ids_K.tolist() == [30, 31, 2, 3] and narrowed.targets.positions_K.tolist() == [2, 3, 5, 5]
+    assert [(unit.segments, unit.leaves) for unit in narrowed.units] == [((0,), (-1,)), ((1, 2), (9, -1))]
+    alone = only_segments(batch, {2}, pad_token_id=PAD)
+    assert alone.model_inputs["input_ids"].tolist() == [[1, 2]], "a row of which nothing is kept is gone"
+    assert [unit.verdict for unit in alone.units] == [0.0]
+
+
+def test_segments_of_a_batch_with_pictures_are_not_told_apart():
+    batch = collate_trees([[PAIR]], pad_token_id=PAD)
+    batch.model_inputs["pixel_values"] = torch.zeros(1, 3, 2, 2)
+    with pytest.raises(AssertionError, match="of text"):
+        only_segments(batch, {0}, pad_token_id=PAD)

@@ -89,6 +89,18 @@ FAULTS = {
         "objective: {loss: asft, reference: precomputed}",
         ("run.yaml:3 objective.reference.source", "whole distributions", "base or model"),
     ),
+    "quantized where there is no second model": (
+        "objective: {name: dpo, reference: {source: precomputed, quantization: int8}}",
+        ("run.yaml:3 objective.reference.quantization", "is precomputed, which holds no second model", "source: model"),
+    ),
+    "quantized for a loss without": (
+        "objective: {name: dpo, loss: simpo, reference: {quantization: nf4}}",
+        ("run.yaml:3 objective.reference.quantization", "simpo compares with no reference"),
+    ),
+    "unknown quantization": (
+        "objective: {name: dpo, reference: {quantization: int3}}",
+        ("run.yaml:3 objective.reference.quantization", "int8, nf4"),
+    ),
     "unknown source": (
         "objective: {name: dpo, reference: copy}",
         ("run.yaml:3 objective.reference.source", "auto, base, model, precomputed, none"),

@@ -141,6 +141,30 @@ def test_a_row_that_has_nothing_but_a_blank_answer_is_quarantined(tmp_path: Path
     assert dict(ledger_of(prepared).quarantined) == {"blank_answer": 2}
 
 
+@pytest.mark.parametrize(
+    ("objective", "rows", "field"),
+    [
+        ("dpo", [{"prompt": "Hi", "chosen": " ", "rejected": "No"}, {"prompt": "Hi", "chosen": "Yes", "rejected": " "}],
+         "chosen"),
+        ("kto", [{"prompt": "Hi", "completion": "", "label": True}, {"prompt": "Hi", "completion": "", "label": False}],
+         "completion"),
+    ],
+)  # fmt: skip
+def test_a_blank_answer_that_should_become_likelier_is_quarantined_with_its_field(
+    tmp_path: Path, objective: str, rows: list[dict[str, Any]], field: str
+) -> None:
+    """Of two rows the first has its better answer blank; the second, a worse one."""
+    config = run_config(tmp_path)
+    data, chosen = config.data.train[0], config.objective.model_copy(update={"name": objective})
+    Path(data.path).write_text("".join(json.dumps(each) + "\n" for each in rows))
+    config = config.model_copy(update={"objective": chosen})
+    prepared = prepare(config, Encoder.from_config(config))
+    ledger = ledger_of(prepared)
+    assert dict(ledger.quarantined) == {"blank_answer": 1} and len(prepared.train) == 1
+    (example,) = ledger.examples["blank_answer"]
+    assert f"rows.jsonl:1:{field} blank_answer: the answer that should become likelier is blank" in example
+
+
 def test_a_blank_answer_is_learned_where_the_row_insists(tmp_path: Path) -> None:
     prepared, encoder = prepared_rows(tmp_path, row(USER, {**BLANK, "train": True}))
     assert BLANK_ANSWER not in ledger_of(prepared).notes

@@ -2,6 +2,8 @@ import errno
 import multiprocessing
 import os
 import pickle
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +124,33 @@ def test_large_additions_are_committed_on_the_way(tmp_path, monkeypatch):
     assert len(open_store(tmp_path)) == 6  # three shards of two; the seventh sample waits
     writer.commit()
     assert len(open_store(tmp_path)) == 7
+
+
+def _resident_kib(folder):
+    """What the process holds of the store's files in memory."""
+    resident, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_ours = str(folder) in line
+        elif is_ours and line.startswith("Rss:"):
+            resident += int(line.split()[1])
+    return resident
+
+
+def test_released_memory_is_read_again_where_it_is_needed(tmp_path):
+    for first in (0, 6):  # two shards
+        write(tmp_path, range(first, first + 6))
+    store = open_store(tmp_path)
+    store.release()  # nothing was read yet
+    numbers = [store.index_of(key(number)) for number in range(12)]
+    held = [store[number] for number in numbers]
+    before = _resident_kib(tmp_path) if Path("/proc/self/smaps").exists() else None
+    store.release()
+    if before is not None:
+        assert before > _resident_kib(tmp_path) == 0, "control: reading took memory"
+    for number, kept in enumerate(held):  # arrays of the time before are views of the files, and whole
+        assert_equal(kept, sample(4 + number, weighted=number % 2 == 1))
+        assert_equal(store[numbers[number]], kept)
 
 
 def test_an_open_store_is_a_snapshot(tmp_path):

@@ -81,7 +81,7 @@ def test_split_of_a_document_is_consecutive_windows():
 
 def test_windows_without_targets_are_planned_but_not_returned():
     long_question = segment(".A......A")
-    windows = plan_windows(long_question.target, max_length=3, overflow=Overflow.SPLIT, address=ROW)
+    windows = plan_windows(long_question, max_length=3, overflow=Overflow.SPLIT)
     assert [(w.start, w.stop, w.num_targets) for w in windows] == [(0, 2, 1), (2, 5, 0), (5, 8, 0), (8, 9, 0)]
     assert patterns(cut_segment(long_question, max_length=3, overflow=Overflow.SPLIT)) == [".A"]
 
@@ -107,7 +107,7 @@ def test_without_targets_keeps_the_tokens():
 @given(st.text("A.", min_size=1, max_size=60), st.integers(1, 12), st.sampled_from([Overflow.TRUNCATE, Overflow.SPLIT]))
 def test_windows_tile_the_segment_and_pieces_obey_both_rules(pattern, max_length, overflow):
     whole = segment(pattern)
-    windows = plan_windows(whole.target, max_length=max_length, overflow=overflow, address=ROW)
+    windows = plan_windows(whole, max_length=max_length, overflow=overflow)
     assert all(1 <= len(window) <= max_length for window in windows)
     covered = [token for window in windows for token in range(window.start, window.stop)]
     expected = range(len(whole)) if overflow is Overflow.SPLIT else range(min(len(whole), max_length))

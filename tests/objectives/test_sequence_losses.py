@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from luthier.objectives import (
     PairScores,
     PairSettings,
     RunningMean,
-    ValueHead,
+    counterparts,
     feedback_loss_sum,
     feedback_settings,
     kl_baseline,
@@ -28,14 +29,13 @@ from luthier.objectives import (
     pair_scores,
     pair_settings,
     reward_loss_sum,
-    rewards,
     sequence_scores,
     tail_discount,
     token_settings,
 )
 from luthier.objectives.feedback_losses import FEEDBACK_LOSSES
 from luthier.objectives.loss_table import loss_table
-from luthier.objectives.measures import add_measures, measure, stacked, unstacked
+from luthier.objectives.measures import measure
 from luthier.objectives.pair_losses import PAIR_LOSSES
 from luthier.objectives.token_losses import TOKEN_OBJECTIVES
 from luthier.rendering.kinds import kind_of
@@ -61,18 +61,34 @@ def settings_of(name):
     return pair_settings(ObjectiveConfig(name="dpo", loss=name))
 
 
+def assert_same_measures(parts, whole):
+    assert whole.measures
+    for name, expected in whole.measures.items():
+        added = sum((part.measures[name] for part in parts[1:]), parts[0].measures[name])
+        torch.testing.assert_close(added.total, expected.total)
+        assert added.count == expected.count, name
+
+
 @pytest.mark.parametrize("name", list(PAIR_LOSSES))
 def test_a_pair_loss_does_not_depend_on_the_micro_batches(name):
     scores, settings = pairs(), settings_of(name)
     whole = pair_loss_sum(scores, name, settings, BASELINES)
-    parts = [pair_loss_sum(some(scores, slice(a, b)), name, settings, BASELINES) for a, b in ((0, 1), (1, 4), (4, P))]
-    total = sum(part.loss_sum for part in parts)
-    if PAIR_LOSSES[name].sorts:  # as their rows say
-        assert not torch.isclose(total, whole.loss_sum)
-    else:
-        torch.testing.assert_close(total, whole.loss_sum)
+    of_step = None if (sides := PAIR_LOSSES[name].sorts) is None else counterparts(*sides(scores))
+
+    def parts_with(known):
+        spans = [slice(0, 1), slice(1, 4), slice(4, P)]
+        known_of = [replace(BASELINES, counterparts=None if known is None else known[span]) for span in spans]
+        return [
+            pair_loss_sum(some(scores, span), name, settings, of_span)
+            for span, of_span in zip(spans, known_of, strict=True)
+        ]
+
+    parts = parts_with(of_step)
+    torch.testing.assert_close(sum(part.loss_sum for part in parts), whole.loss_sum)
+    if of_step is not None:  # it would, were micro-batches sorted by themselves
+        assert not torch.isclose(sum(part.loss_sum for part in parts_with(None)), whole.loss_sum)
     assert sum(part.num_units for part in parts) == whole.num_units == P
-    torch.testing.assert_close(stacked(add_measures(part.measures for part in parts)), stacked(whole.measures))
+    assert_same_measures(parts, whole)
 
 
 @pytest.mark.parametrize("name", list(PAIR_LOSSES))
@@ -117,6 +133,31 @@ def test_without_a_reference_a_loss_compares_with_zeros(name):
     )
 
 
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
+def test_micro_batches_of_a_sorted_step_have_its_gradient(name):
+    """The sorted comparison written out, against its parts that know nothing of each other but their counterparts."""
+    whole, settings = pairs(), PairSettings(beta=0.3, label_smoothing=0.1)
+    leaves = {side: getattr(whole, side).clone().requires_grad_() for side in ("chosen_P", "rejected_P")}
+    rows = {name: getattr(whole, name) for name in PairScores.__slots__ if name != "weights_P"} | leaves
+    left, right = PAIR_LOSSES[name].sorts(PairScores(**rows))
+    logits = 0.3 * (left.sort().values - right.sort().values)
+    logistic = torch.nn.functional.logsigmoid
+    written_out = -(0.9 * logistic(logits) + 0.1 * logistic(-logits)).sum()
+    known = counterparts(left, right)
+    total = 0.0
+    for span in (slice(0, 3), slice(3, P)):
+        part = PairScores(**{name: values[span] for name, values in rows.items()})
+        total = total + pair_loss_sum(part, name, settings, PairBaselines(counterparts=known[span])).loss_sum
+    torch.testing.assert_close(total, written_out)
+    expected = torch.autograd.grad(written_out, leaves.values(), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(total, leaves.values()), expected)
+
+
+def test_counterparts_stand_at_the_same_place_in_the_order_of_the_other_set():
+    found = counterparts(torch.tensor([5.0, 1.0, 3.0]), torch.tensor([20.0, 30.0, 10.0]))
+    assert found.left_P.tolist() == [30, 10, 20] and found.right_P.tolist() == [3, 5, 1]
+
+
 def test_a_pairs_weight_scales_its_loss_and_nothing_else():
     scores = pairs()
     doubled = some(scores, slice(None))
@@ -124,7 +165,7 @@ def test_a_pairs_weight_scales_its_loss_and_nothing_else():
     one, two = (pair_loss_sum(each, "sigmoid", PairSettings()) for each in (scores, doubled))
     torch.testing.assert_close(two.loss_sum, 2 * one.loss_sum)
     assert two.num_units == one.num_units
-    assert torch.equal(stacked(one.measures), stacked(two.measures))
+    assert_same_measures([one], two)
 
 
 def test_orpo_is_its_paper_and_stays_finite_at_the_ends():
@@ -224,7 +265,7 @@ def test_a_feedback_loss_does_not_depend_on_the_micro_batches(name):
     whole = feedback_loss_sum(scores, name, settings, baselines)
     parts = [feedback_loss_sum(part(scores, rows), name, settings, baselines) for rows in (slice(0, 2), slice(2, 9))]
     torch.testing.assert_close(sum(each.loss_sum for each in parts), whole.loss_sum)
-    torch.testing.assert_close(stacked(add_measures(each.measures for each in parts)), stacked(whole.measures))
+    assert_same_measures(parts, whole)
     only_bad = feedback_loss_sum(part(scores, slice(1, 3)), name, settings, baselines)  # a micro-batch of one kind
     assert only_bad.loss_sum.isfinite() and only_bad.measures["rewards/chosen"].count == 0
 
@@ -249,14 +290,6 @@ def test_the_kl_of_a_step_is_the_mean_over_all_its_micro_batches_and_never_negat
 # ----------------------------------------------------------------------------------------- rewards and measures
 
 
-def test_rewards_are_a_linear_function_computed_in_float32():
-    hidden, head = torch.randn(5, 4).bfloat16(), ValueHead(weight_1D=torch.randn(1, 4), bias_1=torch.tensor([0.5]))
-    with torch.autocast("cpu", torch.bfloat16):
-        found = rewards(hidden, head)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, (hidden.float() @ head.weight_1D.T).squeeze(1) + 0.5)
-
-
 def test_a_reward_loss_does_not_depend_on_the_micro_batches():
     given = torch.randn(8)
     pairs_P2 = torch.tensor([[0, 1], [3, 2], [4, 7], [6, 5]])
@@ -273,14 +306,10 @@ def test_a_reward_loss_does_not_depend_on_the_micro_batches():
     torch.testing.assert_close(loss(slice(0, 4)).loss_sum, losses @ weights)
 
 
-def test_measures_are_told_apart_added_and_sent_over_ranks():
+def test_measures_count_what_they_are_told_to_and_add_up():
     one = measure(torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False]))
-    assert one.mean == 2.0
-    both = add_measures([{"a": one}, {"a": measure(torch.tensor([5.0])), "b": one}])
-    assert (both["a"].mean, both["b"].mean) == (3.0, 2.0)
-    again = unstacked(both, stacked(both) * 2)  # two ranks with the same
-    assert {name: each.mean for name, each in again.items()} == {"a": 3.0, "b": 2.0}
-    assert again["a"].count == 6
+    assert (one.mean, one.count) == (2.0, 2)
+    assert (one + measure(torch.tensor([5.0]))).mean == 3.0
     assert math.isnan(measure(torch.zeros(0)).mean)
 
 

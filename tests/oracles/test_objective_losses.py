@@ -16,7 +16,6 @@ from luthier.objectives import (
     PairSettings,
     SequenceScores,
     TokenSettings,
-    ValueHead,
     feedback_loss_sum,
     hidden_loss_sum,
     kl_baseline,
@@ -24,7 +23,6 @@ from luthier.objectives import (
     pair_loss_sum,
     pair_scores,
     reward_loss_sum,
-    rewards,
     sequence_scores,
     tail_discount,
     token_scores,
@@ -332,8 +330,7 @@ def test_reward_loss_is_trls(hf, center, margins):
     theirs = trainer.compute_loss(trainer.model, dict(batch))
     hidden_STD = trainer.model.model(**inputs, use_cache=False).last_hidden_state
     last_S = inputs["attention_mask"].sum(dim=1) - 1
-    head = ValueHead(weight_1D=trainer.model.score.weight)
-    rewards_S = rewards(hidden_STD[torch.arange(len(last_S)), last_S], head)
+    rewards_S = trainer.model.score(hidden_STD[torch.arange(len(last_S)), last_S]).squeeze(1)
     pairs_P2 = torch.tensor([[0, 3], [1, 4], [2, 5]])
     margins_P = None if margins is None else torch.tensor(margins)
     found = reward_loss_sum(rewards_S, pairs_P2, margins_P=margins_P, center_rewards=center or 0.0)

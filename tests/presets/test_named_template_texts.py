@@ -67,6 +67,7 @@ GOLDEN = {
         "Human: Who are you?</s>\nAssistant:⟦A model.</s>⟧\n"
     ),
     "plain": "<s>Be brief.Hello⟦Hi there</s>⟧Who are you?⟦A model.</s>⟧",
+    "paligemma": "<s>Be brief.\nHello\n⟦Hi there</s>⟧Who are you?\n⟦A model.</s>⟧",
     "llama2": (
         "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHello [/INST]⟦ Hi there </s>⟧<s>[INST] Who are you? [/INST]"
         "⟦ A model. </s>⟧"

@@ -50,13 +50,14 @@ def test_the_script_writes_the_same_bytes_again(
 ) -> None:
     monkeypatch.setattr("sys.argv", [str(SCRIPT), str(tmp_path)])
     script.main()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes(), name
+    for preset in ("tiny", *script.MEDIA_MODELS):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (tmp_path / preset / name).read_bytes() == (tokenizer_folder(preset) / name).read_bytes(), name
 
 
 def test_other_text_gives_another_tokenizer(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "PROSE", script.PROSE.replace("valley", "harbour"))
-    assert script.train_tokenizer().to_str() != TOKENIZER.to_str()
+    assert script.train_tokenizer(script.VOCAB_SIZE, script._texts()).to_str() != TOKENIZER.to_str()
 
 
 @given(st.text())

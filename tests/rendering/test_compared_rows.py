@@ -166,3 +166,41 @@ def test_every_side_has_its_margin_or_verdict_and_the_messages_of_the_user() -> 
     )
     filled = of_kind(RowKind.VERDICT, default_system="S").fill(bare)
     assert filled.comparison is not None and (filled.comparison.verdict, filled.comparison.users) == (0.0, {1})
+
+
+# -------------------------------------------------------------------------------------------------------- blank answers
+
+BLANK = assistant(" \n")
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "field"),
+    [
+        (replace(PAIR, chosen=(BLANK,)), RowKind.PAIR, "chosen"),
+        (replace(PAIR, chosen=(assistant("good"), user("why?"), BLANK)), RowKind.PAIR, "chosen"),
+        (replace(FEEDBACK, completion=(BLANK,)), RowKind.VERDICT, "completion"),
+        (replace(FEEDBACK, completion=(assistant(),)), RowKind.VERDICT, "completion"),
+    ],
+)
+def test_a_blank_answer_is_never_made_likelier(row: Row, kind: RowKind, field: str) -> None:
+    with pytest.raises(RowError, match="blank_answer: the answer that should become likelier is blank") as caught:
+        of_kind(kind).render(row)
+    assert (caught.value.reason, caught.value.field) == ("blank_answer", field)
+
+
+def test_a_blank_answer_of_the_worse_kind_teaches_that_silence_is_no_answer() -> None:
+    _, rejected = of_kind(RowKind.PAIR).render(replace(PAIR, rejected=(BLANK,))).paths
+    assert words(rejected, learned=True).endswith("<|im_end|>")
+    (bad,) = of_kind(RowKind.VERDICT).render(replace(FEEDBACK, completion=(BLANK,), desirable=False)).paths
+    assert words(bad, learned=True).endswith("<|im_end|>")
+
+
+def test_a_blank_answer_is_made_likelier_where_the_row_insists() -> None:
+    insists = replace(PAIR, chosen=(replace(BLANK, train=True),))
+    assert words(of_kind(RowKind.PAIR).render(insists).paths[0], learned=True).endswith("<|im_end|>")
+
+
+def test_a_thought_or_a_call_is_no_blank_answer_of_a_pair() -> None:
+    thinks = assistant(Thinking(text="Hm."), Text(text=""))
+    chosen, _ = of_kind(RowKind.PAIR, STRIPS).render(replace(PAIR, chosen=(thinks,))).paths
+    assert "<think>Hm.</think>" in words(chosen, learned=True)

@@ -155,7 +155,7 @@ def test_values_of_thinking_rows_with_parallel_calls(demo: Path) -> None:
 def test_values_of_media_rows(demo: Path) -> None:
     row = registered(demo, "mllm_demo")[0]
     assert isinstance(row, Conversation)
-    picture = Image(source=str(demo / "mllm_demo_data/1.jpg"))
+    picture = Image(source=str(demo / "mllm_demo_data/1.jpg"), root=str(demo))
     assert row.messages[0].parts == (picture, Text(text="Who are they?"))
     assert row.messages[2].parts == (Text(text="What are they doing?"), picture)
     assert Path(str(picture.source)).is_file()
@@ -165,7 +165,7 @@ def test_values_of_media_rows(demo: Path) -> None:
     v1 = unregistered(demo, "v1_multimodal_demo.jsonl")[0]
     assert isinstance(v1, Conversation)
     assert v1.messages[0].parts == (
-        Image(source=str(demo / "data/mllm_demo_data/1.jpg")),
+        Image(source=str(demo / "data/mllm_demo_data/1.jpg"), root=str(demo)),
         Text(text="Who are they?"),
     )
 

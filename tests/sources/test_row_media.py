@@ -28,10 +28,10 @@ def test_markers_take_the_media_of_their_kind_in_order_relative_to_the_file() ->
         videos=[["f1.png", "f2.png"]],
     )
     assert row.messages[0].parts == (
-        Image(source="data/1.png"),
+        Image(source="data/1.png", root="data"),
         Text(text="A"),
-        Video(source=("data/f1.png", "data/f2.png")),
-        Image(source="/abs/2.png"),
+        Video(source=("data/f1.png", "data/f2.png"), root="data"),
+        Image(source="/abs/2.png", root="data"),
         Text(text=" and <audio>"),
     )
 
@@ -40,7 +40,7 @@ def test_markers_take_the_media_of_their_kind_in_order_relative_to_the_file() ->
 def test_media_are_written_in_several_ways(item: Any) -> None:
     row = convert({"messages": [{"role": "user", "content": "<image>"}], "images": [item]}, media_root="/pictures")
     assert isinstance(row, Conversation)
-    assert row.messages[0].parts == (Image(source="/pictures/data/a.png"),)
+    assert row.messages[0].parts == (Image(source="/pictures/data/a.png", root="/pictures"),)
 
 
 def test_media_bytes_and_parts_without_a_reference() -> None:
@@ -67,4 +67,4 @@ def test_a_pair_whose_sides_both_hold_the_prompt_takes_each_picture_in_both() ->
     user = {"role": "user", "content": "<image>"}
     row = convert({"chosen": [user, ASSISTANT], "rejected": [user, ASSISTANT], "images": ["a.png"]})
     assert isinstance(row, Preference)
-    assert row.prompt[0].parts == (Image(source="data/a.png"),)
+    assert row.prompt[0].parts == (Image(source="data/a.png", root="data"),)

@@ -21,12 +21,11 @@ from luthier.records import Batch, Branch, Pack
 from luthier.train.attention import (
     PLAN,
     SEGMENTS,
-    AttentionPlan,
-    plan_attention,
     register_attention,
     segments_attention,
 )
 from luthier.train.attention_inputs import Isolation, attention_inputs, layer_windows, tree_mask_mod
+from luthier.train.attention_plan import AttentionPlan, plan_attention
 
 SAMPLES = [tree(9, 5, 7, seed=1), tree(6, 11, 4, seed=2), tree(8, 6, seed=3)]
 LEAVES = [segment for sample in SAMPLES for segment in sample.segments()]

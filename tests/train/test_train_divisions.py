@@ -15,6 +15,7 @@ from tiny_rows import epoch_steps, run_data
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.run_settings import units_of
+from luthier.train import pairs
 from luthier.train.checkpoint import OBJECTIVE_STATE
 from luthier.train.fit import fit_data
 from luthier.train.result import RunResult
@@ -35,8 +36,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "bco_pair": {"name": "dpo", "loss": "bco_pair"},
     "bco": {"name": "kto", "loss": "bco", "undesirable_weight": 0.05},
     "kto_pair": {"name": "dpo", "loss": "kto_pair", "beta": 0.5, "sft_weight": 1.0},
+    "aot": {"name": "dpo", "loss": "aot", "beta": 0.5},
+    "aot_unpaired": {"name": "dpo", "loss": "aot_unpaired", "beta": 0.5, "label_smoothing": 0.1},
 }
-WEIGHTED = ("sft", "dpo", "kto")
+WEIGHTED = ("sft", "dpo", "kto", "aot_unpaired")
 PACKED = {"train__packing": "best_fit", "micro_batches": ROWS}
 WHOLE = {"train__per_device_train_batch_size": ROWS}
 DIVISIONS: dict[str, dict[str, Any]] = {
@@ -92,11 +95,14 @@ def _state(result: RunResult) -> list[float]:
     return [value for each in json.loads(path.read_text()).values() for value in each.values()]
 
 
-def test_a_loss_that_sorts_micro_batches_does_depend_on_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """What the tests above compare can differ: AOT is one of the losses that the documentation excepts."""
-    OBJECTIVES["aot"] = {"name": "dpo", "loss": "aot_unpaired"}
-    whole = _run(tmp_path, tokenizer, "aot", "whole", **WHOLE)
-    single = _run(tmp_path, tokenizer, "aot", "single", **DIVISIONS["one row a micro-batch"])
+@pytest.mark.parametrize("objective", ["aot", "aot_unpaired"])
+def test_a_loss_that_sorted_micro_batches_would_depend_on_them(
+    tmp_path: Path, tokenizer: Tokenizer, objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: what the tests above compare can differ."""
+    whole = _run(tmp_path, tokenizer, objective, "whole", **WHOLE)
+    monkeypatch.setattr(pairs, "_is_whole_step", lambda batches: True)
+    single = _run(tmp_path, tokenizer, objective, "single", **DIVISIONS["one row a micro-batch"])
     assert abs(single.steps[2].loss / whole.steps[2].loss - 1) > 1e-3
     with pytest.raises(AssertionError):
         _require_same(single, whole, "single")
@@ -112,18 +118,21 @@ def test_the_kl_and_the_mean_reward_of_the_runs_compared_take_part(tmp_path: Pat
 
 # ------------------------------------------------------------------------------------------------------------- ranks
 
+IDLE = 5  # turns that each step has to spare
 SHARED_OUT = {
     "sft": {**PACKED, "train__per_device_train_batch_size": 2},
     "dpo": {**PACKED, "train__shared_prompts": True},
     "rm": {"train__per_device_train_batch_size": 3},
     "kto": {**PACKED, "train__shared_prompts": True},
     "bco_pair": {"train__per_device_train_batch_size": 1},
+    "aot_unpaired": {"train__per_device_train_batch_size": 3},
 }
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 def test_two_ranks_have_the_steps_of_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Ranks share out micro-batches; the KL, the mean reward and what a loss is divided by are those of all ranks."""
+    """Ranks share out micro-batches; the KL, the mean reward and what a loss is divided by are those of all ranks. For
+    turns in which neither has anything to learn, of which these steps have many, neither runs its model."""
     first, *others = jobs = [_job(tmp_path, objective, changes) for objective, changes in SHARED_OUT.items()]
     given = json.dumps([{**first, "then": others}])
     done = subprocess.run(
@@ -133,6 +142,10 @@ def test_two_ranks_have_the_steps_of_one(tmp_path: Path, tokenizer: Tokenizer) -
     for objective, job in zip(SHARED_OUT, jobs, strict=True):
         found = RunResult.load(Path(job["folder"]))
         assert found.world_size == 2
+        passes = [json.loads(Path(f"{job['folder']}.passes-{rank}").read_text()) for rank in range(2)]
+        assert all(map(any, zip(*passes, strict=True))), objective
+        answers_each = 2 if objective == "kto" else 1  # a step looks at as many others before, for its KL
+        assert answers_each * sum(map(sum, passes)) == sum(step.target_tokens for step in found.steps), objective
         _require_same(found, _run(tmp_path, tokenizer, objective, f"{objective} alone", **WHOLE), objective)
 
 
@@ -146,11 +159,12 @@ def _job(root: Path, objective: str, changes: dict[str, Any]) -> dict[str, Any]:
         "weighted": objective in WEIGHTED,
         "mode": "quiet",
         "ranks": 2,
+        "counted": True,
         "changes": {
             **{key: value for key, value in changes.items() if key != "micro_batches"},
             "objective": OBJECTIVES[objective],
             "train__max_steps": 3,
-            "train__gradient_accumulation_steps": accumulation,
+            "train__gradient_accumulation_steps": accumulation + IDLE,
             **EVALUATING,
             **saving,
         },

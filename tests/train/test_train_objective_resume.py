@@ -12,10 +12,11 @@ from tiny_runs import make_config
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.train.checkpoint import OBJECTIVE_STATE
-from luthier.train.compared_losses import FeedbackLosses, PairLosses
 from luthier.train.events import Event, StepDone
 from luthier.train.fit import fit_data
+from luthier.train.pairs import PairLosses
 from luthier.train.result import RunResult
+from luthier.train.verdicts import FeedbackLosses
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"name": "dpo"},

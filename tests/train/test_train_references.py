@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_rows import epoch_steps, run_data
-from tiny_runs import TINY
+from tiny_runs import TINY, make_config
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
@@ -183,6 +183,35 @@ def test_only_what_is_new_is_scored_and_what_others_computed_stays(run: Run, mon
     assert sum(scored) == 14
     run("all", {"name": "dpo"}, rows=range(14), train__packing="none")
     assert sum(scored) == 14, "both tables are one"
+
+
+def test_only_rows_that_the_steps_will_see_are_scored(
+    run: Run, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+    real = ReferenceModel.logps
+
+    def counting(self: ReferenceModel, batch: Any, *rest: Any) -> Any:
+        scored.append(len(batch.units))
+        return real(self, batch, *rest)
+
+    monkeypatch.setattr(ReferenceModel, "logps", counting)
+
+    def steps(number: int, store: str) -> RunResult:
+        few = {"train__max_steps": number, "train__per_device_train_batch_size": 2}
+        config = make_config(tmp_path / f"{store} {number}", objective={"name": "dpo"}, **few)
+        return fit_data(config, tokenizer, run_data(tmp_path / store, config, rows=range(12), held_out=range(12, 15)))
+
+    steps(1, "few")
+    assert sum(scored) == 2 + 3, "those of one step, and what is held out"
+    more = steps(4, "few")
+    assert sum(scored) == 8 + 3, "and those of three more"
+    scored.clear()
+    whole = steps(9, "all")
+    assert sum(scored) == 12 + 3, "each once, however often they come"
+    # what is planned for the first steps does not depend on how many there are
+    assert _losses(more)[0] == pytest.approx(_losses(whole)[0], rel=1e-6)
+    assert len(more.steps) == 4 and _losses(more)[3] < CHANCE
 
 
 def test_a_damaged_table_is_computed_again(run: Run, computed: list[int], tmp_path: Path) -> None:

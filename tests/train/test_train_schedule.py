@@ -9,6 +9,7 @@ import pytest
 
 from luthier.config.schema import Packing
 from luthier.packing import PlanSettings, SegmentTable
+from luthier.train.run_stream import trained_segments
 from luthier.train.schedule import Schedule
 
 
@@ -61,3 +62,23 @@ def test_tokens_of_a_step_leave_dummies_out() -> None:
     assert len(two.plan(0)) == 10  # nine and a dummy
     for step in range(3):
         assert one.num_tokens(step) == two.num_tokens(step) == (32 if step < 2 else 8)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("weight", [1.0, 0.5, 2.0])
+def test_the_segments_of_a_run_are_those_of_its_steps(steps: int, weight: float, ranks: int) -> None:
+    """Counted step by step: within an epoch, over its end, with a source of which an epoch sees a part."""
+    rows = np.arange(11, dtype=np.int64)
+    table = dataclasses.replace(SegmentTable.of_lengths(np.full(11, 8)), row_ids=rows, source_weights=(weight,))
+    settings = PlanSettings(packing=Packing.NONE, capacity=16, micro_batches_per_step=2, num_ranks=ranks, seed=3)
+    schedule = Schedule(table, settings, num_epochs=1, max_steps=steps)
+    seen = set()
+    for step in range(steps):
+        for slot in range(2):
+            place = schedule.micro_batch(step, slot)
+            if place is not None and place[1] < len(schedule.plan(place[0]).planned):
+                micro_batch = schedule.plan(place[0])[place[1]]
+                seen |= {int(segment) for pack in micro_batch.packs for segment in pack}
+    assert trained_segments(schedule, 11).tolist() == sorted(seen)
+    assert steps > 4 or len(seen) < 11, "control: few steps see a part of the rows"

@@ -1,7 +1,9 @@
 """Runs in processes of their own, for `test_train_process`: ``python tiny_process.py JOBS``.
 
 ``JOBS`` is a JSON list of ``{"folder", "mode", "ranks", "changes"}``. With ``"store"`` a run has rows of its
-objective from `tiny_rows` in place of segments; ``"then"`` are jobs that the same processes do afterwards. Each job is
+objective from `tiny_rows` in place of segments; ``"then"`` are jobs that the same processes do afterwards. With
+``"counted"`` each rank writes how many targets every pass of its policy had that was learned from, as a JSON list, to
+``FOLDER.passes-RANK``. Each job is
 forked, one process a rank, from this one, which has imported everything once. Prints the exit codes, a list for each
 job; standard error goes to ``FOLDER.stderr``.
 """
@@ -25,6 +27,7 @@ from tiny_runs import make_config, make_data, make_segments
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.train.events import Event, Saved, StepDone
 from luthier.train.fit import fit_data
+from luthier.train.passes import ModelPass
 
 
 def main() -> None:
@@ -67,7 +70,28 @@ def _run(job: dict[str, Any]) -> int:
         data = run_data(Path(job["store"]), config, **rows)
     else:
         data = make_data(make_segments(13), make_segments(5, seed=8), weights=(1.0, 1.0))
-    return fit_data(config, load_tokenizer("preset:tiny-qwen3"), data, on_event=LISTENERS[job["mode"]]).exit_code
+    passes = count_passes() if job.get("counted") else None
+    code = fit_data(config, load_tokenizer("preset:tiny-qwen3"), data, on_event=LISTENERS[job["mode"]]).exit_code
+    if passes is not None:
+        Path(f"{job['folder']}.passes-{os.environ.get('RANK', '0')}").write_text(json.dumps(passes))
+    return code
+
+
+def count_passes() -> list[int]:
+    """From here on grows by the number of targets of each pass with gradients."""
+    passes: list[int] = []
+
+    def counting(real: Any) -> Any:
+        def run(self: ModelPass, model: Any, batch: Any, *rest: Any) -> Any:
+            if torch.is_grad_enabled():
+                passes.append(batch.num_targets)
+            return real(self, model, batch, *rest)
+
+        return run
+
+    for name in ("scored", "rewards"):  # of language models, of reward models
+        setattr(ModelPass, name, counting(getattr(ModelPass, name)))
+    return passes
 
 
 def kill_in_step_5(event: Event) -> None:

@@ -2,6 +2,7 @@
 // The numbers behind the texts. All of them are put in as text, never as markup.
 const segments = JSON.parse(document.getElementById("data").textContent);
 const columns = ["index", "id", "name", "owner", "target", "weight", "segment", "position", "label"];
+const MOST_RUNS = 24;
 const placeOf = new WeakMap(); // element -> [segment, first token, number of tokens]
 
 document.querySelectorAll(".segment").forEach((article, number) => {
@@ -34,12 +35,24 @@ function numbersOf(segment, place) {
 const list = document.querySelector("#inspector dl");
 let pinned = null;
 
+// Runs of one value, "151655 ×50": the tokens of a picture are many, and most of them alike.
+function runs(values) {
+  const found = [];
+  values.forEach((value) => {
+    const last = found[found.length - 1];
+    if (last && last.value === value) last.count += 1;
+    else found.push({ value, count: 1 });
+  });
+  const words = found.slice(0, MOST_RUNS).map(({ value, count }) => (count > 1 ? `${value} ×${count}` : `${value}`));
+  return words.join(" ") + (found.length > MOST_RUNS ? " …" : "");
+}
+
 function inspect(element) {
   const [segment, place, size] = placeOf.get(element);
   const numbers = numbersOf(segment, place);
   if (size > 1) {
-    numbers.id = segment.ids.slice(place, place + size).join(" ");
-    numbers.name = segment.names.slice(place, place + size).join(" ");
+    numbers.id = runs(segment.ids.slice(place, place + size));
+    numbers.name = runs(segment.names.slice(place, place + size));
   }
   numbers.target = numbers.target || "only read";
   list.replaceChildren(...columns.filter((name) => numbers[name] !== "").map((name) => entry(name, numbers[name])));
@@ -56,22 +69,27 @@ function entry(name, value) {
   return row;
 }
 
+// The token that was pointed at: of a media item, whatever of its box.
+const shownAt = (event) => event.target.closest(".text b, .text i");
+
 document.addEventListener("pointerover", (event) => {
-  if (!pinned && placeOf.has(event.target)) inspect(event.target);
+  const element = shownAt(event);
+  if (!pinned && placeOf.has(element)) inspect(element);
 });
 
 document.addEventListener("click", (event) => {
-  if (!placeOf.has(event.target)) return;
-  const again = pinned === event.target;
+  const element = shownAt(event);
+  if (!placeOf.has(element)) return;
+  const again = pinned === element;
   if (pinned) pinned.classList.remove("pinned");
-  pinned = again ? null : event.target;
+  pinned = again ? null : element;
   if (pinned) pinned.classList.add("pinned");
-  inspect(event.target);
+  inspect(element);
 });
 
 const written = new WeakMap();
 document.getElementById("spaces").addEventListener("change", (event) => {
-  document.querySelectorAll(".text b, .text i").forEach((element) => {
+  document.querySelectorAll(".text b, .text i:not(.item)").forEach((element) => {
     if (!written.has(element)) written.set(element, element.textContent);
     const text = written.get(element);
     element.textContent = event.target.checked ? text.replaceAll(" ", "·") : text;

@@ -6,14 +6,18 @@ Nothing is opened or checked for existence here.
 from __future__ import annotations
 
 import binascii
+import math
 import os.path
 import re
 from base64 import b64decode
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
+
+import numpy as np
 
 from luthier.errors import RowError
 from luthier.records import Audio, Image, Media, Part, Text, Video
+from luthier.sources.formats.media_objects import image_bytes, sound_bytes
 from luthier.sources.rows import json_kind
 
 KINDS = ("image", "video", "audio")
@@ -76,19 +80,52 @@ def media_queue(columns: Mapping[str, Any], root: str) -> MediaQueue:
 
 
 def read_media(kind: str, item: Any, root: str) -> Media:
-    """One reference: a path, URL or data URI; ``{path, bytes, url}``; bytes; for videos also a list of frame paths."""
-    if kind == "video" and type(item) is list and item and all(type(frame) is str and frame for frame in item):
-        return Video(source=tuple(_join(frame, root) for frame in item))
-    source = _read_source(kind, item, root)
+    """One reference: a path or URL; bytes; a data URI or base64; ``{path, bytes, url}``, as the Hub's features are.
+
+    An image may be a PIL image or an array, a sound ``{array, sampling_rate}``, a video a list of images, also as
+    ``{frames, fps}``. Raises `RowError` (``bad_media``).
+    """
     match kind:
         case "image":
-            return Image(source=source)
-        case "video":
-            return Video(source=source)
+            source = _read_source(kind, item)
+            return Image(source=_join(source, root), root=_root_of(source, root))
         case "audio":
-            return Audio(source=source)
+            if type(item) is dict and item.get("array") is not None:
+                return Audio(source=sound_bytes(item["array"], item.get("sampling_rate")))
+            source = _read_source(kind, item)
+            return Audio(source=_join(source, root), root=_root_of(source, root))
+        case "video":
+            return _read_video(item, root)
         case _:
             raise AssertionError(f"no media kind {kind}")
+
+
+def names_media(item: Mapping[str, Any]) -> bool:
+    """Whether a part without a value of its own says which media it is: ``{"type": "image", "path": …}``."""
+    values = [item[key] for key in ("url", "path", "bytes", "base64", "data", "frames", "array") if key in item]
+    return any(not (value is None or (type(value) in (str, bytes) and not value)) for value in values)
+
+
+def _read_video(item: Any, root: str) -> Video:
+    fps = None
+    if type(item) is dict and item.get("frames") is not None:
+        fps = item.get("fps")
+        if fps is not None and not (type(fps) in (int, float) and 0 < fps < math.inf):
+            raise RowError("bad_media", f"fps is a number of frames a second, not {fps!r}")
+        item = item["frames"]
+        if type(item) is not list:
+            item = list(item) if isinstance(item, np.ndarray) and item.ndim == 4 else [item]
+    elif isinstance(item, np.ndarray) and item.ndim == 4:
+        item = list(item)
+    if type(item) is not list:
+        source = _read_source("video", item)
+        return Video(source=_join(source, root), root=_root_of(source, root))
+    if not item:
+        raise RowError("bad_media", "a video without frames")
+    frames = [_read_source("image", frame) for frame in item]
+    roots = {_root_of(frame, root) for frame in frames} - {None}
+    fps = None if fps is None else float(fps)
+    return Video(source=tuple(_join(frame, root) for frame in frames), root=roots.pop() if roots else None, fps=fps)
 
 
 def _read_column(kind: str, value: Any, root: str) -> list[Media]:
@@ -101,22 +138,34 @@ def _read_column(kind: str, value: Any, root: str) -> list[Media]:
         raise RowError(error.reason, error.detail, field=COLUMN_OF_KIND[kind]) from None
 
 
-def _read_source(kind: str, item: Any, root: str) -> str | bytes:
+def _read_source(kind: str, item: Any) -> str | bytes:
     if type(item) is str and item:
-        return _join(item, root)
+        return _read_data_uri(item) if item.startswith("data:") else item
     if type(item) is bytes and item:
         return item
     if type(item) is dict:
-        # Hugging Face's Image and Audio features: the bytes if the data set holds them, else a path.
+        # Hugging Face's Image, Audio and Video features: the bytes if the data set holds them, else a path.
         for key in ("bytes", "data", "base64"):
             if item.get(key):
                 return _read_bytes(item[key])
         for key in ("path", "url", kind):
             if type(item.get(key)) is str and item[key]:
-                return _join(item[key], root)
+                return _read_source(kind, item[key])
+    if kind == "image" and (data := image_bytes(item)) is not None:
+        return data
     raise RowError(
         "bad_media", f"an {kind} is a path, a URL or {{path, bytes}}, not {json_kind(item)} {str(item)[:60]!r}"
     )
+
+
+def _read_data_uri(uri: str) -> bytes:
+    """The bytes of ``data:image/png;base64,iVBO…``; the type that it states is not asked, as the bytes tell."""
+    head, comma, data = uri.partition(",")
+    if not comma:
+        raise RowError("bad_media", f"a data URI without a comma: {uri[:40]!r}")
+    if not head.lower().endswith(";base64"):
+        raise RowError("bad_media", f"a data URI that is not base64: {head[:40]!r}")
+    return _read_bytes(data)
 
 
 def _read_bytes(value: Any) -> bytes:
@@ -132,7 +181,16 @@ def _read_bytes(value: Any) -> bytes:
             raise RowError("bad_media", f"media bytes are base64 text, not {json_kind(value)}")
 
 
-def _join(path: str, root: str) -> str:
-    if "://" in path or path.startswith("data:") or not root:
-        return path
-    return os.path.join(root, path)
+@overload
+def _join(source: str, root: str) -> str: ...
+@overload
+def _join(source: str | bytes, root: str) -> str | bytes: ...
+def _join(source: str | bytes, root: str) -> str | bytes:
+    if isinstance(source, bytes) or "://" in source or root in ("", "."):
+        return source
+    return os.path.join(root, source)
+
+
+def _root_of(source: str | bytes, root: str) -> str | None:
+    """The folder that a path may not leave. ``""`` is the root of rows from the Hub: there is no such folder."""
+    return None if isinstance(source, bytes) or "://" in source or not root else root

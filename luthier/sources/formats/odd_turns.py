@@ -36,9 +36,9 @@ def settle_turns(messages: Sequence[Message], policy: SameRole) -> tuple[Sequenc
         previous = message.role
     if _begins_with_the_assistant(messages):
         notes.append((_FIRST, 1))
-    num_blank = sum(map(_is_blank_answer, messages))
+    num_blank = sum(message.is_blank_answer for message in messages)
     if num_blank:
-        messages = [replace(one, train=False) if _is_blank_answer(one) else one for one in messages]
+        messages = [replace(one, train=False) if one.is_blank_answer else one for one in messages]
         notes.append((BLANK_ANSWER, num_blank))
     return messages, tuple(notes)
 
@@ -100,11 +100,3 @@ def _joined(first: Message, second: Message) -> tuple[Text | Thinking | ToolCall
 def _cannot_merge(role: str, index: int, why: str) -> RowError:
     detail = f"two {role} messages in a row cannot be merged (data.same_role: merge): {why}"
     return RowError("same_role", detail, field=f"messages[{index}]")
-
-
-def _is_blank_answer(message: Message) -> bool:
-    return (
-        message.role == "assistant"
-        and message.train is None
-        and all(isinstance(part, Text) and part.train is None and not part.text.strip() for part in message.parts)
-    )

@@ -263,7 +263,7 @@ class Reading:
 
 @lru_cache(maxsize=1024)
 def _folder_of(file: str) -> str:
-    return os.path.dirname(file)
+    return os.path.dirname(file) or "."
 
 
 def _is_message_list(value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from luthier.errors import RowError
 from luthier.records import Message, Part, Text, Thinking, ToolCall
 from luthier.sources.formats.layout import FUNCTION_CALL, Tags
-from luthier.sources.formats.media import MediaQueue, read_media
+from luthier.sources.formats.media import MediaQueue, names_media, read_media
 from luthier.sources.formats.targets import mark_spans, read_flags, read_spans
 from luthier.sources.formats.thinking import split_thinking
 from luthier.sources.formats.tools import read_call, read_calls
@@ -178,7 +178,7 @@ def _read_media_part(item: dict[str, Any], kind: str, media: MediaQueue) -> Part
     for key in (kind, "value", media_kind):
         if item.get(key) is not None:
             return read_media(media_kind, item[key], media.root)
-    if any(item.get(key) for key in ("url", "path", "bytes", "base64", "data")):
+    if names_media(item):
         return read_media(media_kind, item, media.root)
     return media.take(media_kind)  # {"type": "image"}: the next one of the row's column
 

@@ -1,0 +1,153 @@
+"""A sample's media: does each item have the tokens that its size calls for, and is it where the row has it?
+
+Headers are read again and the processor is asked again, for every row. For some rows the media are decoded, too, and
+the processor itself is run on the rendered text: what it writes is what inference gives the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from luthier.check.show_media import header_words, numbers_along
+from luthier.check.verify_expected import ExpectedRow
+from luthier.check.verify_learned import Runs
+from luthier.check.verify_records import Check, Violation
+from luthier.check.verify_template import MediaReader, RowMedia
+from luthier.check.verify_tokens import ReferenceTokenizer, first_difference
+from luthier.errors import RowError
+from luthier.media import Decoded, MediaKind, decode, sampled_frames
+from luthier.records import AudioHeader, Media, MediaHeader, MediaItem, VideoHeader
+
+
+def media_faults(media: RowMedia | None, runs: Runs) -> Iterator[Violation]:
+    """Places, order and tokens of the items of each run; ``media`` are the row's, None if it has none."""
+    for number, segment in enumerate(runs.segments):
+        found = segment.media
+        if media is None:
+            if found:
+                what = f"the sequence has {len(found)} media items, the row none"
+                yield runs.fault(Check.MEDIA_PLACES, what, run=number, index=found[0].start)
+            continue
+        yield from _place_faults(media, number, runs)
+        if len(found) <= len(media.items):
+            yield from _token_faults(media, number, runs)
+    most = max((len(segment.media) for segment in runs.segments), default=0)
+    if media is not None and most < len(media.items):
+        yield runs.fault(Check.MEDIA_PLACES, f"the row has {len(media.items)} media items, the sample {most} of them")
+
+
+def processor_faults(expected: ExpectedRow, runs: Runs, text: str) -> Iterator[Violation]:
+    """Whether the processor, run on the row's rendered ``text`` and its decoded media, writes the expected ids."""
+    media = expected.media
+    assert media is not None, "asked only of rows with media"
+    reader = media.reader
+    try:
+        pairs = zip(media.items, media.headers, strict=True)
+        decoded = [(header, _decoded(item, header, reader)) for item, header in pairs]
+        output = reader.processor.run(text, [decoded[number] for number in media.order])
+    except RowError as error:
+        what = f"the processor cannot be given this row's media: {error.reason}: {error.detail}"
+        yield runs.fault(Check.PROCESSOR_TOKENS, what)
+        return
+    ids = np.asarray(output["input_ids"][0], dtype=np.int32)
+    wanted = expected.text_ids
+    if len(ids) == len(wanted) + 1 and int(ids[0]) == runs.tokenizer.bos_id:
+        ids = ids[1:]  # of tokenizers that put it before any text; who gives them a rendered prompt says not to
+    if not np.array_equal(ids, wanted):
+        place = first_difference(ids, wanted)
+        run = max(range(len(runs.segments)), key=lambda n: first_difference(wanted, runs.segments[n].input_ids))
+        what = f"the processor gives {len(ids)} tokens for this row, headers promise {len(wanted)}; {place} differs"
+        yield runs.fault(Check.PROCESSOR_TOKENS, what, run=run, index=place, expected=ids)
+
+
+def slot_ids(media: RowMedia, tokenizer: ReferenceTokenizer) -> list[int]:
+    """Ids that nothing but media brings into a row: what the processor writes for them and the template does not."""
+    written = {token for text in media.texts(len(media.items)) for token in tokenizer.control_strings(text)}
+    placeholders = set(media.reader.slots.tokens.values())
+    beside = set(tokenizer.control_strings(media.printed)) - placeholders
+    own = tokenizer.control.tokens - beside
+    return sorted(tokenizer.control_ids[token] for token in written | placeholders if token in own)
+
+
+def _place_faults(media: RowMedia, run: int, runs: Runs) -> Iterator[Violation]:
+    segment = runs.segments[run]
+    of_item = np.array([number is not None for number in numbers_along(segment.media, len(segment))], dtype=np.bool_)
+    outside = np.isin(segment.input_ids, slot_ids(media, runs.tokenizer)) & ~of_item
+    if outside.any():
+        first = int(outside.argmax())
+        what = f"{int(outside.sum())} media slots belong to no item, the first at token {first}"
+        yield runs.fault(Check.MEDIA_PLACES, what, run=run, index=first)
+    learned = of_item & segment.target
+    if learned.any():
+        what = f"{int(learned.sum())} tokens that stand for media are learned"
+        yield runs.fault(Check.NOTHING_SUPPLIED_TRAINED, what, run=run, index=int(learned.argmax()))
+    count = len(segment.media)
+    if count > len(media.items):
+        what = f"the sequence has {count} media items, the row {len(media.items)}"
+        yield runs.fault(Check.MEDIA_PLACES, what, run=run, index=segment.media[-1].start)
+        return
+    printed = [number for number in media.order if number < count]
+    for place, (item, number) in enumerate(zip(segment.media, printed, strict=True)):
+        if not _is_same(item, media.items[number], media.headers[number]):
+            expected = replace(item, media=media.items[number], header=media.headers[number])
+            what = f"item {place} of the sequence is {_words(item)}, and the row has {_words(expected)} there"
+            yield runs.fault(Check.MEDIA_PLACES, what, run=run, index=item.start)
+
+
+def _token_faults(media: RowMedia, run: int, runs: Runs) -> Iterator[Violation]:
+    segment, tokenizer = runs.segments[run], runs.tokenizer
+    control = np.array(sorted(tokenizer.control_ids.values()), dtype=np.int32)
+    count = len(segment.media)
+    printed = [number for number in media.order if number < count]
+    for item, number in zip(segment.media, printed, strict=True):
+        text = media.texts(count)[number]
+        wanted = [tokenizer.control_ids[token] for token in tokenizer.control_strings(text)]
+        ids = segment.input_ids[item.start : item.start + item.length]
+        found = ids[np.isin(ids, control)].tolist()
+        if found != wanted:
+            yield runs.fault(Check.MEDIA_TOKENS, _miscount(item, found, wanted, tokenizer), run=run, index=item.start)
+
+
+def _miscount(item: MediaItem, found: list[int], wanted: list[int], tokenizer: ReferenceTokenizer) -> str:
+    have, want = Counter(found), Counter(wanted)
+    odd = next((token for token in dict.fromkeys([*wanted, *found]) if have[token] != want[token]), None)
+    if odd is None:
+        return f"{_words(item)} has the tokens that its processor writes in another order"
+    name = tokenizer.decode([odd])
+    return f"{_words(item)} has {have[odd]} tokens {name}, and its processor writes {want[odd]} for this size"
+
+
+def _is_same(item: MediaItem, media: Media, header: MediaHeader) -> bool:
+    """Whether an item is the row's. What a row holds as bytes is a file of the same content in the store's folder."""
+    same_kind = type(item.media) is type(media)
+    named = isinstance(media.source, str)
+    return same_kind and _sizes(item.header) == _sizes(header) and (not named or item.media.source == media.source)
+
+
+def _sizes(header: MediaHeader) -> MediaHeader:
+    """A header without the version: bytes and the file that they were written to have two."""
+    if isinstance(header, VideoHeader) and header.audio is not None:
+        return replace(header, version="", audio=replace(header.audio, version=""))
+    return replace(header, version="")
+
+
+def _words(item: MediaItem) -> str:
+    source = item.media.source
+    name = f" ({source.rsplit('/', 1)[-1]})" if isinstance(source, str) and not source.startswith("data:") else ""
+    return f"{header_words(item)}{name}"
+
+
+def _decoded(item: Media, header: MediaHeader, reader: MediaReader) -> Decoded:
+    """An item as its processor is given it: the frames that it would choose, sound at its own rate."""
+    processor = reader.processor
+    frames, rate, hears = None, None, False
+    if isinstance(header, VideoHeader):
+        frames = sampled_frames(processor.settings(MediaKind.VIDEO), header)
+        hears = bool(reader.access.config.use_audio_in_video) and header.audio is not None
+    if isinstance(header, AudioHeader) or hears:
+        rate = int(processor.settings(MediaKind.AUDIO)["sampling_rate"])
+    return decode(item, header, reader.access, frame_indices=frames, sampling_rate=rate, with_audio=hears)

@@ -1,0 +1,155 @@
+"""Rows with media before they are encoded: headers are read, and the processor says what stands for each item."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from luthier.encoding.disk import Disk
+from luthier.errors import RowError
+from luthier.media import MediaAccess, MediaKind, MediaProcessor, probe
+from luthier.records import Media, MediaHeader, MediaItem, MediaPiece, TextPiece, Video
+from luthier.rendering.filled import Expansion, Filled
+from luthier.rendering.media_slots import NO_SLOTS, PLURAL, MediaSlots, kind_of_media
+
+
+@dataclass(frozen=True)
+class Measurer:
+    """Reads headers and counts tokens. ``load`` gives the model's processor, None if it has none; it is called once.
+
+    ``blobs`` is a folder for what rows hold themselves (bytes, data URIs): samples name files, so that pixels are not
+    in the store's shards. None keeps bytes where they are.
+    """
+
+    load: Callable[[], MediaProcessor | None]
+    access: MediaAccess
+    blobs: Path | None = None
+
+    @cached_property
+    def processor(self) -> MediaProcessor | None:
+        """The model's processor."""
+        return self.load()
+
+    def slots(self) -> MediaSlots:
+        """What stands for media in what the model's chat template prints."""
+        if self.processor is None:
+            return NO_SLOTS
+        kinds = self.processor.kinds
+        tokens: dict[str, str] = {kind: self.processor.placeholder(kind) for kind in kinds}
+        return MediaSlots(
+            tokens=tokens,
+            inline={kind: self.processor.inline(kind) for kind in kinds},
+            written=frozenset(tokens.values()) - self.processor.processor.tokenizer.get_vocab().keys(),
+        )
+
+    def measure(self, filled: Filled) -> Filled:
+        """The row with the expansions of its media. Raises `RowError` for media that cannot be used."""
+        return self._measured(filled, {})
+
+    def _measured(self, filled: Filled, known: dict[Media, MediaHeader]) -> Filled:
+        comparison = filled.comparison
+        if comparison is not None and comparison.rejected is not None:  # its media are those of the prompt, too
+            filled = replace(
+                filled, comparison=replace(comparison, rejected=self._measured(comparison.rejected, known))
+            )
+        if not filled.media:
+            return filled
+        media = tuple(map(self._filed, filled.media))
+        for item in media:
+            if item not in known:
+                known[item] = self._probed(item)
+        return self._expanded(filled, media, [known[item] for item in media])
+
+    def change(self, items: Sequence[MediaItem]) -> bytes | None:
+        """The versions that the items have now, if one of them has another than it had; None if all are as they were.
+
+        What cannot be opened any more has no version: it is found out again, and named, when its row is encoded.
+        """
+        versions = [self._version(item.media, item.header) for item in items]
+        if versions == [item.header.version for item in items]:
+            return None
+        return repr(versions).encode()
+
+    def _version(self, media: Media, header: MediaHeader) -> str:
+        try:
+            if isinstance(media.source, tuple):
+                return probe(media, self.access).version
+            with self.access.open(media.source, media.root) as content:
+                return content.version
+        except RowError:
+            return ""
+
+    def _expanded(self, filled: Filled, media: Sequence[Media], headers: Sequence[MediaHeader]) -> Filled:
+        processor = self.processor
+        assert processor is not None, "a model that takes no media has refused the row before"
+        following = _following(filled) if processor.looks_behind else ()
+        texts = processor.expand(headers, following)
+        shown = {max(numbers, default=-1) + 1 for numbers in _numbers(filled)}
+        for count in shown - {0, len(texts)}:  # a turn before the row's last item
+            if processor.expand(headers[:count], following[:count]) != texts[:count]:
+                raise RowError(
+                    "media_contexts",
+                    f"this model counts the tokens of an item by how many there are, and inference shows {count} of "
+                    f"the row's {len(texts)} items in one turn and all of them in another; make rows of one turn of it",
+                )
+        expansions = tuple(
+            Expansion(media=item, header=header, text=text, fold=_fold(processor, item))
+            for item, header, text in zip(media, headers, texts, strict=True)
+        )
+        return replace(filled, media=tuple(media), expansions=expansions)
+
+    def _probed(self, media: Media) -> MediaHeader:
+        try:
+            return probe(media, self.access)
+        except RowError as error:
+            raise type(error)(error.reason, error.detail, field=error.field or PLURAL[kind_of_media(media)]) from error
+
+    def _filed(self, media: Media) -> Media:
+        if self.blobs is None:
+            return media
+        if isinstance(media.source, bytes):
+            return replace(media, source=self._blob(media.source), root=str(self.blobs))
+        if isinstance(media, Video) and isinstance(media.source, tuple):
+            frames = tuple(self._blob(frame) if isinstance(frame, bytes) else frame for frame in media.source)
+            if frames != media.source:
+                if any(isinstance(frame, str) for frame in media.source):
+                    raise RowError("media_path", "a video's frames are files or bytes, not some of each")
+                return replace(media, source=frames, root=str(self.blobs))
+        return media
+
+    def _blob(self, content: bytes) -> str:
+        assert self.blobs is not None
+        path = self.blobs / hashlib.blake2b(content, digest_size=16).hexdigest()
+        if not path.exists():
+            disk = Disk()
+            disk.make_folder(self.blobs)
+            disk.publish(path, [content], durable=False)
+        return str(path)
+
+
+def _fold(processor: MediaProcessor, media: Media) -> int:
+    rule = processor.family.rule(MediaKind(kind_of_media(media)))
+    assert rule is not None, "a kind that the model does not take was refused before"
+    return rule.fold
+
+
+def _following(filled: Filled) -> list[str]:
+    """The text behind each item in the longest of the row's paths, up to the next item."""
+    paths = filled.blueprint.rendered(filled.values, filled.address).paths
+    found = [""] * len(filled.media)
+    for path in sorted(paths, key=len):
+        number = -1
+        for piece in path:
+            if isinstance(piece, MediaPiece):
+                number = piece.number
+                found[number] = ""
+            elif number >= 0:
+                found[number] += piece.text if isinstance(piece, TextPiece) else piece.token
+    return found
+
+
+def _numbers(filled: Filled) -> list[list[int]]:
+    return [[piece.number for piece in path if isinstance(piece, MediaPiece)] for path in filled.blueprint.paths]

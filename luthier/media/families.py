@@ -1,0 +1,210 @@
+"""What a family of multimodal models is: a row of data. The rows are in `rows_*.py`, joined in `table.py`.
+
+A row says, of a family's processor and model, what generic code has to know: how the tokens of a media item are
+counted from its header, how each output of the processor is batched, what stands along the token axis, which positions
+and which attention the model wants, and where its parts are. Generic code knows no family by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.errors import ModelError
+from luthier.records import MediaHeader
+
+
+class MediaKind(StrEnum):
+    """A modality; the value is how transformers spells it in ``image_token``, ``replace_video_token`` …"""
+
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
+
+
+class Attention(StrEnum):
+    """What the tokens of a segment may see of it."""
+
+    CAUSAL = "causal"
+    IMAGE_BLOCKS = "image_blocks"  # causal, but the slots of one item see each other both ways
+    PREFIX = "prefix"  # everything before the answer sees itself both ways; `PREFIX_TYPES` tell the model
+    CROSS = "cross"  # text attends to the pictures in layers of their own
+
+
+PREFIX_TYPES = "token_type_ids"  # 0 in the prefix, 1 from the answer on
+
+
+class Packing(StrEnum):
+    """Whether several segments may share a row of a batch."""
+
+    PACKED = "packed"
+    PADDED = "padded"
+
+
+class Settings:
+    """One part of a processor with the options that it will be called with.
+
+    ``settings["patch_size"]`` is the option of the call, else the part's attribute; raises `ModelError` if there is
+    neither: a formula that does not find what it counts with must not guess.
+    """
+
+    def __init__(self, processor: Any, part: Any, kwargs: Mapping[str, Any], *, stacked: bool = False) -> None:
+        self.processor = processor
+        self.part = part
+        self.kwargs = dict(kwargs)
+        self.stacked = stacked  # as the rule of this kind has it
+
+    def __getitem__(self, name: str) -> Any:
+        if (value := self.kwargs.get(name)) is not None:
+            return value
+        if not hasattr(self.part, name):
+            raise ModelError(
+                f"{type(self.part).__name__} has no setting {name!r}, which the token count of this family needs",
+                hint="the family's row describes another version of transformers, or of the processor's files",
+            )
+        return getattr(self.part, name)
+
+
+Measure = Callable[[Settings, Sequence[Any]], dict[str, Any]]
+# (settings, PIL images of each text) -> outputs of each, or None: the processor has to do it
+Quick = Callable[[Settings, Sequence[Sequence[Any]]], list[dict[str, Any]] | None]
+Replace = Callable[[Settings, dict[str, Any], int], str]
+# (settings, string of an item, whether an item of its kind is right before it, the text right behind it) -> string
+Seam = Callable[[Settings, str, bool, str], str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """How the items of one kind become tokens.
+
+    measure      (settings, headers of this kind in one context) -> what the processor computes of their sizes: the
+                 entries that its ``replace_<kind>_token`` reads, e.g. ``{"image_grid_thw": int64[N, 3]}``
+    replace      (settings, measured, index) -> the string for one item; None: the processor's ``replace_<kind>_token``
+    options      keys of the run's `media` section -> the processor's option, "size.longest_edge" for one inside a dict
+    stacked      the model takes all videos of a batch as one array: the most frames of ``media.max_frames`` are then
+                 how many each has, and those of a short video come several times
+    placeholder  the attribute of the processor that holds the token which chat templates print for an item
+    around       attributes with tokens that the class insists on around a placeholder, as its chat template writes them
+    quick        (settings, pictures of each text) -> the processor's outputs, the same in less time; it may say None
+    seam         what a processor changes where a string meets its neighbours; None: nothing
+    fold         positions of the encoder (patches, frames) that become one token: 4 where patches are merged 2 x 2.
+                 About, and of the usual models, for only the balance of steps depends on it
+    """
+
+    measure: Measure
+    replace: Replace | None = None
+    seam: Seam | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    quick: Quick | None = None
+    stacked: bool = False
+    placeholder: str = ""
+    around: tuple[str, str] = ("", "")
+    fold: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batching:
+    """How one output of the processor is joined over the samples of a row and over the rows of a batch.
+
+    axis      items lie along it: samples and rows are concatenated there
+    by_row    the first axis is the batch, ``axis`` the items of a row: rows are padded to the most items, and stacked
+    pad       axes that differ in size are filled up with it at their end, with a tuple along the last axis, of which
+              the last entry repeats; None: they have to agree
+    offset    the values are indices into that other output, flattened over its first ``offset_axes`` axes: the number
+              of what came before is added
+    """
+
+    axis: int = 0
+    by_row: bool = False
+    pad: float | tuple[float, ...] | None = None
+    offset: str | None = None
+    offset_axes: int = 1
+
+
+CAT = Batching()
+CAT_LAST = Batching(axis=-1)
+PAD_CAT = Batching(pad=0)
+STACK = Batching(axis=1, by_row=True, pad=0)
+
+# (processor, input_ids int64[T], the row's features) -> array with T first
+TokenInput = Callable[[Any, NDArray[np.int64], Mapping[str, Any]], NDArray[Any]]
+# (settings by kind, headers of one context in the order of their placeholders) -> the string for each of them
+ExpandTogether = Callable[[Mapping[MediaKind, Settings], Sequence[MediaHeader]], list[str]]
+# (strings of the items of one context, their kinds, settings by kind) -> the strings with their numbers
+Number = Callable[[Sequence[str], Sequence[MediaKind], Mapping[MediaKind, Settings]], list[str]]
+
+
+# (processor, text of placeholders, what other processors are called with) -> outputs, with the ids of the expanded text
+Call = Callable[[Any, str, Mapping[str, Any]], Mapping[str, Any]]
+# (the outputs for one sample) -> one more; None: it has nothing to say of this sample
+Derive = Callable[[Mapping[str, NDArray[Any]]], NDArray[Any] | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Modules:
+    """Where the parts of a model are: names of modules, as in ``model.get_submodule``; one may be missing."""
+
+    tower: tuple[str, ...]
+    projector: tuple[str, ...] = ()
+    language: tuple[str, ...] = ("model.language_model", "lm_head")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A row of the table.
+
+    processors    names of the processor classes that select the row; model_types: of the model's config
+    image …       how items of a kind become tokens; None: the model takes none
+    together      families whose strings depend on other kinds in the context (audio inside video) expand all at once
+    number        families that number the items of a context
+    batching      of each output that is not along the tokens; outputs that are not named are an error, never dropped
+    dropped       outputs that no model reads
+    opens         its processor puts a begin-of-sequence token before a prompt that has none
+    call          how the processor is called where its own call takes no media; None: like any other
+    derived       outputs that a processor leaves out where they say nothing in its call, but may in a batch
+    token_inputs  outputs along the tokens, computed from ids and features
+    positions     name of the scheme in `layout.position_schemes`; None: 1-D
+    packing       PADDED has a ``reason``, which the plan prints
+    """
+
+    name: str
+    processors: tuple[str, ...]
+    model_types: tuple[str, ...] = ()
+    image: Rule | None = None
+    video: Rule | None = None
+    audio: Rule | None = None
+    together: ExpandTogether | None = None
+    number: Number | None = None
+    batching: Mapping[str, Batching]
+    dropped: tuple[str, ...] = ()
+    opens: bool = False
+    call: Call | None = None
+    derived: Mapping[str, Derive] = field(default_factory=dict)
+    token_inputs: Mapping[str, TokenInput] = field(default_factory=dict)
+    positions: str | None = None
+    attention: Attention = Attention.CAUSAL
+    packing: Packing = Packing.PACKED
+    reason: str = ""
+    modules: Modules
+
+    @property
+    def along(self) -> tuple[str, ...]:
+        """Names of all that stands along the tokens beside ids and positions."""
+        return (*self.token_inputs, PREFIX_TYPES) if self.attention is Attention.PREFIX else tuple(self.token_inputs)
+
+    def rule(self, kind: MediaKind) -> Rule | None:
+        """How items of this kind become tokens; None where the model takes none."""
+        match kind:
+            case MediaKind.IMAGE:
+                return self.image
+            case MediaKind.VIDEO:
+                return self.video
+            case MediaKind.AUDIO:
+                return self.audio
+            case _:
+                raise ValueError(kind)

@@ -1,0 +1,58 @@
+"""The caps of the section ``media``, asked of headers, before anything is decoded. All raise `RowError`."""
+
+from __future__ import annotations
+
+from luthier.config.media import MediaConfig
+from luthier.errors import RowError
+from luthier.records import AudioHeader, ImageHeader, VideoHeader
+
+_SAMPLING_RATES = range(1_000, 768_001)
+
+
+def check_image(header: ImageHeader | VideoHeader, config: MediaConfig, name: str) -> None:
+    """An image, or the frames of a video: pixels, shortest side, ratio of the sides (``media_limit``)."""
+    width, height = header.width, header.height
+    if width * height > config.max_image_pixels:
+        what = f"{width} x {height} are {width * height:,} pixels"
+        raise _over(f"{what}, media.max_image_pixels is {config.max_image_pixels:,}", name)
+    short, long = min(width, height), max(width, height)
+    if short < config.min_image_side:
+        raise _over(f"{width} x {height} pixels, media.min_image_side is {config.min_image_side}", name)
+    if long > short * config.max_side_ratio:
+        ratio = f"one side is {long / short:.0f} times the other"
+        raise _over(f"{width} x {height}: {ratio}, media.max_side_ratio is {config.max_side_ratio:g}", name)
+
+
+def check_video(header: VideoHeader, config: MediaConfig, name: str) -> None:
+    """Frames, seconds (``media_limit``), and what holds for images; no frame at all is ``media_broken``."""
+    if header.num_frames < 1 or not header.fps > 0:
+        raise RowError("media_broken", f"{name} has {header.num_frames} frames at {header.fps:g} a second")
+    check_image(header, config, name)
+    if header.num_frames > config.max_video_frames:
+        raise _over(f"{header.num_frames:,} frames, media.max_video_frames is {config.max_video_frames:,}", name)
+    if header.seconds > config.max_video_seconds:
+        raise _over(f"{header.seconds:,.0f} s, media.max_video_seconds is {config.max_video_seconds:g}", name)
+
+
+def check_audio(header: AudioHeader, config: MediaConfig, name: str) -> None:
+    """Seconds (``media_limit``) and a sampling rate that there is (``media_broken``)."""
+    if header.sampling_rate not in _SAMPLING_RATES:
+        raise RowError("media_broken", f"{name} says {header.sampling_rate:,} samples a second")
+    if header.seconds > config.max_audio_seconds:
+        raise _over(f"{header.seconds:,.0f} s, media.max_audio_seconds is {config.max_audio_seconds:g}", name)
+    if header.seconds < config.min_audio_seconds:
+        what = f"{header.num_samples} samples at {header.sampling_rate:,} a second"
+        raise _over(f"{what} are less than media.min_audio_seconds, {config.min_audio_seconds:g}", name)
+
+
+def check_frames(header: VideoHeader, num_frames: int, config: MediaConfig, name: str) -> None:
+    """The memory that the chosen frames of a video take (``media_limit``)."""
+    size = num_frames * header.width * header.height * 3
+    if size > config.max_decoded_bytes:
+        what = f"{num_frames:,} frames of {header.width} x {header.height} are {size:,} bytes"
+        hint = f"media.max_decoded_bytes is {config.max_decoded_bytes:,}; lower media.fps or media.max_frames"
+        raise _over(f"{what}, {hint}", name)
+
+
+def _over(what: str, name: str) -> RowError:
+    return RowError("media_limit", f"{name}: {what}")

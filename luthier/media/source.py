@@ -1,0 +1,133 @@
+"""Where a model's processor is: a small record, known without any framework, that can be sent to a worker."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from luthier.config.media import MediaConfig
+from luthier.config.schema import ModelConfig
+from luthier.errors import ModelError
+from luthier.media.processor import PROCESSOR_FILES, MediaProcessor
+from luthier.presets import model_folder
+
+PRESET = "preset:"
+CONFIG = "config.json"
+DECIDING = ("transformers", "torchvision")  # libraries whose versions decide how many tokens an item takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaSource:
+    """A folder with a processor's files, None if the model has none; the options of the run.
+
+    ``config_folder`` has the model's ``config.json``; None: it is where the processor is.
+    """
+
+    folder: Path | None
+    options: MediaConfig
+    trust_remote_code: bool = False
+    config_folder: Path | None = None
+
+    @classmethod
+    def of_model(cls, tokenizer_folder: Path, model: ModelConfig, options: MediaConfig) -> MediaSource:
+        """The model's own folder, or that of its tokenizer, whichever has the processor's files.
+
+        A model of the Hub is described by what came with its tokenizer; where that is from elsewhere, by a few files of
+        its own that are fetched.
+        """
+        own = _own_folder(model)
+        places = (tokenizer_folder,) if own is None else (own, tokenizer_folder)
+        found = next((folder for folder in places if _has_processor(folder)), None)
+        described = next((folder for folder in places if (folder / CONFIG).is_file()), None)
+        return cls(folder=found, options=options, trust_remote_code=model.trust_remote_code, config_folder=described)
+
+    @classmethod
+    def of_folder(cls, folder: Path, options: MediaConfig) -> MediaSource:
+        """A folder that has to have a processor's files. Raises `ModelError`."""
+        if not _has_processor(folder):
+            raise ModelError(
+                f"{folder}: no processor in it ({', '.join(PROCESSOR_FILES)})",
+                hint="name the folder of a multimodal model, with the files of its processor",
+            )
+        return cls(folder=folder, options=options)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Covers all that decides how many tokens stand for an item; of a model without a processor it says so."""
+        if self.folder is None:
+            return "text"
+        digest = hashlib.sha256(self.options.model_dump_json(exclude={"cache"}).encode())
+        for name in PROCESSOR_FILES:
+            path = self.folder / name
+            digest.update(path.read_bytes() if path.is_file() else b"")
+        digest.update(self._model_type.encode())
+        for library in DECIDING:
+            digest.update(_version(library).encode())
+        return digest.hexdigest()
+
+    def model_config(self) -> dict[str, Any]:
+        """The model's ``config.json``; {} if there is none."""
+        folder = self.config_folder or self.folder
+        path = None if folder is None else folder / CONFIG
+        if path is None or not path.is_file():
+            return {}
+        found = json.loads(path.read_bytes())
+        assert isinstance(found, dict), f"{path} holds no object"
+        return found
+
+    def load(self) -> MediaProcessor | None:
+        """The processor, None if the model has none. Raises `ModelError` if its files are no processor's."""
+        if self.folder is None:
+            return None
+        return MediaProcessor.load(
+            str(self.folder),
+            self.options,
+            trust_remote_code=self.trust_remote_code,
+            model_type=self._model_type,
+        )
+
+    @property
+    def _model_type(self) -> str:
+        return str(self.model_config().get("model_type", ""))
+
+
+def _own_folder(model: ModelConfig) -> Path | None:
+    """Where the model's own files are; None: they came with its tokenizer, or cannot be had."""
+    name = model.name_or_path
+    if name.startswith(PRESET):
+        return model_folder(name.removeprefix(PRESET))
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    elsewhere = model.tokenizer_name_or_path not in (None, name)
+    return _fetched(name, model) if elsewhere and name.count("/") == 1 else None
+
+
+def _fetched(name: str, model: ModelConfig) -> Path | None:
+    """The files that describe a model of the Hub; None where it cannot be reached, which loading the model will say."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    wanted = [CONFIG, *PROCESSOR_FILES, *(["*.py"] if model.trust_remote_code else [])]
+    try:
+        return Path(snapshot_download(name, revision=model.revision, cache_dir=model.cache_dir, allow_patterns=wanted))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
+        return None
+
+
+def _has_processor(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in PROCESSOR_FILES)
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""

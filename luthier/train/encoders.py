@@ -1,0 +1,137 @@
+"""The encoders of a model that sees, run on single items: what they give, as arrays with names.
+
+Many classes of transformers take what `get_image_features` and `get_video_features` return as an input,
+``mm_encoder_outputs``, in the place of pixels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from luthier.collation.media_inputs import GRIDS
+from luthier.errors import ModelError
+from luthier.media import Family, merge_features
+from luthier.media.feature_files import ENCODER_OUTPUTS, ItemFeatures
+
+Value = TypeVar("Value")
+
+# No class takes computed features of sounds. Video comes first: some have one encoder for both, under pixel_values.
+_ENCODERS = {"video": "get_video_features", "image": "get_image_features"}
+_TAKEN = ("pooler_output", "deepstack_features")  # what forward methods read of an encoder's output
+_UNREAD = {"last_hidden_state", "hidden_states", "attentions"}
+_WITHOUT = "remove media.cache: the towers then run in each step"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoders:
+    """Those of one model, on its device. ``autocast``: to which type the run's steps cast, as `torch.autocast` does."""
+
+    model: PreTrainedModel
+    family: Family
+    device: torch.device
+    autocast: torch.dtype | None = None
+
+    @classmethod
+    def of(
+        cls, plain: PreTrainedModel, family: Family, *, device: torch.device, autocast: torch.dtype | None
+    ) -> Encoders:
+        """Of a model without its adapter's wrapper. Raises `ModelError` if its class takes no computed features."""
+        inner: Any = plain.base_model
+        for owner in (plain, inner):
+            if ENCODER_OUTPUTS in inspect.signature(owner.forward).parameters:
+                return cls(model=inner, family=family, device=device, autocast=autocast)
+        raise ModelError(
+            f"media.cache: encoder_features: {type(plain).__name__} (family {family.name}) takes no computed features",
+            hint=_WITHOUT,
+        )
+
+    def encode(self, outputs: Mapping[str, NDArray[Any]]) -> ItemFeatures:
+        """One item, from the processor's outputs for it. What no encoder takes (of a sound) is kept as it is.
+
+        Raises `ModelError` if an encoder gives what cannot be told apart by item.
+        """
+        kind, taken = self._chosen(outputs)
+        if kind is None:
+            return ItemFeatures(outputs=outputs, encoded={})
+        batch = merge_features(self.family, [taken])
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in batch.items()}
+        with torch.no_grad():
+            given = self._run(kind, tensors)
+        grids = {name for names in GRIDS.values() for name in names}
+        return ItemFeatures(
+            outputs={name: value for name, value in outputs.items() if name not in taken or name in grids},
+            encoded={f"{ENCODER_OUTPUTS}.{kind}.{name}": _array(value) for name, value in self._named(given)},
+        )
+
+    def depends_on(self, item: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> list[str]:
+        """Which of these parameters, by name, the features of an item (a batch of one) depend on."""
+        kind, taken = self._chosen(item)
+        if kind is None:
+            return []
+        with torch.enable_grad():
+            values = [value for _, value in self._named(self._run(kind, taken))]
+            total = torch.stack([value.float().sum() for value in values]).sum()
+            if not total.requires_grad:
+                return []
+            grads = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+        return [name for name, grad in zip(trained, grads, strict=True) if grad is not None]
+
+    def _run(self, kind: str, taken: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+        tensors = {name: value.to(self.device) for name, value in taken.items()}
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            given: Mapping[str, Any] = self._method(kind)(**tensors, return_dict=True)
+        return given
+
+    def _method(self, kind: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(self.model, _ENCODERS[kind])
+        return found
+
+    def _chosen(self, outputs: Mapping[str, Value]) -> tuple[str | None, dict[str, Value]]:
+        """The encoder that has all it needs among these outputs, and those that it takes."""
+        for kind, name in _ENCODERS.items():
+            if not hasattr(self.model, name):
+                continue
+            plain = [
+                p for p in inspect.signature(self._method(kind)).parameters.values() if p.kind is not p.VAR_KEYWORD
+            ]
+            needed = {parameter.name for parameter in plain if parameter.default is parameter.empty}
+            if needed and needed <= outputs.keys():
+                return kind, {p.name: outputs[p.name] for p in plain if p.name in outputs}
+        return None, {}
+
+    def _named(self, given: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Items joined: ``pooler_output`` (a, b) -> ``pooler_output.0``; of the fields of layers each for itself."""
+        fields = {name: value for name, value in given.items() if value is not None and name not in _UNREAD}
+        if unknown := sorted(fields.keys() - set(_TAKEN)) or ([] if fields else ["nothing to pass on"]):
+            raise ModelError(
+                f"media.cache: encoder_features: the encoder of {type(self.model).__name__} gives "
+                f"{', '.join(unknown)}, which is not kept item by item",
+                hint=_WITHOUT,
+            )
+        for name, value in fields.items():
+            if name == "deepstack_features":
+                for layer, features in enumerate(value):
+                    yield from _joined(f"{name}.{layer}", features)
+            else:
+                yield from _joined(name, value)
+
+
+def _joined(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    else:
+        yield f"{name}.0", torch.cat(list(value))
+
+
+def _array(value: torch.Tensor) -> NDArray[Any]:
+    flat = value.detach().cpu().contiguous()
+    found: NDArray[Any] = (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
+    return found

@@ -1,0 +1,63 @@
+"""What the objective of a run is made of, and the first rows that its models are tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from luthier.collation import CollateSettings, MediaInputs, collate_packs
+from luthier.config.schema import RunConfig
+from luthier.encoding.segments import SegmentIndex
+from luthier.records import Pack
+from luthier.train.chosen_isolation import ChosenIsolation
+from luthier.train.isolation_trial import TOKENS_TRIED
+from luthier.train.model import LoadedModel
+from luthier.train.streams import EvalStream, Segments
+from luthier.train.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveParts:
+    """What the objective of a run is made of.
+
+    model     the one that is trained, on its device, before anything wraps it
+    train     its segments; ``held_out`` those of evaluation, if there are any
+    passes    makes streams that go over each of these once, for what is computed beforehand
+    needed    int64, ascending: which segments of each of these the run will read
+    media     what makes features of media, of a model that sees or hears
+    """
+
+    config: RunConfig
+    model: PreTrainedModel | PeftModel
+    loaded: LoadedModel
+    vocabulary: Vocabulary
+    how: CollateSettings
+    device: torch.device
+    train: Segments
+    held_out: Segments | None
+    passes: Callable[[SegmentIndex], EvalStream]
+    needed: Callable[[SegmentIndex], NDArray[np.int64]]
+    num_sources: tuple[int, int]
+    media: MediaInputs | None = None
+
+
+def first_inputs(parts: ObjectiveParts, isolation: ChosenIsolation) -> dict[str, Any]:
+    """What a model is called with for the beginning of the first segment."""
+    first = parts.train[0]
+    cut = replace(
+        first, input_ids=first.input_ids[:TOKENS_TRIED], target=first.target[:TOKENS_TRIED], weight=None, media=()
+    )
+    batch = collate_packs(
+        [Pack(segments=(cut,))],
+        packed=parts.how.packed,
+        pad_token_id=parts.how.pad_token_id,
+        varlen=parts.how.varlen,
+    )
+    return isolation.inputs(isolation.arranged(batch, pad_token_id=parts.how.pad_token_id), device=parts.device)

@@ -1,0 +1,127 @@
+"""The parts of a model that sees or hears: towers, projectors, and its language model, which is all the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+from luthier.config.schema import Part
+from luthier.media.families import Family
+from luthier.media.table import FAMILIES
+
+MODALITIES = ("image", "video", "audio")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelParts:
+    """Names of the modules that are a model's towers and projectors. Of one inside the other, the inner counts.
+
+    Both are empty for a model of text alone.
+    """
+
+    tower: tuple[str, ...] = ()
+    projector: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.tower or self.projector)
+
+    def of(self, name: str) -> Part:
+        """The part that a module or parameter of this name belongs to."""
+        tower, projector = _depth(name, self.tower), _depth(name, self.projector)
+        if max(tower, projector) == 0:
+            return Part.LANGUAGE_MODEL
+        return Part.TOWER if tower > projector else Part.PROJECTOR
+
+    def outside(self, model: nn.Module, trained: Sequence[Part]) -> str | None:
+        """A regular expression for the names of all modules that are in none of these parts; None: there are none."""
+        names = [name for name, module in model.named_modules() if not any(True for _ in module.children())]
+        found = sorted({_pattern(name) for name in names if self.of(name) not in trained})
+        return "|".join(found) or None
+
+
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Whether transformers has a class for this config that takes pictures, videos or sounds beside text."""
+    return type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+
+def families_of(config: PretrainedConfig) -> list[Family]:
+    """The rows of the table that are of this kind of model; none for a model of text alone, or of an unknown kind."""
+    return [row for row in FAMILIES if config.model_type in row.model_types] if is_multimodal(config) else []
+
+
+def find_parts(model: PreTrainedModel) -> ModelParts:
+    """The parts, where the row of the model's family has them, else where transformers finds its encoders."""
+    if not is_multimodal(model.config):
+        return ModelParts()
+    there = {name for name, _ in model.named_modules()}
+    for family in families_of(model.config):
+        if not there.isdisjoint(family.modules.tower):
+            tower, projector = family.modules.tower, family.modules.projector
+            return ModelParts(
+                tower=tuple(name for name in tower if name in there),
+                projector=tuple(name for name in projector if name in there),
+            )
+    return _by_encoders(model)
+
+
+def text_attention(model: Any) -> str:
+    """The attention of the language model; towers may have another."""
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+def set_text_attention(model: Any, attention: str) -> None:
+    """Give the language model this attention and leave the towers theirs, which know nothing of segments."""
+    config = model.config
+    model.set_attn_implementation(_only_text(config, config.get_text_config(), attention))
+
+
+def _by_encoders(model: PreTrainedModel) -> ModelParts:
+    found = {id(encoder): encoder for kind in MODALITIES if (encoder := model.get_encoder(kind)) is not None}
+    names = {id(module): name for name, module in model.named_modules()}
+    tower = tuple(names[key] for key in found if names.get(key))  # a model without one answers with itself, named ""
+    decoder = names[id(model.get_decoder())]
+    kept = {id(model.get_decoder()), id(model.get_input_embeddings()), id(model.get_output_embeddings()), *found}
+    # what stands beside the towers and is neither decoder nor head takes the one to the other
+    around = {name.rpartition(".")[0] for name in tower if name.rpartition(".")[0] == decoder.rpartition(".")[0]}
+    projector = tuple(
+        f"{owner}.{name}" if owner else name
+        for owner in sorted(around)
+        for name, module in model.get_submodule(owner).named_children()
+        if id(module) not in kept and any(True for _ in module.parameters())
+    )
+    return ModelParts(tower=tower, projector=projector)
+
+
+def _only_text(config: PretrainedConfig, text: PretrainedConfig, attention: str) -> dict[str, Any]:
+    """As transformers takes it: a value for each config inside a config, "" for the config itself."""
+    if config is text:
+        return {"": attention}
+    inner = {key: getattr(config, key) for key in config.sub_configs}
+    return {
+        key: _only_text(each, text, attention)
+        for key, each in inner.items()
+        if isinstance(each, PretrainedConfig) and _holds(each, text)
+    }
+
+
+def _holds(config: PretrainedConfig, text: PretrainedConfig) -> bool:
+    return config is text or any(
+        isinstance(each, PretrainedConfig) and _holds(each, text)
+        for each in (getattr(config, key) for key in config.sub_configs)
+    )
+
+
+def _depth(name: str, owners: Iterable[str]) -> int:
+    """How long the name of the innermost of these modules is that holds ``name``; 0: none does."""
+    return max((len(owner) for owner in owners if name == owner or name.startswith(f"{owner}.")), default=0)
+
+
+def _pattern(name: str) -> str:
+    r"""``blocks.0.mlp.fc1`` -> ``blocks\.\d+\.mlp\.fc1``."""
+    return re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(name))

@@ -1,0 +1,422 @@
+"""Rows with media: what they are encoded to is what the model's own processor makes of the same conversation."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers as hf
+from PIL import Image as Pillow
+
+import luthier
+from luthier.config.schema import Overflow
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.shard import build_shard, freeze_sample
+from luthier.encoding.store import SampleStore, StoreWriter
+from luthier.errors import ModelError, RowError, TemplateError, UserError
+from luthier.layout import plan_windows
+from luthier.records import Image, ImageHeader, MediaItem
+from tests.media.media_files import image_file, picture
+from tests.media.tiny_folder import TEMPLATE, TEXT_TEMPLATE, write_folder
+
+SIZES = {"wide.png": (90, 40), "tall.png": (40, 90), "square.png": (64, 64)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("tiny-vl"))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("pictures")
+    for name, size in SIZES.items():
+        (found / name).write_bytes(image_file(picture(*size)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> Any:
+    return hf.AutoProcessor.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return luthier.load_tokenizer(folder)
+
+
+def chat(*turns: tuple[str, list[Any] | str]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def shown(pictures: Path, name: str) -> dict[str, str]:
+    return {"type": "image", "image": str(pictures / name)}
+
+
+def words(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def encoded(row: dict[str, Any], tokenizer: Any, processor: Any, pictures: Path, **options: Any) -> Any:
+    return luthier.encode(row, tokenizer, processor=processor, media={"roots": [str(pictures)]}, **options)
+
+
+def own_ids(row: dict[str, Any], processor: Any) -> list[int]:
+    """The ids of the model's own template and processor."""
+    messages, images = [], []
+    for message in row["messages"]:
+        content = message["content"]
+        for part in content if isinstance(content, list) else []:
+            if part["type"] == "image":
+                images.append(Pillow.open(part["image"]).convert("RGB"))
+        plain = (
+            [{"type": "image"} if p["type"] == "image" else p for p in content]
+            if isinstance(content, list)
+            else content
+        )
+        messages.append({"role": message["role"], "content": plain})
+    text = processor.apply_chat_template(messages)
+    return processor(text=[text], images=images or None)["input_ids"][0]
+
+
+ROWS = {
+    "one": [("user", ["wide.png", "Who?"]), ("assistant", "Ann.")],
+    "behind the words": [("user", ["Look: ", "tall.png"]), ("assistant", "Tall.")],
+    "two in a turn": [("user", ["wide.png", " or ", "tall.png", "?"]), ("assistant", "The first.")],
+    "two turns": [
+        ("user", ["square.png", "What?"]),
+        ("assistant", "A square."),
+        ("user", ["And this?", "wide.png"]),
+        ("assistant", "No square."),
+    ],
+    "nothing but pictures": [("user", ["wide.png", "square.png"]), ("assistant", "Yes.")],
+}
+
+
+def row_of(name: str, pictures: Path) -> dict[str, Any]:
+    turns = []
+    for role, content in ROWS[name]:
+        parts = (
+            [shown(pictures, p) if p in SIZES else words(p) for p in content] if isinstance(content, list) else content
+        )
+        turns.append((role, parts))
+    return chat(*turns)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_ids_are_those_of_the_models_own_processor(name: str, tokenizer: Any, processor: Any, pictures: Path) -> None:
+    row = row_of(name, pictures)
+    sample = encoded(row, tokenizer, processor, pictures)
+    (segment,) = sample.segments()
+    assert segment.input_ids.tolist() == own_ids(row, processor)
+    assert len(sample.media) == sum(
+        p in SIZES for _, content in ROWS[name] if isinstance(content, list) for p in content
+    )
+
+
+def test_items_are_their_slots_and_no_slot_is_learned(tokenizer: Any, processor: Any, pictures: Path) -> None:
+    sample = encoded(row_of("two turns", pictures), tokenizer, processor, pictures)
+    slot = tokenizer.control_id("<|image_pad|>")
+    inside = np.zeros(len(sample.input_ids), dtype=np.bool_)
+    for item in sample.media:
+        inside[item.start : item.start + item.length] = True
+        assert (item.header.width, item.header.height) in SIZES.values()
+    assert np.array_equal(inside, sample.input_ids == slot)
+    assert not sample.target[inside].any()
+    learned = tokenizer.decode(sample.input_ids[sample.target])
+    assert learned == "A square.<|im_end|>No square.<|im_end|>"
+
+
+def test_a_placeholder_in_the_users_text_stays_text(tokenizer: Any, processor: Any, pictures: Path) -> None:
+    row = chat(("user", [words("<|image_pad|><|vision_start|>"), shown(pictures, "wide.png")]), ("assistant", "Ann."))
+    sample = encoded(row, tokenizer, processor, pictures)
+    (item,) = sample.media
+    slots = sample.input_ids == tokenizer.control_id("<|image_pad|>")
+    assert int(slots.sum()) == item.length and item.start == int(slots.argmax())
+    assert tokenizer.decode(sample.input_ids).count("<|image_pad|>") == item.length + 1  # as letters
+    assert dict(sample.notes)["control string in text: <|image_pad|>"] == 1
+
+
+def test_a_template_of_text_has_the_token_written_into_it(
+    tmp_path: Path, processor: Any, tokenizer: Any, pictures: Path
+) -> None:
+    plain = luthier.load_tokenizer(write_folder(tmp_path, template=TEXT_TEMPLATE))
+    row = row_of("two in a turn", pictures)
+    (segment,) = encoded(row, plain, processor, pictures).segments()
+    text = plain.decode(segment.input_ids)
+    assert text.startswith("<|im_start|>user\n<|image_pad|>")
+    assert len(encoded(row, plain, processor, pictures).media) == 2
+
+
+def test_a_model_of_text_refuses_media(tokenizer: Any, pictures: Path) -> None:
+    with pytest.raises(RowError, match=r"media_kind: the row has images, and this model takes no media"):
+        encoded(row_of("one", pictures), tokenizer, None, pictures)
+
+
+def test_a_kind_that_the_model_does_not_take_is_named(tokenizer: Any, processor: Any, pictures: Path) -> None:
+    row = chat(("user", [{"type": "audio", "audio": str(pictures / "a.wav")}, words("Hm?")]), ("assistant", "A."))
+    with pytest.raises(RowError, match=r"media_kind: the row has audios, and this model takes images, videos"):
+        encoded(row, tokenizer, processor, pictures)
+
+
+def test_a_template_that_leaves_out_a_picture_is_refused(tmp_path: Path, processor: Any, pictures: Path) -> None:
+    shy = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    shy += "{% for c in m.content %}{% if c.type == 'image' and not (loop.first and loop.length > 2) %}<|image_pad|>"
+    shy += "{% elif 'text' in c %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    shy += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer = luthier.load_tokenizer(write_folder(tmp_path, template=shy))
+    with pytest.raises(RowError, match=r"media_places: the chat template printed <\|image_pad\|> 1 times for 2 items"):
+        encoded(row_of("two in a turn", pictures), tokenizer, processor, pictures)
+
+
+def test_an_answer_over_two_turns_has_each_picture_once_in_a_pair(
+    tokenizer: Any, processor: Any, pictures: Path
+) -> None:
+    row = {
+        "prompt": chat(("user", [shown(pictures, "wide.png"), words("Who?")]))["messages"],
+        "chosen": [{"role": "assistant", "content": "Ann."}],
+        "rejected": [{"role": "assistant", "content": "Bob."}],
+    }
+    sample = encoded(row, tokenizer, processor, pictures, objective="dpo")
+    assert len(sample.branches) == 3 and len(sample.media) == 1
+    assert sample.media[0].start + sample.media[0].length <= sample.branches[0].length
+    chosen, rejected = sample.segments()
+    assert chosen.media == rejected.media == sample.media
+
+
+def test_documents_have_media_between_their_texts(tokenizer: Any, processor: Any, pictures: Path) -> None:
+    from luthier.records import Document, Text
+
+    document = Document(parts=(Text(text="Before"), Image(source=str(pictures / "wide.png")), Text(text="after")))
+    sample = encoded(document, tokenizer, processor, pictures)  # type: ignore[arg-type]
+    (item,) = sample.media
+    assert tokenizer.decode(sample.input_ids[sample.target]).startswith("Beforeafter")
+    assert not sample.target[item.start : item.start + item.length].any()
+
+
+# ------------------------------------------------------------------------------------------------------- cutting
+
+
+def test_no_cut_goes_through_an_item(tokenizer: Any, processor: Any, pictures: Path) -> None:
+    (segment,) = encoded(row_of("two turns", pictures), tokenizer, processor, pictures).segments()
+    second = segment.media[1]
+    for max_length in range(1, len(segment)):
+        for overflow in (Overflow.TRUNCATE, Overflow.SPLIT):
+            for window in plan_windows(segment, max_length=max_length, overflow=overflow):
+                for item in segment.media:
+                    assert not item.start < window.start < item.start + item.length
+                    assert not item.start < window.stop < item.start + item.length
+    inside = second.start + 1
+    (window,) = plan_windows(segment, max_length=inside, overflow=Overflow.TRUNCATE)
+    assert window.stop == second.start
+
+
+def test_a_cut_keeps_items_where_their_slots_are(tokenizer: Any, processor: Any, pictures: Path) -> None:
+    from luthier.layout import take_window
+
+    (segment,) = encoded(row_of("two turns", pictures), tokenizer, processor, pictures).segments()
+    windows = plan_windows(segment, max_length=len(segment) - 1, overflow=Overflow.SPLIT)
+    cut = [take_window(segment, window) for window in windows]
+    slot = tokenizer.control_id("<|image_pad|>")
+    assert sum(len(piece.media) for piece in cut) == 2
+    for piece in cut:
+        for item in piece.media:
+            assert (piece.input_ids[item.start : item.start + item.length] == slot).all()
+
+
+# --------------------------------------------------------------------------------------------------------- store
+
+
+def test_a_stored_sample_has_its_media(tmp_path: Path, tokenizer: Any, processor: Any, pictures: Path) -> None:
+    sample = encoded(row_of("two turns", pictures), tokenizer, processor, pictures)
+    text = luthier.encode(chat(("user", "Hi"), ("assistant", "Hello")), tokenizer)
+    writer = StoreWriter(tmp_path / "store", fingerprint="f" * 64)
+    for number, each in enumerate((sample, text)):
+        writer.add(bytes([number]) * 32, freeze_sample(each))
+    writer.commit()
+    store = SampleStore.open(tmp_path / "store", fingerprint="f" * 64)
+    assert store[0].media == sample.media and store[1].media == ()
+    assert np.array_equal(store[0].input_ids, sample.input_ids)
+    assert store.have_media(np.array([1, 0, 1])).tolist() == [False, True, False]
+
+
+def test_every_kind_of_reference_survives_the_store() -> None:
+    from luthier.encoding.media_items import media_from_bytes, media_to_bytes
+    from luthier.records import Audio, AudioHeader, Video, VideoHeader
+
+    sound = AudioHeader(num_samples=7, sampling_rate=16000, version="b")
+    items = (
+        MediaItem(media=Image(source=b"\x00\xff", root="/r"), header=ImageHeader(width=3, height=4), start=0, length=2),
+        MediaItem(
+            media=Video(source=("a.png", "b.png"), fps=2.0),
+            header=VideoHeader(width=3, height=4, num_frames=2, fps=2.0, audio=sound, extracted=True, version="v"),
+            start=9,
+            length=1,
+        ),
+        MediaItem(media=Audio(source="c.wav"), header=sound, start=20, length=5),
+    )
+    assert media_from_bytes(media_to_bytes(items)) == items
+    assert build_shard([], []).entry.num_samples == 0
+
+
+def config_of(folder: Path, rows: Path, out: Path) -> Any:
+    from luthier.config.loading import load_config
+
+    path = out / "run.yaml"
+    path.write_text(
+        f"model: {{name_or_path: {folder}, random_init: true}}\n"
+        f"data: {{train: [{{path: {rows}}}], store: {out / 'store'}, workers: 0}}\noutput: {{dir: {out / 'run'}}}\n"
+    )
+    return load_config(path)
+
+
+def prepared(folder: Path, rows: Path, out: Path) -> Any:
+    from luthier.encoding.prepare import prepare
+
+    config = config_of(folder, rows, out)
+    return prepare(config, Encoder.from_config(config))
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_a_picture_that_changed_is_counted_again_and_one_that_did_not_is_not(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(image_file(picture(64, 64)))
+    row = chat(("user", [{"type": "image", "image": "a.png"}, words("Who?")]), ("assistant", "Ann."))
+    rows = write_rows(tmp_path / "rows.jsonl", row, chat(("user", "Hi"), ("assistant", "Ho")))
+    first = prepared(folder, rows, tmp_path)
+    assert first.num_encoded == 2
+    assert prepared(folder, rows, tmp_path).num_encoded == 0
+    (tmp_path / "a.png").write_bytes(image_file(picture(160, 64)))
+    again = prepared(folder, rows, tmp_path)
+    assert (again.num_encoded, again.num_reused) == (1, 1)
+    assert again.train[0].media[0].header.width == 160
+    assert prepared(folder, rows, tmp_path).num_encoded == 0
+
+
+def test_a_row_whose_picture_was_missing_is_tried_again(folder: Path, tmp_path: Path) -> None:
+    row = chat(("user", [{"type": "image", "image": "late.png"}, words("Who?")]), ("assistant", "Ann."))
+    others = [chat(("user", f"Hi {n}"), ("assistant", "Ho")) for n in range(30)]
+    rows = write_rows(tmp_path / "rows.jsonl", row, *others)
+    assert prepared(folder, rows, tmp_path).train.ledger.quarantined == {"media_missing": 1}
+    (tmp_path / "late.png").write_bytes(image_file(picture(64, 64)))
+    assert prepared(folder, rows, tmp_path).train.ledger.lost == 0
+
+
+def test_a_row_that_leaves_its_folder_stops_the_run(folder: Path, tmp_path: Path) -> None:
+    row = chat(("user", [{"type": "image", "image": "../../etc/passwd"}, words("Who?")]), ("assistant", "Ann."))
+    rows = write_rows(tmp_path / "rows.jsonl", row)
+    with pytest.raises(UserError, match=r"rows.jsonl:1.*media_outside"):
+        prepared(folder, rows, tmp_path)
+
+
+def test_what_rows_hold_themselves_is_kept_once_as_a_file(folder: Path, tmp_path: Path) -> None:
+    import base64
+
+    data = "data:image/png;base64," + base64.b64encode(image_file(picture(64, 64))).decode()
+    rows = [chat(("user", [{"type": "image", "image": data}, words(f"{n}?")]), ("assistant", "A.")) for n in range(3)]
+    found = prepared(folder, write_rows(tmp_path / "rows.jsonl", *rows), tmp_path)
+    (blob,) = (tmp_path / "store" / "media").iterdir()
+    assert Pillow.open(io.BytesIO(blob.read_bytes())).size == (64, 64)
+    sources = {item.media.source for row in range(3) for item in found.train[row].media}
+    assert sources == {str(blob)}
+
+
+def test_items_cut_in_half_are_refused() -> None:
+    from luthier.records import media_within
+
+    item = MediaItem(media=Image(source="a"), header=ImageHeader(width=1, height=1), start=4, length=3)
+    assert media_within([item], [slice(0, 2), slice(3, 9)]) == (replace(item, start=3),)
+    with pytest.raises(AssertionError, match="hold a part of the item at 4"):
+        media_within([item], [slice(0, 5)])
+
+
+def test_a_placeholder_that_text_could_hold_is_refused(tmp_path: Path, pictures: Path) -> None:
+    folder = write_folder(tmp_path)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    for entry in spec["added_tokens"]:
+        entry["special"] = entry["special"] and entry["content"] != "<|image_pad|>"
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<|image_pad|>", "<|image_' ~ 'pad|>"))
+    template = "{% set pad = '<|image_' ~ 'pad|>' %}" + TEMPLATE.replace("<|image_pad|>", "{{ pad }}")
+    (folder / "chat_template.jinja").write_text(template)
+    loose = luthier.load_tokenizer(folder)
+    assert "<|image_pad|>" not in loose.control.tokens
+    with pytest.raises(TemplateError, match=r"<\|image_pad\|> stands for images .* no control token"):
+        encoded(row_of("one", pictures), loose, hf.AutoProcessor.from_pretrained(folder), pictures)
+
+
+def test_a_placeholder_that_is_no_token_is_found_in_what_the_template_prints(tmp_path: Path, pictures: Path) -> None:
+    """As in Qianfan-OCR: the processor replaces text. Of the user it stays text."""
+    from tests.media.tiny_av_folders import template
+    from tests.media.tiny_processors import BUILDERS
+
+    made = copy.deepcopy(BUILDERS["qianfan_ocr"]())
+    made.tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    made.chat_template = template(image="<image>")
+    made.save_pretrained(tmp_path)
+    own, ours = hf.AutoProcessor.from_pretrained(tmp_path), luthier.load_tokenizer(tmp_path)
+    assert "<image>" not in ours.control.tokens
+    row = chat(("user", [words("See "), shown(pictures, "wide.png"), words("!")]), ("assistant", "Ann."))
+    sample = encoded(row, ours, own, pictures)
+    assert sample.input_ids.tolist() == own_ids(row, own)
+    assert (sample.input_ids == own.image_token_id).sum() == sample.media[0].length - 2  # and two marks around them
+    said = chat(("user", [words("<image>"), shown(pictures, "wide.png")]), ("assistant", "Ann."))
+    (item,) = encoded(said, ours, own, pictures).media
+    assert item.length == sample.media[0].length and item.start > len("<|im_start|>user\n") + len("<image>") - 1
+
+
+@pytest.mark.parametrize("prints", [False, True])
+def test_what_a_tokenizer_puts_before_a_text_is_before_a_prompt_of_its_processor(
+    prints: bool, tmp_path: Path, pictures: Path
+) -> None:
+    """LLaVA 1.5: its template prints no ``<s>``, and its processor encodes what was printed as any text."""
+    from tokenizers import processors
+
+    folder = write_folder(tmp_path, template="{{ bos_token }}" + TEMPLATE if prints else TEMPLATE)
+    own = hf.AutoProcessor.from_pretrained(folder)
+    post = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", own.tokenizer.bos_token_id)])
+    own.tokenizer.backend_tokenizer.post_processor = post
+    own.tokenizer.save_pretrained(folder)
+    ours = luthier.load_tokenizer(folder)
+    for row in (row_of("two turns", pictures), chat(("user", "Hi"), ("assistant", "Ho"))):
+        (segment,) = encoded(row, ours, own, pictures).segments()
+        assert segment.input_ids[0] == own.tokenizer.bos_token_id != segment.input_ids[1]
+        assert prints or segment.input_ids.tolist() == own_ids(row, own)  # where both do, `processor()` has it twice
+
+
+def test_a_processor_that_begins_prompts_itself_has_its_token_in_the_samples(tmp_path: Path, pictures: Path) -> None:
+    from tests.media.tiny_av_folders import template
+    from tests.media.tiny_processors import BUILDERS
+
+    made = copy.deepcopy(BUILDERS["molmo2"]())
+    made.tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    made.chat_template = template(image="<|image|>")
+    made.save_pretrained(tmp_path)
+    own, ours = hf.AutoProcessor.from_pretrained(tmp_path), luthier.load_tokenizer(tmp_path)
+    row = row_of("one", pictures)
+    (segment,) = encoded(row, ours, own, pictures).segments()
+    assert segment.input_ids.tolist() == own_ids(row, own)
+    assert segment.input_ids[0] == own.tokenizer.bos_token_id
+
+
+def test_a_processor_that_writes_what_its_tokenizer_does_not_have_is_refused(tmp_path: Path, pictures: Path) -> None:
+    from tests.media.tiny_av_folders import template
+    from tests.media.tiny_processors import BUILDERS, tiny_tokenizer
+
+    compass = BUILDERS["cohere_compass"]()
+    mixed = hf.CohereCompassProcessor(compass.image_processor, tiny_tokenizer(), compass.video_processor)
+    mixed.tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    mixed.chat_template = template(image="<|IMAGE_PAD|>", video="<|VIDEO_PAD|>")
+    mixed.save_pretrained(tmp_path)
+    own, ours = hf.AutoProcessor.from_pretrained(tmp_path), luthier.load_tokenizer(tmp_path)
+    with pytest.raises(ModelError, match=r"writes <\|IMAGE_PAD\|> .* not have"):
+        encoded(row_of("one", pictures), ours, own, pictures)

@@ -1,0 +1,94 @@
+"""Where a model's processor and config are found, wherever its tokenizer is from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from luthier.config.media import MediaConfig
+from luthier.config.schema import ModelConfig
+from luthier.encoding.tokenizer_files import find_files
+from luthier.loader.messages import MediaSetup
+from luthier.media import MediaSource
+from tests.media.tiny_folder import write_folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("whole"))
+
+
+def without(folder: Path, whole: Path, *names: str) -> Path:
+    shutil.copytree(whole, folder)
+    for name in names:
+        (folder / name).unlink()
+    return folder
+
+
+def of_model(tokenizer_folder: Path, name: str, **more: Any) -> MediaSource:
+    return MediaSource.of_model(tokenizer_folder, ModelConfig(name_or_path=name, **more), MediaConfig())
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, whole: Path, tmp_path: Path) -> list[list[str]]:
+    """The Hub has the whole folder as ``some/model``, and gives what it is asked for."""
+    asked: list[list[str]] = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        if name != "some/model":
+            raise LocalEntryNotFoundError(name)
+        asked.append(allow_patterns)
+        given = tmp_path / f"snapshot-{len(asked)}"
+        given.mkdir()
+        for path in whole.iterdir():
+            if path.name in allow_patterns:
+                shutil.copy(path, given)
+        return str(given)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return asked
+
+
+def test_a_model_of_the_hub_is_described_by_what_came_with_its_tokenizer(hub: list[list[str]]) -> None:
+    files = find_files("some/model", chat_template=None, revision="main", cache_dir=None)
+    source = of_model(files.folder, "some/model")
+    assert len(hub) == 1 and source.folder == files.folder
+    assert source.model_config()["model_type"] == "qwen2_5_vl"
+    processor = source.load()
+    assert processor is not None and processor.family.name == "qwen2_5_vl"
+
+
+def test_a_model_of_the_hub_with_a_tokenizer_from_elsewhere_has_its_own_processor(
+    hub: list[list[str]], whole: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "tokenizer"
+    elsewhere.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(whole / name, elsewhere)
+    source = of_model(elsewhere, "some/model", tokenizer_name_or_path=str(elsewhere))
+    assert len(hub) == 1 and "tokenizer.json" not in hub[0]
+    assert source.folder is not None and source.folder != elsewhere
+    assert source.model_config()["model_type"] == "qwen2_5_vl"
+    gone = of_model(elsewhere, "some/other", tokenizer_name_or_path=str(elsewhere))
+    assert gone.folder is None  # what cannot be reached has no processor; loading the model says why
+
+
+def test_a_processor_beside_the_tokenizer_has_the_config_of_the_model(whole: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    described = json.loads((whole / "config.json").read_text()) | {"model_type": "llavaonevision1_5"}
+    (model / "config.json").write_text(json.dumps(described))
+    processor = without(tmp_path / "processor", whole, "config.json")
+    source = of_model(processor, str(model), tokenizer_name_or_path=str(processor))
+    assert (source.folder, source.config_folder) == (processor, model)
+    assert source.model_config()["model_type"] == "llavaonevision1_5"
+    loaded = source.load()
+    assert loaded is not None and loaded.family.name == "llava_onevision1_5"  # one class, two families
+    assert source.fingerprint != of_model(processor, str(whole)).fingerprint
+    assert MediaSetup.of(source).inputs().source == source  # so workers count positions alike

@@ -1,0 +1,102 @@
+"""Two ranks train a model that sees, one of them on words alone: ``python tiny_vlm_ranks.py FOLDER NAME MODE …``.
+
+For each mode, ``blank`` or ``bare``, two processes take two steps and save their gradients of the second in
+``FOLDER/MODE-RANK.pt``. Prints the exit codes of the ranks, mode by mode, as JSON.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from tiny_vlms import TEXT, VLMS, packed_batch, seen, tiny_vlm
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from luthier.config.schema import AdapterConfig, Part
+from luthier.records import Batch
+from luthier.train.adapters import apply_adapter
+from luthier.train.attention_inputs import Isolation
+from luthier.train.blank_media import BlankMedia, needed_blanks
+from luthier.train.chosen_isolation import ChosenIsolation
+from luthier.train.head_tap import find_head
+from luthier.train.parts import find_parts
+from luthier.train.passes import ModelPass
+
+ALL = AdapterConfig(train_parts=list(Part))
+
+
+def rank_batch(name: str, rank: int) -> Batch:
+    """Of rank 0 with pictures, of rank 1 without."""
+    return packed_batch(name, [seen(name, 4, 6, seed=rank, image=rank == 0), seen(name, 7, 3, seed=9, image=rank == 0)])
+
+
+def trained_vlm(name: str, *, with_blanks: bool) -> tuple[torch.nn.Module, ModelPass]:
+    """All of its parts are trained, but for what no picture reaches."""
+    model = tiny_vlm(name)
+    apply_adapter(model, ALL)
+    vlm = VLMS[name]
+    blank = {
+        "image": {key: value * 0 - 1 if value.is_floating_point() else value for key, value in vlm.features().items()}
+    }
+    found: BlankMedia = needed_blanks(model, find_parts(model), blank, [])
+    isolation = ChosenIsolation(isolation=Isolation.POSITIONS, attention="sdpa", windows={})
+    forward = ModelPass(
+        isolation=isolation,
+        head=find_head(model),
+        device=torch.device("cpu"),
+        pad_token_id=TEXT["pad_token_id"],
+        blanks=found if with_blanks else None,
+    )
+    return model, forward
+
+
+def loss_of(model: torch.nn.Module, forward: ModelPass, batch: Batch) -> torch.Tensor:
+    scored, _ = forward.token_scores(model, batch)
+    return -scored.scores.logps_K.sum() + scored.anchor
+
+
+def _rank(folder: Path, name: str, mode: str, rank: int) -> None:
+    store = distributed.FileStore(str(folder / f"{mode}.store"), 2)
+    timeout = datetime.timedelta(seconds=20)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    model, forward = trained_vlm(name, with_blanks=mode == "blank")
+    wrapped = DistributedDataParallel(model)
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(wrapped, forward, rank_batch(name, rank)).backward()
+    torch.save({key: p.grad for key, p in model.named_parameters() if p.requires_grad}, folder / f"{mode}-{rank}.pt")
+
+
+def _fork(folder: Path, name: str, mode: str, rank: int) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        _rank(folder, name, mode, rank)
+        code = 0
+    except RuntimeError:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, name, *modes = sys.argv[1:]
+    codes = {}
+    for mode in modes:
+        processes = [_fork(Path(folder), name, mode, rank) for rank in range(2)]
+        codes[mode] = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    sys.stdout.write(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()
