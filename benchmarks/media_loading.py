@@ -147,7 +147,7 @@ class Work:
             **{f"luthier: {name}": spent for name, spent in ours.items()},
             "luthier: reading, joining, positions": epoch / BATCH - sum(ours.values()),
             **{f"transformers: {name}": spent for name, spent in theirs.items()},
-            "transformers: text, token types": whole - theirs["image processor"],
+            "transformers: processor, image processor included": whole,
         }
 
     def rates(self, num_workers: int, rounds: int) -> list[str]:

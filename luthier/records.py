@@ -224,7 +224,7 @@ class Message:
 
     @property
     def is_blank_answer(self) -> bool:
-        """Whether it is an assistant's and has no text but white space, no thought, no call, and no word on its loss."""
+        """Whether it is an assistant's with no text but white space, no thought, no call, and no word on its loss."""
         return (
             self.role == "assistant"
             and self.train is None

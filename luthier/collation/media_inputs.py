@@ -195,7 +195,7 @@ class MediaInputs:
 
 
 def _prefix_types(grid: Grid) -> NDArray[np.int64]:
-    """int64[B, T]: 0 up to the first target of each segment (or tree), which is written with all before it in sight, and
+    """int64[B, T]: 0 up to the first target of each segment (or tree), which is written with all before it seen, and
     1 from there on. Padding is 0.
     """
     types_BT = np.zeros(grid.ids_BT.shape, dtype=np.int64)

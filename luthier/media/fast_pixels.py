@@ -24,13 +24,13 @@ def write_patches(
 ) -> None:
     """Write ``(pixel - mean) / std`` into ``values_PV``, V = C * depth * A, by blocks of ``merge`` x ``merge`` patches.
 
-    ``H`` and ``W`` are multiples of ``patch * merge``; P is what they make.
+    ``H`` and ``W`` are multiples of ``patch * merge``; P is what they make. A fourth channel is left out.
     """
     height, width, channels = pixels_HWC.shape
-    assert channels == 3, f"{channels} channels"
+    assert channels in (3, 4), f"{channels} channels"
     assert height % (patch * merge) == 0 and width % (patch * merge) == 0, f"{width} x {height} in {patch * merge}"
     assert len(values_PV) == (height // patch) * (width // patch), f"{len(values_PV)} patches for {width} x {height}"
-    values_PCDA = values_PV.reshape(len(values_PV), channels, -1, patch * patch)
+    values_PCDA = values_PV.reshape(len(values_PV), 3, -1, patch * patch)
     assert np.shares_memory(values_PCDA, values_PV), "a copy would be filled and lost"
     _fill(pixels_HWC, mean_C, std_C, patch, merge, values_PCDA)
 
@@ -44,8 +44,8 @@ def _fill(
     merge: int,
     values_PCDA: NDArray[np.float32],
 ) -> None:
-    height, width, channels = pixels_HWC.shape
-    _, _, depth, area = values_PCDA.shape
+    height, width, _ = pixels_HWC.shape
+    _, channels, depth, area = values_PCDA.shape
     bytes_CA = np.empty((channels, area), dtype=np.uint8)  # one patch, sorted by channel: it stays in the nearest cache
     red_A, green_A, blue_A = bytes_CA[0], bytes_CA[1], bytes_CA[2]
     block = patch * merge

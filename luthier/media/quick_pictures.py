@@ -19,6 +19,7 @@ from luthier.records import ImageHeader
 
 if TYPE_CHECKING:
     import PIL.Image
+    import torch
 
 # The class whose arithmetic this is; heirs and look-alikes may differ.
 SAME_AS = "Qwen2VLImageProcessor"
@@ -83,15 +84,32 @@ def _write(
 
 
 def _fitted(settings: Settings, picture: PIL.Image.Image, grid: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """uint8[H, W, 3]: the picture resized to its grid of patches."""
-    import torch
+    """uint8[H, W, 3 or 4]: the picture resized to its grid of patches; a fourth channel means nothing."""
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional  # type: ignore[import-untyped]
 
-    pixels_HWC = np.array(picture if picture.mode == "RGB" else picture.convert("RGB"))
+    pixels_HWC = _pixels(picture if picture.mode == "RGB" else picture.convert("RGB"))
     size = [int(side) * settings["patch_size"] for side in grid[1:]]
     if list(pixels_HWC.shape[:2]) == size:
-        return pixels_HWC
-    pixels_1CHW = torch.from_numpy(pixels_HWC).permute(2, 0, 1)[None]
+        return np.asarray(pixels_HWC.numpy())
+    pixels_1CHW = pixels_HWC.permute(2, 0, 1)[None]
     resized = functional.resize(pixels_1CHW, size, interpolation=InterpolationMode.BICUBIC, antialias=True)
     return np.asarray(resized[0].permute(1, 2, 0).numpy())
+
+
+def _pixels(picture: PIL.Image.Image) -> torch.Tensor:
+    """uint8[H, W, 4], the memory of an RGB picture itself, which has a byte to spare for each pixel; or a copy,
+    [H, W, 3], where it lies in several pieces (from some four million pixels on) or Pillow is older than 11.2.
+    """
+    import pyarrow
+    import torch
+    from torch.utils.dlpack import from_dlpack
+
+    if hasattr(picture, "__arrow_c_array__"):
+        try:
+            memory = pyarrow.array(picture)
+        except ValueError:  # in pieces
+            pass
+        else:
+            return from_dlpack(memory.flatten()).view(picture.height, picture.width, -1)
+    return torch.from_numpy(np.array(picture))

@@ -27,6 +27,7 @@ Value = TypeVar("Value")
 _ENCODERS = {"video": "get_video_features", "image": "get_image_features"}
 _TAKEN = ("pooler_output", "deepstack_features")  # what forward methods read of an encoder's output
 _UNREAD = {"last_hidden_state", "hidden_states", "attentions"}
+_PIXELS = ("pixel_values", "pixel_values_videos")  # what forward methods refuse beside computed features
 _WITHOUT = "remove media.cache: the towers then run in each step"
 
 
@@ -56,9 +57,15 @@ class Encoders:
     def encode(self, outputs: Mapping[str, NDArray[Any]]) -> ItemFeatures:
         """One item, from the processor's outputs for it. What no encoder takes (of a sound) is kept as it is.
 
-        Raises `ModelError` if an encoder gives what cannot be told apart by item.
+        Raises `ModelError` if pixels are left, or an encoder gives what cannot be told apart by item.
         """
         kind, taken = self._chosen(outputs)
+        if left := [name for name in _PIXELS if name in outputs and name not in taken]:
+            raise ModelError(
+                f"media.cache: encoder_features: no encoder of {type(self.model).__name__} can be called with "
+                f"{' and '.join(left)} of a single item ({', '.join(sorted(outputs))})",
+                hint=_WITHOUT,
+            )
         if kind is None:
             return ItemFeatures(outputs=outputs, encoded={})
         batch = merge_features(self.family, [taken])

@@ -1,4 +1,4 @@
-"""Rows with media cost more than their tokens: the store knows what encoders run through, and steps are balanced by it."""
+"""Rows with media cost more than their tokens: the store knows what encoders run through, and steps are even by it."""
 
 from __future__ import annotations
 

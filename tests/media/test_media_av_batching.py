@@ -97,6 +97,7 @@ def assert_same(media: MediaProcessor, ours: dict[str, NDArray[Any]], own: dict[
     assert set(ours) == set(own) - skipped
     for key, value in ours.items():
         theirs = np.asarray(own[key])
+        theirs = theirs.astype(np.float32) if theirs.dtype == np.float64 else theirs  # as its tensors are
         assert value.dtype.kind == theirs.dtype.kind, key
         np.testing.assert_array_equal(value, theirs, err_msg=key)
 

@@ -114,3 +114,19 @@ def test_a_picture_that_breaks_the_quick_way_is_refused_by_itself() -> None:
     first, second = media.features_of([sample(SIZES[0]), thin])
     assert isinstance(second, RowError) and second.reason == "media_refused"
     assert is_same([first], [media.features(sample(SIZES[0]))])
+
+
+def test_a_fourth_channel_means_nothing() -> None:
+    pixels = np.asarray(picture(56, 84))
+    values = np.full((24, 1176), np.nan, dtype=np.float32)
+    write_patches(np.dstack([pixels, pixels[:, :, :1]]), MEAN, STD, values, patch=14, merge=2)
+    np.testing.assert_array_equal(values, written(pixels, 14, 2, 2))
+
+
+@pytest.mark.parametrize("size", [(56, 84), (300, 200), (2300, 2000)])
+def test_pictures_are_read_where_pillow_has_them(size: tuple[int, int]) -> None:
+    """As large as their grid, resized, and so large that Pillow has them in several pieces."""
+    media = MediaProcessor.of(BUILDERS["qwen2_vl"]())
+    own = media.processor.image_processor([picture(*size)], return_tensors="pt")
+    made = media.features(sample(size))
+    np.testing.assert_array_equal(made["pixel_values"], own["pixel_values"].numpy(), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tiny_vlms import VLMS, alone_inputs, seen, tiny_vlm
@@ -66,3 +67,13 @@ def test_flat_inputs_become_what_models_take() -> None:
     assert image.deepstack_features == ((torch.zeros(1),), (torch.ones(1),))
     assert isinstance(video.pooler_output, tuple) and not hasattr(video, "deepstack_features")
     assert with_encoder_outputs({"input_ids": inputs["input_ids"]}).keys() == {"input_ids"}
+
+
+def test_pixels_that_no_encoder_takes_are_named_and_sounds_are_kept_as_they_are() -> None:
+    model = tiny_vlm("llava")
+    encoders = Encoders.of(model, families_of(model.config)[0], device=torch.device("cpu"), autocast=None)
+    with pytest.raises(ModelError, match=r"LlavaModel can be called with pixel_values_videos of a single"):
+        encoders.encode({"pixel_values_videos": np.zeros((1, 2, 3, 56, 56), dtype=np.float32)})
+    sound = {"input_features": np.zeros((1, 8, 20), dtype=np.float32)}
+    kept = encoders.encode(sound)
+    assert kept.outputs == sound and not kept.encoded
