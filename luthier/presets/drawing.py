@@ -67,7 +67,8 @@ def _shape(mask: Mask, rng: Random) -> NDArray[np.bool_]:
     y, x = (CELL / 2 + rng.uniform(-slack, slack) for _ in range(2))
     points = np.arange(CELL) + 0.5  # the middle of each pixel
     down, right = ((points - y) / radius)[:, None], ((points - x) / radius)[None, :]
-    return mask(down, right) & (abs(down) <= 1) & (abs(right) <= 1)
+    within: NDArray[np.bool_] = (abs(down) <= 1) & (abs(right) <= 1)
+    return mask(down.astype(np.float64), right.astype(np.float64)) & within
 
 
 def _digit(digit: str, rng: Random) -> NDArray[np.bool_]:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import luthier
 from luthier.errors import ModelError
 from luthier.presets import model_folder, model_names, tokenizer_folder
-from luthier.presets.datasets import dataset_names
+from luthier.presets.datasets import dataset_names, dataset_rows
 
 transformers: Any = pytest.importorskip("transformers")
 
+TEXT = ("tiny-llama", "tiny-qwen3")
+SEEING_OR_HEARING = ("tiny-qwen2-audio", "tiny-qwen3-vl")
 NUM_PARAMETERS = {"tiny-llama": 1_278_912, "tiny-qwen3": 1_279_040}
 CLASSES = {"tiny-llama": "LlamaForCausalLM", "tiny-qwen3": "Qwen3ForCausalLM"}
 
 
 def test_names_are_listed() -> None:
-    assert model_names() == ("tiny-llama", "tiny-qwen3")
-    assert dataset_names() == ("feedback", "preferences", "preferences_sft", "skills")
+    assert model_names() == ("tiny-llama", "tiny-qwen2-audio", "tiny-qwen3", "tiny-qwen3-vl")
+    assert dataset_names() == ("feedback", "pictures", "preferences", "preferences_sft", "skills", "sounds")
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
@@ -43,8 +47,17 @@ def test_a_model_and_its_tokenizer_agree(name: str) -> None:
 
 
 def test_folders_hold_plain_files_and_no_weights() -> None:
-    for name in model_names():
+    for name in TEXT:
         assert sorted(path.name for path in model_folder(name).iterdir()) == ["config.json", "generation_config.json"]
+    for name in SEEING_OR_HEARING:
+        assert sorted(path.name for path in model_folder(name).iterdir()) == [
+            "chat_template.jinja",
+            "config.json",
+            "generation_config.json",
+            "processor_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
     assert sorted(path.name for path in tokenizer_folder("tiny").iterdir()) == [
         "chat_template.jinja",
         "tokenizer.json",
@@ -53,8 +66,33 @@ def test_folders_hold_plain_files_and_no_weights() -> None:
     assert isinstance(json.loads((model_folder("tiny-qwen3") / "config.json").read_text()), dict)
 
 
-def test_every_model_shares_the_tiny_tokenizer() -> None:
-    assert {tokenizer_folder(name) for name in ("tiny", *model_names())} == {tokenizer_folder("tiny")}
+def test_every_model_of_text_shares_the_tiny_tokenizer() -> None:
+    assert {tokenizer_folder(name) for name in ("tiny", *TEXT)} == {tokenizer_folder("tiny")}
+
+
+@pytest.mark.parametrize("name", SEEING_OR_HEARING)
+def test_a_model_that_sees_or_hears_has_all_in_its_folder(name: str) -> None:
+    assert tokenizer_folder(name) == model_folder(name)
+    processor = transformers.AutoProcessor.from_pretrained(model_folder(name))
+    config = transformers.AutoConfig.from_pretrained(model_folder(name))
+    model = transformers.AutoModelForMultimodalLM.from_config(config)
+    assert type(model).__name__ == config.architectures[0]
+    assert model.get_input_embeddings().num_embeddings >= len(processor.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "kind"), [("pictures", "tiny-qwen3-vl", "image"), ("sounds", "tiny-qwen2-audio", "audio")]
+)
+def test_generated_media_are_encoded_for_the_model_that_takes_them(dataset: str, model: str, kind: str) -> None:
+    processor = transformers.AutoProcessor.from_pretrained(model_folder(model))
+    tokenizer = luthier.load_tokenizer(f"preset:{model}")
+    rows = list(itertools.islice(dataset_rows(dataset, "train"), 40))
+    assert rows == list(itertools.islice(dataset_rows(dataset, "train"), 40))
+    assert not {repr(row) for row in rows} & {repr(row) for row in dataset_rows(dataset, "test")}
+    for row in rows:
+        sample = luthier.encode({"messages": row["messages"]}, tokenizer, processor=processor)
+        assert sample.media and sample.target.any()
+        assert {type(item.media).__name__.lower() for item in sample.media} == {kind}
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
@@ -71,7 +109,6 @@ def test_a_name_is_never_a_path(name: str) -> None:
 
 
 def test_folders_lie_in_the_package() -> None:
-    import luthier.presets
 
-    package = Path(luthier.presets.__file__).parent
+    package = Path(luthier.__file__).parent / "presets"
     assert all(package in folder.parents for folder in (model_folder("tiny-qwen3"), tokenizer_folder("tiny")))
