@@ -138,7 +138,8 @@ class Units:
     def cut(self, read: UnitBytes) -> CutUnit:
         """The rows of what was read last."""
         raw = b"".join(read.parts)
-        num_lines = raw.count(b"\n") + (read.more > 0)
+        # a line that goes on behind the unit is its own, and so is one that the file ends in
+        num_lines = raw.count(b"\n") + (read.more > 0 or (bool(raw) and not raw.endswith(b"\n")))
         first_line = self._lines_before(read.unit.file, read.start)
         self._line_counts[read.unit.file.path] = (read.stop, first_line + num_lines)
         rows = _rows_of_lines(read.unit.file, raw, read.more, first_line=first_line, is_first=read.is_first)

@@ -14,7 +14,7 @@ from luthier.config.media import MediaConfig
 from luthier.config.schema import ModelConfig
 from luthier.errors import ModelError
 from luthier.media.processor import PROCESSOR_FILES, MediaProcessor
-from luthier.presets import model_folder
+from luthier.presets import model_folder, model_names
 
 PRESET = "preset:"
 CONFIG = "config.json"
@@ -100,7 +100,8 @@ def _own_folder(model: ModelConfig) -> Path | None:
     """Where the model's own files are; None: they came with its tokenizer, or cannot be had."""
     name = model.name_or_path
     if name.startswith(PRESET):
-        return model_folder(name.removeprefix(PRESET))
+        own = name.removeprefix(PRESET)
+        return model_folder(own) if own in model_names() else None  # a tokenizer's name, where no model is needed
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

@@ -186,8 +186,13 @@ def _require_every_part(recording: Recording, span: Span, history: RowHistory) -
         if owner.message == span.message and owner.part is not None:
             printed.setdefault(owner.part, []).append(recording.sketch[position])
     for index, part in enumerate(history.row.messages[span.message].parts):
-        if is_media(part):  # `place_media` has seen to these
-            continue
+        if is_media(part):
+            raise RowError(
+                "media_answer",
+                "a picture, video or sound in an answer that is learned, and no model here makes any: take it out, or "
+                "set the message's train to false",
+                field=f"messages[{span.message}]",
+            )
         chars = printed.get(index, [])
         if any(history.keeps(char) for char in chars):
             continue

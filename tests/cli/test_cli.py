@@ -332,10 +332,14 @@ def test_the_packaged_quickstart_is_the_example() -> None:
     assert (ROOT / "cli" / "quickstart.yaml").read_bytes() == (REPOSITORY / "examples" / "quickstart.yaml").read_bytes()
 
 
+RAISED = ("RowError", "RowDropped", "RowForbidden")
+TABLED = {"media_missing"}  # reasons that a table gives for numbers of the operating system
+
+
 def reasons_in(source: str) -> set[str]:
-    """Every reason that a module gives to `RowError` or `RowDropped` as a literal."""
+    """Every reason that a module gives to `RowError` or one of its kind as a literal."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("RowError", "RowDropped")]
+    named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in RAISED]
     first = [call.args[0] for call in named if call.args]
     return {one.value for one in first if isinstance(one, ast.Constant) and isinstance(one.value, str)}
 
@@ -346,7 +350,7 @@ def test_every_reason_is_documented() -> None:
     documented = set(re.findall(r"^\| `([a-z_0-9]+)` \|", page, re.MULTILINE))
     assert len(used) > 30
     assert used - documented == set()
-    assert documented - used - {"held_out", "repeated", "window_without_target"} == set()
+    assert documented - used - TABLED - {"held_out", "repeated", "window_without_target"} == set()
 
 
 def test_the_search_for_reasons_finds_them() -> None:

@@ -53,3 +53,9 @@ def test_digests_tell_ids_apart_as_they_are_written_wherever_they_stand() -> Non
     assert found[0] == found[1] != 0 and len(set(found[:4].tolist())) == 3
     assert found[4:].tolist() == [0, 0, 0, 0]
     assert id_digests([rows[6]]).size == 0, "a portion whose first rows have no id is looked at no further"
+
+
+def test_a_file_need_not_end_its_last_line(tmp_path: Path) -> None:
+    assert "blank_line" not in _notes(tmp_path, (_line("a", id=1) + _line("b", id=2)).rstrip("\n"))
+    (tmp_path / "rows.jsonl").unlink()
+    assert _notes(tmp_path, ("\n" + _line("c", id=1) + _line("d", id=2)).rstrip("\n"))["blank_line"] == 1

@@ -420,3 +420,15 @@ def test_a_processor_that_writes_what_its_tokenizer_does_not_have_is_refused(tmp
     own, ours = hf.AutoProcessor.from_pretrained(tmp_path), luthier.load_tokenizer(tmp_path)
     with pytest.raises(ModelError, match=r"writes <\|IMAGE_PAD\|> .* not have"):
         encoded(row_of("one", pictures), ours, own, pictures)
+
+
+def test_a_picture_in_an_answer_is_refused_unless_it_is_context(tokenizer: Any, processor: Any, pictures: Path) -> None:
+    answer = {"role": "assistant", "content": [words("Here: "), shown(pictures, "wide.png")]}
+    row = {"messages": [{"role": "user", "content": "Draw."}, answer]}
+    with pytest.raises(RowError, match=r"messages\[1\] media_answer: a picture, video or sound in an answer"):
+        encoded(row, tokenizer, processor, pictures)
+    follow = [{"role": "user", "content": "Again."}, {"role": "assistant", "content": "No."}]
+    sample = encoded(
+        {"messages": [row["messages"][0], {**answer, "train": False}, *follow]}, tokenizer, processor, pictures
+    )
+    assert tokenizer.decode(sample.input_ids[sample.target]) == "No.<|im_end|>" and len(sample.media) == 1
