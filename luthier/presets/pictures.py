@@ -1,4 +1,4 @@
-"""The data set ``preset:pictures``: questions about small pictures, learnable from nothing in a few minutes.
+"""The data set ``preset:pictures``: questions about small pictures, drawn anew from a seed.
 
 Seven skills. What is asked for is a thing (a red cross) in a place; that combination alone decides whether the question
 is held out, so that ``test`` asks for things where ``train`` never asked for them:

@@ -1,4 +1,4 @@
-"""The data set ``preset:sounds``: questions about short sounds, learnable from nothing in a few minutes.
+"""The data set ``preset:sounds``: questions about short sounds.
 
 Five skills, each with a key that alone decides whether a question is held out, so that what ``test`` asks has to be
 put together from what ``train`` let hear apart:
