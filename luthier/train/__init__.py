@@ -4,6 +4,6 @@ Read in this order: signals, files, result, events, lost_rows, schedule, streams
 parts, media_needs, attention_plan, attention, reward_class, own_pictures, model, adapters, quantized, attention_inputs,
 tower_inputs, chosen_isolation, isolation_trial, isolation, head_tap, blank_media, passes, references, step_losses,
 losses, compared_losses, pairs, verdicts, precomputed, encoders, tower_features, objective_parts, reference_choice,
-objective, artifacts, checkpoint, run_folder, callbacks, arguments, run_stream, hooks, feature_choice, trainer,
-assemble, generate, journal, outcome, progress, fit, plots, report_html, report.
+objective, artifacts, checkpoint, run_folder, callbacks, arguments, run_stream, hooks, feature_choice, restore,
+trainer, assemble, generate, journal, outcome, progress, fit, plots, report_html, report.
 """

@@ -15,13 +15,14 @@ from luthier.errors import RowError
 from luthier.ledger import Ledger
 from luthier.records import Address, Batch
 from luthier.train.events import Listener, Note
+from luthier.train.files import FILES
 
 LOST_FILE = "lost_media.jsonl"
 MAX_TOLD = 10  # of a run; the file has them all
 
 
 class LostRows:
-    """Those of one run. Every rank adds its own to one file; lines are short, so that none is torn."""
+    """Those of one run, of all that it went on from too. Every rank adds its own to one file, a line at a time."""
 
     def __init__(self, folder: Path, ledger: dict[str, Any], *, max_drop: float, tell: Listener) -> None:
         """``ledger`` is that of the training rows, as JSON, ``max_drop`` as in `Ledger.check`."""
@@ -30,6 +31,8 @@ class LostRows:
         self._max_drop = max_drop
         self._tell = tell
         self._known: set[Address] = set()
+        for error, counted in _entries(self.path):
+            self._count(error, counted=counted)
 
     def watch(self, batches: Iterable[Batch], *, counted: bool = True) -> Iterator[Batch]:
         """The batches; what they lost is noted on the way. ``counted`` is for rows of the ledger.
@@ -45,28 +48,42 @@ class LostRows:
         assert error.address is not None
         if error.address in self._known:
             return
-        self._known.add(error.address)
-        with self.path.open("a", encoding="utf-8") as file:
-            entry = {"file": error.address.file, "row": error.address.row, "counted": counted}
-            file.write(json.dumps({**entry, "reason": error.reason, "detail": error.detail}) + "\n")
+        entry = {"file": error.address.file, "row": error.address.row, "counted": counted}
+        line = json.dumps({**entry, "reason": error.reason, "detail": error.detail}) + "\n"
+        FILES.append(self.path, line.encode())
+        self._count(error, counted=counted)
         if len(self._known) <= MAX_TOLD:
             self._tell(Note(text=f"lost: {error}; padding stands in its place"))
         if counted and self._ledger is not None:
-            self._ledger.lose_kept(error)
             self._ledger.check(max_drop=self._max_drop)
+
+    def _count(self, error: RowError, *, counted: bool) -> None:
+        assert error.address is not None
+        if error.address not in self._known and counted and self._ledger is not None:
+            self._ledger.lose_kept(error)
+        self._known.add(error.address)
+
+
+def forget_lost(folder: Path) -> None:
+    """Delete what a run before this one left in its folder. Raises `CheckpointError`."""
+    FILES.remove_file(folder / LOST_FILE)
 
 
 def with_lost(ledger: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A run's ledger with the rows that any rank lost on the way."""
-    path = folder / LOST_FILE
-    if not path.is_file() or not ledger:
+    if not ledger:
         return ledger
     found = Ledger.from_json(ledger)
-    seen: set[Address] = set()
+    lost = {error.address: error for error, counted in _entries(folder / LOST_FILE) if counted}
+    for error in lost.values():
+        found.lose_kept(error)
+    return found.to_json()
+
+
+def _entries(path: Path) -> Iterator[tuple[RowError, bool]]:
+    if not path.is_file():
+        return
     for line in path.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         address = Address(file=entry["file"], row=entry["row"])
-        if entry["counted"] and address not in seen:
-            seen.add(address)
-            found.lose_kept(RowError(entry["reason"], entry["detail"], address=address))
-    return found.to_json()
+        yield RowError(entry["reason"], entry["detail"], address=address), entry["counted"]

@@ -11,6 +11,7 @@ from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
 from luthier.train import checkpoint as checkpoints
 from luthier.train.files import FILES
+from luthier.train.lost_rows import forget_lost
 from luthier.train.result import LOG_FILE, RESULT_FILE
 
 RUN_CONFIG = "run_config.json"
@@ -46,6 +47,8 @@ def open_run_folder(config: RunConfig, report: Callable[[str], None]) -> Path | 
         found = _resume_auto(config, run, report)
     else:
         found = _resume_named(Path(config.output.resume).expanduser(), run, report)
+    if found is None:
+        forget_lost(run)
     write_run_config(config, run)
     return found
 

@@ -21,6 +21,7 @@ from luthier.train import checkpoint as checkpoints
 from luthier.train.adapters import split_loraplus_groups
 from luthier.train.callbacks import Meter
 from luthier.train.losses import LossSums, MeanLosses
+from luthier.train.restore import restore_weights
 from luthier.train.result import ACCURACIES
 from luthier.train.schedule import Steps
 from luthier.train.step_losses import ACCURACY, StepLosses, in_turns, learned_from
@@ -283,6 +284,11 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
             return False
         self._load_from_checkpoint(best)
         return True
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        in_parts = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if in_parts or not restore_weights(self.model, Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 def put_on_progress(scheduler: torch.optim.lr_scheduler.LambdaLR, steps: Steps) -> None:

@@ -114,6 +114,38 @@ def test_a_picture_that_breaks_after_preparation_costs_its_row_and_no_other(fold
     assert result.ledger["read"] == result.ledger["trained"] + 1
 
 
+def test_what_a_run_lost_is_its_own_and_stays_with_it_when_it_goes_on(folder: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path)
+    changes = {"data__max_drop": 0.2, "output__save_strategy": "steps", "output__save_steps": 2}
+    config = config_of(folder, rows, tmp_path / "out", train__max_steps=4, **changes)
+    encoder = Encoder.from_config(config)
+    prepared = prepare(config, encoder)
+    whole = (tmp_path / "1-0.png").read_bytes()
+    (tmp_path / "1-0.png").write_bytes(b"<html>not a picture</html>")
+    fit(config, encoder, prepared)
+    longer = {**changes, "train__max_steps": 6, "output__resume": str(tmp_path / "out" / "checkpoint-4")}
+    gone_on = fit(config_of(folder, rows, tmp_path / "out", **longer), encoder, prepared)
+    assert gone_on.resumed_from is not None
+    assert gone_on.ledger["quarantined"] == {"media_changed": 1}
+    (tmp_path / "1-0.png").write_bytes(whole)
+    anew = config_of(folder, rows, tmp_path / "out", train__max_steps=4, output__overwrite=True, **changes)
+    result = fit(anew, encoder, prepare(anew, encoder))
+    assert result.ledger["quarantined"] == {} and not (tmp_path / "out" / LOST_FILE).exists()
+
+
+@pytest.mark.parametrize("adapter", [{}, {"adapter__type": "lora", "adapter__r": 4, "adapter__lora_dropout": 0.3}])
+def test_a_run_with_pictures_goes_on_where_it_was(folder: Path, tmp_path: Path, adapter: dict[str, Any]) -> None:
+    rows, parts = write_rows(tmp_path), tmp_path / "parts"
+    saving = {"output__save_strategy": "steps", "output__save_steps": 1, "data__max_length": 128}
+    alike = {**saving, **adapter, "train__lr_scheduler_type": "constant"}
+    whole = run(config_of(folder, rows, tmp_path / "whole", **alike, train__max_steps=5))
+    run(config_of(folder, rows, parts, **alike, train__max_steps=2))
+    resume = str(parts / "checkpoint-2")
+    gone_on = run(config_of(folder, rows, parts, **alike, train__max_steps=5, output__resume=resume))
+    assert gone_on.resumed_from == "checkpoint-2"
+    assert losses(gone_on)[-3:] == losses(whole)[-3:] and len(set(losses(whole))) == 5
+
+
 def test_too_many_such_rows_stop_the_run(folder: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path)
     config = config_of(folder, rows, tmp_path / "out", train__max_steps=8)

@@ -1,0 +1,79 @@
+"""Weights that are read back into the model that wrote them, whatever its file calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+from tiny_vlms import VLMS
+from torch import nn
+from transformers import PreTrainedModel, Qwen3ForSequenceClassification
+
+from luthier.errors import CheckpointError
+from luthier.train.restore import restore_weights
+
+
+def _judge() -> nn.Module:
+    config = tiny_model("qwen3").config
+    config.num_labels = 1
+    return Qwen3ForSequenceClassification(config)
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "text": lambda: tiny_model("qwen3"),
+    "reward model": _judge,
+    "experts": lambda: tiny_model("qwen3_moe"),
+    "experts with biases": lambda: tiny_model("gpt_oss"),
+    **{name: each.make for name, each in VLMS.items()},
+}
+RENAMED = ("experts", "qwen2_5_vl")  # models whose files say it otherwise
+
+
+def _saved(name: str, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model of which the folder has the weights, and one of its kind with others."""
+    torch.manual_seed(1)
+    first = MAKERS[name]()
+    torch.manual_seed(2)
+    other = MAKERS[name]()
+    assert isinstance(first, PreTrainedModel) and isinstance(other, PreTrainedModel)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.normal_()
+    first.save_pretrained(folder)
+    return first, other
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_weight_comes_back(name: str, tmp_path: Path) -> None:
+    first, other = _saved(name, tmp_path)
+    places = {name: weight.data_ptr() for name, weight in other.named_parameters()}
+    random = torch.get_rng_state()
+    assert restore_weights(other, tmp_path)
+    expected = first.state_dict()
+    assert all(torch.equal(weight, expected[key]) for key, weight in other.state_dict().items())
+    assert places == {name: weight.data_ptr() for name, weight in other.named_parameters()}, "the optimizer has these"
+    assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_by_the_names_in_the_file_some_would_not(name: str, tmp_path: Path) -> None:
+    _, other = _saved(name, tmp_path)
+    found = other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert found.missing_keys and found.unexpected_keys
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    _saved("text", tmp_path)
+    with pytest.raises(CheckpointError, match="are not those of this Qwen3MoeForCausalLM: missing_keys: "):
+        restore_weights(MAKERS["experts"](), tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_is_left_to_its_library(tmp_path: Path) -> None:
+    adapted = get_peft_model(tiny_model("qwen3"), LoraConfig(r=2, target_modules=["q_proj"]))
+    assert not restore_weights(adapted, tmp_path)
