@@ -16,11 +16,11 @@ from luthier.check.show_media import header_words, numbers_along
 from luthier.check.verify_expected import ExpectedRow
 from luthier.check.verify_learned import Runs
 from luthier.check.verify_records import Check, Violation
-from luthier.check.verify_template import MediaReader, RowMedia
+from luthier.check.verify_template import RowMedia
 from luthier.check.verify_tokens import ReferenceTokenizer, first_difference
 from luthier.errors import RowError
-from luthier.media import Decoded, MediaKind, decode, sampled_frames
-from luthier.records import AudioHeader, Media, MediaHeader, MediaItem, VideoHeader
+from luthier.media import decode_for
+from luthier.records import Media, MediaHeader, MediaItem, VideoHeader
 
 
 def media_faults(media: RowMedia | None, runs: Runs) -> Iterator[Violation]:
@@ -47,7 +47,7 @@ def processor_faults(expected: ExpectedRow, runs: Runs, text: str) -> Iterator[V
     reader = media.reader
     try:
         pairs = zip(media.items, media.headers, strict=True)
-        decoded = [(header, _decoded(item, header, reader)) for item, header in pairs]
+        decoded = [(header, decode_for(reader.processor, item, header, reader.access)) for item, header in pairs]
         output = reader.processor.run(text, [decoded[number] for number in media.order])
     except RowError as error:
         what = f"the processor cannot be given this row's media: {error.reason}: {error.detail}"
@@ -139,15 +139,3 @@ def _words(item: MediaItem) -> str:
     source = item.media.source
     name = f" ({source.rsplit('/', 1)[-1]})" if isinstance(source, str) and not source.startswith("data:") else ""
     return f"{header_words(item)}{name}"
-
-
-def _decoded(item: Media, header: MediaHeader, reader: MediaReader) -> Decoded:
-    """An item as its processor is given it: the frames that it would choose, sound at its own rate."""
-    processor = reader.processor
-    frames, rate, hears = None, None, False
-    if isinstance(header, VideoHeader):
-        frames = sampled_frames(processor.settings(MediaKind.VIDEO), header)
-        hears = bool(reader.access.config.use_audio_in_video) and header.audio is not None
-    if isinstance(header, AudioHeader) or hears:
-        rate = int(processor.settings(MediaKind.AUDIO)["sampling_rate"])
-    return decode(item, header, reader.access, frame_indices=frames, sampling_rate=rate, with_audio=hears)

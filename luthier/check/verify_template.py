@@ -56,6 +56,7 @@ class MediaReader:
         return MediaSlots(
             tokens={kind: self.processor.placeholder(kind) for kind in kinds},
             inline={kind: self.processor.inline(kind) for kind in kinds},
+            wrapped=self.processor.wrapped,
         )
 
     def read(self, media: Sequence[Media], text: str) -> RowMedia:
@@ -116,18 +117,21 @@ class RowMedia:
 
         The n-th token of a kind is the place of its n-th item. Raises `RowError` where these are not as many.
         """
-        tokens = self.reader.slots.tokens
-        left: dict[str, list[int]] = {token: [] for token in tokens.values()}
+        slots = self.reader.slots
+        left: dict[str, list[int]] = {token: [] for token in slots.tokens.values()}
         for number, item in enumerate(self.items[:count]):
-            left[tokens[kind_of_media(item)]].append(number)
-        pattern = "|".join(map(re.escape, sorted(left, key=len, reverse=True)))
+            left[slots.tokens[kind_of_media(item)]].append(number)
+        token_of = {token: token for token in left} | {whole: token for token, whole in slots.wrapped.items()}
+        pattern = "|".join(map(re.escape, sorted(token_of, key=len, reverse=True)))
         matches = list(re.finditer(pattern, text))
         for token, numbers in left.items():
-            printed = sum(match[0] == token for match in matches)
+            printed = sum(token_of[match[0]] == token for match in matches)
             if printed != len(numbers):
                 what = f"the chat template printed {token} {printed} times for {len(numbers)} items"
                 raise RowError("media_places", what, field="messages")
-        return [Place(number=left[match[0]].pop(0), start=match.start(), stop=match.end()) for match in matches]
+        return [
+            Place(number=left[token_of[match[0]]].pop(0), start=match.start(), stop=match.end()) for match in matches
+        ]
 
 
 class ExpandedTemplate:

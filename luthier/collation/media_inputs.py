@@ -24,16 +24,14 @@ from luthier.media import (
     Attention,
     Decoded,
     MediaAccess,
-    MediaKind,
     MediaProcessor,
     MediaSource,
-    decode,
+    decode_for,
     join_features,
     merge_features,
-    sampled_frames,
 )
 from luthier.media.feature_files import ItemFeatures, is_encoded, join_encoded
-from luthier.records import AudioHeader, Branch, ImageHeader, LostMedia, Media, MediaHeader, MediaItem, VideoHeader
+from luthier.records import Branch, ImageHeader, LostMedia, Media, MediaHeader, MediaItem
 
 Features = Mapping[str, NDArray[Any]]
 _Key = tuple[tuple[Any, Any], ...]
@@ -146,7 +144,7 @@ class MediaInputs:
     def _features_of(self, segments: Sequence[Sequence[MediaItem]]) -> dict[_Key, Features | RowError]:
         """Continuations of one prompt have the same media: these are decoded once.
 
-        Pictures are decoded first and processed together; what takes more room before it is processed, by itself.
+        Pictures and sounds are decoded first and processed together; a video, which takes more room, by itself.
         """
         known: dict[_Key, Features | RowError] = {}
         decoded = {}
@@ -154,7 +152,7 @@ class MediaInputs:
             try:
                 if self.kept is not None:
                     known[key] = self._read(items, self.kept)
-                elif all(isinstance(item.header, ImageHeader) for item in items):
+                elif not any(isinstance(item.header, VideoHeader) for item in items):
                     decoded[key] = [(item.header, self._decoded(item)) for item in items]
                 else:
                     known[key] = self.features(items)
@@ -175,15 +173,7 @@ class MediaInputs:
         return joined | join_encoded([features.encoded for features in found])
 
     def _decoded(self, item: MediaItem) -> Decoded:
-        """What the processor will use of an item: the frames that it would choose, sound at its own rate."""
-        processor, options = self.processor, self.access.config
-        frames, rate, hears = None, None, bool(options.use_audio_in_video)
-        if isinstance(item.header, VideoHeader):
-            frames = sampled_frames(processor.settings(MediaKind.VIDEO), item.header)
-            hears = hears and item.header.audio is not None
-        if isinstance(item.header, AudioHeader) or hears:
-            rate = int(processor.settings(MediaKind.AUDIO)["sampling_rate"])
-        return decode(item.media, item.header, self.access, frame_indices=frames, sampling_rate=rate, with_audio=hears)
+        return decode_for(self.processor, item.media, item.header, self.access)
 
     def _along_tokens(self, ids_BT: NDArray[np.integer[Any]], joined: Sequence[Features]) -> dict[str, NDArray[Any]]:
         rows = [

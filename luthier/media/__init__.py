@@ -4,7 +4,8 @@ Read in this order: signatures, remote, access, image_headers, waves, containers
 decoding, families, resizing, tiling, sampling, geometry, geometry_tiles, geometry_video, geometry_video_slices,
 geometry_audio, rules_video, rules_audio, token_inputs, expansion, interleaving, fast_pixels, quick_pictures,
 rows_grid, rows_tiles, rows_fixed, rows_video, rows_omni, odd_calls, rows_audio, unknown, rows_remote, table,
-family_table, area_limits, call_options, calling, outputs, pictures_alone, processor, batching, source, feature_files.
+family_table, area_limits, call_options, calling, outputs, pictures_alone, processor, taking, batching, source,
+feature_files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from luthier.media.processor import PROCESSOR_FILES, MediaProcessor
 from luthier.media.sampling import sampled_frames
 from luthier.media.source import MediaSource
 from luthier.media.table import opens_prompts
+from luthier.media.taking import decode_for
 
 __all__ = [
     "PREFIX_TYPES",
@@ -30,6 +32,7 @@ __all__ = [
     "MediaProcessor",
     "MediaSource",
     "decode",
+    "decode_for",
     "join_features",
     "merge_features",
     "opens_prompts",

@@ -120,7 +120,7 @@ def test_an_item_is_decoded_once_for_all_that_show_it(
     decoded: list[Any] = []
     real = decoding.decode
     monkeypatch.setattr(
-        "luthier.collation.media_inputs.decode",
+        "luthier.media.taking.decode",
         lambda media, *rest, **more: decoded.append(media) or real(media, *rest, **more),
     )
     batch = luthier.collate([samples[0], samples[0], samples[0]], media=inputs)

@@ -169,13 +169,16 @@ def test_every_objective_takes_rows_with_pictures(objective: str, folder: Path, 
         lines.append({"prompt": prompt, "completion": good, "label": number % 2 == 0} if objective == "kto" else pair)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(map(json.dumps, lines)))
-    config = config_of(folder, rows, tmp_path / "out", objective__name=objective)
-    if objective != "rm":
-        config = config_of(
-            folder, rows, tmp_path / "out", objective__name=objective, adapter__type="lora", adapter__r=2
+    adapter = {} if objective == "rm" else {"adapter__type": "lora", "adapter__r": 2}
+    same = {"objective__name": objective, **adapter, "train__gradient_accumulation_steps": 1}
+    result = run(config_of(folder, rows, tmp_path / "out", **same, data__max_length=1024))
+    padded = run(
+        config_of(
+            folder, rows, tmp_path / "padded", **same, train__packing="none", train__per_device_train_batch_size=8
         )
-    result = run(config)
+    )
     assert len(result.steps) == 2 and all(loss > 0 for loss in losses(result))
+    assert losses(result) == pytest.approx(losses(padded), rel=1e-4)
     if objective == "rm":
         assert result.model_dir is not None
         saved = result.path / result.model_dir
