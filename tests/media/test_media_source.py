@@ -92,3 +92,28 @@ def test_a_processor_beside_the_tokenizer_has_the_config_of_the_model(whole: Pat
     assert loaded is not None and loaded.family.name == "llava_onevision1_5"  # one class, two families
     assert source.fingerprint != of_model(processor, str(whole)).fingerprint
     assert MediaSetup.of(source).inputs().source == source  # so workers count positions alike
+
+
+CHANGED: dict[str, Any] = {
+    "max_image_pixels": 10_000, "min_image_side": 8, "max_side_ratio": 4.0, "max_video_frames": 10,
+    "max_video_seconds": 1.0, "min_audio_seconds": 1.0, "max_audio_seconds": 2.0, "max_bytes": 1000, "min_pixels": 900,
+    "max_pixels": 9000, "video_min_pixels": 900, "video_max_pixels": 9000, "fps": 1.0, "max_frames": 4,
+    "sampling_rate": 8000, "use_audio_in_video": True, "crop_to_patches": True, "pan_and_scan": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", CHANGED)
+def test_no_option_that_decides_what_rows_become_leaves_the_store_as_it_was(option: str, whole: Path) -> None:
+    plain, changed = (MediaSource.of_folder(whole, MediaConfig(**more)) for more in ({}, {option: CHANGED[option]}))
+    assert plain.fingerprint != changed.fingerprint
+    assert plain.fingerprint == MediaSource.of_folder(whole, MediaConfig(cache="encoder_features")).fingerprint
+
+
+def test_another_processor_in_the_same_folder_is_another(whole: Path, tmp_path: Path) -> None:
+    folder = without(tmp_path / "copy", whole)
+    before = MediaSource.of_folder(folder, MediaConfig()).fingerprint
+    assert before == MediaSource.of_folder(whole, MediaConfig()).fingerprint
+    described = json.loads((folder / "processor_config.json").read_text())
+    described["image_processor"]["size"]["longest_edge"] += 28 * 28
+    (folder / "processor_config.json").write_text(json.dumps(described))
+    assert before != MediaSource.of_folder(folder, MediaConfig()).fingerprint
