@@ -139,3 +139,7 @@ class RowForbidden(RowError):
 
     A set with one such row is not what its user took it for, so it is no matter of a budget.
     """
+
+    def stop(self) -> UserError:
+        """What the run ends with."""
+        return UserError(str(self), hint="take such rows out, or allow it: the section media says what rows may open")

@@ -31,7 +31,7 @@ from luthier.check.verify_structure import same_sample, tree_faults
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.prepare import prepare
-from luthier.errors import RowError
+from luthier.errors import RowError, RowForbidden
 from luthier.ledger import Ledger
 from luthier.records import Sample
 
@@ -154,11 +154,16 @@ class _Account:
         )
 
     def add(self, source_row: SourceRow, stored: Sample | None, *, wants_stored: bool) -> None:
-        """Verify one row; one that training would refuse goes into the ledger."""
+        """Verify one row; one that training would refuse goes into the ledger.
+
+        Raises `UserError` for a row that training would not begin with.
+        """
         try:
             row = source_row.convert()
             encoded = self.encoder.encode(row)
             again = self.encoder.encode(row)
+        except RowForbidden as error:
+            raise error.at(error.address or source_row.address).stop() from error
         except RowError as error:
             self.ledger.lose(error.at(error.address or source_row.address))
             if stored is None:

@@ -52,12 +52,7 @@ class MediaReader:
     @cached_property
     def slots(self) -> MediaSlots:
         """What stands for an item in what a template prints."""
-        kinds = self.processor.kinds
-        return MediaSlots(
-            tokens={kind: self.processor.placeholder(kind) for kind in kinds},
-            inline={kind: self.processor.inline(kind) for kind in kinds},
-            wrapped=self.processor.wrapped,
-        )
+        return slots_of(self.processor)
 
     def read(self, media: Sequence[Media], text: str) -> RowMedia:
         """The media of a row that is printed as ``text``. Raises `RowError` for an item that cannot be used."""

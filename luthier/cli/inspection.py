@@ -145,11 +145,13 @@ def stats(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
         import msgspec
 
         from luthier.check.stats import stats as stats_of
-        from luthier.check.tables import stats_table
+        from luthier.check.tables import ledger_line, stats_table
 
         loaded = prepare_data(run, output.console)
         sides = {"train": loaded.prepared.train, "eval": loaded.prepared.eval}
         told: dict[str, Any] = {"ledger": loaded.train.ledger.to_json()}
+        output.console.print(ledger_line(told["ledger"]))
+        output.console.print()
         for name, side in sides.items():
             if side is not None:
                 found = stats_of(side, split=name, max_length=run.data.max_length)

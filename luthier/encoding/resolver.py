@@ -20,7 +20,7 @@ from luthier.encoding.portions import Ints, LostRow, ReadPortion, ResolvedPortio
 from luthier.encoding.shard import KEY_BYTES
 from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.encoding.workers import Chunk, Outcome, RowEncoder, encode_chunks
-from luthier.errors import RowDropped, RowError, RowForbidden, UserError
+from luthier.errors import RowDropped, RowError, RowForbidden
 from luthier.ledger import Ledger
 from luthier.records import Address
 from luthier.sources import RowBytes, Source
@@ -176,9 +176,7 @@ class Resolver:
         for place, outcome in zip(pending.fresh, outcomes, strict=True):
             key = pending.keys[place]
             if isinstance(outcome, RowForbidden):
-                raise UserError(
-                    str(outcome), hint="take such rows out, or allow it: the section media says what rows may open"
-                ) from outcome
+                raise outcome.stop() from outcome
             if isinstance(outcome, RowError) or not any(outcome.leaf_targets):
                 self._under_way.discard(key)
                 self._failed[key] = outcome if isinstance(outcome, RowError) else _no_target()
