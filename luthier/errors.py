@@ -22,7 +22,7 @@ A message is a small report: what, where (``file:row:field``), the two numbers t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from luthier.records import Address
@@ -121,7 +121,7 @@ class RowError(LuthierError, ValueError):
         self.address = address
         self.field = field
 
-    def at(self, address: Address) -> RowError:
+    def at(self, address: Address) -> Self:
         """The same error with the row's address."""
         return type(self)(self.reason, self.detail, address=address, field=self.field)
 
