@@ -5,12 +5,13 @@ VENV   := .venv
 RUN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup quickstart test check format bench docs clean
+.PHONY: setup quickstart quickstart-vl quickstart-audio test check format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup       a virtual environment in .venv with all that is needed"
 	@echo "make quickstart  train a tiny model on embedded data, offline, and show that it learned"
+	@echo "make quickstart-vl, make quickstart-audio   the same with pictures, with sounds"
 	@echo "make test        all tests"
 	@echo "make check       format, lint, types, and all tests"
 	@echo "make bench       benchmarks, one table each"
@@ -31,14 +32,20 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	$(RUN)/luthier quickstart --out output/quickstart
 
+quickstart-vl: $(READY)
+	$(RUN)/luthier quickstart vl --out output/quickstart_vl
+
+quickstart-audio: $(READY)
+	$(RUN)/luthier quickstart audio --out output/quickstart_audio
+
 test: $(READY)
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(READY)
 	$(RUN)/ruff format --check .
 	$(RUN)/ruff check .
 	$(RUN)/mypy
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 format: $(READY)
 	$(RUN)/ruff format .
