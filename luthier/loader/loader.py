@@ -40,7 +40,8 @@ class Step:
     number       in its epoch, from 0
     batches      as many as ``gradient_accumulation_steps``
     num_targets  of all batches on all ranks: what the summed loss of the step is divided by. Completions of other
-                 rows (``units="feedback_kl"``) are measured, not learned, and do not count
+                 rows (``units="feedback_kl"``) are measured, not learned, and do not count. As planned: what a batch
+                 names in ``lost`` still counts
     num_units    of all batches on all ranks: what a sum over pairs, or over verdicts, is divided by
     """
 
