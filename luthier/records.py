@@ -101,11 +101,13 @@ class Image:
     """A picture by reference: a path, a URL, or the bytes of a file; never decoded here.
 
     ``root`` (of every reference) is the folder that a path may not leave; None: there is none, and only the folders of
-    ``media.roots`` are open to it.
+    ``media.roots`` are open to it. ``slots`` (of every reference) is what the row's text has in its place, if that is
+    what some processor wrote for it; it is compared with what the model's own would write, and left out from there on.
     """
 
     source: str | bytes
     root: str | None = None
+    slots: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +117,7 @@ class Video:
     source: str | bytes | tuple[str | bytes, ...]
     root: str | None = None
     fps: float | None = None
+    slots: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +126,7 @@ class Audio:
 
     source: str | bytes
     root: str | None = None
+    slots: str | None = None
 
 
 Media = Image | Video | Audio

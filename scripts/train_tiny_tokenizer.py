@@ -1,10 +1,10 @@
 """Train the tokenizers that come with Luthier: one on nothing but the skills data set and the page of prose below, and
-a smaller one, for the models that see or hear, on the questions about pictures and sounds.
+a smaller one for each model that sees or hears, on the questions of its own data set and the same page.
 
     python scripts/train_tiny_tokenizer.py [FOLDER]
 
 writes ``tokenizer.json`` and ``tokenizer_config.json`` into ``FOLDER/NAME`` of each preset that has them, by default
-into the presets themselves; run again, it writes the same bytes. The smaller one also takes over the chat template.
+into the presets themselves; run again, it writes the same bytes. The smaller ones also take over the chat template.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from luthier.presets.sounds import sound_rows
 
 VOCAB_SIZE = 2048
 MEDIA_VOCAB_SIZE = 480  # nearly every word of the questions has an id of its own
-MEDIA_MODELS = ("tiny-qwen3-vl", "tiny-qwen2-audio")
+MEDIA_ROWS = {"tiny-qwen3-vl": picture_rows, "tiny-qwen2-audio": sound_rows}
 MODEL_MAX_LENGTH = 2048
 
 # In the order of their ids, which follow the learned vocabulary.
@@ -138,10 +138,9 @@ def main() -> None:
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     tiny = tokenizer_folder("tiny")
     write_tokenizer(tiny if root is None else root / "tiny", train_tokenizer(VOCAB_SIZE, _texts()))
-    media = train_tokenizer(MEDIA_VOCAB_SIZE, _media_texts())
-    for name in MEDIA_MODELS:
+    for name, rows in MEDIA_ROWS.items():
         folder = model_folder(name) if root is None else root / name
-        write_tokenizer(folder, media)
+        write_tokenizer(folder, train_tokenizer(MEDIA_VOCAB_SIZE, _media_texts(rows("train"))))
         shutil.copyfile(tiny / "chat_template.jinja", folder / "chat_template.jinja")
 
 
@@ -201,13 +200,14 @@ def _texts() -> Iterator[str]:
         yield from _strings(row.get("tools", []))
 
 
-def _media_texts() -> Iterator[str]:
-    """What is said in the questions about pictures and sounds, and by whom."""
-    for rows in (picture_rows, sound_rows):
-        for row in rows("train"):
-            question, answer = row["messages"]
-            yield from (part["text"] for part in question["content"] if part["type"] == "text")
-            yield from (question["role"], answer["content"], answer["role"])
+def _media_texts(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """What is said in questions about pictures or sounds, and by whom; then the prose, for what is left of the ids."""
+    for row in rows:
+        for message in row["messages"]:
+            content = message["content"]
+            yield message["role"]
+            yield content if isinstance(content, str) else content[-1]["text"]
+    yield PROSE
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -1,5 +1,5 @@
 """Write the generated files: the config reference, tables of templates, losses and families, the support matrix (which
-takes some twenty seconds of training), the quickstart in the package."""
+takes some twenty seconds of training), the quickstarts in the package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> None:
     (ROOT / "docs" / "config.md").write_text(config_reference(), encoding="utf-8")
-    shutil.copyfile(ROOT / "examples" / "quickstart.yaml", ROOT / "luthier" / "cli" / "quickstart.yaml")
+    for example in (ROOT / "examples").glob("quickstart*.yaml"):
+        shutil.copyfile(example, ROOT / "luthier" / "cli" / example.name)
     templates = ROOT / "docs" / "templates.md"
     templates.write_text(_with_table(templates.read_text(encoding="utf-8"), templates_table()), encoding="utf-8")
     objectives = ROOT / "docs" / "objectives.md"
@@ -30,7 +31,7 @@ def main() -> None:
     families = ROOT / "docs" / "families.md"
     families.write_text(_with_table(families.read_text(encoding="utf-8"), family_table()), encoding="utf-8")
     (ROOT / "docs" / "support_matrix.md").write_text(_support_page(), encoding="utf-8")
-    print("wrote docs/config.md, docs/support_matrix.md, luthier/cli/quickstart.yaml")
+    print("wrote docs/config.md, docs/support_matrix.md, luthier/cli/quickstart*.yaml")
     print("and the tables of docs/templates.md, docs/objectives.md and docs/families.md")
 
 
@@ -39,7 +40,7 @@ def _support_page() -> str:
     sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("support", "train")]
     import support_matrix
 
-    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # what 231 runs say
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # what 264 runs say
         tokenizer = load_tokenizer("preset:tiny-qwen3")
         return support_matrix.support_page(support_matrix.support_matrix(Path(folder), tokenizer))
 

@@ -25,6 +25,7 @@ from luthier.check.verify_weights import Weights, token_weights
 from luthier.errors import RowError
 from luthier.records import Conversation, Message, Text, ToolCall
 from luthier.rendering.media_slots import media_of
+from luthier.rendering.openings import empty_thought
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.turns import THINKING_SWITCHES
@@ -171,6 +172,9 @@ def _cut(template: PlainTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow
     for kwargs in _switches(template):
         prompt = template.render(history, row.tools, generation_prompt=True, **kwargs)
         text = template.render(turn, row.tools, **kwargs)
+        if (thought := empty_thought(prompt, text)) is not None:
+            at, written = thought
+            text = text[:at] + written + text[at:]
         if text.startswith(prompt):
             break
     else:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from luthier.encoding.measuring import slots_of
 from luthier.errors import RowError
 from luthier.media import MediaAccess, MediaProcessor, probe
 from luthier.records import Media, MediaHeader, Message

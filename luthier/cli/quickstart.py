@@ -1,7 +1,8 @@
-"""``luthier quickstart``: a whole run in a minute or two, with nothing to download."""
+"""``luthier quickstart``: a whole run in a few minutes, with nothing to download."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +12,28 @@ import typer
 from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import read_config
 
+
+class Senses(StrEnum):
+    """What the tiny model is given to understand, and the run description that does it."""
+
+    TEXT = "text"
+    PICTURES = "vl"
+    SOUNDS = "audio"
+
+    @property
+    def file(self) -> str:
+        """The packaged run description."""
+        return "quickstart.yaml" if self is Senses.TEXT else f"quickstart_{self}.yaml"
+
+
+WhatItLearns = Annotated[
+    Senses, typer.Argument(metavar="[text|vl|audio]", help="What it learns from: words, pictures, or sounds.")
+]
 OutputFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the results go.")]
 
 
 def quickstart(
+    senses: WhatItLearns = Senses.TEXT,
     out: OutputFolder = Path("luthier-quickstart"),
     json: JsonTarget = None,
 ) -> None:
@@ -23,10 +42,11 @@ def quickstart(
     The model answers held-out rows before and after; the share of exact answers is printed and reported.
 
     [dim]Example[/]   luthier quickstart
+    [dim]Example[/]   luthier quickstart vl                           [dim]pictures[/]
     [dim]Example[/]   luthier quickstart --out /tmp/first-run --json -
     """
     with reporting(json) as output:
-        with as_file(files("luthier.cli") / "quickstart.yaml") as config:
+        with as_file(files("luthier.cli") / senses.file) as config:
             run = read_config(str(config), [f"output.dir={out}", "output.overwrite=true"])
         from luthier.cli.training import run_and_report
 

@@ -31,7 +31,7 @@ from luthier.media import (
     merge_features,
 )
 from luthier.media.feature_files import ItemFeatures, is_encoded, join_encoded
-from luthier.records import Branch, ImageHeader, LostMedia, Media, MediaHeader, MediaItem
+from luthier.records import Branch, LostMedia, Media, MediaHeader, MediaItem, VideoHeader
 
 Features = Mapping[str, NDArray[Any]]
 _Key = tuple[tuple[Any, Any], ...]

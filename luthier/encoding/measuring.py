@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,9 +12,10 @@ from pathlib import Path
 
 from luthier.encoding.disk import Disk
 from luthier.errors import RowError
-from luthier.media import MediaAccess, MediaKind, MediaProcessor, probe
+from luthier.media import MediaAccess, MediaKind, MediaProcessor, own_template, probe
 from luthier.records import Media, MediaHeader, MediaItem, MediaPiece, TextPiece, Video
 from luthier.rendering.filled import Expansion, Filled
+from luthier.rendering.framing import framed_slots
 from luthier.rendering.media_slots import NO_SLOTS, PLURAL, MediaSlots, kind_of_media
 
 
@@ -35,15 +38,11 @@ class Measurer:
 
     def slots(self) -> MediaSlots:
         """What stands for media in what the model's chat template prints."""
-        if self.processor is None:
-            return NO_SLOTS
-        kinds = self.processor.kinds
-        tokens: dict[str, str] = {kind: self.processor.placeholder(kind) for kind in kinds}
-        return MediaSlots(
-            tokens=tokens,
-            inline={kind: self.processor.inline(kind) for kind in kinds},
-            written=frozenset(tokens.values()) - self.processor.processor.tokenizer.get_vocab().keys(),
-        )
+        return self._slots
+
+    @cached_property
+    def _slots(self) -> MediaSlots:
+        return NO_SLOTS if self.processor is None else slots_of(self.processor)
 
     def measure(self, filled: Filled) -> Filled:
         """The row with the expansions of its media. Raises `RowError` for media that cannot be used."""
@@ -95,6 +94,9 @@ class Measurer:
                     f"this model counts the tokens of an item by how many there are, and inference shows {count} of "
                     f"the row's {len(texts)} items in one turn and all of them in another; make rows of one turn of it",
                 )
+        if any(item.slots is not None for item in media):
+            _check_slots(media, texts, self._slots)
+            media = [replace(item, slots=None) for item in media]
         expansions = tuple(
             Expansion(media=item, header=header, text=text, fold=_fold(processor, item))
             for item, header, text in zip(media, headers, texts, strict=True)
@@ -128,6 +130,46 @@ class Measurer:
             disk.make_folder(self.blobs)
             disk.publish(path, [content], durable=False)
         return str(path)
+
+
+def _check_slots(media: Sequence[Media], texts: Sequence[str], slots: MediaSlots) -> None:
+    """Raises `RowError` unless what rows have written for items is what this model's processor writes for them."""
+    for item, text in zip(media, texts, strict=True):
+        if item.slots is None:
+            continue
+        kind = kind_of_media(item)
+        # the slots alone, or with what the processor writes around them; either in the marks of the chat template
+        token, count = max(_runs(text).items(), key=lambda run: (run[1], run[0]))
+        wholes = (text, token * count)
+        framed = [slots.inline[kind].replace(slots.tokens[kind], whole) for whole in wholes]
+        if item.slots.strip() in {whole.strip() for whole in (*wholes, *framed)}:
+            continue
+        found = item.slots.count(token)
+        other = "" if found != count else f", and is not what the processor writes: {text[:60]!r} …"
+        raise RowError(
+            "media_slots",
+            f"the text has {found} {token} for this {kind}, and its header promises {count}: "
+            f"{item.slots[:60]!r} …{other}",
+            field="messages",
+        )
+
+
+def _runs(text: str) -> Counter[str]:
+    """How often each token stands in an expansion."""
+    return Counter(re.findall(r"<[^<>\n]+>|\[[A-Z_]+\]", text)) or Counter({text: 1})
+
+
+def slots_of(processor: MediaProcessor) -> MediaSlots:
+    """What stands for media in texts; where no template writes it, as the model's own template would."""
+    tokens: dict[str, str] = {kind: processor.placeholder(kind) for kind in processor.kinds}
+    slots = MediaSlots(
+        tokens=tokens,
+        inline={kind: processor.inline(kind) for kind in tokens},
+        written=frozenset(tokens.values()) - processor.processor.tokenizer.get_vocab().keys(),
+        wrapped=processor.wrapped,
+    )
+    own = own_template(processor.processor)
+    return framed_slots(slots, own.source, own.special_tokens, own.control)
 
 
 def _fold(processor: MediaProcessor, media: Media) -> int:

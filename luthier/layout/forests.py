@@ -113,12 +113,14 @@ def tree_mask(
     width: int,
     window: int | None = None,
     blocks_T: NDArray[np.int64] | None = None,
+    whole_blocks: bool = False,
 ) -> NDArray[np.bool_]:
     """bool[width, width]: True where the token of the row may see that of the column.
 
     A token sees itself and what is before it on its path; under a sliding ``window`` the last ``window`` of these,
-    itself among them. Tokens of one of ``blocks_T`` (`seen_blocks`) also see what is behind them in it. Columns behind
-    the row's T tokens are padding: each sees itself alone, so that no row is empty.
+    itself among them. Tokens of one of ``blocks_T`` (`seen_blocks`) also see what is behind them in it; of
+    ``whole_blocks`` what is before them in it past a window, too. Columns behind the row's T tokens are padding: each
+    sees itself alone, so that no row is empty.
     """
     num_tokens = sum(branch.length for branch in branches)
     assert num_tokens <= width, f"{num_tokens} tokens in a row of {width}"
@@ -128,12 +130,13 @@ def tree_mask(
         on_path[node, list(path)] = True
     position_T = tree_positions(branches)
     distance_TT = position_T[:, None] - position_T[None, :]
-    ordered_TT = distance_TT >= 0
+    seen_TT = distance_TT >= 0
+    near_TT = distance_TT < window if window is not None else np.ones_like(seen_TT)
     if blocks_T is not None:
-        ordered_TT |= (blocks_T[:, None] == blocks_T[None, :]) & (blocks_T >= 0)[:, None]
-    seen_TT = on_path[node_T[:, None], node_T[None, :]] & ordered_TT
-    if window is not None:
-        seen_TT &= distance_TT < window
+        same_TT = (blocks_T[:, None] == blocks_T[None, :]) & (blocks_T >= 0)[:, None]
+        seen_TT |= same_TT
+        near_TT |= same_TT & whole_blocks
+    seen_TT &= near_TT & on_path[node_T[:, None], node_T[None, :]]
     mask = np.eye(width, dtype=np.bool_)
     mask[:num_tokens, :num_tokens] = seen_TT
     return mask

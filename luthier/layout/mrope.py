@@ -71,8 +71,12 @@ def packed_mrope(
     *,
     ids_T: AnyInt | None = None,
 ) -> Positions:
-    """[1 + A, T]: `mrope_positions` under a row that counts tokens, by which models tell packed segments apart."""
+    """[1 + A, T]: `mrope_positions` under a row that counts tokens, by which models tell packed segments apart; [A, T]
+    where the scheme has no such row.
+    """
     media_AT = mrope_positions(scheme, types_T, grids, branches, ids_T=ids_T)
+    if not scheme.text_row:
+        return media_AT
     return np.concatenate([tree_positions(branches).astype(media_AT.dtype)[None], media_AT])
 
 

@@ -71,6 +71,8 @@ class PositionScheme:
     fractional          time is not rounded, and neither is anything behind it: positions are float32
     shared_borders      of two tokens that open, or close, a video with its sound both have one position
     canvas              of CANVAS
+    text_row            in packed rows positions of text come before the axes, by which models tell segments apart;
+                        transformers' HunYuan-VL takes such a row for an axis too many
     """
 
     arrangement: Arrangement = Arrangement.GRID
@@ -84,6 +86,7 @@ class PositionScheme:
     fractional: bool = False
     shared_borders: bool = False
     canvas: Canvas | None = None
+    text_row: bool = True
 
 
 def _no_grids() -> NDArray[np.int64]:
@@ -179,7 +182,7 @@ _VARIANTS = {
         reads={**_MERGE, **_SECONDS},
     ),
     "indexed": _Variant(
-        scheme=PositionScheme(arrangement=Arrangement.INDEXED, num_axes=4),
+        scheme=PositionScheme(arrangement=Arrangement.INDEXED, num_axes=4, text_row=False),
         reads={**_MERGE, "num_axes": "text_config.rope_parameters.mrope_section"},
     ),
     "canvas": _Variant(

@@ -31,9 +31,11 @@ def join_features(family: Family, samples: Sequence[Features]) -> dict[str, NDAr
 def merge_features(family: Family, rows: Sequence[Features]) -> dict[str, NDArray[Any]]:
     """The outputs for a batch from those of its rows; a row of text alone has {}.
 
-    Outputs that are batched by row get an empty (padded) row for it; the others skip it. Raises as `join_features`.
+    Outputs that are batched by row get an empty (padded) row for it; the others skip it. Those that a processor leaves
+    out where an item is alone are left out here too. Raises as `join_features`.
     """
-    return {key: _concatenated(family, key, rows, by_row=family.batching[key].by_row) for key in _keys(rows)}
+    merged = {key: _concatenated(family, key, rows, by_row=family.batching[key].by_row) for key in _keys(rows)}
+    return {key: value for key, value in merged.items() if key not in family.derived or len(value) > 1}
 
 
 def _keys(rows: Sequence[Features]) -> list[str]:

@@ -86,6 +86,20 @@ def marked(settings: Settings, measured: dict[str, Any], index: int) -> str:
     return string
 
 
+def paged(settings: Settings, measured: dict[str, Any], index: int) -> str:
+    """GOT-OCR 2, whose processor hands its own rule what counts the pages of each picture."""
+    processor = settings.processor
+    counts = {name: measured[name] for name in ("num_pages_per_batch", "patch_indices")}
+    string: str = processor.replace_image_token(measured, index, num_image_tokens=processor.num_image_tokens, **counts)
+    return string
+
+
+def lined(settings: Settings, measured: dict[str, Any], index: int) -> str:
+    """Fuyu, whose processor hands its own rule the rows of patches, each of which ends in a token of its own."""
+    rows, columns = measured["rows"][index], measured["columns"][index]
+    return str(settings.processor.replace_image_token({}, index, num_patches=rows * columns, row_width=columns))
+
+
 def merged_slots(settings: Settings, measured: dict[str, Any], index: int) -> str:
     """Kimi-VL, whose class writes into the text and has no rule for one string: a slot for each merged patch."""
     merged = math.prod(settings["merge_kernel_size"])

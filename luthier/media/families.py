@@ -32,6 +32,7 @@ class Attention(StrEnum):
 
     CAUSAL = "causal"
     IMAGE_BLOCKS = "image_blocks"  # causal, but the slots of one item see each other both ways
+    WHOLE_BLOCKS = "whole_blocks"  # the same, however far apart they are, in layers with a sliding window too
     PREFIX = "prefix"  # everything before the answer sees itself both ways; `PREFIX_TYPES` tell the model
     CROSS = "cross"  # text attends to the pictures in layers of their own
 
@@ -90,8 +91,12 @@ class Rule:
                  how many each has, and those of a short video come several times
     placeholder  the attribute of the processor that holds the token which chat templates print for an item
     around       attributes with tokens that the class insists on around a placeholder, as its chat template writes them
+    swallows     attributes with tokens that go with a placeholder where a chat template writes them right around it:
+                 the class replaces all of it
     quick        (settings, pictures of each text) -> the processor's outputs, the same in less time; it may say None
     seam         what a processor changes where a string meets its neighbours; None: nothing
+    in_company   the frames of a sound are the same in company: all sounds of a batch go through the processor in one
+                 call, which fills up the shorter ones as it does
     fold         positions of the encoder (patches, frames) that become one token: 4 where patches are merged 2 x 2.
                  About, and of the usual models, for only the balance of steps depends on it
     """
@@ -102,8 +107,10 @@ class Rule:
     options: Mapping[str, str] = field(default_factory=dict)
     quick: Quick | None = None
     stacked: bool = False
+    in_company: bool = False
     placeholder: str = ""
     around: tuple[str, str] = ("", "")
+    swallows: tuple[str, str] = ("", "")
     fold: int = 1
 
 
@@ -145,6 +152,24 @@ Call = Callable[[Any, str, Mapping[str, Any]], Mapping[str, Any]]
 Derive = Callable[[Mapping[str, NDArray[Any]]], NDArray[Any] | None]
 
 
+class FrameMarks(StrEnum):
+    """How tokens of videos are told from tokens of pictures, where both are the same token."""
+
+    TYPES = "types"  # by their token type, which is 2
+    BORDERS = "borders"  # they stand between the config's ``frame_start_token_id`` and ``frame_end_token_id``
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedSlots:
+    """Pictures and videos on the same tokens, which the model's class takes one kind of in a call: in training it gets
+    both (`train.shared_slots`). ``pictures``, ``videos``: the inputs that their encoders are called with, pixels first.
+    """
+
+    pictures: tuple[str, ...]
+    videos: tuple[str, ...]
+    frames: FrameMarks
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Modules:
     """Where the parts of a model are: names of modules, as in ``model.get_submodule``; one may be missing."""
@@ -152,6 +177,22 @@ class Modules:
     tower: tuple[str, ...]
     projector: tuple[str, ...] = ()
     language: tuple[str, ...] = ("model.language_model", "lm_head")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnFrames:
+    """An encoder of sounds to which the filling of a batch is not hidden: in training it hears sounds of one length at
+    a time (`train.own_frames`).
+
+    module          its name in the model
+    features, mask  its arguments: frames, and which of them are the sound's; no mask: what fills up is 0
+    beyond          frames that a sound alone has beyond those that its mask counts
+    """
+
+    module: str
+    features: str
+    mask: str | None = None
+    beyond: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,8 +207,12 @@ class Family:
     dropped       outputs that no model reads
     opens         its processor puts a begin-of-sequence token before a prompt that has none
     call          how the processor is called where its own call takes no media; None: like any other
-    derived       outputs that a processor leaves out where they say nothing in its call, but may in a batch
+    derived       outputs that a processor leaves out of a call with one item alone, where they say nothing
+    one_kind      why pictures and videos may not be in one row; "": they may
+    shared_slots  pictures and videos stand on the same tokens; None: they do not, or the model knows them apart
+    merges_frames its model makes one frame of several, which its class then fails on (`train.merged_frames`)
     token_inputs  outputs along the tokens, computed from ids and features
+    own_frames    of a model whose encoder of sounds hears what fills up a batch; None: it is hidden from it
     positions     name of the scheme in `layout.position_schemes`; None: 1-D
     packing       PADDED has a ``reason``, which the plan prints
     """
@@ -185,7 +230,11 @@ class Family:
     opens: bool = False
     call: Call | None = None
     derived: Mapping[str, Derive] = field(default_factory=dict)
+    one_kind: str = ""
+    shared_slots: SharedSlots | None = None
+    merges_frames: bool = False
     token_inputs: Mapping[str, TokenInput] = field(default_factory=dict)
+    own_frames: OwnFrames | None = None
     positions: str | None = None
     attention: Attention = Attention.CAUSAL
     packing: Packing = Packing.PACKED

@@ -33,6 +33,8 @@ def _attention(attention: Attention) -> str:
             return "causal"
         case Attention.IMAGE_BLOCKS:
             return "an item's tokens see each other"
+        case Attention.WHOLE_BLOCKS:
+            return "an item's tokens see each other, past windows too"
         case Attention.PREFIX:
             return "a prompt sees itself both ways"
         case Attention.CROSS:

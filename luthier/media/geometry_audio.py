@@ -21,7 +21,7 @@ from luthier.records import AudioHeader
 
 Measured = dict[str, Any]
 
-# Voxtral's encoder halves the frames once, and its projector joins four.
+# Voxtral's encoder halves the frames once, and its projector joins four; dots halves them three times.
 FRAMES_A_TOKEN = 8
 
 
@@ -93,6 +93,21 @@ def waveform_frames(settings: Settings, headers: Sequence[AudioHeader]) -> Measu
     """Raw samples, so many to a token (Gemma 4 unified): ``input_features_mask`` [N] of bool[frames]."""
     counts = [-(-_samples(settings, header) // settings["audio_samples_per_token"]) for header in headers]
     return {"input_features_mask": [np.ones(count, dtype=bool) for count in counts]}
+
+
+def waveform_blocks(settings: Settings, headers: Sequence[AudioHeader]) -> Measured:
+    """The same by another name (Muse Spark): ``input_values_mask`` [N] of int64[samples]."""
+    return {"input_values_mask": [np.ones(_samples(settings, header), dtype=np.int64) for header in headers]}
+
+
+def long_chunks(settings: Settings, headers: Sequence[AudioHeader]) -> Measured:
+    """Chunks of ``chunk_length`` seconds, each of whole tokens of eight frames (dots): ``num_audio_tokens`` [N]."""
+    chunk, token = settings["n_samples"], settings["hop_length"] * FRAMES_A_TOKEN
+    counts = []
+    for header in headers:
+        whole, rest = divmod(_samples(settings, header), chunk)
+        counts.append(whole * -(-chunk // token) + -(-rest // token))
+    return {"num_audio_tokens": counts}
 
 
 def compressed_frames(settings: Settings, headers: Sequence[AudioHeader]) -> Measured:

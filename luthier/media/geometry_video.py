@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from luthier.errors import ModelError
 from luthier.media.families import Settings
+from luthier.media.geometry_pages import shaped_tokens
 from luthier.media.geometry_tiles import any_resolution
 from luthier.media.resizing import aim_patches, fill_patches, fit_area, fit_canvas, fit_patches, fit_volume
 from luthier.media.sampling import sampled_frames, video_metadata
@@ -101,6 +102,11 @@ def chunked_patch_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Me
         grids += [(min(temporal, frames), height // patch, width // patch) for frames in left]
         chunks.append(len(left))
     return {"video_grid_thw": _rows(grids), "num_chunks_per_video": chunks, "video_metadata": metadata}
+
+
+def shaped_frame_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """Each frame within a budget of tokens, near its own shape (Muse): ``video_grid_thw`` int64[N, 3]."""
+    return _grids(settings, headers, _fit_shape, temporal=settings["temporal_patch_size"])
 
 
 def segmented_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
@@ -240,6 +246,12 @@ def _fit_navit(settings: Settings, frames: int, height: int, width: int) -> tupl
 def _fit_pixels(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
     factor = settings["patch_size"] * settings["merge_size"]
     return fit_area(height, width, factor=factor, min_pixels=settings["min_pixels"], max_pixels=settings["max_pixels"])
+
+
+def _fit_shape(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    side = settings["patch_size"] * settings["merge_size"]
+    rows, columns = shaped_tokens(height, width, side=side, most=settings["max_video_frame_tokens"])
+    return rows * side, columns * side
 
 
 def _fill_patches(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:

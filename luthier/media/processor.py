@@ -11,7 +11,6 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,8 @@ from luthier.media.expansion import kind_of, write
 from luthier.media.families import Family, MediaKind, Rule, Settings
 from luthier.media.outputs import as_arrays, check_expansion, check_strings, refused_rows
 from luthier.media.pictures_alone import has_plain_call, pictures_of, process_pictures, quick_outputs, written_strings
+from luthier.media.processor_parts import PARTS, fingerprint_of, part_of
+from luthier.media.sounds_together import Heard, heard_together
 from luthier.media.table import family_of
 from luthier.records import AudioHeader, ImageHeader, MediaHeader
 
@@ -36,12 +37,6 @@ if TYPE_CHECKING:
 
 # Files by which a model's folder says that it has a processor.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-# Where a processor keeps what handles one kind of media, and how a call addresses it.
-PARTS = {
-    MediaKind.IMAGE: (("image_processor",), "images_kwargs"),
-    MediaKind.VIDEO: (("video_processor",), "videos_kwargs"),
-    MediaKind.AUDIO: (("feature_extractor", "audio_processor"), "audio_kwargs"),
-}
 
 
 class MediaProcessor:
@@ -62,10 +57,10 @@ class MediaProcessor:
         self._settings = {
             kind: Settings(processor, part, merged[kwargs], stacked=rule is not None and rule.stacked)
             for kind, (names, kwargs) in PARTS.items()
-            if (part := _part(processor, names)) is not None
+            if (part := part_of(processor, names)) is not None
             for rule in (family.rule(kind),)
         }
-        self.fingerprint = _fingerprint(processor, family, {"call": call, "limits": str(limits)})
+        self.fingerprint = fingerprint_of(processor, family, {"call": call, "limits": str(limits)})
 
     @classmethod
     def load(
@@ -111,7 +106,7 @@ class MediaProcessor:
         parts = {
             kind: (kwargs, part)
             for kind, (names, kwargs) in PARTS.items()
-            if (part := _part(processor, names)) is not None
+            if (part := part_of(processor, names)) is not None
         }
         return cls(processor, family, call_options(parts, family, options), area_limits(family, options))
 
@@ -130,6 +125,16 @@ class MediaProcessor:
         return self._in_call(MediaKind(kind))
 
     @property
+    def wrapped(self) -> dict[str, str]:
+        """Of placeholders that the class replaces together with the marks around them: what it replaces."""
+        found = {}
+        for kind in self.kinds:
+            if any(marks := self._rule(kind).swallows):
+                before, after = (getattr(self.processor, name) for name in marks)
+                found[self.placeholder(kind)] = f"{before}{self.placeholder(kind)}{after}"
+        return found
+
+    @property
     def looks_behind(self) -> bool:
         """Whether what stands for an item depends on the text behind it (`expand`)."""
         return any((rule := self.family.rule(kind)) is not None and rule.seam is not None for kind in self.kinds)
@@ -144,12 +149,14 @@ class MediaProcessor:
         ``following``: the text right behind each item, up to the next item; some processors look at it. Without it
         every item is taken to stand between line breaks.
 
-        Raises `RowError` under ``media_kind`` for a kind that the model does not take, and under ``media_size`` for a
-        size that its processor refuses.
+        Raises `RowError` under ``media_kind`` for a kind that the model does not take, under ``media_kinds`` for kinds
+        that it does not take together, and under ``media_size`` for a size that its processor refuses.
         """
         items = [self._limited(item) for item in items]
         kinds = [kind_of(item) for item in items]
         rules = {kind: self._rule(kind) for kind in dict.fromkeys(kinds)}
+        if self.family.one_kind and {MediaKind.IMAGE, MediaKind.VIDEO} <= rules.keys():
+            raise RowError("media_kinds", f"the row has pictures and videos, and {self.family.one_kind}")
         try:
             if self.family.together is not None:
                 return self.family.together(self._settings, items)
@@ -190,18 +197,19 @@ class MediaProcessor:
         """
         rule = self.family.image if self._plain_call else None
         quick = quick_outputs(self._settings.get(MediaKind.IMAGE), rule, samples, self._limits)
+        heard = heard_together(self._settings.get(MediaKind.AUDIO), self.family.audio, samples)
         found: list[dict[str, NDArray[Any]] | RowError] = []
-        for items, output in zip(samples, quick, strict=True):
+        for items, output, sounds in zip(samples, quick, heard, strict=True):
             try:
-                found.append(self._features(items, output))
+                found.append(self._features(items, output, sounds))
             except RowError as error:
                 found.append(error)
         return found
 
     def _features(
-        self, items: Sequence[tuple[MediaHeader, Decoded]], output: dict[str, Any] | None
+        self, items: Sequence[tuple[MediaHeader, Decoded]], output: dict[str, Any] | None, sounds: Heard | None
     ) -> dict[str, NDArray[Any]]:
-        """``output``: what the processor makes of them, where that is known already."""
+        """``output``, ``sounds``: what the processor makes of them, or of the sounds, where that is known already."""
         if not items:
             return {}
         headers = [header for header, _ in items]
@@ -215,10 +223,13 @@ class MediaProcessor:
                 written = written_strings(settings, output, len(items))
             check_strings(self.processor, planned, written)
             return as_arrays(self.family, output)
+        if sounds is not None and len(sounds.strings) == len(items):
+            check_strings(self.processor, planned, sounds.strings)
+            return as_arrays(self.family, sounds.outputs)
         text = "\n".join(self._in_call(kind_of(header)) for header in headers)
         output = self.run(text, items)
         check_expansion(self.processor, planned, output)
-        return as_arrays(self.family, output)
+        return as_arrays(self.family, output if sounds is None else output | sounds.outputs)
 
     def run(self, text: str, items: Sequence[tuple[MediaHeader, Decoded]]) -> dict[str, Any]:
         """The processor itself on one text and its media, with this run's options; outputs as it names them."""
@@ -279,22 +290,3 @@ def _model_type(folder: Path) -> str:
     path = folder / "config.json"
     config = json.loads(path.read_bytes()) if path.is_file() else {}
     return str(config.get("model_type", ""))
-
-
-def _part(processor: Any, names: tuple[str, ...]) -> Any:
-    return next((getattr(processor, name) for name in names if getattr(processor, name, None) is not None), None)
-
-
-def _fingerprint(processor: Any, family: Family, call: Mapping[str, Any]) -> str:
-    plain = {
-        name: value
-        for name, value in vars(processor).items()
-        if isinstance(value, (str, int, float, bool, list, tuple, dict, type(None))) and name != "chat_template"
-    }
-    parts = {
-        name: part.to_dict()
-        for names, _ in PARTS.values()
-        if (part := _part(processor, names)) is not None and (name := type(part).__name__)
-    }
-    told = {"class": type(processor).__name__, "family": family.name, "plain": plain, "parts": parts, "call": call}
-    return blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

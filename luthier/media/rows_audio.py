@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from luthier.media import odd_calls, rules_audio
-from luthier.media.families import CAT, PAD_CAT, Family, Modules
+from luthier.media.families import CAT, PAD_CAT, Family, Modules, OwnFrames, Packing
 
 HEARING = Modules(tower=("model.audio_tower",), projector=("model.multi_modal_projector",))
 # Windows of a fixed length, of which a sound takes as many as it needs.
@@ -23,6 +23,7 @@ ROWS = (
         processors=("AudioFlamingo3Processor",),
         model_types=("audioflamingo3",),
         audio=rules_audio.POOLED_WINDOWS,
+        call=odd_calls.one_sound_each,
         batching=WINDOWS,
         modules=HEARING,
     ),
@@ -31,6 +32,7 @@ ROWS = (
         processors=("MusicFlamingoProcessor",),
         model_types=("musicflamingo",),
         audio=rules_audio.POOLED_WINDOWS,
+        call=odd_calls.one_sound_each,
         batching=WINDOWS,
         modules=HEARING,
     ),
@@ -39,6 +41,7 @@ ROWS = (
         processors=("GlmAsrProcessor",),
         model_types=("glmasr",),
         audio=rules_audio.MERGED_WINDOWS,
+        call=odd_calls.one_sound_each,
         batching=WINDOWS,
         modules=HEARING,
     ),
@@ -47,6 +50,7 @@ ROWS = (
         processors=("Qwen3ASRProcessor",),
         model_types=("qwen3_asr",),
         audio=rules_audio.PADDED_WINDOW_STEPS,
+        call=odd_calls.one_sound_each,
         batching={"input_features": PAD_CAT, "input_features_mask": PAD_CAT},
         modules=HEARING,
     ),
@@ -62,9 +66,10 @@ ROWS = (
     Family(
         name="granite_speech",
         processors=("GraniteSpeechProcessor",),
-        model_types=("granite_speech",),
+        model_types=("granite_speech", "granite_speech_plus"),
         audio=rules_audio.PROJECTED_BLOCKS,
         batching={"input_features": PAD_CAT, "input_features_mask": PAD_CAT},
+        own_frames=OwnFrames(module="model.encoder", features="hidden_states"),
         modules=Modules(tower=("model.encoder",), projector=("model.projector",)),
     ),
     Family(
@@ -73,6 +78,8 @@ ROWS = (
         model_types=("inkling_mm_model",),
         audio=rules_audio.DMEL_FRAMES,
         batching={"audio_input_ids": PAD_CAT, "audio_input_ids_mask": PAD_CAT},
+        packing=Packing.PADDED,
+        reason="its short convolutions would carry state from one sample of a row into the next",
         modules=Modules(tower=("model.audio_tower", "model.vision_tower")),
     ),
 )

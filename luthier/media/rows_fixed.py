@@ -12,7 +12,7 @@ ROWS = (
     Family(
         name="llava",
         processors=("LlavaProcessor",),
-        model_types=("llava", "vipllava"),
+        model_types=("llava", "vipllava", "fast_vlm"),
         image=Rule(measure=geometry.square),
         batching={"pixel_values": CAT},
         modules=PROJECTED,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from luthier.media import geometry, rules_video, token_inputs
-from luthier.media.families import CAT, PAD_CAT, Family, Modules, Packing, Rule
+from luthier.media.families import CAT, PAD_CAT, Family, FrameMarks, Modules, Packing, Rule, SharedSlots
 from luthier.media.quick_pictures import quick_patches
 
 # What the caps of a run's `media` section are called by processors that limit the area of a picture.
@@ -13,8 +13,12 @@ QWEN = Rule(measure=geometry.area_grid, options=AREA, quick=quick_patches, fold=
 VISUAL = Modules(tower=("model.visual",), projector=("model.visual.merger",))
 IMAGES = {"pixel_values": CAT, "image_grid_thw": CAT}
 FRAMES = {**IMAGES, "pixel_values_videos": CAT, "video_grid_thw": CAT}
+FRAMES_AS_PICTURES = SharedSlots(
+    pictures=("pixel_values", "image_grid_thw"),
+    videos=("pixel_values_videos", "video_grid_thw"),
+    frames=FrameMarks.TYPES,
+)
 KINDS = {"mm_token_type_ids": token_inputs.kinds}
-RECURRENT = "its recurrent layers would carry state from one sample of a row into the next"
 
 ROWS = (
     Family(
@@ -42,7 +46,7 @@ ROWS = (
     Family(
         name="qwen3_vl",
         processors=("Qwen3VLProcessor",),
-        model_types=("qwen3_vl", "qwen3_vl_moe"),
+        model_types=("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni"),
         image=QWEN,
         video=rules_video.VOLUME_GRID,
         batching=FRAMES,
@@ -55,14 +59,12 @@ ROWS = (
     Family(
         name="qwen3_5",
         processors=("Qwen3VLProcessor",),
-        model_types=("qwen3_5", "qwen3_5_moe"),
+        model_types=("qwen3_5", "qwen3_5_moe", "qwen4_exp"),
         image=QWEN,
         video=rules_video.VOLUME_GRID,
         batching=FRAMES,
         token_inputs=KINDS,
         positions="grid_frames",
-        packing=Packing.PADDED,
-        reason=RECURRENT,
         modules=VISUAL,
     ),
     Family(
@@ -72,6 +74,7 @@ ROWS = (
         image=Rule(measure=geometry.volume_grid, options=AREA, fold=4),
         video=rules_video.TIMED_VOLUME_GRID,
         batching=FRAMES,
+        shared_slots=FRAMES_AS_PICTURES,
         token_inputs=KINDS,
         positions="grid_frames",
         modules=Modules(tower=("model.visual",), projector=("model.visual.merger", "model.visual.downsample")),
@@ -83,6 +86,7 @@ ROWS = (
         image=Rule(measure=geometry.volume_grid, options=AREA, fold=4),
         video=rules_video.DYNAMIC_VOLUME_GRID,
         batching=FRAMES,
+        shared_slots=FRAMES_AS_PICTURES,
         token_inputs=KINDS,
         positions="grid_frames",
         modules=Modules(tower=("model.visual",), projector=("model.visual.merger", "model.visual.downsample")),
@@ -133,6 +137,7 @@ ROWS = (
         model_types=("kimi_k25",),
         image=Rule(measure=geometry.budget_grid, fold=4),
         video=rules_video.CHUNKED_PATCH_GRID,
+        merges_frames=True,
         batching=FRAMES,
         modules=Modules(tower=("model.vision_tower",), projector=("model.mm_projector",)),
     ),
@@ -163,8 +168,6 @@ ROWS = (
         image=QWEN,
         video=rules_video.VOLUME_GRID,
         batching=FRAMES,
-        packing=Packing.PADDED,
-        reason=RECURRENT,
         modules=Modules(tower=("model.vision_tower",), projector=("model.multi_modal_projector",)),
     ),
     Family(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.media import geometry, geometry_tiles, rules_audio, rules_video, token_inputs
-from luthier.media.families import CAT, PAD_CAT, Attention, Family, MediaKind, Modules, Packing, Rule
+from luthier.media.families import CAT, PAD_CAT, Attention, Batching, Family, MediaKind, Modules, OwnFrames, Rule
 from luthier.media.interleaving import expand_with_sound_tracks
 
 AREA = {"min_pixels": "size.shortest_edge", "max_pixels": "size.longest_edge"}
@@ -134,7 +134,7 @@ ROWS = (
         audio=rules_audio.WAVEFORM_FRAMES,
         batching=GEMMA4,
         token_inputs={"mm_token_type_ids": token_inputs.kinds},
-        attention=Attention.IMAGE_BLOCKS,
+        attention=Attention.WHOLE_BLOCKS,
         modules=Modules(tower=(), projector=("model.embed_vision", "model.embed_audio")),
     ),
     Family(
@@ -146,12 +146,15 @@ ROWS = (
         batching={
             "image_pixel_values": PAD_CAT,
             "image_sizes": CAT,
-            "image_attention_mask": PAD_CAT,
+            "image_attention_mask": Batching(pad=1),  # so its class fills up the tiles of a picture of few
             "audio_input_features": PAD_CAT,
             "audio_embed_sizes": CAT,
             "audio_attention_mask": PAD_CAT,
         },
         derived={"audio_attention_mask": _all_frames},
+        own_frames=OwnFrames(
+            module="model.embed_tokens_extend.audio_embed.encoder", features="hidden_states", mask="mask"
+        ),
         modules=Modules(
             tower=(
                 "model.embed_tokens_extend.image_embed.img_processor",
@@ -167,6 +170,7 @@ ROWS = (
         model_types=("nemotron_h_omni",),
         image=Rule(measure=geometry.context_grid, fold=4),
         video=rules_video.TUBELETS,
+        one_kind="its model cannot tell frames from pictures",
         audio=rules_audio.SUBSAMPLED_FRAMES,
         batching={
             "pixel_values": CAT,
@@ -175,8 +179,7 @@ ROWS = (
             "input_features": PAD_CAT,
             "input_features_mask": PAD_CAT,
         },
-        packing=Packing.PADDED,
-        reason="its recurrent layers would carry state from one sample of a row into the next",
+        own_frames=OwnFrames(module="audio_tower", features="input_features", mask="attention_mask", beyond=1),
         modules=Modules(
             tower=("vision_model", "audio_tower"),
             projector=("multi_modal_projector", "embed_audio"),

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from luthier.media import expansion, geometry_tiles, rules_video, token_inputs
-from luthier.media.families import CAT, CAT_LAST, PAD_CAT, STACK, Attention, Batching, Family, Modules, Packing, Rule
+from luthier.media.families import (
+    CAT,
+    CAT_LAST,
+    PAD_CAT,
+    STACK,
+    Attention,
+    Batching,
+    Family,
+    FrameMarks,
+    Modules,
+    Packing,
+    Rule,
+    SharedSlots,
+)
 
 PROJECTED = Modules(tower=("model.vision_tower",), projector=("model.multi_modal_projector",))
 IDEFICS = Modules(
@@ -93,6 +106,7 @@ ROWS = (
         model_types=("smolvlm",),
         image=Rule(measure=geometry_tiles.rows_and_columns, fold=16),
         video=rules_video.PADDED_FRAMES,
+        one_kind="its processor puts frames in the place of pictures",
         batching=TILED_IN_ROWS,
         modules=IDEFICS,
     ),
@@ -147,8 +161,6 @@ ROWS = (
         model_types=("lfm2_vl",),
         image=Rule(measure=geometry_tiles.tiles_or_whole, replace=expansion.marked, fold=4),
         batching={"pixel_values": CAT, "pixel_attention_mask": CAT, "spatial_shapes": CAT},
-        packing=Packing.PADDED,
-        reason="its convolutions would carry state from one sample of a row into the next",
         modules=PROJECTED,
     ),
     Family(
@@ -197,6 +209,11 @@ ROWS = (
             "video_token_pooling": Batching(offset="pixel_values_videos", offset_axes=2),
             "video_grids": CAT,
         },
+        shared_slots=SharedSlots(
+            pictures=("pixel_values", "image_token_pooling", "image_grids"),
+            videos=("pixel_values_videos", "video_token_pooling", "video_grids"),
+            frames=FrameMarks.BORDERS,
+        ),
         token_inputs=KINDS,
         attention=Attention.IMAGE_BLOCKS,
         packing=Packing.PADDED,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from luthier.media import geometry, geometry_video, rules_video, token_inputs
-from luthier.media.families import CAT, PAD_CAT, Family, Modules, Rule
+from luthier.media.families import CAT, PAD_CAT, Family, Modules, Packing, Rule
 
 AREA = {"min_pixels": "size.shortest_edge", "max_pixels": "size.longest_edge"}
 PROJECTED = Modules(tower=("model.vision_tower",), projector=("model.multi_modal_projector",))
@@ -35,6 +37,8 @@ ROWS = (
         video=rules_video.CANVAS_GRID,
         batching={"pixel_values": CAT, "image_grid_thw": CAT, "pixel_values_videos": CAT, "video_grid_thw": CAT},
         token_inputs={"mm_token_type_ids": token_inputs.kinds},
+        packing=Packing.PADDED,
+        reason="its linear attention carries a state along the row, and its indexer chooses among all keys of it",
         modules=Modules(tower=("model.visual",), projector=("model.visual.merger",)),
     ),
     Family(
@@ -42,7 +46,7 @@ ROWS = (
         processors=("Cosmos3EdgeProcessor",),
         model_types=("cosmos3_edge",),
         image=Rule(measure=geometry.volume_grid, options=AREA, fold=4),
-        video=rules_video.VOLUME_GRID,
+        video=replace(rules_video.VOLUME_GRID, swallows=("vision_start_token", "vision_end_token")),
         batching={"pixel_values": CAT, "image_grid_thw": CAT, "pixel_values_videos": CAT, "video_grid_thw": CAT},
         token_inputs={"mm_token_type_ids": token_inputs.kinds},
         positions="grid_frames",

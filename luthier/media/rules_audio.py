@@ -29,7 +29,9 @@ WHOLE_CHUNKS = Rule(measure=audio.whole_chunks, replace=_repeated, options=_RATE
 FIXED_LENGTH = Rule(measure=audio.fixed_length, options=_RATE)  # gemma3n
 VALID_FRAMES = Rule(measure=audio.valid_frames, options=_RATE)  # gemma4
 WAVEFORM_FRAMES = Rule(measure=audio.waveform_frames, options=_RATE)  # gemma4_unified
-COMPRESSED_FRAMES = Rule(measure=audio.compressed_frames, options=_RATE)  # phi4_multimodal
+COMPRESSED_FRAMES = Rule(measure=audio.compressed_frames, options=_RATE, in_company=True)  # phi4_multimodal
 PROJECTED_BLOCKS = Rule(measure=audio.projected_blocks, options=_RATE, fold=5)  # granite_speech
-DMEL_FRAMES = Rule(measure=audio.dmel_frames, replace=_own_string, options=_RATE)  # inkling
+DMEL_FRAMES = Rule(measure=audio.dmel_frames, replace=_own_string, options=_RATE, in_company=True)  # inkling
+WAVEFORM_BLOCKS = Rule(measure=audio.waveform_blocks, options=_RATE)  # muse_spark
+LONG_CHUNKS = Rule(measure=audio.long_chunks, options=_RATE, fold=8)  # dots3_note
 SUBSAMPLED_FRAMES = Rule(measure=audio.subsampled_frames, options=_RATE)  # nemotron_h_omni

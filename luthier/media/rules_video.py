@@ -18,6 +18,7 @@ from luthier.media.geometry_video import (
     plain_frame_grid,
     pooled_grid,
     segmented_grid,
+    shaped_frame_grid,
     shared_area_grid,
     soft_tokens,
     tubelets,
@@ -52,6 +53,8 @@ PLAIN_FRAME_GRID = Rule(measure=plain_frame_grid, options=_SIZE | _RATE | _MOST,
 SHARED_AREA_GRID = Rule(measure=shared_area_grid, options=_SIZE | _RATE | _MOST, fold=4)
 # kimi_k25
 CHUNKED_PATCH_GRID = Rule(measure=chunked_patch_grid, options=_RATE | _NUMBER, fold=4)
+# muse_glimmer, muse_spark
+SHAPED_FRAME_GRID = Rule(measure=shaped_frame_grid, options=_RATE | _NUMBER, fold=8)
 # minimax_m3_vl
 SEGMENTED_GRID = Rule(
     measure=segmented_grid,

@@ -18,6 +18,8 @@ from luthier.presets import model_folder, model_names
 
 PRESET = "preset:"
 CONFIG = "config.json"
+# The model's own template says what goes around an item in texts that no template makes.
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 DECIDING = ("transformers", "torchvision")  # libraries whose versions decide how many tokens an item takes
 
 
@@ -62,7 +64,7 @@ class MediaSource:
         if self.folder is None:
             return "text"
         digest = hashlib.sha256(self.options.model_dump_json(exclude={"cache"}).encode())
-        for name in PROCESSOR_FILES:
+        for name in (*PROCESSOR_FILES, *TEMPLATE_FILES):
             path = self.folder / name
             digest.update(path.read_bytes() if path.is_file() else b"")
         digest.update(self._model_type.encode())

@@ -146,6 +146,29 @@ def best_canvas(height: int, width: int, *, tile: int, max_tiles: int, largest: 
     return int(canvas[0]) // tile, int(canvas[1]) // tile
 
 
+def fullest_canvas(height: int, width: int, *, tile: int, max_tiles: int) -> Grid:
+    """The canvas that holds the whole picture and shows it largest, else the largest of its shape (Perception LM)."""
+    grids = [(rows, columns) for columns, rows in canvases(max_tiles, 1)]
+    holding = [grid for grid in grids if grid[0] * tile >= height and grid[1] * tile >= width]
+    if holding:
+        # of canvases that show it equally large the last one is taken
+        return max(enumerate(holding), key=lambda one: (_shown_side(height, width, one[1], tile), one[0]))[1]
+    shape = width / height
+    shapes = [columns / rows for rows, columns in grids]
+    if shape >= 1:
+        nearest = min((one for one in shapes if one <= shape), key=lambda one: abs(one - shape))
+    else:
+        nearest = min((one for one in shapes if one > shape), key=lambda one: abs(1 / one - 1 / shape))
+    return max((grid for grid in grids if grid[1] / grid[0] == nearest), key=math.prod)
+
+
+def _shown_side(height: int, width: int, canvas: Grid, tile: int) -> int:
+    """The shorter side of the picture on a canvas, in pixels."""
+    rows, columns = canvas
+    scale, shape = min(columns * tile / width, rows * tile / height), width / height
+    return math.floor(scale * width / shape) if shape > 1 else math.floor(scale * height * shape)
+
+
 def best_resolution(height: int, width: int, resolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Of the resolutions (height, width) the one that keeps the most pixels and wastes the fewest (LLaVA-NeXT)."""
     best, most, least_waste = (0, 0), 0, math.inf

@@ -6,7 +6,7 @@ that see or hear also have their processor and a tokenizer of their own). Data s
 `luthier.presets.datasets`. Configs name them ``preset:tiny-qwen3`` and ``preset:skills``. Chat templates by name
 (``chatml``) are for models that have none of their own.
 
-Read in this order: world, tools, questions, skills, preferences, drawing, pictures, beeping, sounds, datasets,
+Read in this order: world, tools, questions, skills, preferences, quizzes, drawing, pictures, beeping, sounds, datasets,
 template_table, named_templates.
 """
 

@@ -1,20 +1,22 @@
-"""Small pictures: coloured shapes and digits on a plain ground, as the bytes of a PNG file.
+"""Small pictures: one coloured thing on a plain dark ground, or a few alike, as the bytes of a PNG file.
 
-A picture is a grid of cells, 16 pixels wide and high; in each there is one drawing or none. Sizes, places within the
-cell and shades differ a little from one to the next, as `Random` draws them.
+A picture is a square of four cells, two by two. Sizes, places and shades differ a little from one to the next, as
+`Random` draws them.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
 from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
 
-CELL = 16
+SIZE = 32  # pixels, wide and high
 COLOURS = {
     "red": (220, 40, 40),
     "green": (40, 170, 60),
@@ -22,64 +24,91 @@ COLOURS = {
     "yellow": (240, 215, 50),
     "purple": (160, 50, 190),
     "white": (245, 245, 245),
+    "orange": (245, 130, 20),
+    "pink": (250, 140, 200),
+    "cyan": (40, 205, 225),
 }
-Cell = tuple[int, int]  # row from the top, column from the left
-Drawing = tuple[str, str]  # a colour, and a shape or a digit
-Mask = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.bool_]]
+_Mask = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.bool_]]
 
 # Where a shape is: of points with y down and x to the right, -1 to 1 within its box.
-SHAPES: dict[str, Mask] = {
+SHAPES: dict[str, _Mask] = {
     "circle": lambda y, x: y**2 + x**2 <= 1,
-    "square": lambda y, x: np.maximum(abs(y), abs(x)) <= 0.85,
+    "square": lambda y, x: np.maximum(abs(y), abs(x)) <= 0.9,
     "triangle": lambda y, x: (abs(x) <= (y + 1) / 2) & (y <= 0.9),
     "cross": lambda y, x: np.minimum(abs(y), abs(x)) <= 0.3,
     "ring": lambda y, x: abs(y**2 + x**2 - 0.7) <= 0.3,
-    "diamond": lambda y, x: abs(y) + abs(x) <= 1,
 }
-# 3 x 5 dots, row by row
-_DIGITS = {
-    "0": "###|#.#|#.#|#.#|###", "1": ".#.|##.|.#.|.#.|###", "2": "###|..#|###|#..|###", "3": "###|..#|.##|..#|###",
-    "4": "#.#|#.#|###|..#|..#", "5": "###|#..|###|..#|###", "6": "###|#..|###|#.#|###", "7": "###|..#|.#.|.#.|.#.",
-    "8": "###|#.#|###|#.#|###", "9": "###|#.#|###|..#|###",
+# 5 x 7 dots, row by row
+DIGITS = {
+    "0": ".###.|#...#|#...#|#...#|#...#|#...#|.###.", "1": "..#..|.##..|..#..|..#..|..#..|..#..|.###.",
+    "2": ".###.|#...#|....#|...#.|..#..|.#...|#####", "3": "#####|...#.|..#..|...#.|....#|#...#|.###.",
+    "4": "...#.|..##.|.#.#.|#..#.|#####|...#.|...#.", "5": "#####|#....|####.|....#|....#|#...#|.###.",
+    "6": "..##.|.#...|#....|####.|#...#|#...#|.###.", "7": "#####|....#|...#.|..#..|.#...|.#...|.#...",
+    "8": ".###.|#...#|#...#|.###.|#...#|#...#|.###.", "9": ".###.|#...#|#...#|.####|....#|...#.|.##..",
 }  # fmt: skip
-_DOT = (2, 3)  # pixels of a dot, high and wide: a digit is 10 by 9
+_CELLS = [(SIZE / 4, SIZE / 4), (SIZE / 4, SIZE * 3 / 4), (SIZE * 3 / 4, SIZE / 4), (SIZE * 3 / 4, SIZE * 3 / 4)]
+_FINE = 2  # points of a pixel, each way: edges are mixtures of the two colours
 
 
-def draw_picture(drawings: Mapping[Cell, Drawing], *, rows: int, columns: int, rng: Random) -> bytes:
-    """A PNG of ``16 * rows`` by ``16 * columns`` pixels with ``drawings`` in their cells.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Box:
+    """Where a thing is drawn: its middle and half its sides, in pixels."""
 
-    The pixels follow from the arguments alone; their compression may differ from one zlib to another.
-    """
-    shade = rng.randrange(60, 90)
-    pixels = np.full((CELL * rows, CELL * columns, 3), shade, dtype=np.uint8)
-    for (row, column), (colour, what) in sorted(drawings.items()):
-        mask = _digit(what, rng) if what in _DIGITS else _shape(SHAPES[what], rng)
-        light = rng.uniform(0.85, 1.0)
-        cell = pixels[CELL * row : CELL * (row + 1), CELL * column : CELL * (column + 1)]
-        cell[mask] = [int(channel * light) for channel in COLOURS[colour]]
-    return _png(pixels)
+    y: float
+    x: float
+    half_height: float
+    half_width: float
 
 
-def _shape(mask: Mask, rng: Random) -> NDArray[np.bool_]:
-    """bool[16, 16]"""
-    radius = rng.uniform(5.5, 7.0)
-    slack = CELL / 2 - radius
-    y, x = (CELL / 2 + rng.uniform(-slack, slack) for _ in range(2))
-    points = np.arange(CELL) + 0.5  # the middle of each pixel
-    down, right = ((points - y) / radius)[:, None], ((points - x) / radius)[None, :]
-    within: NDArray[np.bool_] = (abs(down) <= 1) & (abs(right) <= 1)
-    return mask(down.astype(np.float64), right.astype(np.float64)) & within
+def draw_shapes(shape: str, colour: str, count: int, rng: Random) -> bytes:
+    """A PNG of ``count`` (1 to 4) things alike: one is large, several are small and each in a cell of its own."""
+    if count == 1:
+        boxes = [_square_box(rng, SIZE / 2, SIZE / 2, radius=rng.uniform(9, 12), slack=3)]
+    else:
+        boxes = [_square_box(rng, y, x, radius=rng.uniform(5, 6.25), slack=0.75) for y, x in rng.sample(_CELLS, count)]
+    return _paint(SHAPES[shape], boxes, colour, rng)
 
 
-def _digit(digit: str, rng: Random) -> NDArray[np.bool_]:
-    """bool[16, 16]"""
-    dots = np.array([[dot == "#" for dot in line] for line in _DIGITS[digit].split("|")])
-    drawn = np.kron(dots, np.ones(_DOT)).astype(bool)
-    height, width = drawn.shape
-    top, left = rng.randint(1, CELL - 1 - height), rng.randint(1, CELL - 1 - width)
-    mask = np.zeros((CELL, CELL), dtype=bool)
-    mask[top : top + height, left : left + width] = drawn
-    return mask
+def draw_digit(digit: str, colour: str, rng: Random) -> bytes:
+    """A PNG of one large digit."""
+    dots = np.array([[dot == "#" for dot in line] for line in DIGITS[digit].split("|")])
+    half_height = rng.uniform(10, 13)
+    y, x = SIZE / 2 + rng.uniform(-2, 2), SIZE / 2 + rng.uniform(-4, 4)
+    box = _Box(y=y, x=x, half_height=half_height, half_width=half_height * 0.65)
+    return _paint(lambda down, right: _within(dots, down, right), [box], colour, rng)
+
+
+def _square_box(rng: Random, y: float, x: float, *, radius: float, slack: float) -> _Box:
+    """A box somewhere about a point."""
+    y, x = y + rng.uniform(-slack, slack), x + rng.uniform(-slack, slack)
+    return _Box(y=y, x=x, half_height=radius, half_width=radius)
+
+
+def _within(dots: NDArray[np.bool_], y: NDArray[np.float64], x: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which points of a box, -1 to 1, lie in one of its dots that are set."""
+    row, column = (((part + 1) / 2 * n).astype(int) for part, n in zip((y, x), dots.shape, strict=True))
+    return np.asarray(dots[row, column])
+
+
+def _paint(mask: _Mask, boxes: Sequence[_Box], colour: str, rng: Random) -> bytes:
+    """The pixels follow from the arguments alone; their compression may differ from one zlib to another."""
+    covered = np.zeros((SIZE * _FINE, SIZE * _FINE), dtype=bool)
+    for box in boxes:
+        rows, down = _points(box.y, box.half_height)
+        columns, right = _points(box.x, box.half_width)
+        covered[rows, columns] = mask(down[:, None], right[None, :])
+    fine = covered.astype(np.float64).reshape(SIZE, _FINE, SIZE, _FINE)
+    share = np.einsum("yaxb->yx", fine)[..., None] / _FINE**2  # of each pixel
+    ground = rng.uniform(10, 50)
+    lit = np.array(COLOURS[colour]) * rng.uniform(0.85, 1.0)
+    return _png((ground + (lit - ground) * share).astype(np.uint8))
+
+
+def _points(middle: float, half: float) -> tuple[slice, NDArray[np.float64]]:
+    """Which points of the fine grid lie within ``half`` pixels of ``middle``, and where between -1 and 1."""
+    first = max(0, ceil((middle - half) * _FINE - 0.5))
+    stop = min(SIZE * _FINE, ceil((middle + half) * _FINE - 0.5))
+    return slice(first, stop), ((np.arange(first, stop) + 0.5) / _FINE - middle) / half
 
 
 def _png(pixels: NDArray[np.uint8]) -> bytes:
@@ -88,7 +117,7 @@ def _png(pixels: NDArray[np.uint8]) -> bytes:
     lines = np.zeros((height, 1 + 3 * width), dtype=np.uint8)  # each begins with its filter: 0, none
     lines[:, 1:] = pixels.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b""))
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 1)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in chunks)
 
 

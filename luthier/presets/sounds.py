@@ -1,89 +1,93 @@
-"""The data set ``preset:sounds``: questions about short sounds.
+"""The data set ``preset:sounds``: questions about short sounds, learnable from nothing in a few minutes.
 
-Five skills, each with a key that alone decides whether a question is held out, so that what ``test`` asks has to be
-put together from what ``train`` let hear apart:
+A sound is one to four beeps, all alike, or one tone that glides. Three skills ask about it:
 
-    count     how many beeps are there?      the number with the pitch: six low beeps were never counted
-    pitch     which tones are played?        the melody of two to four tones: this one was never asked about
-    rhythm    which beeps are long?          the rhythm of two to five beeps
-    glide     where does the tone go?        the movements, one to three
-    more      which sound has more beeps?    the two numbers; there are two sounds
+    beeps        how many, long or short, high or low, what do they sound like?    one thing each
+    tone         where does it go, what does it sound like?                        one thing each
+    description  what do you hear?                                                 all of it, of either
+
+Nothing in a row tells the answer but the sound: what is asked together is independent. What is held out are sounds:
+``test`` plays combinations of number, length, pitch (in steps of two semitones), timbre and glide that ``train`` never
+plays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
-from luthier.presets.beeping import PITCHES, Tone, play_tones
-from luthier.presets.questions import Draw, Skill, skill_rows
+from luthier.presets.beeping import GLIDES, LENGTHS, PITCHES, Timbre, play_beeps, play_glide
+from luthier.presets.quizzes import Question, Quiz, QuizSkill, quiz_rows
 
-_MOST = 6  # beeps to count
-_LENGTHS = {"short": 0.09, "long": 0.22}  # seconds
-_GLIDES = {"up": ("low", "high"), "down": ("high", "low"), "nowhere": ("middle", "middle")}
+_NUMBERS = ("one", "two", "three", "four")
 
 
 def sound_rows(split: str) -> Iterator[dict[str, Any]]:
-    """``{"skill": NAME, "messages": MESSAGES}``, sounds as ``{"type": "audio", "audio": {"bytes": WAV}}`` before the
-    question; in the order, and with the promises, of `skill_rows`. Raises `SourceError` for another split.
+    """``{"skill": NAME, "messages": MESSAGES}``, a sound as ``{"type": "audio", "audio": {"bytes": WAV}}`` before the
+    first question; else as `quiz_rows` says. Raises `SourceError` for another split.
     """
-    yield from skill_rows("sounds", SKILLS, split)
+    yield from quiz_rows("sounds", SKILLS, split)
 
 
-def _draw_count(rng: Random) -> Draw:
-    number, pitch = rng.randint(1, _MOST), rng.choice(list(PITCHES))
-    question = rng.choice(["How many beeps are there?", "Count the beeps."])
-    return [f"{number} {pitch}"], _ask([_beeps(number, pitch, rng)], question, f"There are {number}.")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sound:
+    """A WAV, the combination that it is one of, and what is true of it: by question, and all in one."""
+
+    wav: bytes
+    key: str
+    answers: dict[str, str]
+    description: str
 
 
-def _draw_pitch(rng: Random) -> Draw:
-    names = rng.choices(list(PITCHES), k=rng.randint(2, 4))
-    sound = play_tones([Tone.level(PITCHES[name], rng.uniform(0.15, 0.25)) for name in names], rng)
-    question = rng.choice(["Which tones are played?", "High or low?"])
-    return [" ".join(names)], _ask([sound], question, f"The tones are {', '.join(names)}.")
+def _beeps(rng: Random) -> _Sound:
+    number, timbre = rng.randint(1, len(_NUMBERS)), rng.choice(list(Timbre))
+    length, pitch, step = rng.choice(list(LENGTHS)), rng.choice(list(PITCHES)), rng.randrange(6)
+    told = f"{_NUMBERS[number - 1]} {length} {pitch} {timbre} beep{'s' if number > 1 else ''}"
+    return _Sound(
+        wav=play_beeps(number, hertz=PITCHES[pitch][step], length=length, timbre=timbre, seed=rng.getrandbits(32)),
+        key=f"{told} {step}",
+        answers={
+            "How many beeps are there?": f"There {'are' if number > 1 else 'is'} {_NUMBERS[number - 1]}.",
+            "Are they long or short?": f"They are {length}.",
+            "Are they high or low?": f"They are {pitch}.",
+            "What do they sound like?": f"They are {timbre}.",
+        },
+        description=f"I hear {told}.",
+    )
 
 
-def _draw_rhythm(rng: Random) -> Draw:
-    names, pitch = rng.choices(list(_LENGTHS), k=rng.randint(2, 5)), rng.choice(list(PITCHES))
-    sound = play_tones([Tone.level(PITCHES[pitch], _LENGTHS[name]) for name in names], rng)
-    question = rng.choice(["What is the rhythm?", "Short or long?"])
-    return [" ".join(names)], _ask([sound], question, f"The beeps are {', '.join(names)}.")
+def _tone(rng: Random) -> _Sound:
+    glide, timbre = rng.choice(list(GLIDES)), rng.choice(list(Timbre))
+    steps = {"low": rng.randrange(6), "high": rng.randrange(6)}
+    course = tuple(PITCHES[pitch][steps[pitch]] for pitch in GLIDES[glide])
+    return _Sound(
+        wav=play_glide(course, timbre=timbre, seed=rng.getrandbits(32)),
+        key=f"{timbre} {glide} {steps['low']} {steps['high']}",
+        answers={"Where does it go?": f"It goes {glide}.", "What does it sound like?": f"It is {timbre}."},
+        description=f"I hear a {timbre} tone that goes {glide}.",
+    )
 
 
-def _draw_glide(rng: Random) -> Draw:
-    names = rng.choices(list(_GLIDES), k=rng.randint(1, 3))
-    ends = [[PITCHES[pitch] for pitch in _GLIDES[name]] for name in names]
-    sound = play_tones([Tone(start=start, end=end, seconds=rng.uniform(0.3, 0.4)) for start, end in ends], rng)
-    question = rng.choice(["Where does the tone go?", "Up or down?"])
-    return [" ".join(names)], _ask([sound], question, f"The tone goes {', '.join(names)}.")
+def _draw(play: Callable[[Random], _Sound], rng: Random) -> Quiz:
+    sound = play(rng)
+    return _quiz(sound, sound.answers)
 
 
-def _draw_more(rng: Random) -> Draw:
-    numbers = rng.sample(range(1, _MOST + 1), 2)
-    sounds = [_beeps(number, rng.choice(list(PITCHES)), rng) for number in numbers]
-    more = "first" if numbers[0] > numbers[1] else "second"
-    question = "Which sound has more beeps?"
-    answer = f"The {more} has more, {max(numbers)} and not {min(numbers)}."
-    return [f"{numbers[0]} and {numbers[1]}"], _ask(sounds, question, answer)
+def _draw_description(rng: Random) -> Quiz:
+    sound = rng.choice([_beeps, _beeps, _tone])(rng)
+    return _quiz(sound, {"What do you hear?": sound.description})
 
 
-def _beeps(number: int, pitch: str, rng: Random) -> bytes:
-    return play_tones([Tone.level(PITCHES[pitch], rng.uniform(0.1, 0.15))] * number, rng)
+def _quiz(sound: _Sound, answers: dict[str, str]) -> Quiz:
+    questions = [Question(key=sound.key, question=question, answer=answer) for question, answer in answers.items()]
+    return Quiz(shown=[{"type": "audio", "audio": {"bytes": sound.wav}}], questions=questions)
 
 
-def _ask(sounds: Sequence[bytes], question: str, answer: str) -> list[dict[str, Any]]:
-    heard = [{"type": "audio", "audio": {"bytes": sound}} for sound in sounds]
-    return [
-        {"role": "user", "content": [*heard, {"type": "text", "text": question}]},
-        {"role": "assistant", "content": answer},
-    ]
-
-
-SKILLS = (
-    Skill(name="count", draw=_draw_count, num_train=800),
-    Skill(name="pitch", draw=_draw_pitch, num_train=1000),
-    Skill(name="rhythm", draw=_draw_rhythm, num_train=800),
-    Skill(name="glide", draw=_draw_glide, num_train=600),
-    Skill(name="more", draw=_draw_more, num_train=800),
+SKILLS: Sequence[QuizSkill] = (
+    QuizSkill(name="beeps", draw=partial(_draw, _beeps), num_train=2500, num_test=80),
+    QuizSkill(name="tone", draw=partial(_draw, _tone), num_train=2000, num_test=50),
+    QuizSkill(name="description", draw=_draw_description, num_train=2000, num_test=50),
 )

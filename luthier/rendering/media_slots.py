@@ -6,8 +6,9 @@ model's processor replaces (``<|image_pad|>``). Templates of text know no parts;
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from luthier.errors import RowError, TemplateError
@@ -25,15 +26,26 @@ class MediaSlots:
     tokens  the token that its processor replaces
     inline  what is written into a message's text by whom a template helps not: the token and what goes around it
     written of the tokens those that are not in the vocabulary: the processor finds them in the text (Qianfan-OCR)
+    wrapped of some tokens what the processor replaces as a whole where a template prints it: the token with its marks
     """
 
     tokens: Mapping[str, str]
     inline: Mapping[str, str]
     written: frozenset[str] = frozenset()
+    wrapped: Mapping[str, str] = field(default_factory=dict)
 
     def tokens_of(self, media: Iterable[Media]) -> set[str]:
         """The tokens that stand for some items."""
         return {self.tokens[kind_of_media(item)] for item in media}
+
+    def printed_for(self, media: Iterable[Media]) -> set[str]:
+        """The same as templates may print them: with their marks, too, where those go with them."""
+        tokens = self.tokens_of(media)
+        return tokens | {self.wrapped[token] for token in tokens & self.wrapped.keys()}
+
+    def find(self, text: str, token: str) -> Iterator[re.Match[str]]:
+        """Where a text has what stands for an item, with the marks that go with it."""
+        return re.finditer("|".join(map(re.escape, filter(None, (self.wrapped.get(token), token)))), text)
 
 
 NO_SLOTS = MediaSlots(tokens={}, inline={})
@@ -104,7 +116,7 @@ def place_media(sketch: str, messages: Sequence[Message], slots: MediaSlots) -> 
         numbers.setdefault(slots.tokens[kind_of_media(media)], []).append(number)
     placed: dict[int, int] = {}
     for token, of_items in numbers.items():
-        places = list(_occurrences(sketch, token))
+        places = [match.start() for match in slots.find(sketch, token)]
         if len(places) != len(of_items):
             raise RowError(
                 "media_places",
@@ -114,10 +126,3 @@ def place_media(sketch: str, messages: Sequence[Message], slots: MediaSlots) -> 
             )
         placed.update(zip(places, of_items, strict=True))
     return placed
-
-
-def _occurrences(sketch: str, token: str) -> Iterator[int]:
-    place = sketch.find(token)
-    while place >= 0:
-        yield place
-        place = sketch.find(token, place + len(token))

@@ -203,7 +203,8 @@ class Renderer:
                 raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
             raise RowDropped("no_target", "no message of this row is trained")
         history = RowHistory(template, row, shapes, strings, self._recordings)
-        control = self.control.with_places(template.slots.tokens_of(media_of(row.messages)))
+        media = media_of(row.messages)
+        control = self.control.with_places(template.slots.printed_for(media))
         try:
             has_unasked = bool(turns) and _is_unasked(row, turns[0]) and not can_be_asked(history, turns[0])
             turns = turns[1:] if has_unasked else turns
@@ -221,6 +222,7 @@ class Renderer:
         references = history.references(*(path.recording.sketch for path in paths))
         if not cut:
             raise RowDropped("no_target", "the only answer comes before any question")
+        control = self.control.with_places(template.slots.tokens_of(media))
         blueprint = build_blueprint(cut, list(history.guards), references, control)
         blueprint = replace(blueprint, has_unasked=has_unasked)
         return _Known(blueprint=blueprint, paths=paths)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from luthier.errors import RowError
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.guards import Guard
+from luthier.rendering.openings import opened_turn
 from luthier.rendering.references import is_reference
 from luthier.rendering.template import ChatTemplate, Recording, Stretch
 
@@ -67,15 +68,19 @@ def context_of(template: ChatTemplate, history: History, index: int) -> Context:
     """The inference context of message ``index``.
 
     Where the template has a thinking switch that the user left open, the first position that reproduces this turn is
-    taken; left open comes first, for that is what inference shows by default.
+    taken; left open comes first, for that is what inference shows by default. An empty thought that the template writes
+    into its prompts alone is put into the turn (`openings`).
     Raises `RowError` if no generation prompt is the beginning of the rendered turn: it cannot be trained on what
     inference will show.
     """
     for kwargs in _switches(template):
-        prompt = history.recording(index, generation_prompt=True, **kwargs).sketch
+        asked = history.recording(index, generation_prompt=True, **kwargs)
+        prompt = asked.sketch
         turn = history.recording(index + 1, **kwargs)
         if turn.sketch.startswith(prompt):
             return Context(recording=turn, seam=len(prompt), kwargs=kwargs)
+        if (opened := opened_turn(asked, turn)) is not None:
+            return Context(recording=opened, seam=len(prompt), kwargs=kwargs)
     switches = [name for name in THINKING_SWITCHES if name in template.variables]
     hint = f"; template.kwargs ({', '.join(switches)}) may contradict this row" if switches else ""
     raise RowError(

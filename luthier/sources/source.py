@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,7 @@ from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.reading import Reading
 from luthier.sources.formats.table import FORMATS
 from luthier.sources.formats.text_limit import check_texts
+from luthier.sources.formats.written_slots import parted_slots, written_slots
 from luthier.sources.origins import HUB, PRESET, LocalFiles, Origin, open_origin
 from luthier.sources.row_index import RowIndex, index_origin
 from luthier.sources.rows import RawRow, RowBytes, decode_row, json_kind
@@ -49,12 +51,26 @@ class RowReader:
             raise RowError("not_an_object", detail, address=row.address)
         limit = self.layout.text_limit
         try:
-            record = FORMATS[self.layout.format].convert(Reading(row, self.layout))
+            record = self._record(row)
             if limit is not None and len(row.raw) >= limit:  # no character takes less than a byte
                 check_texts(record, limit)
             return record
         except RowError as error:
             raise error.at(row.address) from None
+
+    def _record(self, row: RawRow) -> Row:
+        """Where no place was found for the media of a row, its text may hold what a processor writes for them."""
+        convert = FORMATS[self.layout.format].convert
+        reading = Reading(row, self.layout)
+        try:
+            return convert(reading)
+        except RowError as error:
+            if error.reason != "media_count" or not reading.media.may_be_written:
+                raise
+            for slots in (written_slots, parted_slots):
+                with suppress(RowError):
+                    return convert(Reading(row, self.layout, slots))
+            raise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

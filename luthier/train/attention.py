@@ -11,7 +11,7 @@ G key heads, D width of a head, n tokens of a stretch, L of its path (itself and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from luthier.errors import ModelError
-from luthier.train.attention_plan import AttentionPlan, Block
+from luthier.train.attention_plan import AttentionPlan, Block, BlockReach
 
 SEGMENTS = "luthier_segments"
 PLAN = "attention_plan"  # the keyword of the model's call
@@ -46,6 +46,14 @@ class _Rules:
     window: int | None
     softcap: float | None
     sinks_H: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _VisibleBlocks:
+    """The blocks of a stretch; ``whole``: a sliding window does not cut them."""
+
+    places: tuple[Block, ...]
+    whole: bool
 
 
 def register_attention() -> None:
@@ -181,7 +189,8 @@ def _planned(
         path = (*context, stretch)
         path_keys = keys[stretch] if not context else torch.cat([keys[i] for i in path], dim=2)
         path_values = values[stretch] if not context else torch.cat([values[i] for i in path], dim=2)
-        seen = _attend_on_path(queries[stretch], path_keys, path_values, rules, plan.blocks_of(stretch, rules.window))
+        visible = _VisibleBlocks(plan.blocks_of(stretch, rules.window), whole=plan.reach is BlockReach.WHOLE)
+        seen = _attend_on_path(queries[stretch], path_keys, path_values, rules, visible)
         found.append(seen.transpose(1, 2))
     like = next(each for each in found if each is not None)
     shape = (1, -1, num_heads, value.shape[-1])
@@ -198,12 +207,12 @@ def _flat(x_BHTD: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_on_path(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: _Rules, blocks: Sequence[Block]
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: _Rules, blocks: _VisibleBlocks
 ) -> torch.Tensor:
     """[1, H, n, D]: queries are the last n of a path of L keys, and each sees what is before it there and its block."""
     n, length = query.shape[2], key.shape[2]
     window = rules.window
-    if blocks:
+    if blocks.places:
         return _attend(query, key, value, _visible_with_blocks(n, length, window, blocks, query.device), rules)
     if window is None or length <= window:
         visible = None if n == length else _visible(n, length, None, query.device)
@@ -228,13 +237,13 @@ def _visible(n: int, length: int, window: int | None, device: torch.device) -> t
 
 
 def _visible_with_blocks(
-    n: int, length: int, window: int | None, blocks: Sequence[Block], device: torch.device
+    n: int, length: int, window: int | None, blocks: _VisibleBlocks, device: torch.device
 ) -> torch.Tensor:
-    """`_visible`, where tokens of a block among the last n also see what is behind them in it."""
-    visible = _visible(n, length, None, device)
-    for start, end in blocks:
+    """`_visible`, where tokens of a block among the last n also see what is behind them in it; ``whole``: all of it."""
+    visible = _visible(n, length, window if blocks.whole else None, device)
+    for start, end in blocks.places:
         visible[start:end, length - n + start : length - n + end] = True
-    return visible if window is None else visible & (_distance(n, length, device) < window)
+    return visible if window is None or blocks.whole else visible & (_distance(n, length, device) < window)
 
 
 def _distance(n: int, length: int, device: torch.device) -> torch.Tensor:

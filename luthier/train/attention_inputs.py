@@ -42,6 +42,10 @@ Windows = Mapping[str, int | None]
 """For each kind of layer of a model its sliding window; None: the whole of what is before."""
 
 
+# Layers without attention, or with both ("hybrid", whose attention is full), as configs call them.
+_RECURRENT_KINDS = {"conv", "hybrid", "linear_attention", "mlp", "moe"}
+
+
 def attention_inputs(
     batch: Batch,
     isolation: Isolation,
@@ -72,12 +76,15 @@ def attention_inputs(
             assert not _has_trees(batch), "positions cannot say what the branches of a tree share"
         case Isolation.MASKS:
             blocks_of = {kind: _blocks(batch) if reach.covers(window) else None for kind, window in windows.items()}
-            masks = {kind: _mask(batch, windows[kind], blocks, additive=additive) for kind, blocks in blocks_of.items()}
-            on_device = {kind: mask.to(device) for kind, mask in masks.items()}
+            whole = reach is BlockReach.WHOLE
+            seen = {kind: _seen(batch, windows[kind], blocks, whole=whole) for kind, blocks in blocks_of.items()}
+            on_device = {kind: _mask(seen_BTT, additive=additive).to(device) for kind, seen_BTT in seen.items()}
             inputs |= {"attention_mask": _one_or_all(on_device), "use_cache": False}
         case Isolation.BLOCKS:
             flex = {
-                kind: _block_mask(batch, window, _blocks(batch) if reach.covers(window) else None, device)
+                kind: _block_mask(
+                    batch, window, _blocks(batch) if reach.covers(window) else None, device, reach is BlockReach.WHOLE
+                )
                 for kind, window in windows.items()
             }
             inputs |= {"attention_mask": _one_or_all(flex), "use_cache": False}
@@ -94,6 +101,7 @@ def tree_mask_mod(
     window: int | None,
     device: torch.device | str,
     blocks: Sequence[NDArray[np.int64]] | None = None,
+    whole_blocks: bool = False,
 ) -> Callable[..., torch.Tensor]:
     """`layout.tree_mask` as FlexAttention asks for it: ``(b, h, q, kv) -> bool``. Padding sees padding."""
     width = batch.model_inputs["input_ids"].shape[1]
@@ -118,15 +126,17 @@ def tree_mask_mod(
         distance = position[b, q] - position[b, kv]
         same_block = (block[b, q] == block[b, kv]) & (block[b, q] >= 0)
         found: torch.Tensor = on_path[b, node_of[b, q], node_of[b, kv]] & ((distance >= 0) | same_block)
-        return found if window is None else found & (distance < window)
+        return found if window is None else found & ((distance < window) | (same_block & whole_blocks))
 
     return seen
 
 
-def layer_windows(model: nn.Module) -> dict[str, int | None]:
+def layer_windows(model: nn.Module, *, recurrent: bool = False) -> dict[str, int | None]:
     """The kinds of attention layer that a model of transformers has, by its config.
 
     {"full_attention": None}; Gemma 3: {"sliding_attention": 512, "full_attention": None}
+
+    ``recurrent``: layers that carry a state are left out; something else keeps segments apart there (`train.mixers`).
 
     Raises `ModelError` for kinds that are no plain causal attention: recurrent, convolutional, chunked, sparse.
     """
@@ -141,6 +151,7 @@ def layer_windows(model: nn.Module) -> dict[str, int | None]:
         chunk = entries.get("attention_chunk_size")
         kinds = ["chunked_attention" if chunk else "sliding_attention" if window else "full_attention"]
     known = {"full_attention": None, "sliding_attention": window}
+    kinds = [kind for kind in kinds if not (recurrent and kind in _RECURRENT_KINDS)]
     if unknown := sorted(set(kinds) - set(known)):
         raise ModelError(
             f"{type(model).__name__} has layers of {', '.join(unknown)}, whose reach no mask of ours can say",
@@ -175,22 +186,31 @@ def _blocks(batch: Batch) -> list[NDArray[np.int64]] | None:
 
 
 def _block_mask(
-    batch: Batch, window: int | None, blocks: list[NDArray[np.int64]] | None, device: torch.device | str
+    batch: Batch,
+    window: int | None,
+    blocks: list[NDArray[np.int64]] | None,
+    device: torch.device | str,
+    whole: bool,
 ) -> BlockMask:
     width = batch.model_inputs["input_ids"].shape[1]
-    seen = tree_mask_mod(batch, window=window, device=device, blocks=blocks)
+    seen = tree_mask_mod(batch, window=window, device=device, blocks=blocks, whole_blocks=whole)
     return create_block_mask(seen, B=len(batch.branches), H=None, Q_LEN=width, KV_LEN=width, device=str(device))
 
 
-def _mask(batch: Batch, window: int | None, blocks: list[NDArray[np.int64]] | None, *, additive: bool) -> torch.Tensor:
+def _seen(
+    batch: Batch, window: int | None, blocks: list[NDArray[np.int64]] | None, *, whole: bool
+) -> NDArray[np.bool_]:
     width = batch.model_inputs["input_ids"].shape[1]
     of_rows: Sequence[NDArray[np.int64] | None] = blocks or [None] * len(batch.branches)
-    seen_BTT = np.stack(
+    return np.stack(
         [
-            tree_mask(row, width=width, window=window, blocks_T=blocks_T)
+            tree_mask(row, width=width, window=window, blocks_T=blocks_T, whole_blocks=whole)
             for row, blocks_T in zip(batch.branches, of_rows, strict=True)
         ]
     )
+
+
+def _mask(seen_BTT: NDArray[np.bool_], *, additive: bool) -> torch.Tensor:
     mask = torch.from_numpy(seen_BTT)[:, None]
     if not additive:
         return mask

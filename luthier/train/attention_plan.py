@@ -22,10 +22,19 @@ class BlockReach(StrEnum):
     NOWHERE = "nowhere"
     WINDOWS = "windows"  # in layers with a sliding window (Gemma 4)
     EVERYWHERE = "everywhere"  # (Gemma 3)
+    WHOLE = "whole"  # everywhere, and past sliding windows (Gemma 4 Unified)
 
     def covers(self, window: int | None) -> bool:
         """Whether it does in layers with this window; None: with none."""
-        return self is BlockReach.EVERYWHERE or (self is BlockReach.WINDOWS and window is not None)
+        match self:
+            case BlockReach.NOWHERE:
+                return False
+            case BlockReach.WINDOWS:
+                return window is not None
+            case BlockReach.EVERYWHERE | BlockReach.WHOLE:
+                return True
+            case _:
+                raise AssertionError(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,9 @@ import torch
 from luthier.collation import unpacked
 from luthier.errors import ModelError
 from luthier.records import Batch
+from luthier.train.attention import PLAN
 from luthier.train.attention_inputs import Isolation, Windows, attention_inputs
-from luthier.train.attention_plan import BlockReach
+from luthier.train.attention_plan import BlockReach, plan_attention
 from luthier.train.media_needs import MediaNeeds
 from luthier.train.tower_inputs import with_encoder_outputs
 
@@ -27,6 +28,8 @@ class ChosenIsolation:
     attention  transformers' name of the attention that the model has now
     windows    ``additive``, ``reach``: what `attention_inputs` needs
     needs      of a model that sees or hears
+    mixers     classes of the recurrent layers that run segment by segment (`train.mixers`); () where there are none, or
+               where rows hold one segment anyway
     notes      why ways before this one were not taken, for the run's log
     """
 
@@ -36,6 +39,7 @@ class ChosenIsolation:
     additive: bool = False
     reach: BlockReach = BlockReach.NOWHERE
     needs: MediaNeeds = field(default_factory=MediaNeeds)
+    mixers: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def arranged(self, batch: Batch, *, pad_token_id: int) -> Batch:
@@ -55,7 +59,7 @@ class ChosenIsolation:
                 + "; ".join(self.notes),
                 hint="set train.packing: none",
             )
-        if not features or shared:
+        if shared:
             return parted
         return replace(parted, model_inputs={**parted.model_inputs, **features, **self._along_tokens(batch, parted)})
 
@@ -67,11 +71,12 @@ class ChosenIsolation:
             # words alone count the same on all axes; without a row that is theirs the model would not see segments
             rows = positions.expand(several, -1, -1)
             batch = replace(batch, model_inputs={**batch.model_inputs, "position_ids": rows})
-        return with_encoder_outputs(
-            attention_inputs(
-                batch, self.isolation, windows=self.windows, additive=self.additive, reach=self.reach, device=device
-            )
+        inputs = attention_inputs(
+            batch, self.isolation, windows=self.windows, additive=self.additive, reach=self.reach, device=device
         )
+        if self.mixers and PLAN not in inputs:  # attention has no need of it by positions, recurrent layers do
+            inputs[PLAN] = plan_attention(batch.branches, width=inputs["input_ids"].shape[1])
+        return with_encoder_outputs(inputs)
 
     def _is_feature(self, name: str, value: Any) -> bool:
         """Whether an input was made of pictures, videos or sounds: whether it does not lie along the tokens."""
@@ -93,5 +98,6 @@ class ChosenIsolation:
         inputs = {name: moved(batch.model_inputs[name]) for name in self.needs.along if name in batch.model_inputs}
         positions = batch.model_inputs["position_ids"]
         if positions.dim() == 3:  # without the row of text positions, which tells packed segments apart
-            inputs["position_ids"] = torch.stack([moved(axis_BT) for axis_BT in positions[1:]])
+            axes = positions[1:] if self.needs.text_row else positions
+            inputs["position_ids"] = torch.stack([moved(axis_BT) for axis_BT in axes])
         return inputs

@@ -21,15 +21,18 @@ from luthier.train.attention_plan import BlockReach
 from luthier.train.chosen_isolation import ChosenIsolation
 from luthier.train.isolation_trial import Trial
 from luthier.train.media_needs import MediaNeeds
+from luthier.train.mixers import part_mixers
 from luthier.train.parts import set_text_attention, text_attention
 from luthier.train.streams import Segments
 
-# Layers that carry a state from token to token, past any mask. They are exact in padded rows of one segment.
+# Models with layers that carry a state from token to token, past any mask. Where those are no `MIXERS`, or nothing else
+# would be packed (Mamba), rows hold one segment.
 RECURRENT = frozenset(
     {
-        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
-        "mamba2", "minimax", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-        "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+        "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba",
+        "zamba2",
     }
 )  # fmt: skip
 
@@ -51,7 +54,8 @@ def choose_isolation(
     """The first way of isolation that holds on this model, which is given the attention for it.
 
     asked   ``model.attn_implementation``. ``auto``: FlashAttention's own isolation where the model was loaded with it,
-            else ``luthier_segments``, transformers' masks by positions, masks of ours, rows of one segment
+            else ``luthier_segments``, transformers' masks by positions, masks of ours, rows of one segment. Recurrent
+            layers that `train.mixers` knows run segment by segment with the first two
     shared  rows will be token trees that share their beginnings, which only plans and masks can say
     needs   of a model that sees or hears. What is tried are words alone, some of them called a picture
 
@@ -62,27 +66,22 @@ def choose_isolation(
     plain = _plain(model)
     loaded = text_attention(plain)
     padded = [(Isolation.PADDED, loaded)] if asked == "auto" else []
-    ways = _ways(loaded, asked, shared=shared)
-    notes = []
-    if needs.refusal is not None:
-        ways.clear()
-        notes.append(needs.refusal)
-    if plain.config.get_text_config().model_type in RECURRENT:
-        ways.clear()
-        notes.append("its layers carry a state from token to token, whatever mask there is")
+    mixers = part_mixers(plain)
+    ways, notes = _possible(_ways(loaded, asked, shared=shared), plain, needs, mixers)
     trial = Trial(model, segments, how, needs, shared=shared, device=device)
-    reaches = list(BlockReach) if needs.types else [BlockReach.NOWHERE]
+    reaches = _reaches(needs)
     for (isolation, attention), reach in product(ways + padded, reaches):
         try:
             set_text_attention(plain, attention)
-            windows = {} if isolation in (Isolation.POSITIONS, Isolation.PADDED) else layer_windows(plain)
+            has_masks = isolation not in (Isolation.POSITIONS, Isolation.PADDED)
             chosen = ChosenIsolation(
                 isolation=isolation,
                 attention=attention,
-                windows=windows,
+                windows=layer_windows(plain, recurrent=bool(mixers)) if has_masks else {},
                 additive=attention == "eager",
                 reach=reach,
                 needs=needs,
+                mixers=() if isolation is Isolation.PADDED else mixers,
                 notes=tuple(notes),
             )
             problem = trial.problem(chosen)
@@ -114,6 +113,28 @@ def _ways(loaded: str, asked: str, *, shared: bool) -> list[tuple[Isolation, str
     if own.startswith("flash"):  # it computes no more pairs than ours does, in one kernel
         return positions + segments
     return segments + positions + masks
+
+
+def _possible(
+    ways: list[tuple[Isolation, str]], model: Any, needs: MediaNeeds, mixers: tuple[str, ...]
+) -> tuple[list[tuple[Isolation, str]], list[str]]:
+    """The ways that are worth trying on this model, and why the others are not."""
+    if needs.refusal is not None:
+        return [], [needs.refusal]
+    if mixers:
+        planned = [way for way in ways if way[0] in (Isolation.SEGMENTS, Isolation.POSITIONS)]
+        return planned, [] if planned else [f"its recurrent layers ({', '.join(mixers)}) take no masks"]
+    if model.config.get_text_config().model_type in RECURRENT:
+        return [], ["its layers carry a state from token to token, whatever mask there is"]
+    return ways, []
+
+
+def _reaches(needs: MediaNeeds) -> list[BlockReach]:
+    """Where pictures may be seen both ways. Windows are longer than what is tried: there the family's row counts."""
+    if not needs.types:
+        return [BlockReach.NOWHERE]
+    left_out = BlockReach.EVERYWHERE if needs.whole else BlockReach.WHOLE
+    return [reach for reach in BlockReach if reach is not left_out]
 
 
 def _within(reach: BlockReach, needs: MediaNeeds) -> str:

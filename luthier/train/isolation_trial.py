@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from luthier.collation import CollateSettings, collate_packs, collate_trees
+from luthier.media import PREFIX_TYPES
 from luthier.records import Batch, Branch, Pack, Sample, Segment
 from luthier.train.attention_inputs import Isolation
 from luthier.train.chosen_isolation import ChosenIsolation
@@ -91,6 +92,8 @@ class Trial:
                 types_BT[0, start + before : start + before + third] = 1
                 start += len(segment)
             inputs[self.needs.types] = types_BT
+        if self.needs.prefix:  # all of it is an answer: a prefix would see the padding of a shorter row
+            inputs[PREFIX_TYPES] = torch.ones_like(inputs["input_ids"])
         return replace(batch, model_inputs=inputs)
 
     def _quietly(self, ask: Callable[[], Answer]) -> Answer:

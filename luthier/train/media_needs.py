@@ -20,14 +20,20 @@ class MediaNeeds:
     """What a model that sees or hears asks of positions and attention, as its family's row has it.
 
     num_positions  rows of ``position_ids`` in a packed batch (`layout.packed_mrope`); None: one, without an axis for it
+    text_row       the first of them is of text
     types          the input of token types by which the tokens of a picture see each other both ways; None: they do not
+    whole          they do so past a sliding window, too
+    prefix         what is before the answer is seen both ways, as `PREFIX_TYPES` say
     refusal        why segments may not share a row; None: they may
     along          inputs along the tokens beside ids and positions, ``types`` among them
     by_row         features that are kept row by row, so that rows cannot be parted again
     """
 
     num_positions: int | None = None
+    text_row: bool = True
     types: str | None = None
+    whole: bool = False
+    prefix: bool = False
     refusal: str | None = None
     along: tuple[str, ...] = ()
     by_row: tuple[str, ...] = ()
@@ -41,16 +47,17 @@ def model_needs(model: PreTrainedModel) -> MediaNeeds:
 
 def media_needs(family: Family, config: Mapping[str, Any]) -> MediaNeeds:
     """By the family's row and the model's config (as a dict)."""
-    num_positions = None
-    if family.positions is not None:
-        num_positions = 1 + position_scheme(family.positions, config).num_axes
+    scheme = None if family.positions is None else position_scheme(family.positions, config)
     types = None
-    if family.attention is Attention.IMAGE_BLOCKS:
+    if family.attention in (Attention.IMAGE_BLOCKS, Attention.WHOLE_BLOCKS):
         types = next(name for name in TYPE_INPUTS if name in family.token_inputs)
     refusal = f"family {family.name}: {family.reason}" if family.packing is Packing.PADDED else None
     return MediaNeeds(
-        num_positions=num_positions,
+        num_positions=None if scheme is None else scheme.text_row + scheme.num_axes,
+        text_row=scheme is None or scheme.text_row,
         types=types,
+        whole=family.attention is Attention.WHOLE_BLOCKS,
+        prefix=family.attention is Attention.PREFIX,
         refusal=refusal,
         along=family.along,
         by_row=tuple(name for name, batching in family.batching.items() if batching.by_row),

@@ -12,7 +12,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -22,9 +21,12 @@ from luthier.errors import ModelError
 from luthier.media.families import Attention
 from luthier.presets import model_folder
 from luthier.train.attention import SEGMENTS, register_attention
+from luthier.train.merged_frames import merge_frames_by_chunk
+from luthier.train.own_frames import hear_own_frames
 from luthier.train.own_pictures import see_own_pictures
-from luthier.train.parts import families_of, is_multimodal, text_attention
+from luthier.train.parts import families_of, is_multimodal, multimodal_class, text_attention
 from luthier.train.reward_class import reward_class
+from luthier.train.shared_slots import join_shared_slots
 from luthier.train.vocabulary import Vocabulary, fit_generation, fit_unborn, fit_vocabulary
 
 PRESET = "preset:"
@@ -79,6 +81,9 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
         fit_generation(model, vocabulary, notes)
     if any(family.attention is Attention.CROSS for family in families_of(model_config)):
         see_own_pictures(model)
+    hear_own_frames(model)
+    join_shared_slots(model)
+    merge_frames_by_chunk(model)
     model.train()
     return LoadedModel(
         model=model,
@@ -183,9 +188,8 @@ def _attention(section: ModelConfig, model_config: PretrainedConfig, notes: list
         register_attention()
         return asked
     on_gpu = torch.cuda.is_available()
-    sees_blocks = any(
-        family.attention in (Attention.IMAGE_BLOCKS, Attention.PREFIX) for family in families_of(model_config)
-    )
+    in_blocks = (Attention.IMAGE_BLOCKS, Attention.WHOLE_BLOCKS, Attention.PREFIX)
+    sees_blocks = any(family.attention in in_blocks for family in families_of(model_config))
     if asked == "auto":
         if sees_blocks:
             notes.append(
@@ -226,7 +230,7 @@ def _dtype(config: RunConfig, model_config: PretrainedConfig, notes: list[str]) 
 def _model_class(config: RunConfig, model_config: PretrainedConfig) -> Any:
     if is_reward_model(config):
         return reward_class(model_config)
-    return AutoModelForMultimodalLM if is_multimodal(model_config) else AutoModelForCausalLM
+    return multimodal_class(model_config) or AutoModelForCausalLM
 
 
 def _build(

@@ -10,6 +10,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from luthier.errors import ModelError
 from luthier.loader.run_settings import shares_prompts
 from luthier.objectives import TokenSettings, feedback_settings, pair_settings, token_settings
 from luthier.train.attention_inputs import Isolation
@@ -45,10 +46,17 @@ def model_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
     else:
         attention = text_attention(parts.loaded.model)
         isolation = ChosenIsolation(isolation=Isolation.PADDED, attention=attention, windows={})
+    if isolation.mixers and parts.config.train.torch_compile:
+        raise ModelError(
+            f"{', '.join(isolation.mixers)} run segment by segment in packed rows, which is not compiled",
+            hint="set train.torch_compile: false, or train.packing: none",
+        )
     for note in isolation.notes:
         tell(f"attention: not {note}")
     if parts.how.packed:
         tell(f"attention: {isolation.attention}, segments kept apart by {isolation.isolation.value}")
+    if isolation.mixers:
+        tell(f"attention: recurrent layers ({', '.join(isolation.mixers)}) run segment by segment")
     head = None
     if not is_reward_model(parts.config):
         head = find_head(parts.model)

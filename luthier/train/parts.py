@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from luthier.config.schema import Part
 from luthier.media.families import Family
@@ -45,9 +48,21 @@ class ModelParts:
         return "|".join(found) or None
 
 
+def multimodal_class(config: PretrainedConfig) -> Any | None:
+    """transformers' Auto class for models that take pictures, videos or sounds beside text; None: it has none for this.
+
+    Audio Flamingo and Music Flamingo have an encoder and a language model like others, but transformers lists them with
+    translators of speech alone.
+    """
+    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
+    has_row = any(config.model_type in row.model_types for row in FAMILIES)
+    return AutoModelForSeq2SeqLM if has_row and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else None
+
+
 def is_multimodal(config: PretrainedConfig) -> bool:
     """Whether transformers has a class for this config that takes pictures, videos or sounds beside text."""
-    return type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return multimodal_class(config) is not None
 
 
 def families_of(config: PretrainedConfig) -> list[Family]:
@@ -61,7 +76,7 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
         return ModelParts()
     there = {name for name, _ in model.named_modules()}
     for family in families_of(model.config):
-        if not there.isdisjoint(family.modules.tower):
+        if not there.isdisjoint((*family.modules.tower, *family.modules.projector)):  # of Gemma 4 Unified: no tower
             tower, projector = family.modules.tower, family.modules.projector
             return ModelParts(
                 tower=tuple(name for name in tower if name in there),

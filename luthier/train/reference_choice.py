@@ -14,6 +14,7 @@ from luthier.encoding.segments import SegmentIndex
 from luthier.errors import ModelError
 from luthier.train.adapters import apply_adapter, mutates_base
 from luthier.train.head_tap import find_head, prove_head
+from luthier.train.mixers import part_mixers
 from luthier.train.model import load_model
 from luthier.train.objective_parts import ObjectiveParts, first_inputs
 from luthier.train.parts import set_text_attention
@@ -103,6 +104,7 @@ def _second_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str
         config = config.model_copy(update={"model": section})
     model: PreTrainedModel | PeftModel = load_model(config, parts.vocabulary).model
     set_text_attention(model, forward.isolation.attention)
+    part_mixers(model)
     if named is None and config.adapter.name_or_path is not None:
         model = apply_adapter(model, config.adapter)
     model.requires_grad_(False)

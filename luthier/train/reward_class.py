@@ -10,12 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from transformers import (
-    AutoModelForMultimodalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -23,6 +18,7 @@ from transformers.conversion_mapping import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from luthier.errors import ModelError
+from luthier.train.parts import multimodal_class
 
 
 def reward_class(model_config: PretrainedConfig) -> Any:
@@ -33,12 +29,13 @@ def reward_class(model_config: PretrainedConfig) -> Any:
     kind = type(model_config)
     if kind in AutoModelForSequenceClassification._model_mapping:
         return AutoModelForSequenceClassification
-    if kind not in AutoModelForMultimodalLM._model_mapping:
+    generating = multimodal_class(model_config)
+    if generating is None:
         raise ModelError(
             f"transformers knows no reward model for a {kind.__name__}, and none that one could be made of",
             hint="train a reward model of another family",
         )
-    return _made_of(AutoModelForMultimodalLM._model_mapping[kind])
+    return _made_of(generating._model_mapping[kind])
 
 
 @cache

@@ -18,6 +18,7 @@ import luthier
 from luthier.cli import main as edge
 from luthier.cli.main import app, run
 from luthier.cli.pipeline import read_config
+from luthier.cli.quickstart import Senses
 from luthier.errors import ModelError, RowError
 
 ROOT = Path(luthier.__file__).parent
@@ -299,19 +300,32 @@ def test_train_prints_json_alone_and_leaves_its_report(config: Path) -> None:
     assert (folder / "report.html").exists() and (folder / "loss.png").exists()
 
 
+@pytest.mark.parametrize(
+    ("senses", "dataset", "num_steps"), [("text", "skills", 1), ("vl", "pictures", 20), ("audio", "sounds", 1)]
+)
 def test_quickstart_reports_exact_answers_before_and_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    senses: str,
+    dataset: str,
+    num_steps: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     short = (
-        "data.train=preset:skills#40", f"data.store={tmp_path / 'store'}", "data.workers=0", "train.max_steps=1",
-        "eval.generate_rows=2", "eval.max_new_tokens=3", "runtime.threads=1", "tracking.progress=false",
+        f"data.train=preset:{dataset}#40", f"data.store={tmp_path / 'store'}", "data.workers=0",
+        f"train.max_steps={num_steps}", "train.warmup_steps=0", "tracking.logging_steps=1", "eval.generate_rows=2",
+        "eval.max_new_tokens=3", "runtime.threads=1", "tracking.progress=false",
     )  # fmt: skip
     monkeypatch.setattr("luthier.cli.quickstart.read_config", lambda path, given: read_config(path, [*given, *short]))
-    assert run(["quickstart", "--out", str(tmp_path / "out"), "--json", "-"]) == 0
+    assert run(["quickstart", senses, "--out", str(tmp_path / "out"), "--json", "-"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["quickstart"] == {"exact_match_before": 0.0, "exact_match_after": 0.0}
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["quickstart"]["exact_match_after"] == 0.0
+    told = json.loads(out)
+    assert told["quickstart"]["exact_match_before"] == 0.0
+    assert {"exact_match_before", "exact_match_after"} == set(told["quickstart"])
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["quickstart"] == told["quickstart"]
     assert "questions it had never seen" in " ".join(err.split())
+    losses = told["losses"]
+    assert len(losses) == num_steps and (num_steps == 1 or sum(losses[-3:]) < 0.7 * sum(losses[:3])), "it learns"
 
 
 def test_sigterm_exits_with_143(config: Path) -> None:
@@ -328,8 +342,9 @@ def test_sigterm_exits_with_143(config: Path) -> None:
     assert "Interrupted" in rest and "Traceback" not in rest
 
 
-def test_the_packaged_quickstart_is_the_example() -> None:
-    assert (ROOT / "cli" / "quickstart.yaml").read_bytes() == (REPOSITORY / "examples" / "quickstart.yaml").read_bytes()
+@pytest.mark.parametrize("senses", Senses)
+def test_the_packaged_quickstarts_are_the_examples(senses: Senses) -> None:
+    assert (ROOT / "cli" / senses.file).read_bytes() == (REPOSITORY / "examples" / senses.file).read_bytes()
 
 
 RAISED = ("RowError", "RowDropped", "RowForbidden")

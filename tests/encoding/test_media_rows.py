@@ -150,7 +150,8 @@ def test_a_template_of_text_has_the_token_written_into_it(
     row = row_of("two in a turn", pictures)
     (segment,) = encoded(row, plain, processor, pictures).segments()
     text = plain.decode(segment.input_ids)
-    assert text.startswith("<|im_start|>user\n<|image_pad|>")
+    assert text.startswith("<|im_start|>user\n<|vision_start|><|image_pad|>")  # as the model's own template has it
+    assert text.count("<|image_pad|><|vision_end|>") == 2
     assert len(encoded(row, plain, processor, pictures).media) == 2
 
 

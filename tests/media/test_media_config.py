@@ -48,6 +48,8 @@ def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
         ("{video_maxlen: 9}", "media.max_frames"),
         ("{audio_sampling_rate: 9}", "media.sampling_rate"),
         ("{image_do_pan_and_scan: true}", "media.pan_and_scan"),
+        ("{image_min_pixels: 9}", "media.min_pixels"),
+        ("{video_fps: 9}", "media.fps"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_with_the_way_out(media: str, words: str) -> None:

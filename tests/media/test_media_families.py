@@ -31,7 +31,7 @@ CONSTANT = {
     "chameleon",
 }
 # Processors that tell rows apart by the nesting of their pictures; the others take them as one list.
-NESTED = {"idefics2", "idefics3", "smolvlm", "mllama", "llava_onevision", "gemma3", "lfm2_vl"}
+NESTED = {"idefics2", "idefics3", "smolvlm", "mllama", "llava_onevision", "gemma3", "lfm2_vl", "granite_docling"}
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

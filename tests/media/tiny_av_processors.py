@@ -9,6 +9,7 @@ from typing import Any
 
 import transformers as hf
 from tokenizers import Tokenizer
+from transformers.models.granite_speech.feature_extraction_granite_speech import GraniteSpeechFeatureExtractor
 
 from tests.media import tiny_processors as tiny
 
@@ -68,7 +69,7 @@ def lfm3_vl() -> Any:
 def cohere_compass() -> Any:
     videos = hf.CohereCompassVideoProcessor(**_area(2, 40, 32), cap_pixels_per_frame=False)
     images = hf.CohereCompassImageProcessor(**_area(2, 9, 32))
-    return hf.CohereCompassProcessor(images, _qwen_tokenizer(), videos)
+    return hf.CohereCompassProcessor(images, tiny.BUILDERS["cohere_compass"]().tokenizer, videos)
 
 
 @sees
@@ -295,7 +296,7 @@ def gemma3n() -> Any:
         feature_extractor=hf.Gemma3nAudioFeatureExtractor(),
         image_processor=hf.SiglipImageProcessor(size={"height": 28, "width": 28}),
         tokenizer=tokenizer,
-        audio_seq_length=7,
+        audio_seq_length=26,
         image_seq_length=4,
     )
 
@@ -365,12 +366,18 @@ def voxtral() -> Any:
     state["model"]["vocab"] = {token: index for index, token in names.items()}
     state["added_tokens"] = [
         {**state["added_tokens"][0], "id": index, "content": name}
-        for index, name in ((24, "[AUDIO]"), (257, "<pad>"), (258, "<s>"))
+        for index, name in ((24, "[AUDIO]"), (257, "<pad>"), (258, "<s>"), (259, "</s>"))
     ]
     whole = hf.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(state)), pad_token="<pad>", bos_token="<s>"
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
     return hf.VoxtralProcessor(_whisper(), whole)
+
+
+def granite_speech() -> Any:
+    """Its extractor needs a package that is not here, or what stands in for it."""
+    extractor = GraniteSpeechFeatureExtractor()
+    return hf.GraniteSpeechProcessor(extractor, tiny.tiny_tokenizer("<|audio|>"))
 
 
 @hears

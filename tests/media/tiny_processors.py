@@ -303,19 +303,20 @@ def _minicpm(family: str) -> Any:
         image_id_start_token="<image_id>",
         image_id_end_token="</image_id>",
     )
-    images = hf.MiniCPMV4_6ImageProcessor(scale_resolution=56, patch_size=7)
-    videos = hf.MiniCPMV4_6VideoProcessor(scale_resolution=56, patch_size=7)
-    return getattr(hf, family)(images, videos, tokenizer)
+    shared = "MiniCPMV4_6" if family == "MiniCPMV4_7" else family
+    images = getattr(hf, f"{shared}ImageProcessor")(scale_resolution=56, patch_size=7)
+    videos = getattr(hf, f"{shared}VideoProcessor")(scale_resolution=56, patch_size=7)
+    return getattr(hf, f"{family}Processor")(images, videos, tokenizer)
 
 
 @builder
 def minicpmv4_6() -> Any:
-    return _minicpm("MiniCPMV4_6Processor")
+    return _minicpm("MiniCPMV4_6")
 
 
 @builder
 def minicpmv4_7() -> Any:
-    return _minicpm("MiniCPMV4_7Processor")
+    return _minicpm("MiniCPMV4_7")
 
 
 @builder
@@ -419,3 +420,61 @@ def chameleon() -> Any:
 def kimi_vl() -> Any:
     tokenizer = tiny_tokenizer("<|media_start|>", "<|media_pad|>", "<|media_end|>")
     return KimiVLProcessor(KimiVLImageProcessor(patch_size=7, in_token_limit=60), tokenizer)
+
+
+@builder
+def got_ocr2() -> Any:
+    images = hf.GotOcr2ImageProcessor(size={"height": 28, "width": 28})
+    marks = ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<imgpad>")
+    processor = hf.GotOcr2Processor(images, tiny_tokenizer(*marks))
+    processor.num_image_tokens = 4
+    return processor
+
+
+@builder
+def granite_docling() -> Any:
+    images = hf.GraniteDoclingImageProcessor(
+        size={"height": 28, "width": 28},
+        max_patches=6,
+        dense_max_patches=20,
+        dense_min_aspect=0.6,
+        dense_max_aspect=1.5,
+    )
+    return hf.GraniteDoclingProcessor(images, tiny_tokenizer(*IDEFICS, *TILES), image_seq_len=4)
+
+
+@builder
+def minicpm_ocr() -> Any:
+    return _minicpm("MiniCPMOcr")
+
+
+@builder
+def emu3() -> Any:
+    tokenizer = tiny_tokenizer(
+        image_token="<image>",
+        boi_token="<|image start|>",
+        eoi_token="<|image end|>",
+        image_wrapper_token="<|image token|>",
+        eof_token="<|extra_201|>",
+    )
+    return hf.Emu3Processor(hf.Emu3ImageProcessor(min_pixels=56 * 56, max_pixels=96 * 96), tokenizer)
+
+
+@builder
+def muse_glimmer() -> Any:
+    marks = ("patch", "image_start", "image_end", "video", "vid_frame_separator", "vid_start", "vid_end")
+    images = hf.MuseGlimmerImageProcessor(patch_size=4, max_image_tokens=60)
+    videos = hf.MuseGlimmerVideoProcessor(patch_size=4, max_video_frame_tokens=9)
+    return hf.MuseGlimmerProcessor(images, videos, tiny_tokenizer(*(f"<|{mark}|>" for mark in marks)))
+
+
+@builder
+def hyperclovax_vision_v2() -> Any:
+    size = _area(4 * 28 * 28, 40 * 28 * 28)
+    images, videos = hf.Qwen2VLImageProcessor(**size), hf.Qwen2VLVideoProcessor(**size)
+    return hf.HyperCLOVAXVisionV2Processor(images, _qwen_tokenizer(), videos)
+
+
+@builder
+def inkling2() -> Any:
+    return hf.Inkling2Processor(hf.Inkling2ImageProcessor(), tiny_tokenizer(image_token="<|content_image|>"))

@@ -80,6 +80,21 @@ def test_a_model_that_sees_or_hears_has_all_in_its_folder(name: str) -> None:
     assert model.get_input_embeddings().num_embeddings >= len(processor.tokenizer)
 
 
+def test_ids_in_configs_of_models_that_see_or_hear_are_those_of_their_tokenizers() -> None:
+    for name in SEEING_OR_HEARING:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder(name))
+        config = transformers.AutoConfig.from_pretrained(model_folder(name))
+        text = config.get_text_config()
+        assert text.vocab_size == len(tokenizer), name
+        assert (text.eos_token_id, text.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id), name
+        slots = {
+            "tiny-qwen3-vl": {"<|image_pad|>": "image_token_id", "<|video_pad|>": "video_token_id"},
+            "tiny-qwen2-audio": {"<|audio_pad|>": "audio_token_index"},
+        }[name]
+        for token, key in slots.items():
+            assert config.to_dict()[key] == tokenizer.convert_tokens_to_ids(token), (name, token)
+
+
 @pytest.mark.parametrize(
     ("dataset", "model", "kind"), [("pictures", "tiny-qwen3-vl", "image"), ("sounds", "tiny-qwen2-audio", "audio")]
 )

@@ -50,7 +50,7 @@ def test_the_script_writes_the_same_bytes_again(
 ) -> None:
     monkeypatch.setattr("sys.argv", [str(SCRIPT), str(tmp_path)])
     script.main()
-    for preset in ("tiny", *script.MEDIA_MODELS):
+    for preset in ("tiny", *script.MEDIA_ROWS):
         for name in ("tokenizer.json", "tokenizer_config.json"):
             assert (tmp_path / preset / name).read_bytes() == (tokenizer_folder(preset) / name).read_bytes(), name
 

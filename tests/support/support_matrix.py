@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from tiny_models import MODELS, SIZES
+from tiny_recurrent import RECURRENT_MODELS
 from tiny_rows import run_data
 from tiny_runs import make_config
 from transformers import MambaConfig, PretrainedConfig
@@ -27,7 +28,7 @@ from luthier.errors import UserError
 from luthier.train.events import Event, Note
 from luthier.train.fit import fit_data
 
-FAMILIES = ("qwen3", "llama", "gemma3", "qwen3_moe", "mistral", "gpt_oss", "mamba")
+FAMILIES = ("qwen3", "llama", "gemma3", "qwen3_moe", "mistral", "gpt_oss", "qwen3_next", "mamba")
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "sft": {"name": "sft"},
     "rm": {"name": "rm"},
@@ -147,7 +148,7 @@ def _family_config(family: str) -> PretrainedConfig:
         sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")}
         return MambaConfig(**sizes, state_size=8)
     torch.manual_seed(0)
-    found = MODELS[family]().config
+    found = (MODELS | RECURRENT_MODELS)[family]().config
     assert isinstance(found, PretrainedConfig)
     return found
 
@@ -204,7 +205,8 @@ compares them.
 - **refused**: it says so before the first step.
 
 The families have what tells them apart: windows in every layer (`mistral`) or in every other (`gemma3`), experts
-(`qwen3_moe`, `gpt_oss`), attention sinks (`gpt_oss`), a state in place of attention (`mamba`).
+(`qwen3_moe`, `gpt_oss`, `qwen3_next`), attention sinks (`gpt_oss`), a state in some layers (`qwen3_next`) or in all
+(`mamba`).
 """
 
 

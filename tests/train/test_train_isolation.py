@@ -15,12 +15,12 @@ from transformers import (
     FalconForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
@@ -123,22 +123,25 @@ def test_models_that_attend_by_themselves_get_masks_or_rows_of_one_segment() -> 
     assert bloom.isolation is Isolation.PADDED and len(bloom.notes) == 3
 
 
-def test_recurrent_models_get_rows_of_one_segment() -> None:
-    sizes = {name: size for name, size in SHORT.items() if name != "head_dim"}
-    model = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))
+def mamba() -> Mamba2ForCausalLM:
+    """Nothing but recurrent layers."""
+    sizes = {name: SHORT[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")}
+    torch.manual_seed(0)
+    return Mamba2ForCausalLM(Mamba2Config(**sizes, num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=16))
+
+
+def test_models_that_are_recurrent_in_all_layers_get_rows_of_one_segment() -> None:
+    model = mamba()
     chosen = _choose(model)
-    assert chosen.isolation is Isolation.PADDED and "carry a state" in chosen.notes[0]
-    assert model.config._attn_implementation == chosen.attention == "sdpa"
+    assert chosen.isolation is Isolation.PADDED and chosen.mixers == () and "carry a state" in chosen.notes[0]
     assert _choose(model, shared=True).isolation is Isolation.PADDED
-    with pytest.raises(ModelError, match="Lfm2ForCausalLM does not keep branches apart"):
-        _choose(model, shared=True, asked="sdpa")
+    with pytest.raises(ModelError, match="Mamba2ForCausalLM does not keep branches apart"):
+        _choose(model, shared=True, asked="eager")
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_recurrent_model_computes_each_segment_alone(shared: bool) -> None:
-    torch.manual_seed(0)
-    sizes = {name: size for name, size in SHORT.items() if name != "head_dim"}
-    model = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"])).eval()
+def test_such_a_model_computes_each_segment_alone(shared: bool) -> None:
+    model = mamba().eval()
     chosen = _choose(model, shared=shared)
     samples = [tree(9, 5, 7, seed=1), tree(6, 11, 4, seed=2)]
     leaves = tuple(leaf for sample in samples for leaf in sample.segments())

@@ -17,6 +17,7 @@ from luthier.errors import ModelError
 from luthier.layout import seen_blocks, tree_mask
 from luthier.objectives import token_scores
 from luthier.records import Batch, Branch
+from luthier.train import mixers
 from luthier.train.attention import SEGMENTS
 from luthier.train.attention_inputs import Isolation, tree_mask_mod
 from luthier.train.attention_plan import AttentionPlan, BlockReach, plan_attention
@@ -29,8 +30,8 @@ from luthier.train.parts import set_text_attention, text_attention
 CPU = torch.device("cpu")
 HOW = CollateSettings(packed=True, pad_token_id=0)
 WORDS = [segment for seed in (1, 2) for segment in tree(2, 30, seed=seed).segments()]
-PACKABLE = [name for name in VLMS if name != "qwen3_5"]
 SEES_BLOCKS = ["gemma3", "gemma4"]
+ASKED = ["auto", "sdpa"]
 
 
 def rows_of(name: str) -> list[Seen]:
@@ -95,7 +96,7 @@ def check_packed(name: str, model: Any, chosen: ChosenIsolation) -> None:
             assert float((parameter.grad - grads[key]).abs().max()) <= allowed, key
 
 
-@pytest.mark.parametrize("name", PACKABLE)
+@pytest.mark.parametrize("name", VLMS)
 def test_logits_loss_and_gradients_of_a_packed_row_are_those_of_its_segments_alone(name: str) -> None:
     model = tiny_vlm(name)
     chosen = chosen_for(name, model)
@@ -104,7 +105,7 @@ def test_logits_loss_and_gradients_of_a_packed_row_are_those_of_its_segments_alo
     check_packed(name, model, chosen)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_omni", "idefics3", *SEES_BLOCKS])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_omni", "qwen3_5", "idefics3", *SEES_BLOCKS])
 def test_so_they_are_under_transformers_own_attention(name: str) -> None:
     model = tiny_vlm(name)
     chosen = chosen_for(name, model, asked="sdpa")
@@ -138,7 +139,7 @@ def test_a_plan_without_blocks_or_with_wrong_ones_is_told_from_the_model_s_own_m
     model = tiny_vlm(name)
     right = chosen_for(name, model)
     logits, _, _ = expected(name)
-    for reach in set(BlockReach) - {right.reach, BlockReach.NOWHERE}:
+    for reach in {BlockReach.WINDOWS, BlockReach.EVERYWHERE} - {right.reach}:
         inputs = replace(right, reach=reach).inputs(packed_batch(name, rows_of(name)), device=CPU)
         with torch.no_grad():
             assert not close(model(**inputs).logits[0], torch.cat(logits), 1e-3)
@@ -164,8 +165,10 @@ def test_without_the_row_of_text_positions_segments_are_not_kept_apart_by_positi
     assert three.isolation is Isolation.MASKS and "sdpa by positions: changing one" in three.notes[0]
 
 
-@pytest.mark.parametrize("asked", ["auto", "sdpa"])
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava", *SEES_BLOCKS])
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("qwen3_5", "auto"), *((n, asked) for n in ("qwen2_vl", "qwen3_vl", "llava", *SEES_BLOCKS) for asked in ASKED)],
+)
 def test_answers_that_share_a_prompt_with_a_picture_have_the_logits_of_each_alone(name: str, asked: str) -> None:
     model = tiny_vlm(name)
     chosen = chosen_for(name, model, asked=asked, shared=True)
@@ -186,9 +189,12 @@ def test_answers_that_share_a_prompt_with_a_picture_have_the_logits_of_each_alon
             start = end
 
 
-def test_a_recurrent_model_gets_rows_of_one_segment_with_positions_as_its_own() -> None:
+def test_a_recurrent_model_that_is_not_known_gets_rows_of_one_segment_with_positions_as_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name = "qwen3_5"
     model = tiny_vlm(name)
+    monkeypatch.setattr(mixers, "MIXERS", frozenset())
     chosen = chosen_for(name, model)
     assert chosen.isolation is Isolation.PADDED and "carry a state" in chosen.notes[0]
     logits, _, _ = expected(name)
@@ -223,9 +229,10 @@ def test_packed_pictures_are_parted_into_rows_of_one_segment_where_nothing_else_
         assert loss_of(model, inputs, batch).item() == pytest.approx(total, rel=1e-4)
 
 
-def test_packed_words_are_parted_and_pictures_that_cannot_be_are_refused() -> None:
+def test_packed_words_are_parted_and_pictures_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "qwen3_5"
     model = tiny_vlm(name)
+    monkeypatch.setattr(mixers, "MIXERS", frozenset())
     chosen = chosen_for(name, model)
     words = [seen(name, 3, length, seed=length, image=False) for length in (4, 6)]
     parted = chosen.arranged(packed_batch(name, words), pad_token_id=0)
@@ -271,6 +278,10 @@ def test_a_mask_with_blocks_is_causal_but_within_them() -> None:
         [0, 0, 0, 0, 1, 1],
         [0, 0, 0, 0, 1, 1],
     ]
+    windowed = tree_mask(row, width=6, window=1, blocks_T=blocks)
+    assert windowed[1, 2] and not windowed[2, 1] and not windowed[1, 0]
+    whole = tree_mask(row, width=6, window=1, blocks_T=blocks, whole_blocks=True)
+    assert whole[1, 2] and whole[2, 1] and not whole[1, 0]
     windowed = tree_mask(row, width=6, window=2, blocks_T=blocks)
     assert windowed[3].tolist() == [False, False, True, True, False, False] and windowed[1, 2]
 

@@ -10,7 +10,8 @@ import math
 import os.path
 import re
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, overload
 
 import numpy as np
@@ -23,22 +24,28 @@ from luthier.sources.rows import json_kind
 KINDS = ("image", "video", "audio")
 COLUMN_OF_KIND = {"image": "images", "video": "videos", "audio": "audios"}
 _MARKER = re.compile("(<image>|<video>|<audio>)")
+# (text) -> where it has what a processor writes for an item
+FindSlots = Callable[[str], list[tuple[int, int]]]
 _KIND_OF_MARKER = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 
 
 class MediaQueue:
     """The media of one row that stand in its columns; each marker in the text takes the next of its kind.
 
-    A kind without items in the row has no markers: ``<image>`` is then plain text.
+    A kind without items in the row has no markers: ``<image>`` is then plain text. With ``slots`` the text has no
+    markers, but what a processor writes for an item (`written_slots`); that is for rows with media of one kind.
     """
 
-    def __init__(self, items: Mapping[str, list[Media]], root: str) -> None:
+    def __init__(self, items: Mapping[str, list[Media]], root: str, slots: FindSlots | None = None) -> None:
         self.root = root
+        self._slots = slots
         self._items = {kind: media for kind, media in items.items() if media} if items else {}
         self._taken = dict.fromkeys(self._items, 0) if items else {}
 
     def split(self, text: str) -> list[Part]:
         """The text with media in place of markers: ``"<image>Who?"`` -> ``[Image(…), Text("Who?")]``."""
+        if self._slots is not None:
+            return self._split_slots(text, self._slots(text))
         if not self._items or "<" not in text:
             return [Text(text=text)]
         parts: list[Part] = []
@@ -53,6 +60,22 @@ class MediaQueue:
                 run = ""
             parts.append(self.take(kind))
         return [*parts, Text(text=run)] if run or not parts else parts
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether media of one kind are in the row's columns, and no place for any of them was found."""
+        return len(self._items) == 1 and not any(self._taken.values())
+
+    def _split_slots(self, text: str, spans: list[tuple[int, int]]) -> list[Part]:
+        [kind] = self._items
+        parts: list[Part] = []
+        position = 0
+        for start, end in spans:
+            if position < start:
+                parts.append(Text(text=text[position:start]))
+            parts.append(replace(self.take(kind), slots=text[start:end]))
+            position = end
+        return [*parts, Text(text=text[position:])] if position < len(text) or not parts else parts
 
     def take(self, kind: str) -> Media:
         """The next item of a kind; raises `RowError` if the row has no column of that kind."""
@@ -74,9 +97,9 @@ class MediaQueue:
                 )
 
 
-def media_queue(columns: Mapping[str, Any], root: str) -> MediaQueue:
+def media_queue(columns: Mapping[str, Any], root: str, slots: FindSlots | None = None) -> MediaQueue:
     """A queue of a row's media; ``columns`` maps kinds to the values of their columns."""
-    return MediaQueue({kind: _read_column(kind, value, root) for kind, value in columns.items()}, root)
+    return MediaQueue({kind: _read_column(kind, value, root) for kind, value in columns.items()}, root, slots)
 
 
 def read_media(kind: str, item: Any, root: str) -> Media:

@@ -12,7 +12,7 @@ from luthier.config.choices import TrainOn
 from luthier.errors import RowError
 from luthier.records import Address, Conversation, Feedback, Message, Preference, Text
 from luthier.sources.formats.layout import Layout
-from luthier.sources.formats.media import COLUMN_OF_KIND, MediaQueue, media_queue
+from luthier.sources.formats.media import COLUMN_OF_KIND, FindSlots, MediaQueue, media_queue
 from luthier.sources.formats.odd_turns import settle_turns
 from luthier.sources.formats.targets import read_weight
 from luthier.sources.formats.thinking import split_thinking
@@ -32,18 +32,19 @@ _LABEL_WORDS = {
 class Reading:
     """A row, its layout and its media. ``field`` of the errors is the file's name of the column, not ours."""
 
-    def __init__(self, row: RawRow, layout: Layout) -> None:
+    def __init__(self, row: RawRow, layout: Layout, slots: FindSlots | None = None) -> None:
         self.data: dict[str, Any] = row.data
         self.columns = layout.columns
         self.layout = layout
         self.address: Address = row.address
         self._media_columns = {kind: self.column(name) for kind, name in COLUMN_OF_KIND.items() if self.has(name)}
         self._root = layout.media_root if layout.media_root is not None else _folder_of(row.address.file)
+        self._slots = slots
         self.media = self.fresh_media()
 
     def fresh_media(self) -> MediaQueue:
         """The row's media from the first on (a preference pair whose sides both hold the prompt reads them twice)."""
-        return media_queue(self._media_columns, self._root)
+        return media_queue(self._media_columns, self._root, self._slots)
 
     def column(self, name: str) -> Any:
         """The value of our column ``name``; None if the row, or the source, has none."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from luthier.config.choices import MAX_WEIGHT
 from luthier.errors import RowError
-from luthier.records import Part, Text, Thinking
+from luthier.records import Audio, Image, Part, Text, Thinking, Video
 from luthier.sources.rows import json_kind
 
 MAX_SPANS = 10_000  # in one text; marking them takes seconds where all of them overlap
@@ -120,6 +120,9 @@ def mark_spans(parts: Sequence[Part], spans: Sequence[Span]) -> list[Part]:
             case Thinking():
                 marked += _mark(part, position + part.written_start, spans)
                 position += len(part.text if part.written is None else part.written)
+            case Image() | Video() | Audio() if part.slots is not None:
+                marked.append(part)
+                position += len(part.slots)
             case _:
                 marked.append(part)
                 position += _MARKER_LENGTH

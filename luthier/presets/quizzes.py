@@ -1,0 +1,79 @@
+"""What the data sets of pictures and sounds share: a few questions in a row about the same thing, and which of them are
+held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from random import Random
+from typing import Any
+
+from luthier.presets.questions import is_held_out, require_split
+
+_MOST_TURNS = 4  # of a conversation in `train`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """``key`` names what must be generalised, and alone decides whether the question is held out."""
+
+    key: str
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quiz:
+    """Something to look at or to listen to, as parts of a message, and all that can be asked about it."""
+
+    shown: Sequence[dict[str, Any]]
+    questions: Sequence[Question]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuizSkill:
+    """One thing to learn. ``num_train`` and ``num_test`` are rows."""
+
+    name: str
+    draw: Callable[[Random], Quiz]
+    num_train: int
+    num_test: int = 30
+
+
+def quiz_rows(dataset: str, skills: Sequence[QuizSkill], split: str) -> Iterator[dict[str, Any]]:
+    """The rows of a split, always the same: ``{"skill": NAME, "messages": [...]}``.
+
+    A row of ``train`` asks up to four questions about what it shows, none of which is held out; a row of ``test`` asks
+    one that is. ``train`` has its skills shuffled, in ``test`` they take turns. Raises `SourceError` if the data set
+    has no such split.
+    """
+    require_split(dataset, split)
+    counts = [skill.num_train if split == "train" else skill.num_test for skill in skills]
+    turns = zip_longest(*([number] * count for number, count in enumerate(counts)))
+    order = [number for turn in turns for number in turn if number is not None]
+    if split == "train":
+        Random("order").shuffle(order)
+    drawn = [_rows_of(skill, split) for skill in skills]
+    yield from (next(drawn[number]) for number in order)
+
+
+def _rows_of(skill: QuizSkill, split: str) -> Iterator[dict[str, Any]]:
+    """Row after row, without end: who wants a few pays for no more."""
+    rng = Random(f"{skill.name} {split}")
+    most = _MOST_TURNS if split == "train" else 1
+    while True:
+        quiz = skill.draw(rng)
+        asked = [question for question in quiz.questions if is_held_out(question.key) == (split == "test")]
+        if asked:
+            chosen = rng.sample(asked, min(most, len(asked)))
+            yield {"skill": skill.name, "messages": _messages(quiz.shown, chosen)}
+
+
+def _messages(shown: Sequence[dict[str, Any]], asked: Sequence[Question]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for turn in asked:
+        messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+    messages[0]["content"] = [*shown, {"type": "text", "text": messages[0]["content"]}]
+    return messages

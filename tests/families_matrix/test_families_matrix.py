@@ -1,0 +1,229 @@
+"""Every family that sees, through the whole product: its folder, its rows in a store, batches, a tiny model.
+
+The batches are those of the family's own processor, key by key; the model learns from them; a row means in a padded
+and in a packed batch what it means alone, as processor and model have it without us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import luthier
+from luthier.errors import RowError
+from luthier.media import MediaProcessor
+from luthier.media.families import Packing
+from luthier.media.table import FAMILIES
+from luthier.records import Branch, ImageHeader, Segment, VideoHeader
+from luthier.train.attention_inputs import Isolation
+from luthier.train.parts import find_parts
+from tests.families_matrix.matrix_cases import CASES, ELSEWHERE, MODELLESS, UNLEARNED, WITHOUT_FILMS
+from tests.families_matrix.matrix_product import CPU, Product, make_product
+from tests.families_matrix.matrix_rows import FILMS, PICTURES, ROUNDS
+from tests.families_matrix.odd_processors import NOT_CALLED_WITH, ONE_KIND_A_CALL
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+    torch.set_num_threads(1)
+    yield make_product(CASES[request.param], tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def model(product: Product) -> Any:
+    if reason := MODELLESS.get(product.case.name):
+        pytest.skip(reason)
+    return product.model()
+
+
+@pytest.fixture(scope="module")
+def alone(product: Product, model: Any) -> dict[int, torch.Tensor]:
+    """Logits [T, V] of each row, by the family's own processor and the model's own positions and masks."""
+    found = {}
+    with torch.no_grad():
+        for number in {number for batch in together(product) for number in batch}:
+            if product.family.name == "paligemma" and not product.rows[number].files:  # its class asks for pictures
+                inputs = product.batch([number], packed=False).model_inputs
+            else:
+                inputs = product.own([number])
+            found[number] = model(**inputs, use_cache=False).logits[0, : len(product.segments[number])]
+    return found
+
+
+def batches(product: Product) -> Iterator[tuple[str, list[int]]]:
+    """Each kind of batch that the family's own processor makes, by numbers of rows; as often as there are rounds."""
+    left_out, _ = NOT_CALLED_WITH.get(product.family.name, (set(), ""))
+    num_shapes = len(product.rows) // ROUNDS
+    for start in range(0, len(product.rows), num_shapes):
+        place = {row.shape: number for number, row in enumerate(product.rows[start : start + num_shapes], start=start)}
+        for name, shapes in (PICTURES if product.family.video is None else PICTURES | FILMS).items():
+            kept = [place[shape] for shape in shapes if shape in place and shape not in left_out]
+            if kept and not (name == "everything" and product.family.name in ONE_KIND_A_CALL):
+                yield name, kept
+
+
+def together(product: Product) -> list[list[int]]:
+    """A batch of all shapes, for each round; without videos, where the model fails on them."""
+    num_shapes = len(product.rows) // ROUNDS
+    rounds = [range(start, start + num_shapes) for start in range(0, len(product.rows), num_shapes)]
+    return [
+        [n for n in numbers if not (product.case.name in WITHOUT_FILMS and product.rows[n].has_video)]
+        for numbers in rounds
+    ]
+
+
+def differences(ours: Tensors, theirs: Tensors) -> list[str]:
+    """What is not equal in two batches, by name."""
+    found = [f"{name}: only {'ours' if name in ours else 'theirs'}" for name in sorted(ours.keys() ^ theirs.keys())]
+    for name in sorted(ours.keys() & theirs.keys()):
+        one, other = ours[name], theirs[name]
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            found.append(f"{name}: {one.dtype}{list(one.shape)}, theirs {other.dtype}{list(other.shape)}")
+        elif not torch.equal(one, other):
+            found.append(f"{name}: {int((one != other).sum())} of {one.numel()} differ")
+    return found
+
+
+def inputs_of(batch: Any) -> dict[str, torch.Tensor]:
+    """The inputs that processors make too: positions are the model's own business there."""
+    return {name: value for name, value in batch.model_inputs.items() if name != "position_ids"}
+
+
+def close(found: torch.Tensor, right: torch.Tensor) -> bool:
+    """Within 1e-4 of the largest logit."""
+    return found.shape == right.shape and float((found - right).abs().max()) <= 1e-4 * float(right.abs().max())
+
+
+def test_batches_are_those_of_the_family_s_own_processor(product: Product) -> None:
+    compared = []
+    for name, numbers in batches(product):
+        theirs = product.own(numbers)
+        kept = {key: value for key, value in theirs.items() if key not in product.family.dropped}
+        assert differences(inputs_of(product.batch(numbers, packed=False)), kept) == [], name
+        compared.append(name)
+    assert set(compared) >= {"single", "several", "mixed"}
+    assert product.family.video is None or "film" in compared
+
+
+def test_the_loader_gives_the_rows_of_the_store_as_the_same_batch(product: Product) -> None:
+    numbers = together(product)[0]
+    rows = product.prepared.train.take(torch.tensor(numbers).numpy(), ledger=product.prepared.train.ledger)
+    loader = luthier.Loader(
+        rows, max_length=2**20, packing="none", batch_size=len(numbers), media=product.media,
+        pad_token_id=product.pad_token_id,
+    )  # fmt: skip
+    (batch,) = loader
+    order = [address.row - 1 for address in batch.addresses]
+    assert sorted(order) == numbers
+    assert differences(batch.model_inputs, product.batch(order, packed=False).model_inputs) == []
+
+
+def test_a_model_learns_from_them_and_gradients_reach_what_sees(product: Product, model: Any) -> None:
+    reached: set[str] = set()
+    for numbers in together(product):
+        batch = product.batch(numbers, packed=False)
+        logits = model(**batch.model_inputs, use_cache=False).logits.flatten(0, 1)[batch.targets.positions_K]
+        loss = torch.nn.functional.cross_entropy(logits, batch.targets.ids_K)
+        assert torch.isfinite(loss)
+        loss.backward()
+        reached |= {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
+        model.zero_grad()
+    parts = find_parts(model)
+    seeing = [name for name in (*parts.tower, *parts.projector) if "audio" not in name and name not in UNLEARNED]
+    assert seeing or product.case.name == "chameleon"
+    for name in seeing:
+        assert any(weight.startswith(f"{name}.") for weight in reached), name
+
+
+def test_a_row_of_a_padded_batch_means_what_it_means_alone(
+    product: Product, model: Any, alone: dict[int, torch.Tensor]
+) -> None:
+    for numbers in together(product):
+        with torch.no_grad():
+            logits_BTV = model(**product.batch(numbers, packed=False).model_inputs, use_cache=False).logits
+        for logits, number in zip(logits_BTV, numbers, strict=True):
+            assert close(logits[: len(alone[number])], alone[number]), product.rows[number].shape
+
+
+def test_a_packed_row_means_what_its_rows_mean_alone_or_the_run_says_why_not(
+    product: Product, model: Any, alone: dict[int, torch.Tensor]
+) -> None:
+    chosen = product.isolation(model)
+    if product.family.packing is Packing.PADDED:
+        assert chosen.isolation is Isolation.PADDED
+        assert any(product.family.reason in note for note in chosen.notes)
+        return
+    assert chosen.isolation is not Isolation.PADDED, chosen.notes
+    for numbers in together(product):
+        with torch.no_grad():
+            [logits] = model(**chosen.inputs(product.batch(numbers, packed=True), device=CPU)).logits
+        for number, segment in zip(numbers, logits.split([len(product.segments[n]) for n in numbers]), strict=True):
+            assert close(segment, alone[number]), product.rows[number].shape
+
+
+def test_every_family_that_sees_is_here_or_has_a_reason() -> None:
+    seeing = {family.name for family in FAMILIES if family.image is not None or family.video is not None}
+    assert seeing - {case.family for case in CASES.values()} == set(ELSEWHERE)
+
+
+# ------------------------------------------------------------------------------------------ that the above can fail
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Product:
+    return make_product(CASES["qwen2_5_vl"], tmp_path_factory.mktemp("known"))
+
+
+def test_another_pixel_another_row_and_a_missing_input_are_noticed(known: Product) -> None:
+    (_, numbers), theirs = next(batches(known)), known.own([0, 1])
+    ours = inputs_of(known.batch(numbers, packed=False))
+    assert numbers == [0, 1] and differences(ours, theirs) == []
+    changed = ours["pixel_values"].clone()
+    changed[3, 5] += 1e-6
+    found = differences({**ours, "pixel_values": changed}, theirs)
+    assert found == [f"pixel_values: 1 of {changed.numel()} differ"]
+    assert differences(inputs_of(known.batch([1, 0], packed=False)), theirs)
+    assert differences({name: ours[name] for name in ours if name != "image_grid_thw"}, theirs) == [
+        "image_grid_thw: only theirs"
+    ]
+
+
+def test_rows_that_see_each_other_and_positions_that_go_on_are_noticed(known: Product) -> None:
+    model = known.model()
+    length = len(known.segments[1])
+    batch = known.batch([0, 1], packed=True)
+    with torch.no_grad():
+        right = model(**known.own([1])).logits[0]
+        chosen = known.isolation(model)
+        inputs = chosen.inputs(batch, device=CPU)
+        assert close(model(**inputs).logits[0, -length:], right)
+        one = replace(batch, branches=((Branch(parent=-1, length=sum(b.length for b in batch.branches[0])),),))
+        assert not close(model(**chosen.inputs(one, device=CPU)).logits[0, -length:], right)
+        positions = inputs["position_ids"].clone()
+        positions[1:, :, -length:] += torch.arange(length)  # stretched
+        assert not close(model(**{**inputs, "position_ids": positions}).logits[0, -length:], right)
+
+
+def test_what_is_tried_of_a_family_with_prefixes_may_be_rows_of_any_length(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """PaliGemma lets a prefix see the filling of a shorter row."""
+    product = make_product(CASES["paligemma"], tmp_path_factory.mktemp("prefixes"))
+    whole = product.segments[0]
+    short = Segment(input_ids=whole.input_ids[:9], target=whole.target[:9])
+    for segments in ([whole, short], [short, whole]):
+        assert replace(product, segments=segments).isolation(product.model()).isolation is Isolation.PADDED
+
+
+def test_pictures_and_videos_in_a_row_are_refused_where_one_would_be_lost() -> None:
+    media = MediaProcessor.of(CASES["smolvlm"].processor())
+    picture, film = ImageHeader(width=40, height=40), VideoHeader(width=40, height=40, num_frames=8, fps=4.0)
+    assert media.expand([picture]) and media.expand([film])
+    with pytest.raises(RowError, match="media_kinds: the row has pictures and videos, and its processor puts frames"):
+        media.expand([picture, film])

@@ -1,0 +1,97 @@
+"""A template that writes an empty thought before the model answers, and only there: what is learned comes behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+
+from luthier.errors import RowError
+from luthier.records import Conversation, Piece, Thinking
+from luthier.rendering.control import ControlTokens
+from luthier.rendering.openings import empty_thought
+from luthier.rendering.render import Renderer
+from luthier.rendering.targets import TargetPolicy
+from luthier.rendering.template import ChatTemplate
+from tests.rendering.chat import assistant, conversation, user
+from tests.rendering.test_render import trained, whole
+
+# The template of the smaller Gemma 4 models as TRL has it, with the line that the larger ones have besides.
+SMALL = (Path(trl.__file__).parent / "chat_templates" / "gemma4_v5.jinja").read_text(encoding="utf-8")
+LARGE = SMALL + (
+    "{%- if add_generation_prompt and not enable_thinking"
+    " and ns.prev_message_type not in ['tool_response', 'tool_call'] -%}"
+    "{{- '<|channel>thought\n<channel|>' -}}{%- endif -%}"
+)
+TOKENS = ("<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>")
+GEMMA = ControlTokens(tokens=frozenset(TOKENS), special=frozenset(TOKENS), stops=frozenset({"<turn|>"}))
+TWO_TURNS = conversation(user("hi"), assistant("hello"), user("more"), assistant("bye"))
+THOUGHT = conversation(user("hi"), assistant(Thinking(text="Greet."), "hello"))
+EMPTY = "<|turn>model\n<|channel>thought\n<channel|>"
+
+
+def paths_of(source: str, row: Conversation, **kwargs: Any) -> tuple[ChatTemplate, list[tuple[Piece, ...]]]:
+    template = ChatTemplate(source, special_tokens={"bos_token": "<bos>"}, kwargs=kwargs)
+    rendered = Renderer(template, GEMMA, TargetPolicy()).render(row)
+    return template, [path for path in rendered.paths if trained(path)]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
+def test_each_turn_is_the_prompt_of_inference_and_the_answer(kwargs: dict[str, Any]) -> None:
+    template, paths = paths_of(LARGE, TWO_TURNS, **kwargs)
+    found = {trained(path): whole(path) for path in paths}
+    assert set(found) == {"hello<turn|>", "bye<turn|>"}
+    for number, answer in ((1, "hello<turn|>"), (3, "bye<turn|>")):
+        prompt = template.render(TWO_TURNS.messages[:number], generation_prompt=True)
+        assert prompt.endswith(EMPTY)
+        assert found[answer].startswith(prompt + answer)
+    assert found["bye<turn|>"].count("<|channel>") == 1  # the first answer stands in its history as rendered
+
+
+def test_the_thought_is_context_and_never_learned() -> None:
+    _, paths = paths_of(LARGE, TWO_TURNS)
+    for path in paths:
+        assert "channel" in whole(path) and "channel" not in trained(path)
+
+
+def test_a_thought_of_the_rows_own_is_learned_as_a_model_that_thinks_has_it() -> None:
+    template, [path] = paths_of(LARGE, THOUGHT)
+    assert trained(path) == "<|channel>thought\nGreet.\n<channel|>hello<turn|>"
+    assert whole(path).startswith(template.render(THOUGHT.messages[:1], generation_prompt=True, enable_thinking=True))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_a_template_that_writes_no_thought_is_left_as_it_is(kwargs: dict[str, Any]) -> None:
+    template, [path] = paths_of(SMALL, TWO_TURNS, **kwargs)
+    assert whole(path) == template.render(TWO_TURNS.messages)
+
+
+def test_where_thinking_is_asked_for_nothing_is_written_before_the_answer() -> None:
+    template, [path] = paths_of(LARGE, TWO_TURNS, enable_thinking=True)
+    assert whole(path) == template.render(TWO_TURNS.messages) and EMPTY not in whole(path)
+
+
+def test_a_thought_that_is_left_open_is_not_put_before_an_answer() -> None:
+    """DeepSeek-R1's prompt: the model would go on thinking, which this row does not show."""
+    opens = SMALL + "{%- if add_generation_prompt -%}{{- '<|channel>thought\n' -}}{%- endif -%}"
+    with pytest.raises(RowError, match="prompt_not_reproduced"):
+        paths_of(opens, TWO_TURNS)
+
+
+@pytest.mark.parametrize(
+    "prompt, turn, found",
+    [
+        ("<m><think></think>", "<m>Yes.", (3, "<think></think>")),
+        ("<m><think>\n\n</think>\n\n", "<m>Yes.", (3, "<think>\n\n</think>\n\n")),
+        ("[M][THINK][/THINK]", "[M]Yes.", (3, "[THINK][/THINK]")),
+        ("<m><think></think>", "<m><think></think>Yes.", None),  # it has its own
+        ("<m><think>", "<m>Yes.", None),  # not closed
+        ("<m><a></b>", "<m>Yes.", None),  # no pair
+        ("<m><think></think>", "<n>Yes.", None),  # another turn
+        ("<m><think>Hm.</think>", "<m>Yes.", None),  # not empty: what is in it is more than a word
+    ],
+)
+def test_empty_thoughts_are_told_by_their_tags(prompt: str, turn: str, found: tuple[int, str] | None) -> None:
+    assert empty_thought(prompt, turn) == found
