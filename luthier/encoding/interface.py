@@ -21,7 +21,7 @@ from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, MediaProcessor
-from luthier.records import Address, Document, Row, Sample
+from luthier.records import Address, Conversation, Document, Feedback, Preference, Row, Sample
 from luthier.rendering.kinds import kind_of
 from luthier.rendering.render import Renderer
 from luthier.rendering.target_rules import rules_from_config
@@ -154,8 +154,12 @@ def _records(rows: Iterable[Mapping[str, Any] | Row], tools: tuple[Mapping[str, 
             except RowError as error:
                 yield error
                 continue
-        else:
+        elif isinstance(row, Conversation | Document | Feedback | Preference):
             record = row
+        else:
+            raise TypeError(
+                f"row {number} is a {type(row).__name__}; a row is a dict, or a record such as Conversation"
+            )
         if tools and not isinstance(record, Document) and not record.tools:
             record = replace(record, tools=tools)
         yield record

@@ -78,6 +78,12 @@ def test_a_bad_row_is_returned_in_its_place_or_raised(tokenizer: object) -> None
         luthier.encode({"messages": ROW["messages"][:1]}, tokenizer)
 
 
+def test_what_is_no_row_is_told_by_its_number(tokenizer: object) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(TypeError, match="row 1 is a list; a row is a dict, or a record"):
+        luthier.encode([row], tokenizer)  # type: ignore[arg-type]
+
+
 def test_tools_are_offered_where_a_row_has_none(tokenizer: object) -> None:
     tools = [{"type": "function", "function": {"name": "find", "description": "d", "parameters": {"type": "object"}}}]
     own = [{"type": "function", "function": {"name": "mine", "description": "d", "parameters": {"type": "object"}}}]
