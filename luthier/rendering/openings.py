@@ -51,4 +51,11 @@ def opened_turn(prompt: Recording, turn: Recording) -> Recording | None:
     if header.scope is None or header.field is not None:
         return None
     owners = turn.owners[:at] + turn.owners[at - 1] * len(thought) + turn.owners[at:]
-    return replace(turn, sketch=turn.sketch[:at] + thought + turn.sketch[at:], owners=owners)
+    sketch = turn.sketch[:at] + thought + turn.sketch[at:]
+    return replace(turn, sketch=sketch, owners=owners, added=(at, at + len(thought)))
+
+
+def as_printed(recording: Recording) -> str:
+    """The sketch without a thought that was put in."""
+    start, end = recording.added
+    return recording.sketch[:start] + recording.sketch[end:]

@@ -35,6 +35,7 @@ from luthier.rendering.filled import CONTROL_STRING, UNASKED, Filled
 from luthier.rendering.kinds import RowKind
 from luthier.rendering.media_slots import MediaSlots, SlotsOnDemand, media_of, media_of_parts, no_slots
 from luthier.rendering.messages import message_strings
+from luthier.rendering.openings import as_printed
 from luthier.rendering.paths import Path, can_be_asked, cut_paths, paths_of
 from luthier.rendering.pieces import Weigh
 from luthier.rendering.recordings import Recordings, RowHistory
@@ -231,7 +232,7 @@ class Renderer:
         """Compare one text of a replayed row with what the template really prints."""
         path = known.paths[known.replays % len(known.paths)]
         texts = {ord(char): value for char, value in zip(known.blueprint.references, values, strict=True)}
-        replayed = path.recording.sketch.translate(texts)
+        replayed = as_printed(path.recording).translate(texts)
         if replayed != template.render(row.messages[: path.num_messages], row.tools, **path.kwargs):
             raise TemplateError(
                 f"{row.address}: the chat template prints something else for this row than for others of its shape, "

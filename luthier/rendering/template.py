@@ -49,12 +49,14 @@ class Recording:
     """What a template printed, as a sketch, for all rows whose strings answer its ``guards`` alike.
 
     For each character of ``sketch`` the character of ``owners`` at the same place is a number in ``owner_table``.
+    What stands at ``added`` was printed for another prompt (`openings`).
     """
 
     sketch: str
     owners: str
     owner_table: Sequence[Owner]
     guards: tuple[Guard, ...]
+    added: tuple[int, int] = (0, 0)
 
     def owner(self, position: int) -> Owner:
         """Whose the character at ``position`` of the sketch is."""

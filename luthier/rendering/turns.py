@@ -69,7 +69,7 @@ def context_of(template: ChatTemplate, history: History, index: int) -> Context:
 
     Where the template has a thinking switch that the user left open, the first position that reproduces this turn is
     taken; left open comes first, for that is what inference shows by default. An empty thought that the template writes
-    into its prompts alone is put into the turn (`openings`).
+    into its prompts alone, with the switch as the user has it, is put into the turn (`openings`).
     Raises `RowError` if no generation prompt is the beginning of the rendered turn: it cannot be trained on what
     inference will show.
     """
@@ -79,7 +79,7 @@ def context_of(template: ChatTemplate, history: History, index: int) -> Context:
         turn = history.recording(index + 1, **kwargs)
         if turn.sketch.startswith(prompt):
             return Context(recording=turn, seam=len(prompt), kwargs=kwargs)
-        if (opened := opened_turn(asked, turn)) is not None:
+        if not kwargs and (opened := opened_turn(asked, turn)) is not None:
             return Context(recording=opened, seam=len(prompt), kwargs=kwargs)
     switches = [name for name in THINKING_SWITCHES if name in template.variables]
     hint = f"; template.kwargs ({', '.join(switches)}) may contradict this row" if switches else ""

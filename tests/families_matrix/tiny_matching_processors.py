@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import transformers as hf
@@ -16,7 +15,7 @@ FITTING: dict[str, Callable[[], Any]] = {}
 
 def fits(make: Callable[[], Any]) -> Callable[[], Any]:
     """Register a processor under the name of its family."""
-    FITTING[make.__name__] = cache(make)
+    FITTING[make.__name__] = tiny.kept(make)
     return FITTING[make.__name__]
 
 

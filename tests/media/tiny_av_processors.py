@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import transformers as hf
@@ -19,13 +18,13 @@ AUDIO: dict[str, Callable[[], Any]] = {}
 
 def sees(make: Callable[[], Any]) -> Callable[[], Any]:
     """Register a processor of videos under the name of its family."""
-    VIDEO[make.__name__] = cache(make)
+    VIDEO[make.__name__] = tiny.kept(make)
     return VIDEO[make.__name__]
 
 
 def hears(make: Callable[[], Any]) -> Callable[[], Any]:
     """Register a processor of sounds under the name of its family."""
-    AUDIO[make.__name__] = cache(make)
+    AUDIO[make.__name__] = tiny.kept(make)
     return AUDIO[make.__name__]
 
 

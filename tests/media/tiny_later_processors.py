@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import transformers as hf
@@ -15,7 +14,7 @@ LATER: dict[str, Callable[[], Any]] = {}
 
 def later(make: Callable[[], Any]) -> Callable[[], Any]:
     """Register a processor under the name of its family."""
-    LATER[make.__name__] = cache(make)
+    LATER[make.__name__] = tiny.kept(make)
     return LATER[make.__name__]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import transformers as hf
@@ -17,8 +17,20 @@ CLIP_SIZE = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width":
 
 def builder(make: Callable[[], Any]) -> Callable[[], Any]:
     """Register a processor under the name of its family."""
-    BUILDERS[make.__name__] = cache(make)
+    BUILDERS[make.__name__] = kept(make)
     return BUILDERS[make.__name__]
+
+
+def kept(make: Callable[[], Any]) -> Callable[[], Any]:
+    """A processor that is made once. What it padded last is forgotten, or it would be saved with its tokenizer."""
+    made = cache(make)
+
+    @wraps(make)
+    def processor() -> Any:
+        made().tokenizer.backend_tokenizer.no_padding()
+        return made()
+
+    return processor
 
 
 def tiny_tokenizer(*special: str, **named: str) -> Any:

@@ -50,6 +50,17 @@ def test_each_turn_is_the_prompt_of_inference_and_the_answer(kwargs: dict[str, A
     assert found["bye<turn|>"].count("<|channel>") == 1  # the first answer stands in its history as rendered
 
 
+def test_rows_of_one_shape_are_replayed_with_the_thought() -> None:
+    """The first replay is compared with what the template prints."""
+    template = ChatTemplate(LARGE, special_tokens={"bos_token": "<bos>"})
+    renderer = Renderer(template, GEMMA, TargetPolicy())
+    for number in range(20):
+        row = conversation(user(f"hi {number}"), assistant(f"hello {number}"))
+        (path,) = renderer.render(row).paths
+        prompt = template.render(row.messages[:1], generation_prompt=True)
+        assert whole(path).startswith(f"{prompt}hello {number}<turn|>") and prompt.endswith(EMPTY)
+
+
 def test_the_thought_is_context_and_never_learned() -> None:
     _, paths = paths_of(LARGE, TWO_TURNS)
     for path in paths:
