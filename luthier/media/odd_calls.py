@@ -58,6 +58,14 @@ def pictures_in_front(processor: Any, text: str, arguments: Mapping[str, Any]) -
     return {"input_ids": ids, "pixel_values": processed["pixel_values"]}
 
 
+def beside_text(processor: Any, text: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Nemotron-Parse, which takes a flat list of pictures beside texts that have no place for them."""
+    flat = {"images": arguments["images"][0], "images_kwargs": arguments["images_kwargs"]}
+    start = processor.tokenizer.eos_token
+    called: Mapping[str, Any] = processor(text=[start], text_kwargs={"add_special_tokens": False}, **flat)
+    return called
+
+
 def one_by_one(processor: Any, text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Perception LM gives the tiles of a picture an axis, and fails on pictures that do not have as many.
 
