@@ -40,7 +40,8 @@ def collate(
     ``pad_to_multiple_of``. Segments are shortened nowhere.
 
     ``media`` (`luthier.media_inputs`) decodes the samples' images, videos and sounds and adds what a multimodal model
-    gets: features, token types, positions of several axes, by the names that it has for them. Segments whose media cannot be had are in ``batch.lost``.
+    gets: features, token types, positions of several axes. Segments whose media cannot be had are in ``batch.lost``.
+    ``batch.model_inputs`` have the names that the model has for them (``decoder_input_ids`` beside an encoder).
 
     Raises ``ValueError`` for no samples at all, for arguments that contradict each other, and for samples with media
     without ``media``; `UserError` where a segment is longer than ``capacity``.

@@ -10,6 +10,8 @@ from typing import Any
 from luthier.media.families import MediaKind, Rule, Settings
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 
+PICTURE_MARK = "<|picture|>"  # what is written for a picture where a tokenizer has no token for one
+
 
 def kind_of(header: MediaHeader) -> MediaKind:
     """The modality of what a header describes."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from luthier.media.expansion import PICTURE_MARK
 from luthier.media.geometry_audio import FRAMES_A_TOKEN
 
 
@@ -59,10 +60,13 @@ def pictures_in_front(processor: Any, text: str, arguments: Mapping[str, Any]) -
 
 
 def beside_text(processor: Any, text: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Nemotron-Parse, which takes a flat list of pictures beside texts that have no place for them."""
+    """Nemotron-Parse, which takes a flat list of pictures beside texts that have no place for them.
+
+    Where the text has one, the token stands that the decoder begins with.
+    """
     flat = {"images": arguments["images"][0], "images_kwargs": arguments["images_kwargs"]}
-    start = processor.tokenizer.eos_token
-    called: Mapping[str, Any] = processor(text=[start], text_kwargs={"add_special_tokens": False}, **flat)
+    begun = text.replace(PICTURE_MARK, processor.tokenizer.eos_token, 1)
+    called: Mapping[str, Any] = processor(text=[begun], text_kwargs={"add_special_tokens": False}, **flat)
     return called
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from luthier.media import expansion, geometry, odd_calls
 from luthier.media.families import CAT, Attention, Family, Modules, Packing, Rule
 
-PICTURE = "<image>"  # in the place of the token that Nemotron-Parse's decoder begins with
-# the picture first, wherever the row has it; then what the user says or, of a picture alone, the usual task
+# The picture first, wherever the row has it; then what the user says or, of a picture alone, the usual task
 PARSING = (
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
@@ -16,7 +15,7 @@ PARSING = (
     "{{ raise_exception('Nemotron-Parse knows user and assistant only') }}"
     "{%- elif message['content'] is string -%}{{ bos_token }}{{ message['content'] }}"
     "{%- else -%}"
-    "{%- for part in message['content'] if part['type'] == 'image' -%}" + PICTURE + "{%- endfor -%}"
+    "{%- for part in message['content'] if part['type'] == 'image' -%}" + expansion.PICTURE_MARK + "{%- endfor -%}"
     "{{ bos_token }}"
     "{%- for part in message['content'] if part['type'] == 'text' and part['text'] | trim -%}"
     "{{ part['text'] | trim }}"
@@ -53,7 +52,7 @@ ROWS = (
         processors=("NemotronParseProcessor",),
         model_types=("nemotron_parse",),
         # the usual picture of 2048 x 1648 pixels has 13,184 patches
-        image=Rule(measure=geometry.nothing, replace=expansion.decoder_start, mark=PICTURE, fold=13_184),
+        image=Rule(measure=geometry.nothing, replace=expansion.decoder_start, mark=expansion.PICTURE_MARK, fold=13_184),
         batching={"pixel_values": CAT},
         call=odd_calls.beside_text,
         decoder_names={

@@ -19,7 +19,7 @@ def name_decoder_inputs(model: PreTrainedModel) -> bool:
     if decoder_family(model.config) is None:
         return False
     # not a hook: what adapters wrap is called by its ``forward``, which runs none. Bound, so that a copy is the copy's
-    model.forward = MethodType(_forward, model)  # type: ignore[method-assign]
+    model.forward = MethodType(_forward, model)
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import torch
 import transformers as hf
 
 import luthier
-from luthier.config.schema import RunConfig
+from luthier.check.verify import verify
+from luthier.check.verify_records import Check
+from luthier.cli.main import main
+from luthier.config.schema import Part, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.prepare import prepare
 from luthier.errors import ModelError, RowError, UserError
@@ -21,6 +25,7 @@ from luthier.media import MediaProcessor
 from luthier.records import Sample
 from luthier.train.fit import fit
 from luthier.train.parts import find_parts
+from luthier.train.result import LOG_FILE
 from luthier.train.reward_class import reward_class
 from tests.media.media_files import image_file, picture
 from tests.train.tiny_nemotron_parse import HEIGHT, WIDTH, tiny_processor, write_folder
@@ -83,9 +88,8 @@ def printed(folder: Path, sample: Sample) -> str:
 
 
 def batch_of(folder: Path, *samples: Sample) -> Any:
-    return luthier.collate(
-        samples, layout="padded", pad_token_id=tiny_processor().tokenizer.pad_token_id, media=luthier.media_inputs(folder)
-    )
+    pad, media = tiny_processor().tokenizer.pad_token_id, luthier.media_inputs(folder)
+    return luthier.collate(samples, layout="padded", pad_token_id=pad, media=media)
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
@@ -140,10 +144,10 @@ def test_a_template_of_the_user_s_own_says_it_otherwise(folder: Path) -> None:
 
 
 def test_words_that_look_like_tokens_are_letters(folder: Path) -> None:
-    (sample,) = encoded(folder, row("<image></s>"))
+    (sample,) = encoded(folder, row("<|picture|></s>"))
     ids = sample.input_ids.tolist()
     assert ids.count(tiny_processor().tokenizer.eos_token_id) == 2
-    assert len(sample.media) == 1 and printed(folder, sample).endswith("<image></s></s>")
+    assert len(sample.media) == 1 and printed(folder, sample).endswith("<|picture|></s></s>")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,10 @@ def test_words_that_look_like_tokens_are_letters(folder: Path) -> None:
         ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}]}, "media_count"),
         (row("x", {"type": "image", "image": "1.png"}), "media_count"),
         ({"messages": row("x")["messages"] * 2}, "template"),
-        ({"messages": [*row("x")["messages"], *({"role": r, "content": "y"} for r in ("user", "assistant"))]}, "template"),
+        (
+            {"messages": [*row("x")["messages"], *({"role": r, "content": "y"} for r in ("user", "assistant"))]},
+            "template",
+        ),
         ({"messages": [{"role": "system", "content": "Be exact."}, *row("x")["messages"]]}, "template"),
     ],
     ids=["no picture", "two pictures", "two turns with one each", "two answers", "a system message"],
@@ -201,7 +208,7 @@ def test_a_run_learns_with_and_without_an_adapter(folder: Path, tmp_path: Path) 
     rows = write_rows(tmp_path / "rows.jsonl", *(row(f"page {n}", picture=f"{n}.png") for n in range(4)))
     found = {}
     for kind in ("full", "lora"):
-        config = config_of(folder, rows, tmp_path / kind, adapter__type=kind)
+        config = config_of(folder, rows, tmp_path / kind, adapter__type=kind, adapter__train_parts=list(Part))
         encoder = Encoder.from_config(config)
         found[kind] = fit(config, encoder, prepare(config, encoder))
         losses = [step.loss for step in found[kind].steps]
@@ -211,6 +218,59 @@ def test_a_run_learns_with_and_without_an_adapter(folder: Path, tmp_path: Path) 
     (sample,) = encoded(folder, row("page 0"))
     with torch.no_grad():
         assert torch.isfinite(trained(**batch_of(folder, sample).model_inputs).logits).all()
+
+
+def test_pairs_train_too(folder: Path, tmp_path: Path) -> None:
+    pair = {
+        "prompt": row("")["messages"][:1],
+        "chosen": [{"role": "assistant", "content": "right"}],
+        "rejected": [{"role": "assistant", "content": "wrong"}],
+    }
+    rows = write_rows(tmp_path / "pairs.jsonl", *[pair] * 4)
+    config = config_of(folder, rows, tmp_path / "dpo", objective__name="dpo")
+    encoder = Encoder.from_config(config)
+    found = [step.loss for step in fit(config, encoder, prepare(config, encoder)).steps]
+    assert found[0] == pytest.approx(np.log(2), rel=1e-4) and found[-1] < found[0]
+
+
+def test_a_run_s_loss_is_that_of_the_model_s_own_logits(folder: Path, tmp_path: Path) -> None:
+    given = [row(f"page {n} {'x' * n}", picture=f"{n}.png") for n in range(4)]
+    rows = write_rows(tmp_path / "rows.jsonl", *given)
+    config = config_of(folder, rows, tmp_path / "out", train__max_steps=1, train__learning_rate=1e-12)
+    encoder = Encoder.from_config(config)
+    result = fit(config, encoder, prepare(config, encoder))
+    assert result.model_dir is not None
+    assert "the model makes its own logits" not in (tmp_path / "out" / LOG_FILE).read_text()
+    model: Any = hf.AutoModel.from_pretrained(result.path / result.model_dir).eval()
+    batch = batch_of(folder, *encoded(folder, *given))
+    with torch.no_grad():
+        logits = model(**batch.model_inputs).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels_BT.flatten(), ignore_index=-100)
+    assert result.steps[0].loss == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_rows_pass_verification_and_those_of_a_faulty_encoder_do_not(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [row("a <image> </s> b"), row("x", text("Read <image> it."), picture="1.png")]
+    config = config_of(folder, write_rows(tmp_path / "rows.jsonl", *given), tmp_path / "out")
+    report = verify(config)
+    assert report.ok and report.ledger.trained == 2
+    ours = Encoder.from_config(config)
+
+    class Faulty(Encoder):
+        def encode(self, row: Any) -> Sample:
+            found = ours.encode(row)
+            (item,) = found.media
+            return replace(found, media=(replace(item, start=1),))
+
+    faulty = verify(config, encoder=Faulty.from_config(config))
+    assert faulty.violations(Check.MEDIA_TOKENS) + faulty.violations(Check.MEDIA_PLACES) == 2
+    (tmp_path / "run.yaml").write_text(config.model_dump_json(exclude_defaults=True))
+    with pytest.raises(SystemExit) as ended:
+        main(["show", str(tmp_path / "run.yaml")])
+    assert ended.value.code in (0, None)
+    assert "0 257 ⟨image ×1⟩        0 user · media" in capsys.readouterr().out
 
 
 def test_its_parts_are_encoder_neck_and_decoder(folder: Path) -> None:
