@@ -287,6 +287,30 @@ def test_what_needs_another_kind_of_model_is_refused(folder: Path, tmp_path: Pat
     encoder = Encoder.from_config(asked)
     with pytest.raises(UserError, match="answers of nemotron_parse are not generated"):
         fit(asked, encoder, prepare(asked, encoder))
+    cached = config_of(folder, rows, tmp_path / "cached", media__cache="encoder_features")
+    encoder = Encoder.from_config(cached)
+    with pytest.raises(ModelError, match="takes no computed features"):
+        fit(cached, encoder, prepare(cached, encoder))
+
+
+def test_what_comes_behind_a_row_s_first_piece_has_no_picture_and_is_told(folder: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", *(row("a long page " * 2, picture=f"{n}.png") for n in range(4)))
+    config = config_of(
+        folder, rows, tmp_path / "out", data__max_length=20, data__overflow="split", data__max_drop=20,
+        train__per_device_train_batch_size=8,
+    )  # fmt: skip
+    encoder = Encoder.from_config(config)
+    result = fit(config, encoder, prepare(config, encoder))
+    assert result.ledger["quarantined"] == {"media_count": 4}
+
+
+def test_tokens_that_a_row_writes_are_tokens_where_the_run_allows_them(folder: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", row("x", text("<output_plain>")))
+    config = config_of(folder, rows, tmp_path / "out", template__control=["<output_plain>"])
+    encoder = Encoder.from_config(config)
+    prepared = prepare(config, encoder)
+    (sample,) = (prepared.train[number] for number in range(len(prepared.train)))
+    assert printed(folder, sample) == "</s><s><output_plain>x</s>"
 
 
 def test_the_processor_of_the_folder_is_the_row_s(folder: Path) -> None:
