@@ -7,6 +7,7 @@ logits = model(**batch.model_inputs).logits
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ def collate(
 
     ``media`` (`luthier.media_inputs`) decodes the samples' images, videos and sounds and adds what a multimodal model
     gets: features, token types, positions of several axes. Segments whose media cannot be had are in ``batch.lost``.
+    ``batch.model_inputs`` have the names that the model has for them (``decoder_input_ids`` beside an encoder).
 
     Raises ``ValueError`` for no samples at all, for arguments that contradict each other, and for samples with media
     without ``media``; `UserError` where a segment is longer than ``capacity``.
@@ -54,7 +56,9 @@ def collate(
         raise ValueError("varlen and capacity are for layout='packed'")
     if media is None and any(segment.media for segment in segments):
         raise ValueError("these samples have media: give media=luthier.media_inputs(processor, model.config)")
-    return collate_packs(
+    if media is not None and packed and media.processor.family.decoder_names:
+        raise ValueError(f"layout='padded' for {media.processor.family.name}: {media.processor.family.reason}")
+    batch = collate_packs(
         _packs(segments, capacity) if packed else [Pack(segments=(segment,)) for segment in segments],
         packed=packed,
         pad_token_id=pad_token_id,
@@ -62,6 +66,7 @@ def collate(
         pad_to_multiple_of=pad_to_multiple_of,
         media=media,
     )
+    return batch if media is None else replace(batch, model_inputs=media.named(batch.model_inputs))
 
 
 def media_inputs(model: Any, model_config: Any = None, **options: Any) -> MediaInputs:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from luthier.collation.grid import CollateSettings, Grid
 from luthier.config.schema import MediaConfig
@@ -30,11 +31,13 @@ from luthier.media import (
     join_features,
     merge_features,
 )
+from luthier.media.decoding import DecodedImage
 from luthier.media.feature_files import ItemFeatures, is_encoded, join_encoded
-from luthier.records import Branch, LostMedia, Media, MediaHeader, MediaItem, VideoHeader
+from luthier.records import Branch, ImageHeader, LostMedia, Media, MediaHeader, MediaItem, VideoHeader
 
 Features = Mapping[str, NDArray[Any]]
 _Key = tuple[tuple[Any, Any], ...]
+_SIDE = 64  # pixels of a black picture
 
 # Outputs that say how large items are, by what `MediaGrids` calls them; a processor has one of each at most.
 GRIDS = {
@@ -95,6 +98,7 @@ class MediaInputs:
         """The grid with ``inputs``. A segment whose media cannot be had any more has padding in its place and learns
         nothing; ``lost`` says why.
         """
+        family = self.processor.family
         known = self._features_of([items for groups in grid.media for items in groups])
         lost: list[LostMedia] = []
         rows: list[list[Features]] = []
@@ -103,14 +107,17 @@ class MediaInputs:
             rows.append([])
             for items in groups:
                 found = known[_key(items)]
+                if family.decoder_names and len(items) != 1:
+                    found = RowError("media_count", f"{len(items)} media items in a row, and the model reads one")
                 if isinstance(found, RowError):
                     lost.append(LostMedia(group=number, reason=found.reason, detail=found.detail))
+                    if family.decoder_names:  # each row has a picture, that of one without its own is black
+                        rows[row].append(self._black)
                 else:
                     rows[row].append(found)
                 number += 1
         if lost:
             grid = _blanked(grid, {loss.group for loss in lost}, how)
-        family = self.processor.family
         joined = [join_features(family, [_outputs(group) for group in groups]) for groups in rows]
         inputs = dict(merge_features(family, joined))
         along = self._along_tokens(grid.ids_BT, joined)
@@ -130,6 +137,12 @@ class MediaInputs:
         Raises `RowError` for media that cannot be had any more, or are no longer what was planned with.
         """
         return self.processor.features([(item.header, self._decoded(item)) for item in items])
+
+    def named(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch's ``model_inputs`` as the model calls them: they are other names where a decoder stands beside an
+        encoder. Batches of `luthier.collate` have them already; inside of the package ids are ``input_ids``.
+        """
+        return self.processor.family.named(inputs)
 
     def of_prompts(self, ids_BT: NDArray[np.integer[Any]], features_B: Sequence[Features]) -> dict[str, NDArray[Any]]:
         """What a model that generates is given with prompts, which may be padded on either side, and their `features`.
@@ -160,6 +173,12 @@ class MediaInputs:
                 known[key] = error
         made = self.processor.features_of(list(decoded.values()))
         return known | dict(zip(decoded, made, strict=True))
+
+    @cached_property
+    def _black(self) -> Features:
+        """Those of a picture on which there is nothing."""
+        header = ImageHeader(width=_SIDE, height=_SIDE)
+        return self.processor.features([(header, DecodedImage(pixels=Image.new("RGB", (_SIDE, _SIDE))))])
 
     def _read(self, items: Sequence[MediaItem], kept: KeptFeatures) -> Features:
         found = []

@@ -19,7 +19,7 @@ from luthier.encoding.naming import BLOBS, default_root
 from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowError, TemplateError
-from luthier.media import MediaAccess, MediaSource
+from luthier.media import MediaAccess, MediaSource, decoder_of
 from luthier.records import MediaItem, Rendered, Row, Sample
 from luthier.rendering.filled import Expansion, Filled
 from luthier.rendering.kinds import RowKind, kind_of
@@ -96,7 +96,8 @@ class Encoder:
     @cached_property
     def measurer(self) -> Measurer:
         """What reads the headers of rows' media."""
-        return Measurer(self.media_source.load, MediaAccess(self.media), self.blobs)
+        one_each = decoder_of(self.tokenizer.files.processor_class) is not None
+        return Measurer(self.media_source.load, MediaAccess(self.media), self.blobs, one_each)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -20,7 +20,7 @@ from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, TemplateError
-from luthier.media import MediaAccess, MediaProcessor
+from luthier.media import MediaAccess, MediaProcessor, decoder_of
 from luthier.records import Address, Conversation, Document, Feedback, Preference, Row, Sample
 from luthier.rendering.kinds import kind_of
 from luthier.rendering.render import Renderer
@@ -125,7 +125,9 @@ def _machinery(
     if key not in known:
         options = MediaConfig(**media)
         measurer = Measurer(
-            lambda: None if processor is None else MediaProcessor.of(processor, options), MediaAccess(options)
+            lambda: None if processor is None else MediaProcessor.of(processor, options),
+            MediaAccess(options),
+            one_each=decoder_of(tokenizer.files.processor_class) is not None,
         )
         renderer = Renderer(_template(tokenizer, kwargs), tokenizer.control, policy, slots=measurer.slots)
         known[key] = renderer, Assembler(tokenizer), measurer

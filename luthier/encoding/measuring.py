@@ -24,12 +24,13 @@ class Measurer:
     """Reads headers and counts tokens. ``load`` gives the model's processor, None if it has none; it is called once.
 
     ``blobs`` is a folder for what rows hold themselves (bytes, data URIs): samples name files, so that pixels are not
-    in the store's shards. None keeps bytes where they are.
+    in the store's shards. None keeps bytes where they are. ``one_each``: the model reads one item a row, no less.
     """
 
     load: Callable[[], MediaProcessor | None]
     access: MediaAccess
     blobs: Path | None = None
+    one_each: bool = False
 
     @cached_property
     def processor(self) -> MediaProcessor | None:
@@ -54,6 +55,9 @@ class Measurer:
             filled = replace(
                 filled, comparison=replace(comparison, rejected=self._measured(comparison.rejected, known))
             )
+        if self.one_each and len(filled.media) != 1:
+            found = f"the row has {len(filled.media)} media items" if filled.media else "the row has no media"
+            raise RowError("media_count", f"{found}, and this model reads exactly one picture a row", field="messages")
         if not filled.media:
             return filled
         media = tuple(map(self._filed, filled.media))

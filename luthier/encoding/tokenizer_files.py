@@ -10,7 +10,7 @@ import msgspec
 
 from luthier.config.suggest import nearest
 from luthier.errors import TemplateError, TokenizerError
-from luthier.media import PROCESSOR_FILES
+from luthier.media import PROCESSOR_FILES, decoder_of
 from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template, template_names
 
@@ -45,16 +45,19 @@ def find_files(name: str, *, chat_template: str | None, revision: str, cache_dir
     """Read a tokenizer's files from a local folder, ``preset:NAME`` or the Hub. Raises `TokenizerError`."""
     folder = _folder(name, revision, cache_dir)
     config = _read(folder, "tokenizer_config.json", name) or {}
+    processor_class = _processor_class(folder, config, name)
+    family = decoder_of(processor_class)
     names = _read(folder, "special_tokens_map.json", name) or {}
+    own = _own_template(folder, config, name) or (None if family is None else family.chat_template)
     return TokenizerFiles(
         origin=name,
         folder=folder,
         tokenizer=_tokenizer(folder, name),
         config={**names, **config},
         generation_config=_read(folder, "generation_config.json", name) or {},
-        chat_template=_given_template(chat_template) if chat_template else _own_template(folder, config, name),
+        chat_template=_given_template(chat_template) if chat_template else own,
         template_name=chat_template if chat_template and named_template(chat_template) is not None else None,
-        processor_class=_processor_class(folder, config, name),
+        processor_class=processor_class,
     )
 
 

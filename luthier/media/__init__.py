@@ -19,7 +19,7 @@ from luthier.media.probing import probe
 from luthier.media.processor import PROCESSOR_FILES, MediaProcessor
 from luthier.media.sampling import sampled_frames
 from luthier.media.source import MediaSource
-from luthier.media.table import opens_prompts
+from luthier.media.table import decoder_of, opens_prompts
 from luthier.media.taking import decode_for
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "MediaSource",
     "decode",
     "decode_for",
+    "decoder_of",
     "join_features",
     "merge_features",
     "opens_prompts",

@@ -10,6 +10,8 @@ from typing import Any
 from luthier.media.families import MediaKind, Rule, Settings
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 
+PICTURE_MARK = "<|picture|>"  # what is written for a picture where a tokenizer has no token for one
+
 
 def kind_of(header: MediaHeader) -> MediaKind:
     """The modality of what a header describes."""
@@ -104,3 +106,8 @@ def merged_slots(settings: Settings, measured: dict[str, Any], index: int) -> st
     """Kimi-VL, whose class writes into the text and has no rule for one string: a slot for each merged patch."""
     merged = math.prod(settings["merge_kernel_size"])
     return str(settings.processor.image_token) * int(measured["image_grid_hws"][index].prod() // merged)
+
+
+def decoder_start(settings: Settings, measured: Mapping[str, Any], index: int) -> str:
+    """Nemotron-Parse, whose text has no place for its picture: the token that its decoder begins with stands for it."""
+    return str(settings.processor.tokenizer.eos_token)

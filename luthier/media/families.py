@@ -35,6 +35,7 @@ class Attention(StrEnum):
     WHOLE_BLOCKS = "whole_blocks"  # the same, however far apart they are, in layers with a sliding window too
     PREFIX = "prefix"  # everything before the answer sees itself both ways; `PREFIX_TYPES` tell the model
     CROSS = "cross"  # text attends to the pictures in layers of their own
+    ENCODED = "encoded"  # a decoder attends to all that an encoder made of the row's picture
 
 
 PREFIX_TYPES = "token_type_ids"  # 0 in the prefix, 1 from the answer on
@@ -90,6 +91,7 @@ class Rule:
     stacked      the model takes all videos of a batch as one array: the most frames of ``media.max_frames`` are then
                  how many each has, and those of a short video come several times
     placeholder  the attribute of the processor that holds the token which chat templates print for an item
+    mark         what they print where the processor has no such token; it must be none of the vocabulary
     around       attributes with tokens that the class insists on around a placeholder, as its chat template writes them
     swallows     attributes with tokens that go with a placeholder where a chat template writes them right around it:
                  the class replaces all of it
@@ -109,6 +111,7 @@ class Rule:
     stacked: bool = False
     in_company: bool = False
     placeholder: str = ""
+    mark: str = ""
     around: tuple[str, str] = ("", "")
     swallows: tuple[str, str] = ("", "")
     fold: int = 1
@@ -213,6 +216,9 @@ class Family:
     merges_frames its model makes one frame of several, which its class then fails on (`train.merged_frames`)
     token_inputs  outputs along the tokens, computed from ids and features
     own_frames    of a model whose encoder of sounds hears what fills up a batch; None: it is hidden from it
+    decoder_names of a decoder beside an encoder: what it calls the inputs along the tokens, "" of one that it does not
+                  take. Its picture is on no token of the text, and each row has exactly one
+    chat_template for processors that come without one
     positions     name of the scheme in `layout.position_schemes`; None: 1-D
     packing       PADDED has a ``reason``, which the plan prints
     """
@@ -235,6 +241,8 @@ class Family:
     merges_frames: bool = False
     token_inputs: Mapping[str, TokenInput] = field(default_factory=dict)
     own_frames: OwnFrames | None = None
+    decoder_names: Mapping[str, str] = field(default_factory=dict)
+    chat_template: str | None = None
     positions: str | None = None
     attention: Attention = Attention.CAUSAL
     packing: Packing = Packing.PACKED
@@ -245,6 +253,11 @@ class Family:
     def along(self) -> tuple[str, ...]:
         """Names of all that stands along the tokens beside ids and positions."""
         return (*self.token_inputs, PREFIX_TYPES) if self.attention is Attention.PREFIX else tuple(self.token_inputs)
+
+    def named(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch's inputs by the names that the model has for them (`decoder_names`)."""
+        names = {name: self.decoder_names.get(name, name) for name in inputs}
+        return {new: inputs[name] for name, new in names.items() if new}
 
     def rule(self, kind: MediaKind) -> Rule | None:
         """How items of this kind become tokens; None where the model takes none."""

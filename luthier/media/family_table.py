@@ -39,6 +39,8 @@ def _attention(attention: Attention) -> str:
             return "a prompt sees itself both ways"
         case Attention.CROSS:
             return "pictures are seen across"
+        case Attention.ENCODED:
+            return "a decoder sees the row's picture"
         case _:
             raise AssertionError(f"no word for {attention!r}")
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from luthier.media.expansion import PICTURE_MARK
 from luthier.media.geometry_audio import FRAMES_A_TOKEN
 
 
@@ -56,6 +57,17 @@ def pictures_in_front(processor: Any, text: str, arguments: Mapping[str, Any]) -
     )
     ids = _ids_with(processor, text, {processor.image_token: strings})
     return {"input_ids": ids, "pixel_values": processed["pixel_values"]}
+
+
+def beside_text(processor: Any, text: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Nemotron-Parse, which takes a flat list of pictures beside texts that have no place for them.
+
+    Where the text has one, the token stands that the decoder begins with.
+    """
+    flat = {"images": arguments["images"][0], "images_kwargs": arguments["images_kwargs"]}
+    begun = text.replace(PICTURE_MARK, processor.tokenizer.eos_token, 1)
+    called: Mapping[str, Any] = processor(text=[begun], text_kwargs={"add_special_tokens": False}, **flat)
+    return called
 
 
 def one_by_one(processor: Any, text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

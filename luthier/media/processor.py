@@ -113,7 +113,7 @@ class MediaProcessor:
     def placeholder(self, kind: str) -> str:
         """The token that chat templates print for an item; raises `RowError` if the model takes none of this kind."""
         rule = self._rule(MediaKind(kind))
-        return str(getattr(self.processor, rule.placeholder or f"{kind}_token"))
+        return rule.mark or str(getattr(self.processor, rule.placeholder or f"{kind}_token"))
 
     @property
     def kinds(self) -> tuple[MediaKind, ...]:

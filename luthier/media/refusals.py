@@ -34,7 +34,6 @@ PROCESSORS: Mapping[str, str] = {
     "MoonshineStreamingProcessor": ENCODES,
     "MossTranscribeDiarizeProcessor": "its class writes seconds between the tokens of a sound; no rule counts them",
     "Nemotron3_5TranscribeProcessor": "it has a second tokenizer, for the alignment of words, which is not read yet",
-    "NemotronParseProcessor": ENCODES,
     "PI0Processor": DRAWS,
     "PPChart2TableProcessor": "its class replaces nothing: its own template has the slots of a picture in it",
     "PPFormulaNetProcessor": ENCODES,

@@ -59,6 +59,11 @@ def opens_prompts(processor_class: str) -> bool:
     return any(row.opens and processor_class in row.processors for row in FAMILIES)
 
 
+def decoder_of(processor_class: str | None) -> Family | None:
+    """The row that names this class, if its model is a decoder beside an encoder."""
+    return next((row for row in FAMILIES if row.decoder_names and processor_class in row.processors), None)
+
+
 def family_named(name: str) -> Family:
     """The row of this name; raises `ModelError` if there is none."""
     for row in FAMILIES:

@@ -63,6 +63,8 @@ def run_blanks(
     """
     if media is None or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return None
+    if media.processor.family.decoder_names:  # each of its rows has a picture
+        return None
     notes: list[str] = []
     features = {
         kind: {name: value.to(device) for name, value in of_kind.items()}

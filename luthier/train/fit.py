@@ -40,6 +40,7 @@ from luthier.train.journal import LogFile
 from luthier.train.live import LiveData, open_live_data
 from luthier.train.model import run_device
 from luthier.train.outcome import Run, result_of
+from luthier.train.parts import decoder_family
 from luthier.train.progress import ProgressBar, make_view
 from luthier.train.result import LOG_FILE, RunResult
 from luthier.train.run_stream import World, check_rows, loader_state, make_schedule
@@ -195,6 +196,11 @@ def _questions(run: Run) -> list[Question]:
     wanted = run.config.eval.generate_rows
     if not wanted:
         return []
+    if (family := decoder_family(run.run_model.loaded.model.config)) is not None:
+        raise UserError(
+            f"eval.generate_rows is {wanted}, and answers of {family.name} are not generated in training",
+            hint="set eval.generate_rows: 0; held-out rows are still measured by their loss",
+        )
     if run.data.eval is None:
         raise UserError(
             f"eval.generate_rows is {wanted}, but there are no held-out rows", hint="set data.eval or data.eval_split"

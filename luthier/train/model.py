@@ -21,6 +21,7 @@ from luthier.errors import ModelError
 from luthier.media.families import Attention
 from luthier.presets import model_folder
 from luthier.train.attention import SEGMENTS, register_attention
+from luthier.train.decoder_inputs import name_decoder_inputs
 from luthier.train.merged_frames import merge_frames_by_chunk
 from luthier.train.own_frames import hear_own_frames
 from luthier.train.own_pictures import see_own_pictures
@@ -84,6 +85,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     hear_own_frames(model)
     join_shared_slots(model)
     merge_frames_by_chunk(model)
+    name_decoder_inputs(model)
     model.train()
     return LoadedModel(
         model=model,

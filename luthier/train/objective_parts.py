@@ -19,6 +19,7 @@ from luthier.records import Pack
 from luthier.train.chosen_isolation import ChosenIsolation
 from luthier.train.isolation_trial import TOKENS_TRIED
 from luthier.train.model import LoadedModel
+from luthier.train.parts import decoder_family
 from luthier.train.streams import EvalStream, Segments
 from luthier.train.vocabulary import Vocabulary
 
@@ -51,13 +52,20 @@ class ObjectiveParts:
 def first_inputs(parts: ObjectiveParts, isolation: ChosenIsolation) -> dict[str, Any]:
     """What a model is called with for the beginning of the first segment."""
     first = parts.train[0]
+    # a decoder beside an encoder computes nothing without its picture, which is in front
+    media = None if decoder_family(parts.loaded.model.config) is None else parts.media
     cut = replace(
-        first, input_ids=first.input_ids[:TOKENS_TRIED], target=first.target[:TOKENS_TRIED], weight=None, media=()
+        first,
+        input_ids=first.input_ids[:TOKENS_TRIED],
+        target=first.target[:TOKENS_TRIED],
+        weight=None,
+        media=first.media if media is not None else (),
     )
     batch = collate_packs(
         [Pack(segments=(cut,))],
         packed=parts.how.packed,
         pad_token_id=parts.how.pad_token_id,
         varlen=parts.how.varlen,
+        media=media,
     )
     return isolation.inputs(isolation.arranged(batch, pad_token_id=parts.how.pad_token_id), device=parts.device)

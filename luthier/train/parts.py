@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -51,13 +51,22 @@ class ModelParts:
 def multimodal_class(config: PretrainedConfig) -> Any | None:
     """transformers' Auto class for models that take pictures, videos or sounds beside text; None: it has none for this.
 
+    A family with `Family.decoder_names` comes with its own class, which its files name for `AutoModel`.
+
     Audio Flamingo and Music Flamingo have an encoder and a language model like others, but transformers lists them with
     translators of speech alone.
     """
     if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         return AutoModelForMultimodalLM
+    if decoder_family(config) is not None:
+        return AutoModel
     has_row = any(config.model_type in row.model_types for row in FAMILIES)
     return AutoModelForSeq2SeqLM if has_row and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else None
+
+
+def decoder_family(config: PretrainedConfig) -> Family | None:
+    """The row of a model that is a decoder beside an encoder; None: it is not, or has no row."""
+    return next((row for row in FAMILIES if row.decoder_names and config.model_type in row.model_types), None)
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:

@@ -18,7 +18,7 @@ from transformers.conversion_mapping import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from luthier.errors import ModelError
-from luthier.train.parts import multimodal_class
+from luthier.train.parts import decoder_family, multimodal_class
 
 
 def reward_class(model_config: PretrainedConfig) -> Any:
@@ -29,7 +29,7 @@ def reward_class(model_config: PretrainedConfig) -> Any:
     kind = type(model_config)
     if kind in AutoModelForSequenceClassification._model_mapping:
         return AutoModelForSequenceClassification
-    generating = multimodal_class(model_config)
+    generating = None if decoder_family(model_config) is not None else multimodal_class(model_config)
     if generating is None:
         raise ModelError(
             f"transformers knows no reward model for a {kind.__name__}, and none that one could be made of",

@@ -65,3 +65,35 @@ class KimiVLProcessor(ProcessorMixin):
                     one = one.replace(self.image_token, "<|placeholder|>" * int(slots), 1)
                 texts[number] = one.replace("<|placeholder|>", self.image_token)
         return BatchFeature({**self.tokenizer(texts, **merged["text_kwargs"]), **seen})
+
+
+class NemotronParseImageProcessor(BaseImageProcessor):
+    """Scales a picture into one size, keeping its ratio, and fills up below and to the right."""
+
+    model_input_names: ClassVar = ["pixel_values"]
+
+    def __init__(self, final_size: Any = (2048, 1648), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.final_size = list(final_size)  # height, width
+
+    def preprocess(self, images: Any, return_tensors: str | None = None, **kwargs: Any) -> BatchFeature:
+        height, width = self.final_size
+        pages = []
+        for image in make_flat_list_of_images(images):
+            scale = min(width / image.width, height / image.height)
+            size = max(round(image.width * scale), 1), max(round(image.height * scale), 1)
+            fitted = image.convert("RGB").resize(size, Image.Resampling.BILINEAR).crop((0, 0, width, height))
+            pages.append(torch.from_numpy(np.asarray(fitted, dtype=np.float32).transpose(2, 0, 1).copy() / 255))
+        return BatchFeature({"pixel_values": torch.stack(pages)})
+
+
+class NemotronParseProcessor(ProcessorMixin):
+    """Pictures beside texts, which have no place for them; no chat template."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> BatchFeature:
+        merged = self._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
+        seen = {} if images is None else dict(self.image_processor(images, **merged["images_kwargs"]))
+        return BatchFeature({**self.tokenizer(text, **merged["text_kwargs"]), **seen})

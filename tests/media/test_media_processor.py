@@ -44,7 +44,7 @@ def test_names_of_families_are_unique_and_found() -> None:
 
 
 def test_every_row_names_classes_that_exist() -> None:
-    remote = {"KimiVLProcessor"}  # comes with its model
+    remote = {"KimiVLProcessor", "NemotronParseProcessor"}  # come with their models
     for family in FAMILIES:
         for name in family.processors:
             assert name in remote or hasattr(hf, name), f"{family.name}: transformers has no {name}"
