@@ -19,6 +19,7 @@ from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
+import numba  # noqa: F401 — positions are counted by a compiled pass where it is loaded, as in workers
 import numpy as np
 import torch
 from numpy.typing import NDArray

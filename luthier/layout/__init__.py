@@ -1,7 +1,7 @@
 """Integers before tensors: positions, cuts and trees as pure functions of numbers and numpy arrays.
 
 Read in this order: trees, cutting, prompts, positions, forests, position_schemes, mrope_canvas,
-mrope.
+mrope_kernel, mrope.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ where their parent ends. A axes, T tokens of a row, N items (pictures, videos or
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,10 +75,40 @@ def packed_mrope(
     """[1 + A, T]: `mrope_positions` under a row that counts tokens, by which models tell packed segments apart; [A, T]
     where the scheme has no such row.
     """
+    if "numba" in sys.modules:  # as in workers that have processed a picture; loading it takes longer than it saves
+        found_4T = _compiled(scheme, types_T, grids, branches)
+        if found_4T is not None:
+            return found_4T
     media_AT = mrope_positions(scheme, types_T, grids, branches, ids_T=ids_T)
     if not scheme.text_row:
         return media_AT
     return np.concatenate([tree_positions(branches).astype(media_AT.dtype)[None], media_AT])
+
+
+def _compiled(
+    scheme: PositionScheme, types_T: AnyInt, grids: MediaGrids, branches: Sequence[Branch]
+) -> NDArray[np.int64] | None:
+    """The same in one compiled pass; None where it does not apply, or something is wrong, which the other way tells."""
+    if scheme.arrangement is not Arrangement.GRID or scheme.fractional or not scheme.text_row:
+        return None
+    try:
+        from luthier.layout.mrope_kernel import fill_positions
+    except (ImportError, RuntimeError):  # no folder in which it may keep what it compiled
+        return None
+    grids_N3, times = [], []
+    for kind in (TokenType.IMAGE, TokenType.VIDEO):
+        grid_N3, interval_N = _grids_of(scheme, kind, grids)
+        steps_N = grid_N3[:, 0]
+        steps = np.arange(steps_N.sum()) - np.repeat(segment_starts(steps_N), steps_N)
+        seconds = steps if interval_N is None else _seconds(scheme, steps, np.repeat(interval_N, steps_N))
+        grids_N3.append(np.ascontiguousarray(grid_N3))
+        times.append(seconds.astype(np.int64))
+    found_4T = np.empty((4, len(types_T)), dtype=np.int64)
+    branches_n2 = np.array([(branch.parent, branch.length) for branch in branches], dtype=np.int64).reshape(-1, 2)
+    types_T = np.ascontiguousarray(types_T, dtype=np.int64)
+    by_extent = scheme.advance is Advance.EXTENT
+    fits = fill_positions(types_T, branches_n2, tuple(grids_N3), tuple(times), by_extent, found_4T)
+    return found_4T if fits else None
 
 
 # --------------------------------------------------------------------------------------------------------- grids

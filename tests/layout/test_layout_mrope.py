@@ -28,8 +28,9 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from luthier.errors import ModelError, RowError
-from luthier.layout.mrope import mrope_positions, packed_mrope
-from luthier.layout.position_schemes import MediaGrids, PositionScheme, position_scheme, token_types
+from luthier.layout.forests import tree_positions
+from luthier.layout.mrope import _compiled, mrope_positions, packed_mrope
+from luthier.layout.position_schemes import Arrangement, MediaGrids, PositionScheme, position_scheme, token_types
 from luthier.records import Branch
 
 IMG, VID, AUD, VS, VE, AS, AE = 500, 501, 504, 502, 503, 505, 506
@@ -445,6 +446,29 @@ def test_numbers_that_a_config_does_not_name_are_those_of_its_class() -> None:
     assert position_scheme("grid_seconds", {}).positions_a_second == 4
     assert position_scheme("grid", {"vision_config": {"spatial_merge_size": 3}}).spatial_merge == 3
     assert position_scheme("indexed", {}).num_axes == 4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiled_pass_gives_the_same_positions_or_none(name: str) -> None:
+    case, rng = CASES[name], np.random.default_rng(8)
+    scheme = position_scheme(case.scheme, CONFIG)
+    for _ in range(60):
+        rows = [written(case, rng, num_media=3) for _ in range(4)]
+        for row in rows[1:]:
+            row.ids.insert(0, 7)
+        whole = rows[0] + rows[1] + rows[2] + rows[3]
+        parents = [-1, 0, 0, -1] if rng.random() < 0.5 else [-1, -1, -1, -1]
+        branches = [Branch(parent=parent, length=len(row.ids)) for parent, row in zip(parents, rows, strict=True)]
+        types, grids = types_of(case, whole), whole.grids()
+        compiled = _compiled(scheme, types, grids, branches)
+        applies = scheme.arrangement is Arrangement.GRID and not scheme.fractional and not (types == 3).any()
+        assert (compiled is not None) == applies
+        if compiled is not None:
+            plain = mrope_positions(scheme, types, grids, branches, ids_T=np.array(whole.ids))
+            assert np.array_equal(compiled, np.concatenate([tree_positions(branches)[None], plain]))
+            cut = types.copy()
+            cut[np.flatnonzero(cut)[0]] = 0
+            assert _compiled(scheme, cut, grids, branches) is None
 
 
 def test_positions_of_a_long_pack_take_a_small_part_of_the_model_s_own_time() -> None:
