@@ -82,7 +82,8 @@ def least_upscaling_single(height: int, width: int, *, tile: int, max_tiles: int
     """As `least_upscaling`, in single precision and with ties broken on rows (Molmo2)."""
     tilings = _tilings(max_tiles)
     sizes = np.asarray(tilings, dtype=np.float32) * np.float32(tile)
-    scales = (sizes / np.asarray([height, width], dtype=np.float32)).min(axis=1)
+    with np.errstate(divide="ignore"):  # a picture that is all margin fits into anything
+        scales = (sizes / np.asarray([height, width], dtype=np.float32)).min(axis=1)
     if (scales < 1).all():
         return tilings[int(scales.argmax())]
     return tilings[int(np.where(scales < 1, np.float32(10e9), scales).argmin())]
