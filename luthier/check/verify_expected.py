@@ -172,7 +172,7 @@ def _cut(template: PlainTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow
     for kwargs in _switches(template):
         prompt = template.render(history, row.tools, generation_prompt=True, **kwargs)
         text = template.render(turn, row.tools, **kwargs)
-        if (thought := empty_thought(prompt, text)) is not None:
+        if not kwargs and (thought := empty_thought(prompt, text)) is not None:
             at, written = thought
             text = text[:at] + written + text[at:]
         if text.startswith(prompt):

@@ -14,7 +14,6 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from luthier.collation.grid import CollateSettings, Grid
 from luthier.config.schema import MediaConfig
@@ -177,6 +176,8 @@ class MediaInputs:
     @cached_property
     def _black(self) -> Features:
         """Those of a picture on which there is nothing."""
+        from PIL import Image  # only where media are used: Luthier itself does not ask for it
+
         header = ImageHeader(width=_SIDE, height=_SIDE)
         return self.processor.features([(header, DecodedImage(pixels=Image.new("RGB", (_SIDE, _SIDE))))])
 

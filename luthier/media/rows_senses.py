@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from luthier.media import geometry_pages, odd_calls, rules_audio, rules_video
 from luthier.media.families import CAT, PAD_CAT, Batching, Family, Modules, Packing, Rule
-from luthier.media.rows_grid import QWEN
+from luthier.media.rows_grid import FRAMES, IMAGES, QWEN
 
 PROJECTED = Modules(tower=("model.vision_tower",), projector=("model.multi_modal_projector",))
-IMAGES = {"pixel_values": CAT, "image_grid_thw": CAT}
-FRAMES = {**IMAGES, "pixel_values_videos": CAT, "video_grid_thw": CAT}
 MUSE = Rule(measure=geometry_pages.shaped_grid, fold=4)
 # The model flattens items and their tiles (or frames), which may therefore all be those of one item.
 TILES = Batching(axis=1)

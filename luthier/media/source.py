@@ -19,7 +19,7 @@ from luthier.presets import model_folder, model_names
 PRESET = "preset:"
 CONFIG = "config.json"
 # The model's own template says what goes around an item in texts that no template makes.
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 DECIDING = ("transformers", "torchvision")  # libraries whose versions decide how many tokens an item takes
 
 

@@ -50,7 +50,8 @@ class LostRows:
             return
         entry = {"file": error.address.file, "row": error.address.row, "counted": counted}
         line = json.dumps({**entry, "reason": error.reason, "detail": error.detail}) + "\n"
-        FILES.append(self.path, line.encode())
+        torn = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")  # by a process that was killed
+        FILES.append(self.path, ("\n" * torn + line).encode())
         self._count(error, counted=counted)
         if len(self._known) <= MAX_TOLD:
             self._tell(Note(text=f"lost: {error}; padding stands in its place"))
@@ -83,7 +84,10 @@ def with_lost(ledger: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _entries(path: Path) -> Iterator[tuple[RowError, bool]]:
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            entry = json.loads(line)
+        except ValueError:  # torn: the row will be lost again, and told
+            continue
         address = Address(file=entry["file"], row=entry["row"])
         yield RowError(entry["reason"], entry["detail"], address=address), entry["counted"]

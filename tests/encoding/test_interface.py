@@ -121,7 +121,7 @@ def test_rendered_text_is_taken_as_it_is(tokenizer: object) -> None:
 def test_neither_torch_nor_transformers_is_needed() -> None:
     code = (
         "import sys, luthier; tokenizer = luthier.load_tokenizer('preset:tiny-qwen3');"
-        f"luthier.encode({ROW!r}, tokenizer);"
-        "assert not {'torch', 'transformers', 'datasets', 'pandas'} & set(sys.modules)"
+        f"sample = luthier.encode({ROW!r}, tokenizer); luthier.collate, luthier.media_inputs;"
+        "assert not {'torch', 'transformers', 'datasets', 'pandas', 'PIL', 'av'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -123,6 +123,8 @@ def test_what_a_run_lost_is_its_own_and_stays_with_it_when_it_goes_on(folder: Pa
     whole = (tmp_path / "1-0.png").read_bytes()
     (tmp_path / "1-0.png").write_bytes(b"<html>not a picture</html>")
     fit(config, encoder, prepared)
+    with (tmp_path / "out" / LOST_FILE).open("ab") as file:
+        file.write(b'{"file": "a process that was ki')
     longer = {**changes, "train__max_steps": 6, "output__resume": str(tmp_path / "out" / "checkpoint-4")}
     gone_on = fit(config_of(folder, rows, tmp_path / "out", **longer), encoder, prepared)
     assert gone_on.resumed_from is not None
