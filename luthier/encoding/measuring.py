@@ -149,6 +149,13 @@ def _check_slots(media: Sequence[Media], texts: Sequence[str], slots: MediaSlots
         if item.slots.strip() in {whole.strip() for whole in (*wholes, *framed)}:
             continue
         found = item.slots.count(token)
+        if not found:
+            raise RowError(
+                "media_count",
+                f"no place for this {kind} in the text: {item.slots[:60]!r} is not what the model's processor writes "
+                f"for one; put <{kind}> where it belongs",
+                field="messages",
+            )
         other = "" if found != count else f", and is not what the processor writes: {text[:60]!r} …"
         raise RowError(
             "media_slots",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,28 @@ def test_a_merge_over_the_seam_is_counted_and_no_fault() -> None:
     found = verdict(SEAM, encoder())
     assert found.violations == () and found.notes["seam"] == 1
     assert verdict(PLAIN, encoder()).notes["seam"] == 0
+
+
+EMPTY = "<think>\n\n</think>\n\n"
+OPENED = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n" + EMPTY + "{% endif %}"
+)
+
+
+def test_an_empty_thought_of_prompts_alone_is_context_and_its_lack_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "opened.jinja"
+    path.write_text(OPENED)
+    bare = tmp_path / "bare.jinja"
+    bare.write_text(OPENED.replace(EMPTY, ""))
+    under_test, plain = encoder(chat_template=str(path)), encoder(chat_template=str(bare))
+    row = chat(message("user", "Hi"), message("assistant", "Yes."))
+    sample = under_test.encode(row)
+    text = under_test.tokenizer.decode(sample.input_ids)
+    assert f"assistant\n{EMPTY}Yes.<|im_end|>" in text
+    assert under_test.tokenizer.decode(sample.input_ids[sample.target]) == "Yes.<|im_end|>"
+    assert verdict(row, under_test).violations == ()
+    assert RowVerifier(under_test).verify(row, plain.encode(row)).violations
 
 
 def test_a_template_without_a_stop_is_found() -> None:
