@@ -43,6 +43,7 @@ from benchmarks.harness.training_material import (
 from benchmarks.harness.training_runs import Contest, Measured, Tool, description, measure
 from luthier.presets import tokenizer_folder
 
+SMALL_VOCABULARY = 32_000  # Llama 2's and Mistral's: about the smallest of models that people fine-tune
 TOLERANCE = 1e-4  # relative; other kernels differ by 1e-6, packing that cuts rows and leaks by 7e-3
 OPTIMIZER_BYTES = 12  # a parameter: gradient and two moments in float32
 
@@ -82,6 +83,26 @@ CONTESTS = (
         checked=4,
         max_length=720,
         batch_tokens=2880,
+        long_prompts=True,
+    ),
+    Contest(
+        name="sft-32k",
+        objective="sft",
+        vocab_size=SMALL_VOCABULARY,
+        num_rows=24,
+        checked=8,
+        max_length=1024,
+        batch_tokens=2048,
+    ),
+    Contest(
+        name="dpo-32k",
+        objective="dpo",
+        vocab_size=SMALL_VOCABULARY,
+        num_rows=16,
+        checked=4,
+        max_length=720,
+        batch_tokens=2880,
+        long_prompts=True,
     ),
     Contest(
         name="dpo-short", objective="dpo", vocab_size=2048, num_rows=128, checked=16, max_length=256, batch_tokens=2048
@@ -203,7 +224,7 @@ def _material(contest: Contest, folder: Path, num_rows: int) -> Material:
 def _rows(contest: Contest, num_rows: int, tokenizer: Path) -> Iterator[dict[str, Any]]:
     if contest.objective == "sft":
         return exchanges(num_rows)
-    return long_prompts(num_rows, tokenizer) if contest.vocab_size == VOCAB_SIZE else short_pairs(num_rows)
+    return long_prompts(num_rows, tokenizer) if contest.long_prompts else short_pairs(num_rows)
 
 
 def _options() -> argparse.Namespace:

@@ -31,7 +31,10 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contest:
-    """What is trained: ``rows`` in number, micro-batches of about ``batch_tokens``; ``checked`` rows are compared."""
+    """What is trained: ``rows`` in number, micro-batches of about ``batch_tokens``; ``checked`` rows are compared.
+
+    long_prompts  of pairs: made of real texts; else those of a preset
+    """
 
     name: str
     objective: str
@@ -40,6 +43,7 @@ class Contest:
     checked: int
     max_length: int
     batch_tokens: int
+    long_prompts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
