@@ -56,6 +56,13 @@ class Ledger:
         """Rows that are not trained."""
         return self.dropped.total() + self.quarantined.total()
 
+    def reasons(self) -> str:
+        """Why rows were lost, most of them first, and an example of the first reason on a line of its own."""
+        lost = (self.dropped + self.quarantined).most_common()
+        counts = ", ".join(f"{count} {reason}" for reason, count in lost)
+        examples = [self.examples[reason][0] for reason, _ in lost if self.examples.get(reason)]
+        return f"{counts}\n  first: {examples[0]}" if examples else counts
+
     def add(self, other: Ledger) -> None:
         """Add another ledger's counts to this one."""
         self.read += other.read
@@ -75,11 +82,9 @@ class Ledger:
         assert self.read == self.trained + self.lost, f"ledger: {self.read} read != {self.trained} + {self.lost}"
         allowed = max_drop * self.read if max_drop < 1 else max_drop
         if self.lost > allowed:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in (self.dropped + self.quarantined).most_common())
-            first = next((examples[0] for examples in self.examples.values() if examples), "")
             raise BudgetError(
-                f"{self.lost} of {self.read} rows are lost, {allowed:g} may be (data.max_drop={max_drop:g}): {reasons}"
-                + (f"\n  first: {first}" if first else ""),
+                f"{self.lost} of {self.read} rows are lost, {allowed:g} may be (data.max_drop={max_drop:g}): "
+                f"{self.reasons()}",
                 hint="mend the rows, choose another data.overflow, or raise data.max_drop",
             )
 

@@ -285,6 +285,7 @@ class Preference:
     address: Address = NOWHERE
     rules: tuple[TargetRule, ...] = ()
     weight: float = 1.0
+    notes: tuple[tuple[str, int], ...] = ()  # as a conversation's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,6 +299,7 @@ class Feedback:
     address: Address = NOWHERE
     rules: tuple[TargetRule, ...] = ()
     weight: float = 1.0
+    notes: tuple[tuple[str, int], ...] = ()  # as a conversation's
 
 
 Row = Conversation | Document | Preference | Feedback

@@ -26,7 +26,8 @@ class SegmentOrigin:
     """Which part of its row a segment is: tokens ``start`` and on of root-to-leaf run ``run`` of ``num_runs``.
 
     ``run`` counts from 1. ``owners`` has one entry a token, or none at all where they cannot be known; ``finding``
-    then says why. ``run_tokens`` is the length of the whole run: more than the segment has if the run was cut.
+    then says why. ``run_tokens`` is the length of the whole run: more than the segment has if the run was cut. Of a
+    prompt cut between messages its first ``head`` tokens stay as well, and ``start`` is where the rest begins.
     ``continuation``: what it is compared as, None where nothing is compared.
     """
 
@@ -37,6 +38,7 @@ class SegmentOrigin:
     owners: tuple[Owner, ...] = ()
     finding: str | None = None
     continuation: str | None = None
+    head: int = 0
 
 
 def row_origins(
@@ -64,7 +66,7 @@ def segment_origin(index: SegmentIndex, segment: int, of_row: Sequence[SegmentOr
         what = "this row's prompt with another row's answer, as many tokens of it as there is room for (KL estimate)"
         return SegmentOrigin(run=1, num_runs=1, start=0, run_tokens=0, continuation=what)
     head = index.head(segment)
-    return replace(run, start=start - head, owners=run.owners[:head] + run.owners[start:stop])
+    return replace(run, start=start, head=head, owners=run.owners[:head] + run.owners[start:stop])
 
 
 def find_rows(source: Source, addresses: Collection[Address]) -> dict[Address, Row | RowError]:

@@ -48,8 +48,8 @@ class SegmentView:
     """Where a segment came from and how many of its tokens are learned.
 
     It is the part from token ``start`` of root-to-leaf run ``run`` of ``num_runs`` of its row, a run of ``run_tokens``
-    tokens. ``finding`` is what was found to be wrong with it: that the store does not hold what rendering gives.
-    ``continuation`` is what it is compared as, if it is.
+    tokens, after its first ``head`` ones, which stay where a prompt is cut. ``finding`` is what was found to be wrong
+    with it: that the store does not hold what rendering gives. ``continuation`` is what it is compared as, if it is.
     """
 
     address: str
@@ -62,6 +62,7 @@ class SegmentView:
     learned: tuple[str, ...] = ()
     finding: str | None = None
     continuation: str | None = None
+    head: int = 0
 
     @property
     def notes(self) -> list[str]:
@@ -76,9 +77,14 @@ class SegmentView:
                 "here, in the context that inference will show"
             )
         if self.run_tokens is not None and self.num_tokens < self.run_tokens:
-            stop = self.start + self.num_tokens
-            notes.append(f"cut by data.max_length: tokens {self.start} to {stop - 1} of {self.run_tokens}")
+            notes.append(f"cut by data.max_length: {self._kept()} of {self.run_tokens}")
         return notes
+
+    def _kept(self) -> str:
+        """``tokens 64 to 77``; ``tokens 0 to 9 and 85 to 122`` where a system message stays in front."""
+        last = self.start + self.num_tokens - self.head - 1
+        kept = f"{self.start} to {last}"
+        return f"tokens 0 to {self.head - 1} and {kept}" if self.head else f"tokens {kept}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +213,7 @@ def _segment_view(address: str, tokens: Sequence[TokenView], origin: SegmentOrig
         run=origin.run,
         num_runs=origin.num_runs,
         start=origin.start,
+        head=origin.head,
         run_tokens=origin.run_tokens,
         learned=tuple(dict.fromkeys(learned)),
         finding=origin.finding,

@@ -171,7 +171,7 @@ def _longest(rows: Sequence[LongRow]) -> Table:
 
 
 def _source_table(found: Stats) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))  # in 80 columns names need the room
     table.add_column("source", overflow="fold")
     for name in ("rows", "tokens", "trained", "min", "p50", "p90", "p99", "max", f"over {found.max_length:,}"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -119,6 +119,21 @@ class Precision(StrEnum):
     FP16 = "fp16"
 
 
+class HeadKernel(StrEnum):
+    """What computes losses from hidden states: chunks of our own, or a kernel of another library."""
+
+    AUTO = "auto"
+    CHUNKED = "chunked"
+    LIGER = "liger"
+
+
+class Sharding(StrEnum):
+    """What each of several processes holds of a model: all of it, or a share (FSDP)."""
+
+    NONE = "none"
+    FSDP = "fsdp"
+
+
 class AdapterType(StrEnum):
     """Which weights are trained."""
 

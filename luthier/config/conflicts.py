@@ -11,8 +11,9 @@ from luthier.config.adapters import check_adapter, check_features
 from luthier.config.choices import MixtureBy, MixtureStop, Packing, Precision, Strategy, ThinkingStyle, TrainOn
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
-from luthier.config.losses import check_compared, check_objective, check_rows, check_shared
+from luthier.config.losses import check_compared, check_head_kernel, check_objective, check_rows, check_shared
 from luthier.config.schema import Format
+from luthier.config.sharding import check_sharding
 from luthier.errors import Problem
 
 Check = Callable[[Draft], Iterator[Problem]]
@@ -267,6 +268,8 @@ _RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("objective", "adapter.type"), check_objective),
     (("objective", "train.packing", "data.overflow", "data.prepare"), check_compared),
     (("objective", "train.shared_prompts", "train.packing", "model.attn_implementation"), check_shared),
+    (("train.head_kernel", "runtime.device", "objective"), check_head_kernel),
     (("adapter", "train.optim"), check_adapter),
+    (("runtime.sharding", "train.torch_compile", "train.precision", "train.optim", "adapter"), check_sharding),
     (("media.cache", "adapter", "data.prepare", "objective"), check_features),
 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pydantic_core import ErrorDetails
 
+from luthier.config.objective import FAMILIES, LOSSES
 from luthier.config.scalars import number_meant
 from luthier.config.suggest import nearest
 from luthier.config.synonyms import our_name
@@ -171,7 +172,17 @@ def _for_text(node: Scalar, schema: JsonSchema, path: Path) -> str | None:
         return f"the model's own template is the default; for another write chat_template: {text[:40]} below template:"
     if "properties" in schema and path and (ours := our_name(str(path[-1]))) is not None:
         return f"to set {ours}, write {ours.rsplit('.', 1)[1]}: {text[:40]} below {path[-1]}:"
-    return _for_choices(text, schema)
+    return _for_other_half(text, path) or _for_choices(text, schema)
+
+
+def _for_other_half(text: str, path: Path) -> str | None:
+    """A loss was named as the objective, as elsewhere ``orpo`` is a trainer of its own; or an objective as the loss."""
+    if path == ("objective", "name") and text in LOSSES:
+        return f"{text} is a loss: write objective: {{name: {LOSSES[text].families[0]}, loss: {text}}}"
+    if path == ("objective", "loss") and text in FAMILIES:
+        of_family = [name for name, loss in LOSSES.items() if text in loss.families]
+        return f"{text} is an objective: write objective: {{name: {text}}}; its losses are {', '.join(of_family)}"
+    return None
 
 
 def _octal(text: str) -> str:

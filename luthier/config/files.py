@@ -37,6 +37,8 @@ def check_files(draft: Draft) -> list[Problem]:
     problems += _model(draft, "model.name_or_path", model.name_or_path)
     problems += _model(draft, "model.tokenizer_name_or_path", model.tokenizer_name_or_path)
     problems += _model(draft, "adapter.name_or_path", draft.config.adapter.name_or_path)
+    problems += _model(draft, "objective.reference.name_or_path", draft.config.objective.reference.name_or_path)
+    problems += _adapter_for_model(draft, model.name_or_path)
     problems += _template(draft, draft.config.template.chat_template)
     for place, folder in (("model.cache_dir", model.cache_dir), ("data.store", data.store), ("output.dir", output.dir)):
         problems += _writable(draft, place, folder)
@@ -107,6 +109,15 @@ def _model(draft: Draft, key: str, name: str | None) -> Iterator[Problem]:
     elif not _HUB_ID.fullmatch(name):
         what = f'"{name}" is neither a folder ({_tried(path)}) nor a name on the Hub (OWNER/NAME)'
         yield draft.problem(key, what, "relative paths start from the current directory")
+
+
+def _adapter_for_model(draft: Draft, name: str) -> Iterator[Problem]:
+    folder = os.path.expanduser(name)
+    files = [os.path.join(folder, file) for file in ("adapter_config.json", "config.json")]
+    if [os.path.isfile(file) for file in files] == [True, False]:
+        what = f'"{name}" holds an adapter, and no model'
+        hint = f"name the model that it was trained on, and set adapter: {{type: lora, name_or_path: {name}}}"
+        yield draft.problem("model.name_or_path", what, hint)
 
 
 def _preset(draft: Draft, key: str, text: str, known: tuple[str, ...]) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from luthier.config.choices import AdapterType, Format, Overflow, Packing
+from luthier.config.choices import AdapterType, Format, HeadKernel, Overflow, Packing
 from luthier.config.draft import Draft
 from luthier.config.objective import LOSSES, ReferenceSource
 from luthier.errors import Problem
@@ -62,6 +62,20 @@ def check_shared(draft: Draft) -> Iterator[Problem]:
     else:
         return
     yield draft.problem("train.shared_prompts", what, "set train.shared_prompts: auto")
+
+
+def check_head_kernel(draft: Draft) -> Iterator[Problem]:
+    """``train.head_kernel`` names a kernel that this run could never use."""
+    config = draft.config
+    if config.train.head_kernel in (HeadKernel.AUTO, HeadKernel.CHUNKED):
+        return
+    if config.runtime.device == "cpu":
+        what = f"its kernels need a GPU, and {draft.cite('runtime.device')} is cpu"
+    elif config.objective.name == "rm":
+        what = f"{draft.cite('objective.name')} is rm, and a reward model has no output head"
+    else:
+        return
+    yield draft.problem("train.head_kernel", what, "set train.head_kernel: auto")
 
 
 def check_rows(draft: Draft) -> Iterator[Problem]:

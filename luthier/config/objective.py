@@ -53,6 +53,7 @@ FAMILIES = ("sft", "pt", "rm", "dpo", "kto")
 _TOKENS = ("sft", "pt")
 _PAIRS = ("dpo",)
 _TOKEN_KEYS = {"label_smoothing": 0.0, "z_loss": 0.0}
+_FEEDBACK_KEYS = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "sft_weight": 0.0}
 
 
 def _pair(*, reference: bool = True, **defaults: float) -> LossOptions:
@@ -74,6 +75,8 @@ LOSSES: Mapping[str, LossOptions] = MappingProxyType(
         "exo_pair": _pair(label_smoothing=1e-3),
         "nca_pair": _pair(),
         "bco_pair": _pair(),
+        "mpo": _pair(sft_weight=1.0, bco_share=0.2),
+        "wpo": _pair(label_smoothing=0.0),
         "sppo_hard": _pair(),
         "aot": _pair(label_smoothing=0.0),
         "aot_unpaired": _pair(label_smoothing=0.0),
@@ -81,25 +84,29 @@ LOSSES: Mapping[str, LossOptions] = MappingProxyType(
         "apo_zero": _pair(),
         "apo_down": _pair(),
         "sigmoid_norm": _pair(),
+        "forward_kl": _pair(label_smoothing=0.0),
+        "js_divergence": _pair(label_smoothing=0.0),
+        "alpha_divergence": _pair(label_smoothing=0.0, divergence_alpha=0.5),
         "kto_pair": _pair(),
         "simpo": _pair(reference=False, beta=2.0, gamma=1.0, label_smoothing=0.0),
+        "alphapo": _pair(reference=False, beta=2.0, gamma=1.0, label_smoothing=0.0, alphapo_alpha=0.25),
         "orpo": _pair(reference=False, sft_weight=1.0),
         "cpo": _pair(reference=False, sft_weight=1.0, label_smoothing=0.0),
         "kto": LossOptions(
             families=("kto",),
             reference=True,
             estimates_kl=True,
-            defaults={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+            defaults=_FEEDBACK_KEYS,
         ),
         "apo_zero_unpaired": LossOptions(
             families=("kto",),
             reference=True,
-            defaults={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+            defaults=_FEEDBACK_KEYS,
         ),
         "bco": LossOptions(
             families=("kto",),
             reference=True,
-            defaults={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+            defaults=_FEEDBACK_KEYS,
         ),
     }
 )
@@ -138,7 +145,7 @@ class ObjectiveConfig(Section):
     shorthand = "name"
 
     name: Literal[FAMILIES] = "sft"  # type: ignore[valid-type]
-    """``sft``: cross-entropy on targets; ``pt``: the same on plain text, long documents split instead of dropped;
+    """``sft``: cross-entropy on targets; ``pt``: the same on plain text (``data.overflow: split`` for long documents);
     ``rm``: a reward model from pairs; ``dpo``: preferences, from pairs; ``kto``: single answers, found good or bad."""
     loss: Literal[LOSS_NAMES] | None = None  # type: ignore[valid-type]
     """Which loss of this objective. Default: ``cross_entropy``, ``bradley_terry``, ``sigmoid`` and ``kto``."""
@@ -156,13 +163,19 @@ class ObjectiveConfig(Section):
     beta: Positive | None = None
     """``dpo``, ``kto``: how strictly the model is held to the reference; in ``orpo`` the weight of the odds ratio."""
     gamma: NonNegative | None = None
-    """``simpo``: the margin by which the chosen answer should win."""
+    """``simpo``, ``alphapo``: the margin by which the chosen answer should win."""
     discopop_tau: Positive | None = None
     """``discopop``: temperature of the mixing."""
+    divergence_alpha: NonNegative | None = None
+    """``alpha_divergence``: 0 is ``forward_kl``, 1 the reverse KL, which is ``sigmoid``."""
+    alphapo_alpha: NonNegative | None = None
+    """``alphapo``: how much more a change counts where an answer is unlikely; 0 is ``simpo``."""
+    bco_share: Proportion | None = None
+    """``mpo``: which share of the loss is ``bco_pair``, the rest is ``sigmoid``."""
     ld_alpha: Proportion | None = None
     """``dpo``: weight of the tokens beyond the shorter answer's length (LD-DPO); 1 is plain DPO."""
     sft_weight: NonNegative | None = None
-    """``dpo``: weight of the cross-entropy of the chosen answer, per token, which is added."""
+    """``dpo``, ``kto``: weight of the cross-entropy of chosen or good answers, per token, which is added."""
     desirable_weight: NonNegative | None = None
     """``kto``: weight of rows that were found good."""
     undesirable_weight: NonNegative | None = None

@@ -20,6 +20,7 @@ from luthier.config.choices import (
     AdapterType,
     Count,
     Format,
+    HeadKernel,
     Natural,
     NonEmpty,
     NonNegative,
@@ -31,6 +32,7 @@ from luthier.config.choices import (
     Positive,
     Precision,
     Seed,
+    Sharding,
     Share,
     ShareOrCount,
     Strategy,
@@ -53,6 +55,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "Format",
+    "HeadKernel",
     "MediaConfig",
     "ModelConfig",
     "ObjectiveConfig",
@@ -64,6 +67,7 @@ __all__ = [
     "RunConfig",
     "RuntimeConfig",
     "Section",
+    "Sharding",
     "SourceConfig",
     "Strategy",
     "TargetRuleConfig",
@@ -167,7 +171,12 @@ class TrainConfig(Section):
     neftune_noise_alpha: Positive | None = None
     """Strength of noise on embeddings (NEFTune)."""
     torch_compile: bool = False
-    """Compile the model with torch."""
+    """Compile each decoder layer with torch. Rows of one length (``pad_to_multiple_of``) suit it best. What is told
+    where segments begin (attention ``luthier_segments``, recurrent layers) runs between the graphs, as it is."""
+    head_kernel: Annotated[HeadKernel, as_enum(HeadKernel)] = HeadKernel.AUTO
+    """What computes losses from the hidden states of targets: ``chunked``, our own; ``liger``, Liger's kernel, once it
+    has given the same loss and gradients on the run's first row; ``auto``: Liger's on a GPU where the package is
+    installed and does so ([objectives.md](objectives.md))."""
 
 
 class EvalConfig(Section):
@@ -236,6 +245,9 @@ class RuntimeConfig(Section):
     """Processes that collate batches. Text batches cost less than a message between processes."""
     threads: Count | None = None
     """CPU threads for torch; default: all cores."""
+    sharding: Annotated[Sharding, as_enum(Sharding)] = Sharding.NONE
+    """What several processes hold of the model: ``none``, all of it each; ``fsdp``, a share of weights, gradients and
+    optimizer state ([packing.md](packing.md), section 8)."""
 
 
 class RunConfig(Section):

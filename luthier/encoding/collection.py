@@ -81,8 +81,9 @@ class Collection:
         except BudgetError as error:
             raise BudgetError(f"{error.message}\n  all of them: {lost}", hint=error.hint) from None
         if not self.ledger.trained and (self.sources or self.split == "train"):
+            why = f": {self.ledger.reasons()}" if self.ledger.lost else ""
             raise UserError(
-                f"no row is left for {self.split}: {self.ledger.read} were read, {self.ledger.lost} are lost",
+                f"no row is left for {self.split}: {self.ledger.read} were read, {self.ledger.lost} are lost{why}",
                 hint=f"name data with data.{self.split}" if lost is None else f"see {lost}",
             )
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from luthier.config.schema import Overflow
 from luthier.encoding.cuts import Cuts, Leaves, cut_leaves, cut_units
 from luthier.encoding.prepared import PreparedSet
-from luthier.errors import RowDropped
+from luthier.errors import RowDropped, UserError
 from luthier.layout import Window, leaf_segment, span_of, splice, take_window
 from luthier.ledger import Ledger
 from luthier.packing import PATCH_COST, SegmentTable, Units, completion_room
@@ -109,7 +109,16 @@ class SegmentIndex:
         return self._leaf_number[self._leaf], self._head, self._start, self._stop, self._open_end
 
     def table(self) -> SegmentTable:
-        """What `packing.plan_epoch` needs to know."""
+        """What `packing.plan_epoch` needs to know.
+
+        Raises `UserError` where other rows' completions are to be drawn and there is no other row.
+        """
+        if self.units is Units.FEEDBACK_KL and len(self) == self.units.size:
+            where = self.prepared.address(int(self.row_ids[0]))
+            raise UserError(
+                f"{where}: the only row of its side of the data, and the loss estimates a KL from others' answers",
+                hint="add rows there, or set objective.loss: apo_zero_unpaired, which estimates none",
+            )
         return SegmentTable(
             lengths=self.lengths,
             num_targets=self.num_targets,

@@ -1,11 +1,13 @@
 """Scores to losses: always sums, never means; the trainer divides by the whole step's count.
 
-Read in this order: token_loss, head, token_scores, token_losses, hidden_loss, sequences, measures, pair_scores,
-sorted_sides, pair_losses, comparison, running_mean, feedback_losses, reward, settings, loss_table.
+Read in this order: token_loss, head_kernels, head, fused_head, token_scores, alignment, token_losses, hidden_loss,
+kernel_proof, sequences, measures, pair_scores, sorted_sides, pair_formulas, pair_losses, comparison, running_mean,
+feedback_losses, reward, settings, loss_table.
 """
 
 from __future__ import annotations
 
+from luthier.objectives.alignment import log_square_sums
 from luthier.objectives.comparison import pair_loss_sum
 from luthier.objectives.feedback_losses import (
     FeedbackBaselines,
@@ -18,7 +20,7 @@ from luthier.objectives.feedback_losses import (
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.hidden_loss import Reference, hidden_loss_sum
 from luthier.objectives.measures import Measure, Measures, SequenceLoss, measure
-from luthier.objectives.pair_losses import PairBaselines, PairSettings
+from luthier.objectives.pair_formulas import PairBaselines, PairSettings
 from luthier.objectives.pair_scores import PairScores, pair_scores
 from luthier.objectives.reward import reward_loss_sum
 from luthier.objectives.running_mean import RunningMean
@@ -54,6 +56,7 @@ __all__ = [
     "hidden_loss_sum",
     "kl_baseline",
     "kl_measure",
+    "log_square_sums",
     "measure",
     "pair_loss_sum",
     "pair_scores",

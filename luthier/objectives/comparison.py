@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from luthier.objectives.measures import Measure, Measures, SequenceLoss, measure
-from luthier.objectives.pair_losses import NO_BASELINES, PairBaselines, PairLoss, PairSettings, pair_loss_named
+from luthier.objectives.pair_formulas import NO_BASELINES, PairBaselines, PairSettings
+from luthier.objectives.pair_losses import PairLoss, pair_loss_named
 from luthier.objectives.pair_scores import PairScores
 
 
@@ -19,7 +20,7 @@ def pair_loss_sum(
     row = pair_loss_named(name)
     losses_P = row.function(scores, settings, baselines)
     if settings.sft_weight:
-        losses_P = losses_P - settings.sft_weight * scores.chosen_mean_P
+        losses_P = losses_P + settings.sft_weight * scores.mean_chosen_nll_P
     if scores.weights_P is not None:
         losses_P = losses_P * scores.weights_P
     measures = _measures(scores, row, settings.beta)
@@ -28,7 +29,7 @@ def pair_loss_sum(
 
 def _measures(scores: PairScores, row: PairLoss, beta: float) -> Measures:
     chosen_P, rejected_P = _rewards(scores, row, beta)
-    nll = measure(-scores.chosen_P)
+    nll = measure(scores.chosen_nll_P)
     return {
         "rewards/chosen": measure(chosen_P),
         "rewards/rejected": measure(rejected_P),

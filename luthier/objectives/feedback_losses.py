@@ -36,11 +36,15 @@ class FeedbackScores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedbackSettings:
-    """The numbers of these losses: KTO's lambdas are the two weights."""
+    """The numbers of these losses: KTO's lambdas are the two weights.
+
+    sft_weight  what a good answer's cross-entropy per token counts beside the loss; no lambda scales it
+    """
 
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    sft_weight: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,13 +80,19 @@ class FeedbackLoss:
 def feedback_loss_sum(
     scores: FeedbackScores, name: str, settings: FeedbackSettings, baselines: FeedbackBaselines
 ) -> SequenceLoss:
-    """The sum over rows of ``weight x lambda x loss``, and what is reported of it. Raises `UserError` on the name."""
+    """The sum over rows of ``weight x (lambda x loss + sft_weight x nll per token of a good answer)``, with measures.
+
+    Raises `UserError` where there is no loss ``name``.
+    """
     row = feedback_loss_named(name)
     ratios_R = scores.logps_R - scores.ref_logps_R
     good_R = scores.desirable_R
     signs_R = torch.where(good_R, 1.0, -1.0).to(ratios_R.dtype)
     losses_R = row.function(ratios_R, signs_R, settings, baselines)
     losses_R = losses_R * torch.where(good_R, settings.desirable_weight, settings.undesirable_weight)
+    if settings.sft_weight:
+        mean_nll_R = -scores.logps_R / scores.lengths_R.clamp(min=1)
+        losses_R = losses_R + settings.sft_weight * torch.where(good_R, mean_nll_R, 0.0)
     if scores.weights_R is not None:
         losses_R = losses_R * scores.weights_R
     rewards_R = settings.beta * ratios_R

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from luthier.objectives.head_kernels import HeadKernel
+
 CHUNK_ELEMENTS = 2**24  # 64 MiB of float32: at 150k vocabulary 110 rows, enough for the products' full speed
 
 
@@ -22,12 +24,14 @@ class Head:
     bias_V     or None
     scale      multiplies the logits before the cap (Cohere's ``logit_scale``, 1 / Granite's ``logits_scaling``)
     softcap    Gemma's ``final_logit_softcapping``
+    kernel     computes what it can of the head's losses (`fused_head`); None: chunks do
     """
 
     weight_VD: torch.Tensor
     bias_V: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    kernel: HeadKernel | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:

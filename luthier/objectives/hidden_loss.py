@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from luthier.objectives.fused_head import fused_loss_sum, is_fused
 from luthier.objectives.head import AnyHead, ChunkedHead, Head, HeadGradients, Softmax, chunks_of, softmax_
 from luthier.objectives.token_loss import TokenLoss
 from luthier.objectives.token_losses import (
@@ -49,7 +50,8 @@ def hidden_loss_sum(
     """The sum of ``weight x loss`` over K targets: `token_loss_sum` without its logits, for any token loss.
 
     ``ids_K`` int64, ``weights_K`` float32; ``sources_K``, int64, says which of ``num_sources`` data sets a target is
-    of. ``reference`` is needed by losses with a KL term, and only there. The gradient can be asked for once.
+    of. ``reference`` is needed by losses with a KL term, and only there. The gradient can be asked for once. A
+    head's kernel computes plain cross-entropy.
     """
     row = token_objective(settings.loss)
     assert hidden_KD.ndim == 2 and ids_K.shape == hidden_KD.shape[:1], f"{hidden_KD.shape} and {ids_K.shape}"
@@ -57,7 +59,16 @@ def hidden_loss_sum(
     assert row.needs_reference == (reference is not None), (
         f"{row.name} {'needs a' if row.needs_reference else 'has no'} reference"
     )
-    if isinstance(head, Head):
+    if isinstance(head, Head) and row.is_plain and is_fused(head, ids_K):
+        loss_sum, losses_K, correct_K = fused_loss_sum(
+            hidden_KD,
+            head,
+            ids_K,
+            weights_K,
+            label_smoothing=settings.label_smoothing,
+            z_loss=settings.z_loss,
+        )
+    elif isinstance(head, Head):
         loss_sum, losses_K, correct_K = _LossSum.apply(
             hidden_KD,
             head.weight_VD,

@@ -17,6 +17,10 @@ class PairScores:
     ref_chosen_P, ref_rejected_P           float32, of the reference, constant; None: compared with nothing
     chosen_lengths_P, rejected_lengths_P   int64, numbers of targets
     weights_P                              float32, what each pair counts in the loss, or None: 1.0
+    whole_chosen_P                         float32, ``chosen_P`` with every target counted, differentiable; None: they
+                                           are (`tail_discount` makes the difference)
+    alignment_P                            float32, constant: how much both answers look like the policy's own writing,
+                                           where a loss asks (`PairLoss.needs_alignment`); None: 1.0
     """
 
     chosen_P: torch.Tensor
@@ -26,6 +30,8 @@ class PairScores:
     chosen_lengths_P: torch.Tensor
     rejected_lengths_P: torch.Tensor
     weights_P: torch.Tensor | None = None
+    whole_chosen_P: torch.Tensor | None = None
+    alignment_P: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.chosen_P)
@@ -72,6 +78,16 @@ class PairScores:
         """Log-probability per target of the rejected answer."""
         return _per_token(self.rejected_P, self.rejected_lengths_P)
 
+    @property
+    def chosen_nll_P(self) -> torch.Tensor:
+        """Cross-entropy of the chosen answer, of all its targets alike: their sum."""
+        return -(self.chosen_P if self.whole_chosen_P is None else self.whole_chosen_P)
+
+    @property
+    def mean_chosen_nll_P(self) -> torch.Tensor:
+        """The same per target."""
+        return _per_token(self.chosen_nll_P, self.chosen_lengths_P)
+
 
 def pair_scores(
     policy: SequenceScores,
@@ -79,12 +95,20 @@ def pair_scores(
     *,
     ref_logps_S: torch.Tensor | None = None,
     weights_P: torch.Tensor | None = None,
+    whole: SequenceScores | None = None,
+    aligned: SequenceScores | None = None,
 ) -> PairScores:
     """The pairs that ``pairs_P2`` names, int64[P, 2]: segment of the chosen answer, segment of the rejected one.
 
     ``ref_logps_S``: what the reference gives the same segments, summed in the same way (`tail_discount` too).
+    ``whole``: ``policy`` without the discount, where it has one. ``aligned``: sums of ``log p - log sum q^2`` over
+    targets (`log_square_sums`), for WPO's weights: the product of both answers' geometric means.
     """
     chosen_P, rejected_P = pairs_P2.unbind(dim=1)
+    alignment_P = None
+    if aligned is not None:
+        mean_S = _per_token(aligned.logps_S.detach(), aligned.lengths_S)
+        alignment_P = (mean_S[chosen_P] + mean_S[rejected_P]).exp()
     return PairScores(
         chosen_P=policy.logps_S[chosen_P],
         rejected_P=policy.logps_S[rejected_P],
@@ -93,6 +117,8 @@ def pair_scores(
         chosen_lengths_P=policy.lengths_S[chosen_P],
         rejected_lengths_P=policy.lengths_S[rejected_P],
         weights_P=weights_P,
+        whole_chosen_P=None if whole is None else whole.logps_S[chosen_P],
+        alignment_P=alignment_P,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from luthier.config.objective import LOSSES, ObjectiveConfig
 from luthier.objectives.feedback_losses import FeedbackSettings
-from luthier.objectives.pair_losses import PairSettings
+from luthier.objectives.pair_formulas import PairSettings
 from luthier.objectives.token_losses import TokenSettings
 
 _ALPHA_OF = {"eaft": "eaft_alpha", "asft": "asft_alpha"}

@@ -55,6 +55,7 @@ class TokenObjective:
     """A row of the table. ``function(quantities, settings)`` gives the loss of each target, [C].
 
     needs_entropy, needs_reference   whether `TokenQuantities.entropy_C`, `kl_C` must be filled
+    is_plain                         cross-entropy as it is, which kernels of other libraries know
     formula, paper, says             for docs/objectives.md
     """
 
@@ -62,6 +63,7 @@ class TokenObjective:
     function: Callable[[TokenQuantities, TokenSettings], torch.Tensor]
     needs_entropy: bool = False
     needs_reference: bool = False
+    is_plain: bool = False
     formula: str
     paper: str
     says: str
@@ -109,7 +111,12 @@ TOKEN_OBJECTIVES: dict[str, TokenObjective] = {
     row.name: row
     for row in (
         TokenObjective(
-            name="cross_entropy", function=_cross_entropy, formula="-log p", paper="", says="maximum likelihood"
+            name="cross_entropy",
+            function=_cross_entropy,
+            is_plain=True,
+            formula="-log p",
+            paper="",
+            says="maximum likelihood",
         ),
         TokenObjective(
             name="dft",

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from luthier.objectives.fused_head import fused_logps, is_fused
 from luthier.objectives.head import AnyHead, ChunkedHead, Head, HeadGradients, chunks_of, softmax_
 
 
@@ -37,11 +38,15 @@ def token_scores(hidden_KD: torch.Tensor, head: AnyHead, ids_K: torch.Tensor, *,
     """Score ``ids_K`` (int64) by the logits that ``head`` makes of ``hidden_KD``, one row a target.
 
     Equals ``logits.float().log_softmax(-1)`` gathered at the ids, with the gradients of the hidden states and, where
-    they require one, of the head's weight and bias. A head that is a function is run under activation checkpointing.
+    they require one, of the head's weight and bias. A head that is a function is run under activation checkpointing;
+    one with a kernel by the kernel, unless entropies are asked for.
     """
     assert hidden_KD.ndim == 2 and ids_K.shape == hidden_KD.shape[:1], f"{hidden_KD.shape} and {ids_K.shape}"
     if not isinstance(head, Head):
         return _scores_by_function(hidden_KD, head, ids_K, entropy=entropy)
+    if is_fused(head, ids_K) and not entropy:
+        logps_K, correct_K = fused_logps(hidden_KD, head, ids_K)
+        return TokenScores(logps_K=logps_K, correct_K=correct_K)
     logps_K, correct_K, entropy_K = _ChunkedScores.apply(
         hidden_KD, head.weight_VD, head.bias_V, ids_K, head, entropy, torch.is_grad_enabled()
     )

@@ -41,6 +41,7 @@ def with_continuation(row: ComparedRow, messages: tuple[Message, ...]) -> Conver
         train_on=TrainOn.ASSISTANT.value,
         rules=row.rules,
         weight=row.weight,
+        notes=row.notes,
     )
 
 

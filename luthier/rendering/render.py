@@ -270,7 +270,8 @@ def _refuse(row: Row, kind: RowKind) -> Never:
         case RowKind.PAIR:
             needs = "this run's objective compares pairs (dpo, rm), so rows need chosen and rejected"
         case RowKind.VERDICT:
-            needs = "this run's objective learns from verdicts (kto), so rows need a completion and a label"
+            needs = "this run's objective learns from verdicts (kto), so rows need a completion and a label (where a "
+            needs += "column called label holds 0 and 1, say that it is a verdict: format: feedback)"
     raise RowError("objective", f"a row of kind {type(row).__name__.lower()}: {fits}; {needs}")
 
 

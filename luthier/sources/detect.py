@@ -139,9 +139,10 @@ def _is_from_value(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) ->
 
 
 def _is_verdict(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str]) -> bool:
-    """Whether the label column holds verdicts: the config or its name says so, or all its values are true or false.
+    """Whether the label column holds verdicts: the config or its name says so, or its values are true or false.
 
     Numbers are more often classes: ``{"messages": …, "label": 1}`` is feedback only where the config calls it that.
+    One value that is ``true`` itself is enough, for no class is called so: what else stands there is a bad label.
     """
     if "kto_tag" in given:
         return True
@@ -149,7 +150,9 @@ def _is_verdict(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str]) -> 
     if column == "kto_tag":  # a name that nobody gives to a class
         return True
     values = [row[column] for row in rows if row.get(column) is not None]
-    return all(isinstance(value, bool) or (isinstance(value, str) and value.lower() in _VERDICTS) for value in values)
+    if any(isinstance(value, bool) for value in values):
+        return True
+    return all(isinstance(value, str) and value.strip().lower() in _VERDICTS for value in values)
 
 
 def _known(
@@ -171,5 +174,5 @@ def _unrecognised(path: str, seen: Iterable[str]) -> SourceError:
     for kind, rule in FORMATS.items():
         needs = " | ".join(" + ".join("/".join(rule.columns[name]) for name in names) for names in rule.needs)
         lines.append(f"  {kind} needs: {needs}")
-    hint = "say which columns are what: columns: {prompt: …, response: …}, or name a format"
+    hint = "say which columns are what: columns: {prompt: …, response: …} ({text: …} of plain text), or name a format"
     return SourceError("\n".join(lines), hint=hint)

@@ -86,14 +86,16 @@ def keep_initial_adapter(model: PeftModel, folder: Path) -> None:
     settings.init_lora_weights = named
 
 
-def save_adapter(model: PeftModel, folder: Path, *, initial: Path | None = None) -> None:
+def save_adapter(
+    model: PeftModel, folder: Path, *, initial: Path | None = None, weights: dict[str, torch.Tensor] | None = None
+) -> None:
     """Write the adapter in PEFT's format, loadable on the untouched base model.
 
     With ``initial`` (PiSSA, OLoRA) it becomes a plain LoRA of twice the rank, since ``B A - B0 A0`` is what was learned
     (Meng et al. 2024, appendix C of arXiv:2404.02948).
     """
     if initial is None:
-        model.save_pretrained(str(folder))
+        model.save_pretrained(str(folder), state_dict=weights)
         return
     settings = model.peft_config["default"]
     before = (settings.init_lora_weights, settings.r, settings.lora_alpha)
@@ -106,6 +108,15 @@ def save_adapter(model: PeftModel, folder: Path, *, initial: Path | None = None)
     finally:
         settings.init_lora_weights, settings.r, settings.lora_alpha = before
         shutil.rmtree(scratch)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The stack of decoder layers: the module list as long as the config says; None where there is none."""
+    depth = model.config.get_text_config().num_hidden_layers
+    for module in model.get_decoder().modules():  # towers have layers too
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    return None
 
 
 def merge_adapter(model: PeftModel) -> PreTrainedModel:
@@ -149,7 +160,12 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
             parameter.requires_grad_(True)  # it is new, and one row
     count = section.freeze_trainable_layers
     if count:
-        layers = _decoder_layers(model)
+        layers = decoder_layers(model)
+        if layers is None:
+            raise ModelError(
+                f"{type(model).__name__} has no list of {model.config.get_text_config().num_hidden_layers} layers",
+                hint="use adapter.freeze_trainable_modules instead",
+            )
         if abs(count) > len(layers):
             raise ModelError(f"adapter.freeze_trainable_layers is {count}, the model has {len(layers)} layers")
         for layer in layers[-count:] if count > 0 else layers[:-count]:
@@ -169,17 +185,6 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
             "adapter.type freeze leaves nothing to train",
             hint="set adapter.freeze_trainable_layers (2: the last two) or adapter.freeze_trainable_modules",
         )
-
-
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The stack of decoder layers: the module list as long as the config says."""
-    depth = model.config.get_text_config().num_hidden_layers
-    for module in model.get_decoder().modules():  # towers have layers too
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return module
-    raise ModelError(
-        f"{type(model).__name__} has no list of {depth} layers", hint="use adapter.freeze_trainable_modules instead"
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- PEFT

@@ -35,7 +35,6 @@ def training_arguments(
         "bf16": precision is Precision.BF16,
         "fp16": precision is Precision.FP16,
         "neftune_noise_alpha": train.neftune_noise_alpha,
-        "torch_compile": train.torch_compile,
         # activations are recomputed without the reentrant variant, which loses gradients of frozen inputs
         "activation_checkpointing": train.gradient_checkpointing,
         "activation_checkpointing_kwargs": {"use_reentrant": False} if train.gradient_checkpointing else None,

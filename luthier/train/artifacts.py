@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -27,22 +28,23 @@ def save_model(
     *,
     initial: Path | None = None,
     processor: Path | None = None,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write what ``AutoModelForCausalLM`` (or PEFT) and ``AutoTokenizer`` load from ``folder``; of a reward model
     ``AutoModelForSequenceClassification``.
 
     Weights are safetensors; the generation settings and the chat template that was trained with go along. ``initial``
     is the folder of `keep_initial_adapter`, for adapters that need the conversion; ``processor`` the one with the files
-    of a multimodal model's processor, which are copied.
+    of a multimodal model's processor, which are copied; ``weights`` are those of a sharded model, whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PeftModel):
-        save_adapter(model, folder, initial=initial)
+        save_adapter(model, folder, initial=initial, weights=weights)
         plain = model.get_base_model()
         if plain.can_generate():
             plain.generation_config.save_pretrained(str(folder))
     else:
-        model.save_pretrained(str(folder))
+        model.save_pretrained(str(folder), state_dict=weights)
     save_tokenizer(tokenizer, folder)
     if processor is not None:
         for name in PROCESSOR_FILES:

@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from luthier.collation import CollateSettings, MediaInputs
-from luthier.config.schema import AdapterType, RunConfig, Strategy
+from luthier.config.schema import AdapterType, RunConfig, Sharding, Strategy
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.live_plan import StreamPlan
 from luthier.loader.run_settings import eval_settings, media_of, shares_prompts
@@ -25,6 +25,7 @@ from luthier.train.data import RunData
 from luthier.train.events import Listener, Note
 from luthier.train.feature_choice import choose_media
 from luthier.train.hooks import Hooks
+from luthier.train.kernel_choice import kernel_name
 from luthier.train.live import LiveData
 from luthier.train.lost_rows import LostRows
 from luthier.train.model import LoadedModel, load_model
@@ -34,8 +35,10 @@ from luthier.train.parts import text_attention
 from luthier.train.result import ModelSummary
 from luthier.train.run_stream import World, loader_state, trained_segments
 from luthier.train.schedule import Schedule
+from luthier.train.sharding import give_up_gathered, shard, unsharded_class
 from luthier.train.step_losses import StepLosses
 from luthier.train.streams import EvalStream, Segments, TrainStream, train_stream
+from luthier.train.tower_features import AUTOCAST_DTYPES
 from luthier.train.trainer import LuthierTrainer, TrainerParts
 from luthier.train.vocabulary import Vocabulary
 
@@ -58,11 +61,13 @@ class RunModel:
         """Where the files of a multimodal model's processor are."""
         return None if self.media is None or self.media.source is None else self.media.source.folder
 
-    def save(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Write it for others to load."""
+    def save(self, folder: Path, tokenizer: Tokenizer, weights: dict[str, torch.Tensor] | None = None) -> None:
+        """Write it for others to load; ``weights`` are those of a sharded model, whole."""
         text_config = self.model.config.get_text_config()
         during, text_config.use_cache = text_config.use_cache, self.use_cache
-        artifacts.save_model(self.model, folder, tokenizer, initial=self.initial, processor=self.processor)
+        artifacts.save_model(
+            self.model, folder, tokenizer, initial=self.initial, processor=self.processor, weights=weights
+        )
         text_config.use_cache = during
 
 
@@ -157,8 +162,8 @@ def make_trainer(
         keep_best=config.eval.load_best_model_at_end,
         meter=meter,
         # a checkpoint holds the adapter as it is trained; the conversion is for the final one
-        save_model=lambda folder: artifacts.save_model(
-            run_model.model, folder, tokenizer, processor=run_model.processor
+        save_model=lambda folder, weights: artifacts.save_model(
+            run_model.model, folder, tokenizer, processor=run_model.processor, weights=weights
         ),
         save_state=save_state,
     )
@@ -171,12 +176,13 @@ def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrai
     total, trainable = adapters.count_parameters(run_model.model)
     return ModelSummary(
         name=config.model.name_or_path,
-        architecture=type(plain).__name__,
+        architecture=unsharded_class(plain).__name__,
         parameters=total,
         trainable_parameters=trainable,
         dtype=str(plain.dtype).removeprefix("torch."),
         precision=run_precision(config).value,
         attn_implementation=text_attention(plain),  # that which keeps segments apart
+        head_kernel=kernel_name(trainer.parts.losses.forward.head),
         device=str(trainer.args.device),
         notes=_standing_notes(config, run_model.loaded),
     )
@@ -193,7 +199,8 @@ def _collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel) -> 
     return CollateSettings(
         packed=packed,
         pad_token_id=tokenizer.pad_token_id,
-        varlen=packed and loaded.varlen,
+        # trees are more than boundaries can say; where they are shared another attention is found for them
+        varlen=packed and loaded.varlen and not shares_prompts(config),
         pad_to_multiple_of=config.train.pad_to_multiple_of,
     )
 
@@ -213,7 +220,11 @@ def _losses(
     def tell(text: str) -> None:
         hooks.tell(Note(text=text))
 
-    run_model.model.to(device)
+    if config.runtime.sharding is Sharding.FSDP and hooks.stop.world.size > 1:
+        shard(run_model.model, device)
+        tell(f"model: divided among {hooks.stop.world.size} ranks, a decoder layer at a time")
+    else:
+        run_model.model.to(device)
     parts = ObjectiveParts(
         config=config,
         model=run_model.model,
@@ -227,8 +238,11 @@ def _losses(
         needed=lambda index: trained_segments(schedule, len(index)) if index is data.train else np.arange(len(index)),
         num_sources=(len(data.sources), len(data.eval_sources)),
         media=run_model.media,
+        autocast=AUTOCAST_DTYPES.get(run_precision(config)),
     )
-    return make_losses(parts, model_pass(parts, tell), tell)
+    losses = make_losses(parts, model_pass(parts, tell), tell)
+    give_up_gathered(run_model.model)  # the optimizer is to see parameters in parts
+    return losses
 
 
 def _train_stream(

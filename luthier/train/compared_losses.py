@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from luthier.objectives import Measures, RunningMean, SequenceLoss, reward_loss_sum
+from luthier.objectives import Measure, Measures, RunningMean, SequenceLoss, TokenScores, measure, reward_loss_sum
 from luthier.records import Batch
 from luthier.train.passes import ModelPass
 from luthier.train.result import ACCURACIES, MARGINS, REWARDS
@@ -62,6 +62,11 @@ def weights_of(batch: Batch, device: torch.device) -> torch.Tensor | None:
     counts_S = torch.bincount(segments_K, minlength=batch.num_segments).clamp(min=1)
     first_U = torch.tensor([unit.segments[0] for unit in batch.units], dtype=torch.int64)
     return (sums_S / counts_S)[first_U].to(device)
+
+
+def entropy_of(scores: TokenScores, where_K: torch.Tensor | None = None) -> Measure:
+    """The entropy of the model's choices at K targets, bool ``where_K`` those meant; of none where nobody asked."""
+    return measure(scores.logps_K[:0]) if scores.entropy_K is None else measure(scores.entropy_K, where_K)
 
 
 def micro_loss(found: SequenceLoss, anchor: torch.Tensor, batch: Batch, num_sources: int) -> MicroLoss:

@@ -12,7 +12,7 @@ from luthier.encoding.prepared import Prepared, PreparedSet
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
 from luthier.loader.run_settings import units_of
-from luthier.packing import PlanSettings, SegmentTable, describe, plan_epoch
+from luthier.packing import PlanSettings, SegmentTable, Units, describe, plan_epoch
 from luthier.train.result import DataSummary
 from luthier.train.set_names import distinct_names
 from luthier.train.streams import Segments
@@ -60,11 +60,8 @@ def open_run_data(config: RunConfig, prepared: Prepared, *, encoder_fingerprint:
     if prepared.eval is not None:
         held_out = SegmentIndex(prepared.eval, max_length=max_length, overflow=overflow, units=units)
     for side, index in (("training", train), ("evaluation", held_out)):
-        if index is not None and len(index) == 0:
-            raise UserError(
-                f"no {side} row is left at data.max_length={max_length}",
-                hint="raise data.max_length, or set data.overflow: split",
-            )
+        if index is not None:
+            _check_some_left(side, index, config)
     return RunData(
         train=train,
         train_table=train.table(),
@@ -75,6 +72,15 @@ def open_run_data(config: RunConfig, prepared: Prepared, *, encoder_fingerprint:
         names=tuple(source.name for source in prepared.train.sources),
         eval_names=() if prepared.eval is None else tuple(source.name for source in prepared.eval.sources),
     )
+
+
+def _check_some_left(side: str, index: SegmentIndex, config: RunConfig) -> None:
+    if len(index) == 0:
+        policy = "split" if index.units is Units.NONE else "truncate, which shortens prompts"
+        raise UserError(
+            f"no {side} row is left at data.max_length={config.data.max_length}",
+            hint=f"raise data.max_length, or set data.overflow: {policy}",
+        )
 
 
 def summarise(table: SegmentTable, settings: PlanSettings) -> DataSummary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,6 +45,7 @@ from luthier.train.parts import decoder_family
 from luthier.train.progress import ProgressBar, make_view
 from luthier.train.result import LOG_FILE, RunResult
 from luthier.train.run_stream import World, check_rows, loader_state, make_schedule
+from luthier.train.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
 from luthier.train.signals import StopSignals
 
 
@@ -119,6 +121,7 @@ def _open(data: Callable[[], LiveData]) -> LiveData:
 
 
 def _set_up_process(config: RunConfig) -> None:
+    refuse_other_ways(os.environ)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # of weights being loaded
     PartialState(cpu=run_device(config) == "cpu")  # joins the other ranks, under torchrun
@@ -187,8 +190,7 @@ def _train(run: Run) -> None:
         best = Path(run.trainer.state.best_model_checkpoint).name
         run.hooks.tell(Note(text=f"the weights are those of the best checkpoint, {best}"))
     _answer(run, questions)
-    if run.is_main:
-        _save(run)
+    _save(run)
     run.trainer.accelerator.wait_for_everyone()
 
 
@@ -212,8 +214,9 @@ def _questions(run: Run) -> list[Question]:
 
 
 def _answer(run: Run, questions: list[Question]) -> None:
-    """Answer the questions on the main process; the others wait at the next step they share."""
-    if questions and run.is_main:
+    """Answer the questions on the main process; the others wait at the next step they share. A sharded model has to run
+    on all of them at once, so that all answer the same."""
+    if questions and (run.is_main or is_sharded(run.run_model.model)):
         answers = answer_all(
             run.run_model.model,
             questions,
@@ -223,15 +226,19 @@ def _answer(run: Run, questions: list[Question]) -> None:
             max_new_tokens=run.config.eval.max_new_tokens,
             media=run.run_model.media,
         )
+        give_up_gathered(run.run_model.model)
         run.hooks.tell(answers)
     run.trainer.accelerator.wait_for_everyone()
 
 
 def _save(run: Run) -> None:
-    """The final model, and the merged one if asked for."""
+    """The final model, and the merged one if asked for: the main process writes, all gather what is sharded."""
+    weights = whole_weights(run.run_model.model, keep=run.is_main) if is_sharded(run.run_model.model) else None
+    if not run.is_main:
+        return
     folder = run.config.output.dir
     with replacing(folder / run_folder.MODEL_FOLDER) as staging:
-        run.run_model.save(staging, run.tokenizer)
+        run.run_model.save(staging, run.tokenizer, weights)
     if run.config.adapter.merge and isinstance(run.run_model.model, PeftModel):
         merged = adapters.merge_adapter(run.run_model.model)
         merged.config.get_text_config().use_cache = run.run_model.use_cache

@@ -19,6 +19,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
 from luthier.packing import Units
 from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
+from luthier.train.compiled import uncompiled
 from luthier.train.result import GenerationRecord, GenerationRound
 from luthier.train.streams import Segments
 
@@ -170,7 +171,8 @@ def _greedy(
         use_cache=True,
     )
     tensors = {name: torch.from_numpy(array).to(device) for name, array in inputs.items()}
-    out_BT = model.generate(**tensors, generation_config=settings)
+    with uncompiled(model):
+        out_BT = model.generate(**tensors, generation_config=settings)
     answers = []
     for row in out_BT[:, width:].tolist():
         end = next((at for at, token in enumerate(row) if token in stops), len(row))

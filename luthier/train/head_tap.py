@@ -21,6 +21,7 @@ from torch import nn
 
 from luthier.errors import ModelError
 from luthier.objectives.head import AnyHead, Head
+from luthier.objectives.head_kernels import HeadKernel
 from luthier.objectives.token_scores import token_scores
 
 Scores = TypeVar("Scores")
@@ -41,6 +42,7 @@ class OutputHead:
     tapped   logits are the output layer's times ``scale``, then soft-capped; else the model itself makes them, at the
              columns where some row has a target if it can (``keeps``), else all of them
     softcap  None: there is none
+    kernel   computes losses of a tapped head, where it can; None: chunks do
     note     for the run's log, where the head cannot be tapped
     """
 
@@ -49,6 +51,7 @@ class OutputHead:
     softcap: float | None = None
     tapped: bool = True
     keeps: bool = True
+    kernel: HeadKernel | None = None
     note: str | None = None
 
 
@@ -143,7 +146,9 @@ def _logits_of(head: OutputHead) -> AnyHead:
         trained = layer.active_adapters and not layer.disable_adapters
         layer = layer.modules_to_save[layer.active_adapters[0]] if trained else layer.original_module
     if type(layer) is nn.Linear:
-        return Head(weight_VD=layer.weight, bias_V=layer.bias, scale=head.scale, softcap=head.softcap)
+        return Head(
+            weight_VD=layer.weight, bias_V=layer.bias, scale=head.scale, softcap=head.softcap, kernel=head.kernel
+        )
 
     def logits(hidden_CD: torch.Tensor) -> torch.Tensor:
         logits_CV = layer.forward(hidden_CD) * head.scale  # not layer(): that would call the tap

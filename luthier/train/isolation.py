@@ -50,6 +50,7 @@ def choose_isolation(
     asked: str = "auto",
     shared: bool = False,
     needs: MediaNeeds | None = None,
+    num_rows: int = 1,
 ) -> ChosenIsolation:
     """The first way of isolation that holds on this model, which is given the attention for it.
 
@@ -58,6 +59,8 @@ def choose_isolation(
             layers that `train.mixers` knows run segment by segment with the first two
     shared  rows will be token trees that share their beginnings, which only plans and masks can say
     needs   of a model that sees or hears. What is tried are words alone, some of them called a picture
+    rows    of a batch, ``num_rows`` of them, are tried: FlashAttention reads where segments begin off positions in a
+            batch of one row, and in no other
 
     Raises `ModelError` where nothing that was asked for holds, by name and with every reason.
     """
@@ -68,7 +71,7 @@ def choose_isolation(
     padded = [(Isolation.PADDED, loaded)] if asked == "auto" else []
     mixers = part_mixers(plain)
     ways, notes = _possible(_ways(loaded, asked, shared=shared), plain, needs, mixers)
-    trial = Trial(model, segments, how, needs, shared=shared, device=device)
+    trial = Trial(model, segments, how, needs, shared=shared, device=device, num_rows=num_rows)
     reaches = _reaches(needs)
     for (isolation, attention), reach in product(ways + padded, reaches):
         try:
@@ -92,8 +95,7 @@ def choose_isolation(
         notes.append(f"{attention} by {isolation}{_within(reach, needs)}: {problem}")
     set_text_attention(plain, loaded)
     raise ModelError(
-        f"{type(plain).__name__} does not keep {'branches' if shared else 'packed sequences'} apart: "
-        + "; ".join(notes),
+        f"{plain._get_name()} does not keep {'branches' if shared else 'packed sequences'} apart: " + "; ".join(notes),
         hint="set model.attn_implementation: auto, or train.packing: none",
     )
 

@@ -38,8 +38,10 @@ class Trial:
         *,
         shared: bool,
         device: torch.device,
+        num_rows: int = 1,
     ) -> None:
         self.model, self.how, self.needs, self.shared, self.device = model, how, needs, shared, device
+        self.num_rows = num_rows
         self.first, self.second = _cut(segments[0]), _cut(segments[len(segments) - 1])
         self.changed = replace(self.first, input_ids=self.first.input_ids[::-1] // 2)
         # the model's own way with pictures, which ours has to be equal to
@@ -67,14 +69,14 @@ class Trial:
         """[n, V] of the last segment of a row; with ``shares`` the first is the beginning of all others, ``joined``
         they are one segment, whose logits are all given."""
         segments = (_joined(*row),) if joined else row
-        batch = _as_tree(row, self.how) if shares else _as_pack(segments, self.how)
+        batch = _as_tree(row, self.how) if shares else _as_packs(segments, self.how, self.num_rows)
         batch = chosen.arranged(self._with_media(batch, row), pad_token_id=self.how.pad_token_id)
         logits_BTV: torch.Tensor = self.model(**chosen.inputs(batch, device=self.device)).logits
         before = segments[:-1] if chosen.isolation is not Isolation.PADDED else segments[:shares]
         return logits_BTV[-1, sum(map(len, before)) :][: len(segments[-1])]
 
     def _own(self) -> torch.Tensor:
-        batch = self._with_media(_as_pack((self.second,), self.how), (self.second,))
+        batch = self._with_media(_as_packs((self.second,), self.how, 1), (self.second,))
         tensors = {k: v.to(self.device) for k, v in batch.model_inputs.items() if isinstance(v, torch.Tensor)}
         logits_BTV: torch.Tensor = self.model(**tensors, use_cache=False).logits
         return logits_BTV[0, : len(self.second)]
@@ -89,7 +91,7 @@ class Trial:
             for segment in row:
                 third = len(segment) // 3
                 before = third // 2 if segment is self.second else third
-                types_BT[0, start + before : start + before + third] = 1
+                types_BT[:, start + before : start + before + third] = 1
                 start += len(segment)
             inputs[self.needs.types] = types_BT
         if self.needs.prefix:  # all of it is an answer: a prefix would see the padding of a shorter row
@@ -132,10 +134,10 @@ def _joined(*segments: Segment) -> Segment:
     return Segment(input_ids=ids, target=np.zeros(len(ids), dtype=np.bool_))
 
 
-def _as_pack(segments: Sequence[Segment], how: CollateSettings) -> Batch:
-    return collate_packs(
-        [Pack(segments=tuple(segments))], packed=True, pad_token_id=how.pad_token_id, varlen=how.varlen
-    )
+def _as_packs(segments: Sequence[Segment], how: CollateSettings, num_rows: int) -> Batch:
+    """The segments in a row, and that as often."""
+    packs = [Pack(segments=tuple(segments))] * num_rows
+    return collate_packs(packs, packed=True, pad_token_id=how.pad_token_id, varlen=how.varlen)
 
 
 def _as_tree(segments: Sequence[Segment], how: CollateSettings) -> Batch:

@@ -60,6 +60,7 @@ class _SegmentWise:
     def __init__(self, name: str, forward: Callable[..., Any]) -> None:
         self.name, self.forward = name, forward
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # where a row is cut changes with every batch
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **settings: Any) -> Any:
         """What the module itself gives for ``hidden_states`` [B, T, D], of each segment alone.
 

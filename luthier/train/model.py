@@ -28,7 +28,7 @@ from luthier.train.own_pictures import see_own_pictures
 from luthier.train.parts import families_of, is_multimodal, multimodal_class, text_attention
 from luthier.train.reward_class import reward_class
 from luthier.train.shared_slots import join_shared_slots
-from luthier.train.vocabulary import Vocabulary, fit_generation, fit_unborn, fit_vocabulary
+from luthier.train.vocabulary import Vocabulary, check_padding, fit_generation, fit_unborn, fit_vocabulary
 
 PRESET = "preset:"
 FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
@@ -257,6 +257,7 @@ def _load(
     notes: list[str],
 ) -> PreTrainedModel:
     section = config.model
+    check_padding(model_config, section)
     torch.manual_seed(config.runtime.seed)  # for a reward head that is not in the file
     model: PreTrainedModel
     try:

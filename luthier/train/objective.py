@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from luthier.errors import ModelError
+from luthier.config.schema import RunConfig
 from luthier.loader.run_settings import shares_prompts
 from luthier.objectives import TokenSettings, feedback_settings, pair_settings, token_settings
 from luthier.train.attention_inputs import Isolation
 from luthier.train.blank_media import run_blanks
 from luthier.train.chosen_isolation import ChosenIsolation
 from luthier.train.compared_losses import RewardLosses
+from luthier.train.compiled import compile_layers, forget_graphs
 from luthier.train.head_tap import find_head, prove_head
 from luthier.train.isolation import choose_isolation
+from luthier.train.kernel_choice import choose_kernel
 from luthier.train.media_needs import MediaNeeds, media_needs, model_needs
 from luthier.train.model import REWARD_HEAD, is_reward_model
 from luthier.train.objective_parts import ObjectiveParts, first_inputs
 from luthier.train.pairs import PairLosses
 from luthier.train.parts import families_of, text_attention
-from luthier.train.passes import ModelPass
+from luthier.train.passes import ModelPass, casting, reward_head
 from luthier.train.reference_choice import choose_reference, ld_alpha, reference_model
 from luthier.train.step_losses import StepLosses, TokenLosses
 from luthier.train.verdicts import FeedbackLosses
@@ -32,6 +34,14 @@ from luthier.train.verdicts import FeedbackLosses
 
 def model_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
     """How batches go through the trained model, proven on its first rows. Raises `ModelError`."""
+    with casting(parts.device, parts.autocast):  # FlashAttention, for one, runs in 16 bits only
+        return _proven_pass(parts, tell)
+
+
+def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
+    compiled = parts.config.train.torch_compile
+    if compiled:  # what is proven is what will run
+        tell(f"model: {compile_layers(parts.model)} decoder layers are compiled, in the first steps")
     model = HiddenStates(parts.model) if is_reward_model(parts.config) else parts.model
     if parts.how.packed:
         isolation = choose_isolation(
@@ -39,18 +49,14 @@ def model_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
             parts.train,
             parts.how,
             device=parts.device,
-            asked=_asked_attention(parts),
+            asked=parts.config.model.attn_implementation,
             shared=shares_prompts(parts.config),
             needs=_needs(parts),
+            num_rows=min(2, _rows_at_once(parts.config)),
         )
     else:
         attention = text_attention(parts.loaded.model)
         isolation = ChosenIsolation(isolation=Isolation.PADDED, attention=attention, windows={})
-    if isolation.mixers and parts.config.train.torch_compile:
-        raise ModelError(
-            f"{', '.join(isolation.mixers)} run segment by segment in packed rows, which is not compiled",
-            hint="set train.torch_compile: false, or train.packing: none",
-        )
     for note in isolation.notes:
         tell(f"attention: not {note}")
     if parts.how.packed:
@@ -59,21 +65,25 @@ def model_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
         tell(f"attention: recurrent layers ({', '.join(isolation.mixers)}) run segment by segment")
     head = None
     if not is_reward_model(parts.config):
-        head = find_head(parts.model)
-        if parts.config.train.torch_compile:
-            why = "the model makes its own logits, where rows have targets: it is compiled as it is"
-            head = replace(head, tapped=False, note=why)
-        else:
-            head = prove_head(parts.model, head, first_inputs(parts, isolation))
+        inputs = first_inputs(parts, isolation)
+        head = prove_head(parts.model, find_head(parts.model), inputs)
+        head = choose_kernel(parts, parts.model, head, inputs, tell)
         if head.note is not None:
             tell(f"head: {head.note}")
+    if compiled:
+        forget_graphs()
     return ModelPass(
         isolation=isolation,
         head=head,
         device=parts.device,
         pad_token_id=parts.how.pad_token_id,
+        autocast=parts.autocast,
         blanks=run_blanks(parts.model, parts.loaded.model, parts.media, device=parts.device, tell=tell),
     )
+
+
+def _rows_at_once(config: RunConfig) -> int:
+    return int(max(config.train.per_device_train_batch_size, config.eval.per_device_eval_batch_size))
 
 
 def _needs(parts: ObjectiveParts) -> MediaNeeds:
@@ -84,18 +94,14 @@ def _needs(parts: ObjectiveParts) -> MediaNeeds:
     return model_needs(model)
 
 
-def _asked_attention(parts: ObjectiveParts) -> str:
-    """The attention that is asked for; a compiled model keeps its own, which takes masks and no plans."""
-    asked = parts.config.model.attn_implementation
-    own = text_attention(parts.loaded.model)
-    return own if asked == "auto" and parts.config.train.torch_compile else asked
-
-
 def make_losses(
     parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str], None]
 ) -> tuple[StepLosses, StepLosses]:
     """What training minimises, and what is measured on held-out rows. Raises `ModelError`."""
     objective = parts.config.objective
+    if parts.loaded.model.config.get_text_config().to_dict().get("router_aux_loss_coef"):
+        # it compares the load of experts within whatever is computed at once, so it is no sum over a step's targets
+        tell("experts: the loss that balances their load (router_aux_loss_coef) is not added")
     match objective.name:
         case "sft" | "pt":
             reference = reference_model(parts, forward, tell) if objective.needs_reference else None
@@ -145,12 +151,26 @@ class HiddenStates(nn.Module):
         self.plain, self.config = plain, plain.config
         assert hasattr(plain, REWARD_HEAD), f"{type(plain).__name__} has no {REWARD_HEAD}"
 
+    def _get_name(self) -> str:
+        """In messages it is the user's model."""
+        return type(self.plain).__name__
+
     def set_attn_implementation(self, attention: str | dict[str, Any]) -> None:
         """As models of transformers do."""
         self.plain.set_attn_implementation(attention)
 
     def forward(self, **inputs: Any) -> Any:
         """``logits`` [B, T, D]."""
-        output = getattr(self.plain, self.plain.base_model_prefix)(**inputs)
-        output.logits = output.last_hidden_state
+        # the model is called as it is in training: of a sharded one nothing else gathers its embeddings
+        taken: list[torch.Tensor] = []
+
+        def take(head: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+            taken.append(arguments[0])
+
+        hook = reward_head(self.plain).register_forward_pre_hook(take)
+        try:
+            output = self.plain(**inputs)
+        finally:
+            hook.remove()
+        (output.logits,) = taken
         return output

@@ -33,6 +33,7 @@ class ObjectiveParts:
     passes    makes streams that go over each of these once, for what is computed beforehand
     needed    int64, ascending: which segments of each of these the run will read
     media     what makes features of media, of a model that sees or hears
+    autocast  the type that training computes in; None: that of the weights
     """
 
     config: RunConfig
@@ -47,6 +48,7 @@ class ObjectiveParts:
     needed: Callable[[SegmentIndex], NDArray[np.int64]]
     num_sources: tuple[int, int]
     media: MediaInputs | None = None
+    autocast: torch.dtype | None = None
 
 
 def first_inputs(parts: ObjectiveParts, isolation: ChosenIsolation) -> dict[str, Any]:

@@ -16,26 +16,31 @@ from accelerate import PartialState
 from torch import nn
 
 from luthier.objectives import (
+    AnyHead,
     Counterparts,
+    Measure,
     Measures,
     PairBaselines,
     PairScores,
     PairSettings,
     RunningMean,
     SequenceScores,
+    TokenScores,
     counterparts,
+    log_square_sums,
     pair_loss_sum,
     pair_scores,
     sequence_scores,
     tail_discount,
+    token_scores,
 )
 from luthier.objectives.pair_losses import pair_loss_named
 from luthier.objectives.sorted_sides import SortedSides
-from luthier.records import Batch
-from luthier.train.compared_losses import micro_loss, pairs_of, rewards_after, weights_of
+from luthier.records import Batch, Targets
+from luthier.train.compared_losses import entropy_of, micro_loss, pairs_of, rewards_after, weights_of
 from luthier.train.passes import ModelPass
 from luthier.train.references import Reference
-from luthier.train.result import ACCURACIES, MARGINS, REWARDS
+from luthier.train.result import ACCURACIES, ENTROPY, MARGINS, REWARDS
 from luthier.train.step_losses import MicroLoss, Reduce
 
 
@@ -45,6 +50,23 @@ class _Known:
 
     ref_logps_S: torch.Tensor | None
     counterparts: Counterparts | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Answers:
+    """What the policy gives the answers of a micro-batch.
+
+    scores    each target times what it counts (``counts_K``; None: all alike); ``whole``: all alike
+    aligned   how much likelier than what the policy writes by itself (`log_square_sums`); None where nobody asked
+    entropy   of its choices at targets, if asked for
+    """
+
+    scores: SequenceScores
+    whole: SequenceScores
+    aligned: SequenceScores | None
+    counts_K: torch.Tensor | None
+    anchor: torch.Tensor
+    entropy: Measure
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -65,7 +87,7 @@ class PairLosses:
     @property
     def measured(self) -> tuple[str, ...]:
         """See `StepLosses`."""
-        return (*REWARDS, ACCURACIES, MARGINS, "logps/chosen", "logps/rejected", "nll")
+        return (*REWARDS, ACCURACIES, MARGINS, "logps/chosen", "logps/rejected", "nll", ENTROPY)
 
     def num_units(self, batch: Batch) -> int:
         """Pairs."""
@@ -94,8 +116,8 @@ class PairLosses:
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
         """See `StepLosses`; after a look ahead micro-batches come in the order of `begin_step`."""
         known = self._known.popleft() if self._known else None
-        policy, counts_K, anchor = self._policy(model, batch)
-        ref_logps_S = self._asked(batch, counts_K) if known is None else known.ref_logps_S
+        policy = self._policy(model, batch, entropy=not torch.is_grad_enabled())
+        ref_logps_S = self._asked(batch, policy.counts_K) if known is None else known.ref_logps_S
         same = ref_logps_S is None or len(ref_logps_S) == batch.num_segments
         assert same, "micro-batches in another order than when the step began"
         scores = self._pair_scores(batch, policy, ref_logps_S)
@@ -103,7 +125,8 @@ class PairLosses:
         found = pair_loss_sum(scores, self.name, self.settings, baselines)
         if pair_loss_named(self.name).needs_delta and torch.is_grad_enabled():
             self._under_way.append(found.measures)
-        return micro_loss(found, anchor, batch, self.num_sources)
+        found = replace(found, measures={**found.measures, ENTROPY: policy.entropy})
+        return micro_loss(found, policy.anchor, batch, self.num_sources)
 
     def state(self) -> dict[str, Any]:
         """The running mean of rewards, where the loss has one."""
@@ -119,28 +142,53 @@ class PairLosses:
         found = []
         for batch in batches:
             with torch.no_grad():
-                policy, counts_K, _ = self._policy(model, batch)
-            ref_logps_S = self._asked(batch, counts_K)
+                policy = self._policy(model, batch, entropy=False)
+            ref_logps_S = self._asked(batch, policy.counts_K)
             self._known.append(_Known(ref_logps_S=ref_logps_S))
             found.append(self._pair_scores(batch, policy, ref_logps_S))
         return found
 
-    def _policy(self, model: nn.Module, batch: Batch) -> tuple[SequenceScores, torch.Tensor | None, torch.Tensor]:
-        scored, targets = self.forward.token_scores(model, batch)
-        counts_K = None
+    def _policy(self, model: nn.Module, batch: Batch, *, entropy: bool) -> _Answers:
+        asks = pair_loss_named(self.name).needs_alignment
+
+        def score(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> tuple[TokenScores, torch.Tensor | None]:
+            squares_K = log_square_sums(hidden_KD, head) if asks else None
+            return token_scores(hidden_KD, head, targets.ids_K, entropy=entropy), squares_K
+
+        scored, targets = self.forward.scored(model, batch, score)
+        found, squares_K = scored.scores
+        logps_K, segments_K, counts_K = found.logps_K, targets.segments_K, None
+        whole = discounted = sequence_scores(logps_K, segments_K, batch.num_segments)
+        aligned = None
+        if squares_K is not None:
+            aligned = sequence_scores(logps_K.detach() - squares_K, segments_K, batch.num_segments)
         if self.ld_alpha != 1 and batch.units:
-            pairs_P2 = pairs_of(batch).to(targets.segments_K.device)
-            counts_K = tail_discount(targets.segments_K, batch.num_segments, pairs_P2, ld_alpha=self.ld_alpha)
-        policy = sequence_scores(scored.scores.logps_K, targets.segments_K, batch.num_segments, counts_K=counts_K)
-        return policy, counts_K, scored.anchor
+            pairs_P2 = pairs_of(batch).to(segments_K.device)
+            counts_K = tail_discount(segments_K, batch.num_segments, pairs_P2, ld_alpha=self.ld_alpha)
+            discounted = sequence_scores(logps_K, segments_K, batch.num_segments, counts_K=counts_K)
+        return _Answers(
+            scores=discounted,
+            whole=whole,
+            aligned=aligned,
+            counts_K=counts_K,
+            anchor=scored.anchor,
+            entropy=entropy_of(found),
+        )
 
     def _asked(self, batch: Batch, counts_K: torch.Tensor | None) -> torch.Tensor | None:
-        return self.reference.logps(batch, counts_K) if self.reference is not None and batch.units else None
+        if self.reference is None or not (batch.units or self.reference.on_all_ranks):
+            return None
+        return self.reference.logps(batch, counts_K)
 
-    def _pair_scores(self, batch: Batch, policy: SequenceScores, ref_logps_S: torch.Tensor | None) -> PairScores:
-        device = policy.logps_S.device
+    def _pair_scores(self, batch: Batch, policy: _Answers, ref_logps_S: torch.Tensor | None) -> PairScores:
+        device = policy.scores.logps_S.device
         return pair_scores(
-            policy, pairs_of(batch).to(device), ref_logps_S=ref_logps_S, weights_P=weights_of(batch, device)
+            policy.scores,
+            pairs_of(batch).to(device),
+            ref_logps_S=ref_logps_S,
+            weights_P=weights_of(batch, device),
+            whole=policy.whole if policy.counts_K is not None else None,
+            aligned=policy.aligned,
         )
 
 

@@ -6,6 +6,7 @@ B rows, T tokens a row, K targets, S segments, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -29,13 +30,15 @@ Scores = TypeVar("Scores")
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelPass:
     """How batches go through a model. ``head`` is None for a reward model, which has no logits; ``blanks`` are for
-    models with towers that several ranks train."""
+    models with towers that several ranks train; ``autocast`` is the type that the run computes in, in evaluation and
+    for references as in training, None: that of the weights."""
 
     isolation: ChosenIsolation
     head: OutputHead | None
     device: torch.device
     pad_token_id: int
     blanks: BlankMedia | None = None
+    autocast: torch.dtype | None = None
 
     def scored(
         self, model: nn.Module, batch: Batch, score: Callable[[torch.Tensor, AnyHead, Targets], Scores]
@@ -48,7 +51,7 @@ class ModelPass:
         batch = self.isolation.arranged(batch, pad_token_id=self.pad_token_id)
         targets = batch.targets.to(self.device)
         inputs = self.isolation.inputs(batch, device=self.device)
-        with with_blanks(model, self.blanks, inputs):
+        with with_blanks(model, self.blanks, inputs), casting(self.device, self.autocast):
             scored = score_targets(
                 model,
                 inputs,
@@ -58,9 +61,11 @@ class ModelPass:
             )
         return scored, targets
 
-    def token_scores(self, model: nn.Module, batch: Batch) -> tuple[Scored[TokenScores], Targets]:
-        """The log-probability of each target."""
-        return self.scored(model, batch, _log_probabilities)
+    def token_scores(
+        self, model: nn.Module, batch: Batch, *, entropy: bool = False
+    ) -> tuple[Scored[TokenScores], Targets]:
+        """The log-probability of each target; with ``entropy`` also that of the distribution it is drawn from."""
+        return self.scored(model, batch, _scores_with_entropy if entropy else _log_probabilities)
 
     def rewards(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """float32[S]: the reward of each segment, which a reward model gives at its last token."""
@@ -74,7 +79,7 @@ class ModelPass:
         hook = reward_head(model).register_forward_hook(take)
         inputs = self.isolation.inputs(batch, device=self.device)
         try:
-            with with_blanks(model, self.blanks, inputs):
+            with with_blanks(model, self.blanks, inputs), casting(self.device, self.autocast):
                 model(**inputs)
         finally:
             hook.remove()
@@ -82,6 +87,11 @@ class ModelPass:
             raise ModelError(f"its reward head was called {len(taken)} times in one forward pass")
         (rewards_BT1,) = taken
         return rewards_BT1.flatten()[segment_ends(batch).to(self.device)].float()
+
+
+def casting(device: torch.device, to: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Within it products are of the type ``to``; None: of that of their weights, unless somebody else casts."""
+    return nullcontext() if to is None else torch.autocast(device.type, dtype=to)
 
 
 def reward_head(model: nn.Module) -> nn.Module:
@@ -107,3 +117,7 @@ def segment_ends(batch: Batch) -> torch.Tensor:
 
 def _log_probabilities(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> TokenScores:
     return token_scores(hidden_KD, head, targets.ids_K)
+
+
+def _scores_with_entropy(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> TokenScores:
+    return token_scores(hidden_KD, head, targets.ids_K, entropy=True)

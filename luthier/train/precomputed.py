@@ -35,6 +35,7 @@ from luthier.packing import plan_epoch
 from luthier.records import Batch
 from luthier.train.compared_losses import pairs_of
 from luthier.train.references import PrecomputedReference, ReferenceModel
+from luthier.train.sharding import give_up_gathered, undivided
 from luthier.train.streams import EvalStream
 
 FOLDER = "references"
@@ -72,13 +73,13 @@ def precomputed_reference(config: RunConfig, work: Precomputation, reference: Re
 
 
 def _compute(known_L: NDArray[np.float32], work: Precomputation, reference: ReferenceModel) -> NDArray[np.float32]:
-    """The table with what it lacks; batches all of which is known are passed over, on all ranks alike."""
+    """The table with what it lacks; batches all of which is known are passed over."""
     found_2L = np.zeros((2, len(work.store.leaf_lengths)), dtype=np.float32)  # log-probabilities; 1 where there is one
     for index, whole, needed in work.sides:
         stream = replace(whole, plan=plan_epoch(index.table(), whole.plan.settings, epoch=0, order=needed))
         for batch in stream:
             leaves = [leaf for unit in batch.units for leaf in unit.leaves]
-            if not np.isnan(known_L[leaves]).any():
+            if not (reference.on_all_ranks or np.isnan(known_L[leaves]).any()):
                 continue
             logps_S = reference.logps(batch, _counts(batch, work.ld_alpha, reference.forward.device))
             found_2L[0, leaves] = logps_S.float().cpu().numpy()
@@ -127,10 +128,11 @@ def _settings(reference: ReferenceModel) -> dict[str, Any]:
 
 def _weights(reference: ReferenceModel) -> Iterator[tuple[str, memoryview]]:
     adapter = ADAPTER_PARTS if reference.under_adapter else ()
+    give_up_gathered(reference.model)  # torch frees what it gathered, and cannot while numpy looks at it
     for name, parameter in sorted(reference.model.named_parameters()):
         if any(part in name for part in adapter):
             continue
-        raw = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        raw = undivided(parameter).cpu().reshape(-1).view(torch.uint8).numpy()
         yield f"{name}\0{parameter.dtype}\0{tuple(parameter.shape)}", raw.data
 
 

@@ -14,11 +14,13 @@ from luthier.encoding.segments import SegmentIndex
 from luthier.errors import ModelError
 from luthier.train.adapters import apply_adapter, mutates_base
 from luthier.train.head_tap import find_head, prove_head
+from luthier.train.kernel_choice import choose_kernel
 from luthier.train.mixers import part_mixers
 from luthier.train.model import load_model
+from luthier.train.named_reference import check_tokenizers, named_adapter, named_fault, named_model
 from luthier.train.objective_parts import ObjectiveParts, first_inputs
 from luthier.train.parts import set_text_attention
-from luthier.train.passes import ModelPass
+from luthier.train.passes import ModelPass, casting
 from luthier.train.precomputed import Precomputation, precomputed_reference
 from luthier.train.quantized import quantize
 from luthier.train.references import Reference, ReferenceModel
@@ -97,19 +99,10 @@ def _begins_at_base(config: RunConfig) -> bool:
 def _second_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str], None]) -> ReferenceModel:
     config = parts.config
     named = config.objective.reference.name_or_path
-    if named is not None:
-        section = config.model.model_copy(
-            update={"name_or_path": named, "revision": config.objective.reference.revision, "random_init": False}
-        )
-        config = config.model_copy(update={"model": section})
-    model: PreTrainedModel | PeftModel = load_model(config, parts.vocabulary).model
-    set_text_attention(model, forward.isolation.attention)
-    part_mixers(model)
-    if named is None and config.adapter.name_or_path is not None:
-        model = apply_adapter(model, config.adapter)
+    model = _own_again(parts, forward) if named is None else _named(parts, forward, named, tell)
     model.requires_grad_(False)
     model.eval()
-    tell(f"reference: a second model, {config.model.name_or_path}")
+    tell(f"reference: a second model, {config.model.name_or_path if named is None else named}")
     how = config.objective.reference.quantization
     if how is not None:
         done = quantize(model, how)
@@ -118,5 +111,40 @@ def _second_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str
             f"{done.before / 2**20:,.1f} MiB are {done.after / 2**20:,.1f}"
         )
     model.to(parts.device)
-    head = prove_head(model, find_head(model), first_inputs(parts, forward.isolation))
+    inputs = first_inputs(parts, forward.isolation)
+    with casting(parts.device, parts.autocast):
+        head = prove_head(model, find_head(model), inputs)
+    if forward.head is not None and forward.head.kernel is not None:
+        head = choose_kernel(parts, model, head, inputs, lambda text: tell(f"reference: {text}"))
     return ReferenceModel(model=model, forward=replace(forward, head=head))
+
+
+def _own_again(parts: ObjectiveParts, forward: ModelPass) -> PreTrainedModel | PeftModel:
+    """The model that training begins with, with the adapter that it goes on from."""
+    model = _loaded(parts.config, parts, forward)
+    adapter = parts.config.adapter
+    return model if adapter.name_or_path is None else apply_adapter(model, adapter)
+
+
+def _named(
+    parts: ObjectiveParts, forward: ModelPass, named: str, tell: Callable[[str], None]
+) -> PreTrainedModel | PeftModel:
+    """The model that ``objective.reference.name_or_path`` names; for an adapter the run's own model under it."""
+    note = check_tokenizers(parts.config, named)
+    adapter = named_adapter(parts.config, named)
+    try:
+        section = named_model(parts.config, named)
+        model: PreTrainedModel | PeftModel = _loaded(parts.config.model_copy(update={"model": section}), parts, forward)
+        model = model if adapter is None else apply_adapter(model, adapter)
+    except ModelError as error:
+        raise named_fault(named, error) from error
+    if note is not None:
+        tell(f"reference: {note}")
+    return model
+
+
+def _loaded(config: RunConfig, parts: ObjectiveParts, forward: ModelPass) -> PreTrainedModel:
+    model = load_model(config, parts.vocabulary).model
+    set_text_attention(model, forward.isolation.attention)
+    part_mixers(model)
+    return model

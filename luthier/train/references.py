@@ -17,10 +17,16 @@ from luthier.objectives import sequence_scores
 from luthier.objectives.head import AnyHead, Head
 from luthier.records import Batch, Targets
 from luthier.train.passes import ModelPass
+from luthier.train.sharding import is_sharded
 
 
 class Reference(Protocol):
     """The model that an objective compares with."""
+
+    @property
+    def on_all_ranks(self) -> bool:
+        """Whether all ranks have to ask as often, for batches too that hold nothing to compare."""
+        ...
 
     def logps(self, batch: Batch, counts_K: torch.Tensor | None = None) -> torch.Tensor:
         """float32[S]: log-probability of each segment, the sum over its targets, each times what it counts."""
@@ -37,6 +43,11 @@ class ReferenceModel:
     model: nn.Module
     forward: ModelPass
     under_adapter: bool = False
+
+    @property
+    def on_all_ranks(self) -> bool:
+        """See `Reference`; ranks that hold parts of a model run it together."""
+        return is_sharded(self.model)
 
     def logps(self, batch: Batch, counts_K: torch.Tensor | None = None) -> torch.Tensor:
         """See `Reference`."""
@@ -82,6 +93,11 @@ class PrecomputedReference:
 
     logps_L: torch.Tensor
     device: torch.device
+
+    @property
+    def on_all_ranks(self) -> bool:
+        """See `Reference`."""
+        return False
 
     def logps(self, batch: Batch, counts_K: torch.Tensor | None = None) -> torch.Tensor:
         """See `Reference`; what targets count was settled when they were computed."""

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.errors import CheckpointError
+from luthier.train.sharding import unsharded_class
 
 
 def restore_weights(model: nn.Module, checkpoint: Path) -> bool:
@@ -27,7 +28,7 @@ def restore_weights(model: nn.Module, checkpoint: Path) -> bool:
     if not isinstance(model, PreTrainedModel):
         return False
     with torch.random.fork_rng():
-        saved, info = type(model).from_pretrained(
+        saved, info = unsharded_class(model).from_pretrained(
             checkpoint,
             config=deepcopy(model.config),
             dtype=model.dtype,
@@ -39,7 +40,7 @@ def restore_weights(model: nn.Module, checkpoint: Path) -> bool:
     if found:
         listed = "; ".join(f"{kind}: {len(keys)} ({', '.join(keys[:5])} …)" for kind, keys in found.items())
         raise CheckpointError(
-            f"the weights in {checkpoint} are not those of this {type(model).__name__}: {listed}",
+            f"the weights in {checkpoint} are not those of this {unsharded_class(model).__name__}: {listed}",
             hint="go on from another checkpoint, with output.resume, or begin anew, with output.overwrite: true",
         )
     model.load_state_dict(saved.state_dict())

@@ -22,6 +22,7 @@ from luthier.train.signals import exit_code
 RESULT_FILE = "result.json"
 LOG_FILE = "log.jsonl"
 ACCURACIES, MARGINS = "rewards/accuracies", "rewards/margins"
+ENTROPY = "entropy"
 REWARDS = ("rewards/chosen", "rewards/rejected")
 NO_REWARD = 1e-4  # a model's rewards under itself as the reference differ from 0 by rounding alone
 
@@ -155,6 +156,7 @@ class ModelSummary:
     precision: str  # of the computation
     attn_implementation: str
     device: str
+    head_kernel: str | None = "chunked"  # what computed the output head; None: a reward model has none
     notes: tuple[str, ...] = ()  # decisions taken at load, each with its reason
 
 

@@ -14,10 +14,20 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from luthier.objectives import AnyHead, Measure, Measures, TokenLoss, TokenSettings, hidden_loss_sum
+from luthier.objectives import (
+    AnyHead,
+    Measure,
+    Measures,
+    TokenLoss,
+    TokenSettings,
+    hidden_loss_sum,
+    measure,
+    token_scores,
+)
 from luthier.records import Batch, Targets
 from luthier.train.passes import ModelPass
 from luthier.train.references import ReferenceModel
+from luthier.train.result import ENTROPY
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Adds up a tensor over all ranks, which have to ask together."""
@@ -43,6 +53,11 @@ class MicroLoss:
 
 class StepLosses(Protocol):
     """The losses of one objective."""
+
+    @property
+    def forward(self) -> ModelPass:
+        """How batches go through the model."""
+        ...
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -118,7 +133,10 @@ class Stateless:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class TokenLosses(Stateless):
-    """``sft`` and ``pt``: each target for itself. ``reference`` for losses with a KL term."""
+    """``sft`` and ``pt``: each target for itself. ``reference`` for losses with a KL term.
+
+    Without gradients plain cross-entropy comes with the entropy of what targets are drawn from.
+    """
 
     forward: ModelPass
     settings: TokenSettings = field(default_factory=TokenSettings)
@@ -128,7 +146,7 @@ class TokenLosses(Stateless):
     @property
     def measured(self) -> tuple[str, ...]:
         """See `StepLosses`."""
-        return (ACCURACY,)
+        return (ACCURACY, ENTROPY)
 
     def num_units(self, batch: Batch) -> int:
         """Targets."""
@@ -139,9 +157,11 @@ class TokenLosses(Stateless):
         reference = None if self.reference is None else self.reference.hidden(batch)
         sources_S = torch.tensor(batch.sources or (0,) * batch.num_segments) if self.num_sources > 1 else None
 
-        def score(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> TokenLoss:
+        def score(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> tuple[TokenLoss, Measure]:
             sources_K = None if sources_S is None else sources_S.to(hidden_KD.device)[targets.segments_K]
-            return hidden_loss_sum(
+            if not torch.is_grad_enabled() and self.settings == TokenSettings():
+                return _with_entropy(hidden_KD, head, targets, sources_K, self.num_sources)
+            loss = hidden_loss_sum(
                 hidden_KD,
                 head,
                 targets.ids_K,
@@ -151,13 +171,34 @@ class TokenLosses(Stateless):
                 sources_K=sources_K,
                 num_sources=self.num_sources,
             )
+            return loss, measure(hidden_KD[:0, 0])
 
         scored, _ = self.forward.scored(model, batch, score)
-        found = scored.scores
+        found, entropy = scored.scores
         correct, count = found.num_correct.double(), found.num_correct.new_tensor(found.num_targets).double()
         return MicroLoss(
             loss_sum=found.loss_sum + scored.anchor,
             num_units=found.num_targets,
-            measures={ACCURACY: Measure(total=correct, count=count)},
+            measures={ACCURACY: Measure(total=correct, count=count), ENTROPY: entropy},
             by_source=found.by_source,
         )
+
+
+def _with_entropy(
+    hidden_KD: torch.Tensor, head: AnyHead, targets: Targets, sources_K: torch.Tensor | None, num_sources: int
+) -> tuple[TokenLoss, Measure]:
+    """Plain cross-entropy as `hidden_loss_sum` has it, not differentiable, and the entropies."""
+    scores = token_scores(hidden_KD, head, targets.ids_K, entropy=True)
+    losses_K = -scores.logps_K if targets.weights_K is None else -scores.logps_K * targets.weights_K
+    by_source = None
+    if sources_K is not None:
+        by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=hidden_KD.device)
+        by_source.index_add_(1, sources_K, torch.stack([losses_K, torch.ones_like(losses_K)]).double())
+    loss = TokenLoss(
+        loss_sum=losses_K.sum(),
+        num_targets=len(losses_K),
+        num_correct=scores.correct_K.sum(dtype=torch.int64),
+        by_source=by_source,
+    )
+    assert scores.entropy_K is not None
+    return loss, measure(scores.entropy_K)

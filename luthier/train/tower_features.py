@@ -40,7 +40,7 @@ FOLDER = "tower_features"
 # Mean difference over mean size of hidden states, with features and with pixels: one picture is encoded alone, not with
 # others, and other shapes round otherwise.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+AUTOCAST_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ def kept_features(work: TowerWork, tell: Callable[[str], None]) -> MediaInputs:
     gives other hidden states with them than with pixels; `StoreError` if the disk has no room for them.
     """
     encoders = Encoders.of(
-        work.plain, work.media.processor.family, device=work.device, autocast=_AUTOCAST.get(work.precision)
+        work.plain, work.media.processor.family, device=work.device, autocast=AUTOCAST_DTYPES.get(work.precision)
     )
     was_training = work.plain.training
     work.plain.eval()

@@ -6,7 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,20 @@ import torch
 from torch import nn
 from transformers import DefaultFlowCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from luthier.errors import TrainingError
 from luthier.records import Address, Batch
 from luthier.train import checkpoint as checkpoints
+from luthier.train import sharding
 from luthier.train.adapters import split_loraplus_groups
 from luthier.train.callbacks import Meter
+from luthier.train.finite import check_finite
+from luthier.train.learning_rate import put_on_progress
 from luthier.train.losses import LossSums, MeanLosses
 from luthier.train.restore import restore_weights
 from luthier.train.result import ACCURACIES
-from luthier.train.schedule import Steps
 from luthier.train.step_losses import ACCURACY, StepLosses, in_turns, learned_from
 from luthier.train.streams import EvalStream, TrainStream
 
-MAX_ROWS_NAMED = 8
+OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"  # transformers' names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,8 @@ class TrainerParts:
 
     sources       names of the data sets, by number; where there are several, losses are told apart
     losses        what is minimised; ``eval_losses``: what is measured on held-out rows
-    save_model    writes weights, config and tokenizer into a folder (main process only)
+    save_model    writes weights, config and tokenizer into a folder (main process only); of a sharded model the whole
+                  weights come along
     save_state    adds the loader's state and the run description to a checkpoint's folder
     """
 
@@ -50,7 +52,7 @@ class TrainerParts:
     save_total_limit: int | None
     keep_best: bool
     meter: Meter
-    save_model: Callable[[Path], None]
+    save_model: Callable[[Path, dict[str, torch.Tensor] | None], None]
     save_state: Callable[[Path, int], None]
 
 
@@ -75,6 +77,8 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         for added in (DefaultFlowCallback, PrinterCallback):
             self.remove_callback(added)
         self.callback_handler.callbacks[:0] = callbacks
+        # transformers' name for a model that is not to be wrapped, as it adds up gradients by itself
+        self.is_distributed_loading_by_transformers = sharding.is_sharded(model)
         self.loss_is_scaled_for_ga = True
 
     # ------------------------------------------------------------------------------------------------- batches
@@ -114,6 +118,10 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
                 loss += micro_batch(model, {"batch": batch}, num_items_in_batch)
         return loss if last is None else loss + micro_batch(model, {"batch": last}, num_items_in_batch)
 
+    def _defer_fsdp_gradient_reduction(self) -> AbstractContextManager[None]:
+        """Not deferred: until the last micro-batch of a step each rank would hold the gradients of the whole model."""
+        return nullcontext()
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not estimated: transformers' formula counts padding and no attention."""
         return 0
@@ -149,30 +157,12 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> Any:
         """The gradient's norm; raises `TrainingError` before the update if it or a loss is not finite."""
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self._check_finite(norm)
+        norm = sharding.whole_gradient_norm(super()._get_grad_norm(model, grad_norm=grad_norm))
+        # under fp16 the loss scaler skips steps whose gradients overflow, which is no fault
+        checked = norm if self.accelerator.scaler is None else None
+        check_finite(self._step_losses, checked, step=self.state.global_step + 1)
         self.parts.losses.end_step(self._sum_of_ranks)
         return norm
-
-    def _check_finite(self, norm: Any) -> None:
-        # under fp16 the loss scaler skips steps whose gradients overflow, which is no fault
-        values = [loss for loss, _ in self._step_losses]
-        if self.accelerator.scaler is None:
-            values.append(torch.as_tensor(norm, dtype=torch.float32, device=values[0].device))
-        if torch.isfinite(torch.stack(values)).all():  # one look at the device a step
-            return
-        guilty = [addresses for loss, addresses in self._step_losses if not torch.isfinite(loss)]
-        rows = [str(row) for addresses in guilty or [a for _, a in self._step_losses] for row in addresses]
-        named = ", ".join(rows[:MAX_ROWS_NAMED]) + (
-            f" and {len(rows) - MAX_ROWS_NAMED} more" if len(rows) > MAX_ROWS_NAMED else ""
-        )
-        what = "the loss" if guilty else f"the gradient's norm ({float(norm)})"
-        raise TrainingError(
-            f"step {self.state.global_step + 1}: {what} is not a finite number; the weights are those of step "
-            f"{self.state.global_step}\n  rows of the batch: {named}",
-            hint="lower train.learning_rate, raise train.warmup_steps, use train.precision bf16 or fp32, or look at "
-            "those rows",
-        )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Transformers' optimizer, with LoRA+ groups if asked for."""
@@ -180,6 +170,8 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if fresh and self.parts.loraplus_lr_ratio is not None:
             split_loraplus_groups(optimizer, self.model, self.parts.loraplus_lr_ratio)
+        if fresh and sharding.is_sharded(self.model):
+            sharding.load_in_parts(optimizer)
         return optimizer
 
     def create_scheduler(
@@ -227,6 +219,7 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
             losses.begin_step(self.model, stream, self._sum_of_ranks)
             for batch in stream:
                 sums.add(losses.loss(self.model, batch))
+        sharding.give_up_gathered(self.model)
         self.model.train(training)
         return sums.drain(self._sum_of_ranks)
 
@@ -274,8 +267,20 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Weights, config, tokenizer; no pickle of the arguments."""
         assert output_dir is not None
+        keep = self.args.should_save
+        weights = sharding.whole_weights(self.model, keep=keep) if sharding.is_sharded(self.model) else None
+        if keep:
+            self.parts.save_model(Path(output_dir), weights)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As transformers does; of a sharded model the optimizer's state is gathered first."""
+        if not sharding.is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = sharding.whole_optimizer_state(self.optimizer, keep=self.args.should_save)
         if self.args.should_save:
-            self.parts.save_model(Path(output_dir))
+            torch.save(state, Path(output_dir) / OPTIMIZER_FILE)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_FILE)
 
     def load_best(self) -> bool:
         """Put the best checkpoint's weights into the model, if there is one."""
@@ -286,15 +291,5 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         return True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        in_parts = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if in_parts or not restore_weights(self.model, Path(resume_from_checkpoint)):
+        if not restore_weights(self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-
-def put_on_progress(scheduler: torch.optim.lr_scheduler.LambdaLR, steps: Steps) -> None:
-    """Ask the schedule not for the number of steps done, but for as many of ``horizon`` as the run's progress is."""
-
-    def on_progress(multiplier: Callable[[Any], float]) -> Callable[[int], float]:
-        return lambda steps_done: multiplier(steps.progress(steps_done) * steps.horizon)
-
-    scheduler.lr_lambdas = [on_progress(multiplier) for multiplier in scheduler.lr_lambdas]

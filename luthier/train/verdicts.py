@@ -25,6 +25,7 @@ from luthier.objectives import (
     Measures,
     RunningMean,
     SequenceScores,
+    TokenScores,
     feedback_loss_sum,
     kl_baseline,
     kl_measure,
@@ -32,11 +33,12 @@ from luthier.objectives import (
 )
 from luthier.objectives.feedback_losses import feedback_loss_named
 from luthier.objectives.measures import measure
-from luthier.records import Batch
-from luthier.train.compared_losses import micro_loss, rewards_after, weights_of
+from luthier.records import Batch, Targets
+from luthier.train.compared_losses import entropy_of, micro_loss, rewards_after, weights_of
+from luthier.train.head_tap import Scored
 from luthier.train.passes import ModelPass
 from luthier.train.references import Reference
-from luthier.train.result import ACCURACIES, REWARDS
+from luthier.train.result import ACCURACIES, ENTROPY, REWARDS
 from luthier.train.step_losses import MicroLoss, Reduce
 
 
@@ -57,7 +59,7 @@ class FeedbackLosses:
     @property
     def measured(self) -> tuple[str, ...]:
         """See `StepLosses`."""
-        return (*REWARDS, ACCURACIES, "logps/chosen", "logps/rejected", "nll", "kl")
+        return (*REWARDS, ACCURACIES, "logps/chosen", "logps/rejected", "nll", "kl", ENTROPY)
 
     def num_units(self, batch: Batch) -> int:
         """Rows with a verdict."""
@@ -87,7 +89,8 @@ class FeedbackLosses:
         assert len(ref_logps_S) == batch.num_segments, "micro-batches in another order than when the step began"
         ref_logps_R = ref_logps_S[[unit.segments[0] for unit in batch.units]]
         own = self._only(batch, [unit.segments[0] for unit in batch.units])
-        policy, anchor = self._policy(model, own)
+        policy, scored, targets = self._policy(model, own, entropy=not torch.is_grad_enabled())
+        anchor = scored.anchor
         own_R = [unit.segments[0] for unit in own.units]
         scores = FeedbackScores(
             logps_R=policy.logps_S[own_R],
@@ -99,7 +102,9 @@ class FeedbackLosses:
         found = feedback_loss_sum(scores, self.name, self.settings, self._baselines)
         if feedback_loss_named(self.name).needs_delta and torch.is_grad_enabled():
             self._under_way.append(found.measures)
-        found = replace(found, measures={**found.measures, **self._judged(scores)})
+        is_own_K = torch.isin(targets.segments_K, torch.tensor(own_R, dtype=torch.int64, device=anchor.device))
+        told = {**self._judged(scores), ENTROPY: entropy_of(scored.scores, is_own_K)}
+        found = replace(found, measures={**found.measures, **told})
         return micro_loss(found, anchor, own, self.num_sources)
 
     def state(self) -> dict[str, Any]:
@@ -118,7 +123,7 @@ class FeedbackLosses:
         drawn = [unit.segments[1] for unit in batch.units if len(unit.segments) > 1]
         others = self._only(batch, drawn)
         with torch.no_grad():
-            policy, _ = self._policy(model, others)
+            policy, *_ = self._policy(model, others)
         found_R = [unit.segments[-1] for unit in others.units] if drawn else []
         found = kl_measure(policy.logps_S[found_R], ref_logps_S[drawn])
         return torch.stack([found.total, found.count])
@@ -129,12 +134,15 @@ class FeedbackLosses:
             return batch
         return only_segments(batch, frozenset(segments), pad_token_id=self.forward.pad_token_id)
 
-    def _policy(self, model: nn.Module, batch: Batch) -> tuple[SequenceScores, torch.Tensor]:
-        scored, targets = self.forward.token_scores(model, batch)
-        return sequence_scores(scored.scores.logps_K, targets.segments_K, batch.num_segments), scored.anchor
+    def _policy(
+        self, model: nn.Module, batch: Batch, *, entropy: bool = False
+    ) -> tuple[SequenceScores, Scored[TokenScores], Targets]:
+        scored, targets = self.forward.token_scores(model, batch, entropy=entropy)
+        policy = sequence_scores(scored.scores.logps_K, targets.segments_K, batch.num_segments)
+        return policy, scored, targets
 
     def _asked(self, batch: Batch) -> torch.Tensor:
-        if not batch.units:
+        if not (batch.units or self.reference.on_all_ranks):
             return torch.zeros(batch.num_segments, device=self.forward.device)
         return self.reference.logps(batch)
 

@@ -35,6 +35,17 @@ def fit_unborn(model_config: PretrainedConfig, vocabulary: Vocabulary, notes: li
         text.bos_token_id = None
 
 
+def check_padding(model_config: PretrainedConfig, section: ModelConfig) -> None:
+    """Raise `ModelError` for a config that pads with an id that its own embedding does not have."""
+    text = model_config.get_text_config()
+    if isinstance(text.pad_token_id, int) and text.pad_token_id >= text.vocab_size:
+        raise ModelError(
+            f"model.name_or_path {section.name_or_path!r}: its config.json says pad_token_id {text.pad_token_id}, and "
+            f"its embedding has {text.vocab_size} rows",
+            hint=f"set model.config_overrides: {{pad_token_id: {text.eos_token_id}}}, or mend the file",
+        )
+
+
 def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Vocabulary, notes: list[str]) -> None:
     """Give the embedding a row for each added token. Raises `ModelError` if the tokenizer has others that it lacks."""
     rows = model.get_input_embeddings().weight.shape[0]

@@ -223,3 +223,15 @@ def test_every_adapter_key_belongs_to_a_type_and_is_refused_for_the_others() -> 
         owned = key in owned_by.get(kind, set())
         more = ", freeze_trainable_layers: 2" if kind is AdapterType.FREEZE else ""
         assert (told(f"adapter: {{type: {kind}, {key}: {value}{more}}}") == []) is owned, (kind, key)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [("runtime: {device: cpu}", "its kernels need a GPU, and"), ("objective: rm", "a reward model has no output head")],
+)
+def test_a_head_kernel_that_can_never_be_used_is_refused(line: str, says: str) -> None:
+    text = f"data: {{train: preset:skills}}\nmodel: preset:tiny-qwen3\n{line}\ntrain:\n  head_kernel: "
+    with pytest.raises(ConfigError, match=rf"run\.yaml:5 train\.head_kernel: .*{says}.*set train\.head_kernel: auto"):
+        load_config_text(f"{text}liger\n", "run.yaml")
+    for policy in ("auto", "chunked"):
+        assert load_config_text(f"{text}{policy}\n", "run.yaml").train.head_kernel == policy

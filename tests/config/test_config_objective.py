@@ -166,3 +166,15 @@ def test_a_reference_may_be_left_out_where_the_loss_can_do_without():
 )
 def test_names_of_other_tools_lead_to_ours(theirs, ours):
     assert any(ours in problem for problem in told(f"{theirs}: 1"))
+
+
+def test_a_loss_named_as_the_objective_is_told_where_it_belongs():
+    (problem,) = told("objective: simpo")
+    assert "simpo is a loss: write objective: {name: dpo, loss: simpo}" in problem
+    (problem,) = told("objective: {name: dpo, loss: kto_pair, reference: none, beta: 1}\ntrain: {max_steps: x}")
+    assert "is a loss" not in problem
+
+
+def test_an_objective_named_as_the_loss_is_told_with_its_losses():
+    (problem,) = told("objective: {name: dpo, loss: rm}")
+    assert "rm is an objective: write objective: {name: rm}; its losses are bradley_terry" in problem

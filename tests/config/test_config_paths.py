@@ -99,11 +99,23 @@ def test_folders_hub_ids_and_presets_are_models(folder: Path, model: str) -> Non
             ("run.yaml:4 output.resume: ", "the folder out does not exist", "auto"),
         ),
         ("adapter: {type: lora, name_or_path: ./x}\n", ("run.yaml:4 adapter.name_or_path: ", "no such folder")),
+        (
+            "objective: {name: dpo, reference: {name_or_path: models/tny}}\n",
+            ("run.yaml:4 objective.reference.name_or_path: ", "did you mean models/tiny?"),
+        ),
     ],
 )
 def test_other_paths_that_cannot_be_used_are_told(folder: Path, more: str, pieces: tuple[str, ...]) -> None:
     line = told(more=more)
     assert line.startswith(pieces[0]) and all(piece in line for piece in pieces), line
+
+
+def test_a_folder_that_holds_only_an_adapter_is_no_model(folder: Path) -> None:
+    (folder / "models" / "tiny" / "adapter_config.json").write_text("{}")
+    line = told(model="models/tiny")
+    assert "holds an adapter, and no model" in line and "adapter: {type: lora, name_or_path: models/tiny}" in line
+    (folder / "models" / "tiny" / "config.json").write_text("{}")
+    assert told(model="models/tiny") == ""
 
 
 def test_paths_that_can_be_used_are_accepted(folder: Path) -> None:

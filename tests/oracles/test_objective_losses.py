@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from luthier.objectives import (
     hidden_loss_sum,
     kl_baseline,
     kl_measure,
+    log_square_sums,
     pair_loss_sum,
     pair_scores,
     reward_loss_sum,
@@ -175,6 +177,61 @@ def test_dpo_losses_and_gradients_are_trls(dpo, name, ld_alpha):
     assert_same(found.loss_sum / found.num_units, theirs, dpo.model)
 
 
+@pytest.mark.parametrize(
+    ("divergence", "alpha"),
+    [("forward_kl", 0.5), ("js_divergence", 0.5), ("alpha_divergence", 0.5), ("alpha_divergence", 1.5)],
+)
+def test_other_divergences_are_trls(dpo, monkeypatch, divergence, alpha):
+    monkeypatch.setattr(dpo, "f_divergence_type", divergence)
+    monkeypatch.setattr(dpo, "f_alpha_divergence_coef", alpha)
+    dpo.loss_types, dpo.loss_weights, dpo.beta, dpo.ld_alpha = ["sigmoid"], [1.0], 0.15, None
+    batch = batch_of(dpo)
+    theirs = losses_of(dpo, dpo.model, batch)
+    scores = our_pairs(dpo.model, dpo.ref_model, batch)
+    found = pair_loss_sum(scores, divergence, PairSettings(beta=0.15, divergence_alpha=alpha))
+    assert_same(found.loss_sum / found.num_units, theirs, dpo.model)
+
+
+def test_mpo_is_trls_for_one_pair_with_its_papers_weights(dpo):
+    """TRL's list of losses, whose BCO has no running mean; as with the SFT term, a pair at a time."""
+    dpo.loss_types, dpo.loss_weights = ["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0]
+    dpo.beta, dpo.ld_alpha = 0.15, None
+    for row in dpo.train_dataset:
+        batch = dpo.data_collator([row])
+        theirs = losses_of(dpo, dpo.model, batch)
+        scores = our_pairs(dpo.model, dpo.ref_model, batch)
+        found = pair_loss_sum(scores, "mpo", PairSettings(beta=0.15, bco_share=0.2, sft_weight=1.0))
+        assert_same(found.loss_sum, theirs, dpo.model)
+
+
+def test_wpo_is_trls(hf):
+    dpo = hf.trl.DPOTrainer(
+        model=build(hf, 0),
+        ref_model=build(hf, 1),
+        args=hf.trl.DPOConfig(output_dir=str(hf.out / "wpo"), use_weighting=True, **QUIET),
+        train_dataset=hf.datasets.Dataset.from_list(ROWS),
+        processing_class=hf.tokenizer,
+    )
+    dpo.beta = 0.15
+    batch = batch_of(dpo)
+    theirs = losses_of(dpo, dpo.model, batch)
+    ids_BT, completion_BT = batch["input_ids"], batch["completion_mask"]
+    hidden_BTD = dpo.model.model(input_ids=ids_BT, attention_mask=batch["attention_mask"]).last_hidden_state
+    rows_K, columns_K = torch.nonzero(completion_BT[:, 1:], as_tuple=True)
+    head, ids_K = Head(weight_VD=dpo.model.lm_head.weight), ids_BT[rows_K, columns_K + 1]
+    hidden_KD = hidden_BTD[rows_K, columns_K]
+    own_K = token_scores(hidden_KD, head, ids_K).logps_K.detach() - log_square_sums(hidden_KD, head)
+    as_function_K = log_square_sums(hidden_KD, lambda hidden_CD: hidden_CD @ head.weight_VD.T)
+    torch.testing.assert_close(as_function_K, log_square_sums(hidden_KD, head))
+    aligned = sequence_scores(own_K, rows_K, len(ids_BT))
+    plain = our_pairs(dpo.model, dpo.ref_model, batch)
+    count = len(ids_BT) // 2
+    pairs_P2 = torch.stack([torch.arange(count), torch.arange(count) + count], dim=1)
+    alignment_P = pair_scores(aligned, pairs_P2, aligned=aligned).alignment_P
+    found = pair_loss_sum(replace(plain, alignment_P=alignment_P), "wpo", PairSettings(beta=0.15))
+    assert_same(found.loss_sum / found.num_units, theirs, dpo.model)
+
+
 def test_another_loss_would_not_pass_for_trls(dpo):
     """The control: what the comparison calls equal is no matter of course."""
     dpo.loss_types, dpo.loss_weights, dpo.beta, dpo.ld_alpha = ["sigmoid"], [1.0], 0.15, None
@@ -252,6 +309,17 @@ def test_cpo_and_simpo_are_trls(hf, cpo, theirs, ours, gamma, smoothing):
     found = pair_loss_sum(scores, ours, PairSettings(beta=0.7, gamma=gamma, label_smoothing=smoothing))
     for name in ("chosen", "rejected", "accuracies", "margins"):
         assert found.measures[f"rewards/{name}"].mean == pytest.approx(told[f"rewards/{name}"], abs=1e-5)
+    assert_same(found.loss_sum / found.num_units, expected, cpo.model)
+
+
+@pytest.mark.parametrize("alpha", [0.25, -0.5])
+def test_alphapo_is_trls(hf, cpo, monkeypatch, alpha):
+    monkeypatch.setattr(cpo, "alpha", alpha)
+    cpo.loss_type, cpo.beta, cpo.simpo_gamma, cpo.label_smoothing = "simpo", 0.7, 0.3, 0.1
+    batch, same = cpo_batch(hf, cpo)
+    expected, _ = cpo.get_batch_loss_metrics(cpo.model, batch)
+    settings = PairSettings(beta=0.7, gamma=0.3, label_smoothing=0.1, alphapo_alpha=alpha)
+    found = pair_loss_sum(our_pairs(cpo.model, None, same), "alphapo", settings)
     assert_same(found.loss_sum / found.num_units, expected, cpo.model)
 
 

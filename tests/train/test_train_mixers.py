@@ -18,6 +18,7 @@ from tiny_recurrent import RECURRENT_MODELS, recurrent_model
 from tiny_rows import run_data
 from tiny_runs import make_config, make_data, make_segments
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 from luthier.collation import CollateSettings, collate_packs, collate_trees
@@ -333,7 +334,16 @@ def test_a_second_model_as_the_reference_sees_segments_alone_too(
     assert loss() != pytest.approx(0.5, rel=1e-3), "control"
 
 
-def test_a_packed_run_of_a_compiled_recurrent_model_is_refused(train: Callable[..., RunResult], folder: str) -> None:
-    settings = {"model__name_or_path": folder, "model__config_overrides": {}, "train__torch_compile": True}
-    with pytest.raises(ModelError, match="run segment by segment in packed rows, which is not compiled"):
-        train(make_data(make_segments(4)), train__packing="best_fit", **settings)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at it
+def test_a_packed_run_of_a_compiled_recurrent_model_is_the_same(
+    train: Callable[..., RunResult], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    counter, compile_module = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module, **_: compile_module(module, backend=counter))
+    settings = {"model__name_or_path": folder, "model__config_overrides": {}, "train__packing": "best_fit"}
+    settings |= {"train__max_steps": 2}
+    found = train(make_data(make_segments(4)), folder="compiled", train__torch_compile=True, **settings)
+    assert counter.frame_count > 0
+    plain = train(make_data(make_segments(4)), folder="plain", **settings)
+    assert [step.loss for step in found.steps] == pytest.approx([step.loss for step in plain.steps], rel=1e-5)

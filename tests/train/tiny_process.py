@@ -57,13 +57,14 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
             os.environ["OMP_NUM_THREADS"] = "1"  # without it accelerate gives each rank a share of all cores
         error_file = os.open(job["folder"] + ".stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(error_file, 2)
-        code = max(_run(each) for each in (job, *job.get("then", ())))
+        code = max(run_job(each) for each in (job, *job.get("then", ())))
     except BaseException:  # noqa: BLE001  the edge of a process
         traceback.print_exc()
     os._exit(code)
 
 
-def _run(job: dict[str, Any]) -> int:
+def run_job(job: dict[str, Any]) -> int:
+    """One run, as `JOBS` describes it; its exit code."""
     config = make_config(Path(job["folder"]), **job["changes"])
     if "store" in job:
         rows = {"rows": range(8), "held_out": range(4, 8), "weighted": job["weighted"]}

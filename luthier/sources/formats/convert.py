@@ -73,7 +73,7 @@ def convert_preference(reading: Reading) -> Preference:
     second.finish()
     shared = _common_prefix(chosen, rejected)
     if shared == 0:
-        raise RowError("no_common_prompt", "chosen and rejected share no beginning", field=reading.field("rejected"))
+        raise _no_common_prompt(chosen, rejected, reading)
     return reading.preference(reading.with_system(chosen[:shared]), chosen[shared:], rejected[shared:])
 
 
@@ -112,6 +112,21 @@ def _answered(reading: Reading, *, mark_prompt: bool) -> Conversation:
 def _untrained(message: Message) -> Message:
     """An assistant's message of the prompt is context, unless the row itself says that it is learned."""
     return replace(message, train=False) if message.role == "assistant" and message.train is None else message
+
+
+def _no_common_prompt(chosen: list[Message], rejected: list[Message], reading: Reading) -> RowError:
+    detail = (
+        f"chosen begins with {_opening(chosen)}, rejected with {_opening(rejected)}: the messages that both begin with "
+        "would be the prompt; give both the same ones, or have the prompt in a column of its own and both sides begin "
+        "with the answer"
+    )
+    return RowError("no_common_prompt", detail, field=reading.field("rejected"))
+
+
+def _opening(messages: list[Message]) -> str:
+    """The first message in words: ``user 'Hi'``; of one message that is the whole side, that it is."""
+    only = " alone" if len(messages) == 1 else ""
+    return f"{messages[0].role} {messages[0].text[:30]!r}{only}"
 
 
 def _common_prefix(first: list[Message], second: list[Message]) -> int:

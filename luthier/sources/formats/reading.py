@@ -13,7 +13,7 @@ from luthier.errors import RowError
 from luthier.records import Address, Conversation, Feedback, Message, Preference, Text
 from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.media import COLUMN_OF_KIND, FindSlots, MediaQueue, media_queue
-from luthier.sources.formats.odd_turns import settle_turns
+from luthier.sources.formats.odd_turns import settle_compared, settle_turns
 from luthier.sources.formats.targets import read_weight
 from luthier.sources.formats.thinking import split_thinking
 from luthier.sources.formats.tools import check_tool_results, read_tools
@@ -186,11 +186,14 @@ class Reading:
         for name, side in (("chosen", chosen), ("rejected", rejected)):
             self._check_answer(side, self.field(name))
         tools = self._close([*prompt, *chosen], [*prompt, *rejected])
+        sides = [(self.field("chosen"), chosen), (self.field("rejected"), rejected)]
+        prompt, (chosen, rejected), notes = settle_compared(prompt, sides, self.layout.same_role)
         return Preference(
             prompt=tuple(prompt),
             chosen=tuple(chosen),
             rejected=tuple(rejected),
             tools=tools,
+            notes=notes,
             margin=self._margin(),
             address=self.address,
             rules=self.layout.rules,
@@ -201,9 +204,11 @@ class Reading:
         """The continuation with its verdict."""
         self._check_answer(completion, field)
         tools = self._close([*prompt, *completion])
+        prompt, (completion,), notes = settle_compared(prompt, [(field, completion)], self.layout.same_role)
         return Feedback(
             prompt=tuple(prompt),
             completion=tuple(completion),
+            notes=notes,
             desirable=self.label(),
             tools=tools,
             address=self.address,

@@ -1,0 +1,188 @@
+"""Weights, gradients and optimizer state divided among W ranks, a decoder layer at a time (FSDP, arXiv:2304.11277; here
+torch's `fully_shard`).
+
+Each rank holds a W-th of every weight. The weights of a layer are gathered when it runs, forwards and backwards, and
+given up again. What is in no layer (embeddings, last norm, output layer) is one group, which stays gathered from its
+first use to the end of the backward pass: the head is used by losses of ours, outside of any module's own forward, and
+its weight may be the embedding too. Gradients are added up and divided in each micro-batch, so that no rank ever holds
+those of the whole model.
+
+What is saved is never divided: files are those of a run in one process, and either kind of run goes on from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from luthier.errors import ModelError, UserError
+from luthier.train.adapters import decoder_layers
+from luthier.train.parts import is_multimodal
+
+# What accelerate's launcher sets where somebody else is to divide the work; none of it is followed here.
+_OTHER_WAYS = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism of its own",
+}
+
+
+def refuse_other_ways(environment: Mapping[str, str]) -> None:
+    """Raise `UserError` where the launcher wants the model divided in a way that runs here do not know."""
+    for name, way in _OTHER_WAYS.items():
+        if environment.get(name, "").lower() in ("1", "true", "yes"):
+            raise UserError(
+                f"the environment asks for {way} ({name}={environment[name]}), and no run divides its model by that",
+                hint="start the run with torchrun and set runtime.sharding: fsdp, or leave the variable out",
+            )
+
+
+def shard(model: PreTrainedModel | PeftModel, device: torch.device) -> None:
+    """Divide the model among all ranks, in place; every rank has to hold the same weights. Parameters become DTensors,
+    and ``load_state_dict`` takes whole weights, which every rank has to have.
+
+    Raises `ModelError` for models with towers, and where no weight of any decoder layer is trained: torch adds up the
+    gradients when the backward pass leaves a layer.
+    """
+    plain = _plain(model)
+    layers = decoder_layers(plain)
+    name = type(plain).__name__
+    if is_multimodal(plain.config) or layers is None:
+        what = "has parts beside its decoder" if layers is not None else "has no list of decoder layers"
+        raise ModelError(
+            f"runtime.sharding is fsdp, and {name} {what}; how to divide such a model is not known",
+            hint="set runtime.sharding: none",
+        )
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    if trained and not any(parameter.requires_grad for parameter in layers.parameters()):
+        raise ModelError(
+            f"runtime.sharding is fsdp, and no decoder layer of {name} is trained: there is next to nothing to divide",
+            hint="set runtime.sharding: none, or train a layer (adapter.freeze_trainable_layers)",
+        )
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(plain, mesh=mesh)
+    plain.set_reduce_scatter_unused_params(True)  # an expert that no token of one rank chose, and one of another did
+    if plain.can_generate():
+        register_fsdp_forward_method(plain, "generate")
+    plain.register_load_state_dict_pre_hook(_take_parts)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` has divided it."""
+    return isinstance(_plain(model), FSDPModule)
+
+
+def unsharded_class(model: nn.Module) -> type[Any]:
+    """The class that a model is of; dividing it makes a class of its own."""
+    kind = type(_plain(model))
+    if not issubclass(kind, FSDPModule):
+        return kind
+    return next(base for base in kind.__bases__ if base is not FSDPModule)
+
+
+def give_up_gathered(model: nn.Module) -> None:
+    """Put every group into its parts again: after forward passes without a backward pass, the last one is whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+    """All weights by name, whole, on the CPU; weights that are one keep being one. Every rank has to ask at once;
+    without ``keep`` it only takes part, and gets {}. Of an adapter's base only what PEFT may save with it.
+    """
+    wanted = _saved_with_adapter(model) if isinstance(model, PeftModel) else None
+    gathered: dict[int, torch.Tensor] = {}
+    found = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if wanted is not None and id(weight) not in wanted:
+            continue
+        if id(weight) not in gathered:
+            gathered[id(weight)] = _kept(undivided(weight), keep=keep)
+        found[name] = gathered[id(weight)]
+    return found if keep else {}
+
+
+def whole_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:
+    """``optimizer.state_dict()`` as a run in one process has it, on the CPU. Every rank has to ask at once."""
+
+    def gathered(value: Any) -> Any:
+        return _kept(undivided(value), keep=keep) if isinstance(value, torch.Tensor) else value
+
+    state = optimizer.state_dict()
+    of_weights = {
+        number: {name: gathered(value) for name, value in values.items()} for number, values in state["state"].items()
+    }
+    return {**state, "state": of_weights}
+
+
+def whole_gradient_norm(norm: Any) -> Any:
+    """The norm over all ranks; what is no part of anything is left as it is."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def undivided(value: torch.Tensor) -> torch.Tensor:
+    """What the ranks hold of a weight, put together, where it is in parts. Every rank has to ask at once."""
+    value = value.detach()
+    gathered: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return gathered
+
+
+def load_in_parts(optimizer: torch.optim.Optimizer) -> None:
+    """From here on ``optimizer.load_state_dict`` takes what `whole_optimizer_state` gave."""
+    optimizer.register_load_state_dict_pre_hook(_in_parts)
+
+
+def _take_parts(module: nn.Module, weights: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, held in module.state_dict(prefix=prefix).items():
+        if name in weights:
+            weights[name] = _part(weights[name], held)
+
+
+def _in_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    weights: dict[int, torch.Tensor] = {}
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        weights |= zip(saved["params"], group["params"], strict=True)
+    parts = {
+        number: {
+            # Adam's moments have the weight's shape; the number of its steps has none
+            name: _part(v, weights[number]) if isinstance(v, torch.Tensor) and v.shape == weights[number].shape else v
+            for name, v in values.items()
+        }
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": parts}
+
+
+def _saved_with_adapter(model: PeftModel) -> set[int]:
+    """What is trained, and the embeddings, which PEFT saves too if they have grown."""
+    plain = model.get_base_model()
+    ends = [end for end in (plain.get_input_embeddings(), plain.get_output_embeddings()) if end is not None]
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return trained | {id(parameter) for end in ends for parameter in end.parameters()}
+
+
+def _plain(model: nn.Module) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _kept(gathered: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    return gathered.cpu() if keep else gathered.new_empty(0)
+
+
+def _part(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor) or isinstance(value, DTensor):
+        return value
+    # every rank has the whole, so nothing is sent
+    return distribute_tensor(value.to(like.dtype), like.device_mesh, like.placements, src_data_rank=None)
