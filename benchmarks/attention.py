@@ -16,9 +16,9 @@ from rich.table import Table
 from transformers import Qwen3Config, Qwen3Model
 
 from luthier.collation import collate_packs, collate_trees
+from luthier.models.attention import SEGMENTS, register_attention
+from luthier.models.attention_inputs import Isolation, attention_inputs
 from luthier.records import Batch, Branch, Pack, Sample
-from luthier.train.attention import SEGMENTS, register_attention
-from luthier.train.attention_inputs import Isolation, attention_inputs
 
 TOKENS = 4096
 ROUNDS = 4

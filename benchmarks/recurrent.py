@@ -18,12 +18,12 @@ from torch import nn
 from transformers import BambaConfig, BambaModel, Lfm2Config, Lfm2Model, Qwen3NextConfig, Qwen3NextModel
 
 from luthier.collation import collate_packs
+from luthier.models.attention import SEGMENTS, register_attention
+from luthier.models.attention_inputs import Isolation
+from luthier.models.chosen_isolation import ChosenIsolation
+from luthier.models.mixers import part_mixers
+from luthier.models.parts import set_text_attention
 from luthier.records import Batch, Pack, Segment
-from luthier.train.attention import SEGMENTS, register_attention
-from luthier.train.attention_inputs import Isolation
-from luthier.train.chosen_isolation import ChosenIsolation
-from luthier.train.mixers import part_mixers
-from luthier.train.parts import set_text_attention
 
 TOKENS = 4096
 ROUNDS = 3

@@ -22,7 +22,7 @@ LINES = (
     "media packing",
     "encoding",
     "collation objectives",
-    "loader",
+    "loader models",
     "train check",
     "cli",
 )
@@ -83,8 +83,8 @@ def test_imports_point_down() -> None:
 
 def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
     (tmp_path / "layout").mkdir()
-    (tmp_path / "layout" / "bad.py").write_text("from luthier.train.model import load_model\n")
-    assert upward_imports(tmp_path) == ["layout/bad.py: layout -> train"]
+    (tmp_path / "layout" / "bad.py").write_text("from luthier.models.model import load_model\n")
+    assert upward_imports(tmp_path) == ["layout/bad.py: layout -> models"]
 
 
 def test_every_room_has_a_line() -> None:

@@ -37,9 +37,9 @@ def estimate_of(
 
 def _shape(loaded: Loaded) -> ModelShape:
     from luthier.check.model_shape import shape_of
-    from luthier.train.adapters import apply_adapter
-    from luthier.train.model import build_weightless
-    from luthier.train.vocabulary import Vocabulary
+    from luthier.models.adapters import apply_adapter
+    from luthier.models.model import build_weightless
+    from luthier.models.vocabulary import Vocabulary
 
     config, tokenizer = loaded.config, loaded.encoder.tokenizer
     vocabulary = Vocabulary(
@@ -54,7 +54,7 @@ def _shape(loaded: Loaded) -> ModelShape:
 def _device(loaded: Loaded, name: str | None) -> Device:
     from luthier.check.devices import device_named, present_device
     from luthier.check.estimate import computes_in_16_bits
-    from luthier.train.model import run_device
+    from luthier.models.model import run_device
 
     if name is not None:
         return device_named(name, in_16_bits=computes_in_16_bits(loaded.config, on_gpu=True))

@@ -61,7 +61,7 @@ def collate_trees(
     """One batch in the *shared* layout: each token of a sample's tree once, the samples of a row one after the other.
 
     A branch's positions go on after its parent's end, and ``batch.branches`` says what a token may see; no input of
-    the model says it, so attention must be told (`train.attention`). ``targets`` is the same list as for the unrolled
+    the model says it, so attention must be told (`models.attention`). ``targets`` is the same list as for the unrolled
     segments, but for positions: at the end of a branch, one for each continuation. There can be no labels then, and
     ``labels_BT`` is empty.
 

@@ -10,8 +10,8 @@ from transformers.integrations import get_available_reporting_integrations
 
 from luthier.config.schema import Precision, RunConfig, TrainConfig
 from luthier.errors import ConfigError, Problem
+from luthier.models.model import run_device, use_liger
 from luthier.train.callbacks import is_greater_better
-from luthier.train.model import run_device, use_liger
 
 
 def training_arguments(

@@ -14,7 +14,7 @@ from luthier.config.schema import AdapterType, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import TokenizerError
 from luthier.media import PROCESSOR_FILES
-from luthier.train.adapters import save_adapter
+from luthier.models.adapters import save_adapter
 from luthier.train.result import RunResult
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

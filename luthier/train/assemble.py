@@ -16,8 +16,14 @@ from luthier.config.schema import AdapterType, RunConfig, Sharding, Strategy
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.live_plan import StreamPlan
 from luthier.loader.run_settings import eval_settings, media_of, shares_prompts
+from luthier.models import adapters
+from luthier.models.model import LoadedModel, load_model
+from luthier.models.parts import text_attention
+from luthier.models.sharding import give_up_gathered, shard, unsharded_class
+from luthier.models.vocabulary import Vocabulary
 from luthier.packing import SegmentTable
-from luthier.train import adapters, artifacts, run_folder
+from luthier.records import Segments
+from luthier.train import artifacts, run_folder
 from luthier.train.arguments import run_precision, training_arguments
 from luthier.train.callbacks import EarlyStopping, Flow, Journal, Meter
 from luthier.train.checkpoint import OBJECTIVE_STATE, write_json
@@ -28,19 +34,15 @@ from luthier.train.hooks import Hooks
 from luthier.train.kernel_choice import kernel_name
 from luthier.train.live import LiveData
 from luthier.train.lost_rows import LostRows
-from luthier.train.model import LoadedModel, load_model
 from luthier.train.objective import make_losses, model_pass
 from luthier.train.objective_parts import ObjectiveParts
-from luthier.train.parts import text_attention
 from luthier.train.result import ModelSummary
 from luthier.train.run_stream import World, loader_state, trained_segments
 from luthier.train.schedule import Schedule
-from luthier.train.sharding import give_up_gathered, shard, unsharded_class
 from luthier.train.step_losses import StepLosses
-from luthier.train.streams import EvalStream, Segments, TrainStream, train_stream
+from luthier.train.streams import EvalStream, TrainStream, train_stream
 from luthier.train.tower_features import AUTOCAST_DTYPES
 from luthier.train.trainer import LuthierTrainer, TrainerParts
-from luthier.train.vocabulary import Vocabulary
 
 BASE_FOLDER = "base"  # a base model with random weights, which an adapter would be lost without
 

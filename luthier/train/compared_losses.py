@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from luthier.models.passes import ModelPass
 from luthier.objectives import Measure, Measures, RunningMean, SequenceLoss, TokenScores, measure, reward_loss_sum
 from luthier.records import Batch
-from luthier.train.passes import ModelPass
 from luthier.train.result import ACCURACIES, MARGINS, REWARDS
 from luthier.train.step_losses import MicroLoss, Reduce, Stateless
 

@@ -13,9 +13,9 @@ from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
 from luthier.loader.run_settings import units_of
 from luthier.packing import PlanSettings, SegmentTable, Units, describe, plan_epoch
+from luthier.records import Segments
 from luthier.train.result import DataSummary
 from luthier.train.set_names import distinct_names
-from luthier.train.streams import Segments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

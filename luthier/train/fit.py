@@ -26,7 +26,11 @@ from luthier.loader.live_plan import StreamPlan
 from luthier.loader.run_settings import media_of
 from luthier.loader.state import LoaderState
 from luthier.media.families import Packing as FamilyPacking
-from luthier.train import adapters, artifacts, run_folder
+from luthier.models import adapters
+from luthier.models.model import run_device
+from luthier.models.parts import decoder_family
+from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
+from luthier.train import artifacts, run_folder
 from luthier.train.assemble import (
     make_model,
     make_trainer,
@@ -39,13 +43,10 @@ from luthier.train.generate import Question, answer_all, choose_questions
 from luthier.train.hooks import Hooks, StopAgreement
 from luthier.train.journal import LogFile
 from luthier.train.live import LiveData, open_live_data
-from luthier.train.model import run_device
 from luthier.train.outcome import Run, result_of
-from luthier.train.parts import decoder_family
 from luthier.train.progress import ProgressBar, make_view
 from luthier.train.result import LOG_FILE, RunResult
 from luthier.train.run_stream import World, check_rows, loader_state, make_schedule
-from luthier.train.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
 from luthier.train.signals import StopSignals
 
 

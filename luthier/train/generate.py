@@ -17,11 +17,10 @@ from luthier.collation import MediaInputs
 from luthier.encoding.segments import SegmentIndex
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
+from luthier.models.compiled import uncompiled
 from luthier.packing import Units
-from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
-from luthier.train.compiled import uncompiled
+from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, Segments, VideoHeader
 from luthier.train.result import GenerationRecord, GenerationRound
-from luthier.train.streams import Segments
 
 Ids = NDArray[np.int32]
 

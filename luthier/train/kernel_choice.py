@@ -15,12 +15,12 @@ from torch import nn
 from luthier.config.schema import HeadKernel as Policy
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
+from luthier.models.head_tap import OutputHead, score_targets
 from luthier.objectives import TokenSettings, token_settings
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.head_kernels import LigerKernel, liger_is_installed, runs_on
 from luthier.objectives.kernel_proof import kernel_problem
 from luthier.objectives.token_losses import token_objective
-from luthier.train.head_tap import OutputHead, score_targets
 from luthier.train.objective_parts import ObjectiveParts
 
 TARGETS_TRIED = 48  # of fewer the rounding of 16 bits would not average out

@@ -12,21 +12,21 @@ from transformers import PreTrainedModel
 
 from luthier.config.schema import RunConfig
 from luthier.loader.run_settings import shares_prompts
+from luthier.models.attention_inputs import Isolation
+from luthier.models.blank_media import run_blanks
+from luthier.models.chosen_isolation import ChosenIsolation
+from luthier.models.compiled import compile_layers, forget_graphs
+from luthier.models.head_tap import find_head, prove_head
+from luthier.models.isolation import choose_isolation
+from luthier.models.media_needs import MediaNeeds, media_needs, model_needs
+from luthier.models.model import REWARD_HEAD, is_reward_model
+from luthier.models.parts import families_of, text_attention
+from luthier.models.passes import ModelPass, casting, reward_head
 from luthier.objectives import TokenSettings, feedback_settings, pair_settings, token_settings
-from luthier.train.attention_inputs import Isolation
-from luthier.train.blank_media import run_blanks
-from luthier.train.chosen_isolation import ChosenIsolation
 from luthier.train.compared_losses import RewardLosses
-from luthier.train.compiled import compile_layers, forget_graphs
-from luthier.train.head_tap import find_head, prove_head
-from luthier.train.isolation import choose_isolation
 from luthier.train.kernel_choice import choose_kernel
-from luthier.train.media_needs import MediaNeeds, media_needs, model_needs
-from luthier.train.model import REWARD_HEAD, is_reward_model
 from luthier.train.objective_parts import ObjectiveParts, first_inputs
 from luthier.train.pairs import PairLosses
-from luthier.train.parts import families_of, text_attention
-from luthier.train.passes import ModelPass, casting, reward_head
 from luthier.train.reference_choice import choose_reference, ld_alpha, reference_model
 from luthier.train.step_losses import StepLosses, TokenLosses
 from luthier.train.verdicts import FeedbackLosses

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from luthier.collation import CollateSettings, MediaInputs, collate_packs
 from luthier.config.schema import RunConfig
 from luthier.encoding.segments import SegmentIndex
-from luthier.records import Pack
-from luthier.train.chosen_isolation import ChosenIsolation
-from luthier.train.isolation_trial import TOKENS_TRIED
-from luthier.train.model import LoadedModel
-from luthier.train.parts import decoder_family
-from luthier.train.streams import EvalStream, Segments
-from luthier.train.vocabulary import Vocabulary
+from luthier.models.chosen_isolation import ChosenIsolation
+from luthier.models.isolation_trial import TOKENS_TRIED
+from luthier.models.model import LoadedModel
+from luthier.models.parts import decoder_family
+from luthier.models.vocabulary import Vocabulary
+from luthier.records import Pack, Segments
+from luthier.train.streams import EvalStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

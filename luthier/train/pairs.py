@@ -15,6 +15,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
+from luthier.models.passes import ModelPass
 from luthier.objectives import (
     AnyHead,
     Counterparts,
@@ -38,7 +39,6 @@ from luthier.objectives.pair_losses import pair_loss_named
 from luthier.objectives.sorted_sides import SortedSides
 from luthier.records import Batch, Targets
 from luthier.train.compared_losses import entropy_of, micro_loss, pairs_of, rewards_after, weights_of
-from luthier.train.passes import ModelPass
 from luthier.train.references import Reference
 from luthier.train.result import ACCURACIES, ENTROPY, MARGINS, REWARDS
 from luthier.train.step_losses import MicroLoss, Reduce

@@ -12,17 +12,17 @@ from luthier.config.objective import ReferenceSource
 from luthier.config.schema import AdapterType, RunConfig
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import ModelError
-from luthier.train.adapters import apply_adapter, mutates_base
-from luthier.train.head_tap import find_head, prove_head
+from luthier.models.adapters import apply_adapter, mutates_base
+from luthier.models.head_tap import find_head, prove_head
+from luthier.models.mixers import part_mixers
+from luthier.models.model import load_model
+from luthier.models.parts import set_text_attention
+from luthier.models.passes import ModelPass, casting
+from luthier.models.quantized import quantize
 from luthier.train.kernel_choice import choose_kernel
-from luthier.train.mixers import part_mixers
-from luthier.train.model import load_model
 from luthier.train.named_reference import check_tokenizers, named_adapter, named_fault, named_model
 from luthier.train.objective_parts import ObjectiveParts, first_inputs
-from luthier.train.parts import set_text_attention
-from luthier.train.passes import ModelPass, casting
 from luthier.train.precomputed import Precomputation, precomputed_reference
-from luthier.train.quantized import quantize
 from luthier.train.references import Reference, ReferenceModel
 
 

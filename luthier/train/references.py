@@ -12,12 +12,12 @@ from peft import PeftModel
 from torch import nn
 
 from luthier.errors import ModelError
+from luthier.models.passes import ModelPass
+from luthier.models.sharding import is_sharded
 from luthier.objectives import Reference as TokenReference
 from luthier.objectives import sequence_scores
 from luthier.objectives.head import AnyHead, Head
 from luthier.records import Batch, Targets
-from luthier.train.passes import ModelPass
-from luthier.train.sharding import is_sharded
 
 
 class Reference(Protocol):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from luthier.models.passes import ModelPass
 from luthier.objectives import (
     AnyHead,
     Measure,
@@ -25,7 +26,6 @@ from luthier.objectives import (
     token_scores,
 )
 from luthier.records import Batch, Targets
-from luthier.train.passes import ModelPass
 from luthier.train.references import ReferenceModel
 from luthier.train.result import ENTROPY
 

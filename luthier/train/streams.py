@@ -18,21 +18,13 @@ from luthier.loader.planning import SegmentPlaces
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
 from luthier.packing import EpochPlan, PlanSettings, SegmentTable, plan_epoch
-from luthier.records import Batch, Pack, Segment
+from luthier.records import Batch, Pack, Segments
 from luthier.train.schedule import Schedule, Steps
 
 ENDLESS = 2**40  # micro-batches: transformers wants a length, the steps say when it is over
 
 
 Watch = Callable[[Iterator[Batch]], Iterator[Batch]]  # looks at the batches as they go by
-
-
-class Segments(Protocol):
-    """Random access to segments, which a `SegmentTable` describes."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Segment: ...
 
 
 class ReadsBatches(Protocol):

@@ -29,12 +29,12 @@ from luthier.encoding.disk import Disk
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import ModelError, RowError, StoreError
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, item_key
+from luthier.models.blank_media import blank_features
+from luthier.models.encoders import Encoders
+from luthier.models.parts import find_parts
+from luthier.models.tower_inputs import with_encoder_outputs
 from luthier.records import Media, MediaHeader, MediaItem, Pack, Segment
-from luthier.train.blank_media import blank_features
-from luthier.train.encoders import Encoders
-from luthier.train.parts import find_parts
 from luthier.train.precomputed import SAID_OF_FILES
-from luthier.train.tower_inputs import with_encoder_outputs
 
 FOLDER = "tower_features"
 # Mean difference over mean size of hidden states, with features and with pixels: one picture is encoded alone, not with

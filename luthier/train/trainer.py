@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from transformers import DefaultFlowCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from luthier.models import sharding
+from luthier.models.adapters import split_loraplus_groups
+from luthier.models.restore import restore_weights
 from luthier.records import Address, Batch
 from luthier.train import checkpoint as checkpoints
-from luthier.train import sharding
-from luthier.train.adapters import split_loraplus_groups
 from luthier.train.callbacks import Meter
 from luthier.train.finite import check_finite
 from luthier.train.learning_rate import put_on_progress
 from luthier.train.losses import LossSums, MeanLosses
-from luthier.train.restore import restore_weights
 from luthier.train.result import ACCURACIES
 from luthier.train.step_losses import ACCURACY, StepLosses, in_turns, learned_from
 from luthier.train.streams import EvalStream, TrainStream

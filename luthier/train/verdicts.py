@@ -17,6 +17,8 @@ from torch import nn
 
 from luthier.collation import has_only_text, only_segments
 from luthier.config.objective import LOSSES
+from luthier.models.head_tap import Scored
+from luthier.models.passes import ModelPass
 from luthier.objectives import (
     FeedbackBaselines,
     FeedbackScores,
@@ -35,8 +37,6 @@ from luthier.objectives.feedback_losses import feedback_loss_named
 from luthier.objectives.measures import measure
 from luthier.records import Batch, Targets
 from luthier.train.compared_losses import entropy_of, micro_loss, rewards_after, weights_of
-from luthier.train.head_tap import Scored
-from luthier.train.passes import ModelPass
 from luthier.train.references import Reference
 from luthier.train.result import ACCURACIES, ENTROPY, REWARDS
 from luthier.train.step_losses import MicroLoss, Reduce

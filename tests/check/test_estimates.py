@@ -27,8 +27,8 @@ from luthier.check.estimate_terminal import duration, estimate_table, size
 from luthier.check.model_shape import shape_of
 from luthier.config.schema import Packing, RunConfig
 from luthier.errors import ModelError, UserError
+from luthier.models.adapters import apply_adapter, count_parameters
 from luthier.packing import PlanSettings, SegmentTable, plan_epoch
-from luthier.train.adapters import apply_adapter, count_parameters
 
 VOCABULARY = 1500
 QWEN = Qwen3Config(

@@ -249,7 +249,7 @@ def test_plan_says_why_there_is_no_estimate_and_plans_all_the_same(
     def unreadable(*_: object) -> None:
         raise ModelError("no config here")
 
-    monkeypatch.setattr("luthier.train.model.build_weightless", unreadable)
+    monkeypatch.setattr("luthier.models.model.build_weightless", unreadable)
     assert run(["plan", str(config), "--json", "-"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["estimate"] is None and json.loads(out)["total_steps"] == 2

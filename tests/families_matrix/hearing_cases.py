@@ -22,9 +22,9 @@ from luthier.collation import MediaInputs, collate_packs
 from luthier.config.schema import Overflow
 from luthier.encoding.segments import SegmentIndex
 from luthier.media import MediaKind, MediaProcessor
+from luthier.models.own_frames import hear_own_frames
+from luthier.models.parts import find_parts, multimodal_class
 from luthier.records import Batch, Pack, Segment
-from luthier.train.own_frames import hear_own_frames
-from luthier.train.parts import find_parts, multimodal_class
 from tests.families_matrix.tiny_hearing import CONFIGS, Words
 from tests.media.media_files import wav
 from tests.media.tiny_av_processors import AUDIO, granite_speech

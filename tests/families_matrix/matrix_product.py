@@ -17,12 +17,12 @@ from luthier.config.schema import Overflow, RunConfig
 from luthier.encoding.prepared import Prepared
 from luthier.encoding.segments import SegmentIndex
 from luthier.media import Family, MediaProcessor
+from luthier.models.chosen_isolation import ChosenIsolation
+from luthier.models.isolation import choose_isolation
+from luthier.models.media_needs import model_needs
+from luthier.models.model import load_model
+from luthier.models.vocabulary import Vocabulary as ModelVocabulary
 from luthier.records import Batch, Segment
-from luthier.train.chosen_isolation import ChosenIsolation
-from luthier.train.isolation import choose_isolation
-from luthier.train.media_needs import model_needs
-from luthier.train.model import load_model
-from luthier.train.vocabulary import Vocabulary as ModelVocabulary
 from tests.families_matrix.matrix_cases import Case, chat_template
 from tests.families_matrix.matrix_rows import Row, write_rows
 from tests.families_matrix.odd_processors import own_call

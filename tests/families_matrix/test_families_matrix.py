@@ -18,9 +18,9 @@ from luthier.errors import RowError
 from luthier.media import MediaProcessor
 from luthier.media.families import Packing
 from luthier.media.table import FAMILIES
+from luthier.models.attention_inputs import Isolation
+from luthier.models.parts import find_parts
 from luthier.records import Branch, ImageHeader, Segment, VideoHeader
-from luthier.train.attention_inputs import Isolation
-from luthier.train.parts import find_parts
 from tests.families_matrix.matrix_cases import CASES, ELSEWHERE, MODELLESS, UNLEARNED, WITHOUT_FILMS
 from tests.families_matrix.matrix_product import CPU, Product, make_product
 from tests.families_matrix.matrix_rows import FILMS, PICTURES, ROUNDS

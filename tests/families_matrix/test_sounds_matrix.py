@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings
 from luthier.media.families import Packing
+from luthier.models.attention_inputs import Isolation
+from luthier.models.isolation import choose_isolation
+from luthier.models.media_needs import model_needs
 from luthier.records import Batch
-from luthier.train.attention_inputs import Isolation
-from luthier.train.isolation import choose_isolation
-from luthier.train.media_needs import model_needs
 from tests.families_matrix.hearing_cases import ONE_EACH, Heard, Hearing, rows_of, tower_names
 from tests.families_matrix.stand_ins import stand_ins
 from tests.families_matrix.tiny_hearing import CONFIGS

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from luthier.config.schema import AdapterConfig, AdapterType
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
-from luthier.train import adapters
+from luthier.models import adapters
 from luthier.train import fit as fit_module
 from luthier.train.fit import fit_data
 from luthier.train.result import RunResult

@@ -17,15 +17,15 @@ from transformers import LlamaForCausalLM
 from luthier.collation import collate_packs, collate_trees
 from luthier.errors import ModelError
 from luthier.layout import tree_mask
-from luthier.records import Batch, Branch, Pack
-from luthier.train.attention import (
+from luthier.models.attention import (
     PLAN,
     SEGMENTS,
     register_attention,
     segments_attention,
 )
-from luthier.train.attention_inputs import Isolation, attention_inputs, layer_windows, tree_mask_mod
-from luthier.train.attention_plan import AttentionPlan, plan_attention
+from luthier.models.attention_inputs import Isolation, attention_inputs, layer_windows, tree_mask_mod
+from luthier.models.attention_plan import AttentionPlan, plan_attention
+from luthier.records import Batch, Branch, Pack
 
 SAMPLES = [tree(9, 5, 7, seed=1), tree(6, 11, 4, seed=2), tree(8, 6, seed=3)]
 LEAVES = [segment for sample in SAMPLES for segment in sample.segments()]

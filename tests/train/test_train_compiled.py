@@ -17,11 +17,11 @@ from torch._dynamo.testing import CompileCounter
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
-from luthier.train import attention, compiled
+from luthier.models import attention, compiled
+from luthier.models.head_tap import OutputHead
+from luthier.models.passes import ModelPass
 from luthier.train.events import Event, Note, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.head_tap import OutputHead
-from luthier.train.passes import ModelPass
 from luthier.train.result import RunResult
 
 # Dynamo looks at an attribute that torch warns about

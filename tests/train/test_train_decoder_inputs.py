@@ -22,11 +22,11 @@ from luthier.encoding.prepare import prepare
 from luthier.errors import ModelError, RowError, UserError
 from luthier.layout import leaves
 from luthier.media import MediaProcessor
+from luthier.models.parts import find_parts
+from luthier.models.reward_class import reward_class
 from luthier.records import Sample
 from luthier.train.fit import fit
-from luthier.train.parts import find_parts
 from luthier.train.result import LOG_FILE
-from luthier.train.reward_class import reward_class
 from tests.media.media_files import image_file, picture
 from tests.train.tiny_nemotron_parse import HEIGHT, WIDTH, tiny_processor, write_folder
 

@@ -9,9 +9,9 @@ from tiny_vlms import VLMS, alone_inputs, seen, tiny_vlm
 
 from luthier.errors import ModelError
 from luthier.media import MediaProcessor
-from luthier.train.encoders import Encoders
-from luthier.train.parts import families_of
-from luthier.train.tower_inputs import with_encoder_outputs
+from luthier.models.encoders import Encoders
+from luthier.models.parts import families_of
+from luthier.models.tower_inputs import with_encoder_outputs
 from tests.media.tiny_processors import BUILDERS
 from tests.train.tiny_vlm_folders import filled
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tiny_runs import make_data, make_segments
 
+from luthier.models.passes import ModelPass
 from luthier.records import Batch
-from luthier.train.passes import ModelPass
 from luthier.train.result import RunResult
 
 

@@ -22,12 +22,12 @@ from luthier.config.schema import MediaConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.media import MediaProcessor, decode
 from luthier.media.decoding import DecodedAudio
+from luthier.models.model import load_model
+from luthier.models.vocabulary import Vocabulary
 from luthier.presets import model_folder
 from luthier.presets.datasets import dataset_rows
 from luthier.records import Address, Image, ImageHeader, MediaItem, Segment
 from luthier.train.generate import Question, answer_all, choose_questions, question_of
-from luthier.train.model import load_model
-from luthier.train.vocabulary import Vocabulary
 
 STOP = 9
 STOPS = frozenset({STOP})

@@ -14,13 +14,13 @@ from torch import nn
 
 from luthier.collation import collate_packs, collate_trees
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.models.attention import SEGMENTS, register_attention
+from luthier.models.attention_inputs import Isolation, attention_inputs, layer_windows
+from luthier.models.passes import casting
 from luthier.objectives import hidden_loss_sum, token_scores
 from luthier.objectives.head import Head
 from luthier.records import Batch, Pack
-from luthier.train.attention import SEGMENTS, register_attention
-from luthier.train.attention_inputs import Isolation, attention_inputs, layer_windows
 from luthier.train.fit import fit_data
-from luthier.train.passes import casting
 from luthier.train.result import RunResult
 
 BF16 = torch.bfloat16

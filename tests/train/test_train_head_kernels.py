@@ -23,12 +23,12 @@ from torch import nn
 from luthier.collation import collate_packs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
+from luthier.models.head_tap import OutputHead, find_head
 from luthier.objectives.head_kernels import HeadKernel, KernelAnswer, KernelTask
 from luthier.records import Pack
 from luthier.train import kernel_choice
 from luthier.train.events import Event, Note
 from luthier.train.fit import fit_data
-from luthier.train.head_tap import OutputHead, find_head
 from luthier.train.kernel_choice import choose_kernel
 from luthier.train.report import Report
 from luthier.train.result import RunResult

@@ -22,10 +22,10 @@ from transformers import (
 
 from luthier.collation import collate_packs
 from luthier.errors import ModelError
+from luthier.models.head_tap import OutputHead, find_head, prove_head, score_targets
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Pack
-from luthier.train.head_tap import OutputHead, find_head, prove_head, score_targets
 
 LEAVES = [segment for seed in (1, 2) for segment in tree(9, 5, 7, seed=seed).segments()]
 BATCH = collate_packs([Pack(segments=tuple(LEAVES[:3])), Pack(segments=tuple(LEAVES[3:]))], packed=True, pad_token_id=0)

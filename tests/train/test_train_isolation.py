@@ -27,12 +27,12 @@ from transformers import (
 
 from luthier.collation import CollateSettings, collate_packs, collate_trees
 from luthier.errors import ModelError
+from luthier.models.attention import SEGMENTS
+from luthier.models.attention_inputs import Isolation
+from luthier.models.attention_plan import AttentionPlan
+from luthier.models.chosen_isolation import ChosenIsolation
+from luthier.models.isolation import choose_isolation
 from luthier.records import Pack
-from luthier.train.attention import SEGMENTS
-from luthier.train.attention_inputs import Isolation
-from luthier.train.attention_plan import AttentionPlan
-from luthier.train.chosen_isolation import ChosenIsolation
-from luthier.train.isolation import choose_isolation
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -14,10 +14,10 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.prepare import prepare
 from luthier.errors import BudgetError
+from luthier.models.reward_class import reward_class
 from luthier.train.fit import fit
 from luthier.train.lost_rows import LOST_FILE
 from luthier.train.result import RunResult
-from luthier.train.reward_class import reward_class
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import write_folder
 

@@ -24,20 +24,21 @@ from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 from luthier.collation import CollateSettings, collate_packs, collate_trees
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
+from luthier.models import mixers
+from luthier.models.attention import PLAN, SEGMENTS, register_attention
+from luthier.models.attention_inputs import Isolation
+from luthier.models.attention_plan import AttentionPlan
+from luthier.models.chosen_isolation import ChosenIsolation
+from luthier.models.head_tap import find_head, score_targets
+from luthier.models.isolation import choose_isolation
+from luthier.models.mixer_calls import MixerCall, plan_calls
+from luthier.models.mixers import MIXERS, part_mixers
+from luthier.models.parts import set_text_attention
 from luthier.objectives import token_scores
 from luthier.records import Batch, Pack
-from luthier.train import mixers, reference_choice
-from luthier.train.attention import PLAN, SEGMENTS, register_attention
-from luthier.train.attention_inputs import Isolation
-from luthier.train.attention_plan import AttentionPlan
-from luthier.train.chosen_isolation import ChosenIsolation
+from luthier.train import reference_choice
 from luthier.train.events import Note
 from luthier.train.fit import fit_data
-from luthier.train.head_tap import find_head, score_targets
-from luthier.train.isolation import choose_isolation
-from luthier.train.mixer_calls import MixerCall, plan_calls
-from luthier.train.mixers import MIXERS, part_mixers
-from luthier.train.parts import set_text_attention
 from luthier.train.result import RunResult
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from luthier.config.schema import ModelConfig
 from luthier.encoding.tokenizer import AddedTokens, load_tokenizer
 from luthier.errors import ModelError
+from luthier.models.model import load_model, use_liger
+from luthier.models.vocabulary import Vocabulary
 from luthier.train.fit import fit_data
-from luthier.train.model import load_model, use_liger
-from luthier.train.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary(size=2048, eos_token_id=2034, pad_token_id=2032)
 

@@ -15,9 +15,9 @@ from tiny_rows import epoch_steps, run_data
 from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.models.passes import ModelPass
 from luthier.records import Batch
 from luthier.train.fit import fit_data
-from luthier.train.passes import ModelPass
 from luthier.train.references import ReferenceModel
 from luthier.train.result import RunResult
 from luthier.train.step_losses import in_turns, learned_from

@@ -19,9 +19,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from luthier.config.objective import Quantization
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
+from luthier.models.quantized import BLOCK, Int8Linear, NF4Linear, quantize
 from luthier.train.events import Event, Note
 from luthier.train.fit import fit_data
-from luthier.train.quantized import BLOCK, Int8Linear, NF4Linear, quantize
 from luthier.train.result import RunResult
 
 CHANCE = math.log(2)

@@ -20,8 +20,8 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.prepare import prepare
 from luthier.errors import ModelError, StoreError
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, join_encoded
+from luthier.models.encoders import Encoders
 from luthier.train import tower_features
-from luthier.train.encoders import Encoders
 from luthier.train.events import Event, Note
 from luthier.train.fit import fit
 from luthier.train.result import RunResult

@@ -16,11 +16,11 @@ from torch import nn
 from luthier.collation import CollateSettings, collate_packs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
+from luthier.models import model as loading
+from luthier.models.attention_inputs import Isolation, attention_inputs
+from luthier.models.isolation import choose_isolation
 from luthier.records import Batch, Pack
-from luthier.train import model as loading
-from luthier.train.attention_inputs import Isolation, attention_inputs
 from luthier.train.fit import fit_data
-from luthier.train.isolation import choose_isolation
 from luthier.train.result import RunResult
 
 CPU = torch.device("cpu")

@@ -18,12 +18,12 @@ from transformers import AutoModelForMultimodalLM, CLIPImageProcessor, LlavaProc
 from luthier.config.schema import AdapterConfig, AdapterType, Part
 from luthier.errors import ModelError
 from luthier.media import MediaProcessor
-from luthier.train import adapters
-from luthier.train.blank_media import blank_features, needed_blanks, run_blanks
-from luthier.train.media_needs import MediaNeeds, model_needs
-from luthier.train.model import LoadedModel, load_model
-from luthier.train.parts import ModelParts, find_parts, set_text_attention, text_attention
-from luthier.train.vocabulary import Vocabulary
+from luthier.models import adapters
+from luthier.models.blank_media import blank_features, needed_blanks, run_blanks
+from luthier.models.media_needs import MediaNeeds, model_needs
+from luthier.models.model import LoadedModel, load_model
+from luthier.models.parts import ModelParts, find_parts, set_text_attention, text_attention
+from luthier.models.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary(size=TEXT["vocab_size"], eos_token_id=2, pad_token_id=0)
 PEFT_NOISE = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"

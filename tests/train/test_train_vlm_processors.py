@@ -17,9 +17,9 @@ from tiny_vlms import BOTH, SEE, TEXT, WINDOW
 import luthier
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.layout import token_types
+from luthier.models.isolation import choose_isolation
+from luthier.models.media_needs import model_needs
 from luthier.records import Sample
-from luthier.train.isolation import choose_isolation
-from luthier.train.media_needs import model_needs
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_av_processors import gemma3n, gemma4
 from tests.media.tiny_processors import BUILDERS

@@ -25,9 +25,9 @@ from tiny_rows import run_data
 from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import load_tokenizer
+from luthier.models.passes import ModelPass
 from luthier.train.events import Event, Saved, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.passes import ModelPass
 
 
 def main() -> None:

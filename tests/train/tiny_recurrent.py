@@ -1,4 +1,4 @@
-"""Tiny random models with recurrent layers, one for each class of `luthier.train.mixers.MIXERS`."""
+"""Tiny random models with recurrent layers, one for each class of `luthier.models.mixers.MIXERS`."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ from torch import nn
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from luthier.errors import ModelError
+from luthier.models.head_tap import find_head, score_targets
+from luthier.models.sharding import give_up_gathered, is_sharded, shard, undivided, whole_weights
 from luthier.objectives import AnyHead, hidden_loss_sum, token_scores
-from luthier.train.head_tap import find_head, score_targets
-from luthier.train.sharding import give_up_gathered, is_sharded, shard, undivided, whole_weights
 
 CPU = torch.device("cpu")
 IDS_2BT = torch.randint(3, 96, (2, 2, 10), generator=torch.Generator().manual_seed(0))

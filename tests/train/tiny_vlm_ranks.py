@@ -19,14 +19,14 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from luthier.config.schema import AdapterConfig, Part
+from luthier.models.adapters import apply_adapter
+from luthier.models.attention_inputs import Isolation
+from luthier.models.blank_media import BlankMedia, needed_blanks
+from luthier.models.chosen_isolation import ChosenIsolation
+from luthier.models.head_tap import find_head
+from luthier.models.parts import find_parts
+from luthier.models.passes import ModelPass
 from luthier.records import Batch
-from luthier.train.adapters import apply_adapter
-from luthier.train.attention_inputs import Isolation
-from luthier.train.blank_media import BlankMedia, needed_blanks
-from luthier.train.chosen_isolation import ChosenIsolation
-from luthier.train.head_tap import find_head
-from luthier.train.parts import find_parts
-from luthier.train.passes import ModelPass
 
 ALL = AdapterConfig(train_parts=list(Part))
 

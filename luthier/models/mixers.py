@@ -2,7 +2,7 @@
 
 Gated delta rules (arXiv:2412.06464), state spaces (arXiv:2405.21060) and short convolutions carry what they saw from
 token to token, and no mask stops them. The modules that do so, their *mixers*, get the segments of a row as a batch
-instead. Which ones comes with the call, as for `train.attention`: models hand ``attention_plan`` down to all layers.
+instead. Which ones comes with the call, as for `models.attention`: models hand ``attention_plan`` down to all layers.
 
 B rows, T tokens a row, N = B x T, S rows of a call, W their width, D hidden size.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from luthier.errors import ModelError
-from luthier.train.attention import PLAN
-from luthier.train.attention_plan import AttentionPlan
-from luthier.train.mixer_calls import MixerCall, plan_calls
+from luthier.models.attention import PLAN
+from luthier.models.attention_plan import AttentionPlan
+from luthier.models.mixer_calls import MixerCall, plan_calls
 
 # Classes of transformers that take hidden states [B, T, D] first and give the same shape, are causal, and get the
 # keywords of the model's call. A layer stands here in place of its mixer where it keeps those keywords to itself.

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from luthier.train.parts import decoder_family
+from luthier.models.parts import decoder_family
 
 
 def name_decoder_inputs(model: PreTrainedModel) -> bool:

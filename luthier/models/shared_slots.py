@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from luthier.media.families import FrameMarks, SharedSlots
-from luthier.train.parts import families_of
+from luthier.models.parts import families_of
 
 
 def join_shared_slots(model: PreTrainedModel) -> bool:

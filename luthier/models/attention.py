@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from luthier.errors import ModelError
-from luthier.train.attention_plan import AttentionPlan, Block, BlockReach
+from luthier.models.attention_plan import AttentionPlan, Block, BlockReach
 
 SEGMENTS = "luthier_segments"
 PLAN = "attention_plan"  # the keyword of the model's call

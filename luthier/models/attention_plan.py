@@ -1,4 +1,4 @@
-"""Which tokens of a batch see which, as plain numbers: what `train.attention` computes by."""
+"""Which tokens of a batch see which, as plain numbers: what `models.attention` computes by."""
 
 from __future__ import annotations
 

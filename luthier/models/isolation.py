@@ -15,15 +15,15 @@ from torch import nn
 
 from luthier.collation import CollateSettings
 from luthier.errors import ModelError
-from luthier.train.attention import SEGMENTS, register_attention
-from luthier.train.attention_inputs import Isolation, layer_windows
-from luthier.train.attention_plan import BlockReach
-from luthier.train.chosen_isolation import ChosenIsolation
-from luthier.train.isolation_trial import Trial
-from luthier.train.media_needs import MediaNeeds
-from luthier.train.mixers import part_mixers
-from luthier.train.parts import set_text_attention, text_attention
-from luthier.train.streams import Segments
+from luthier.models.attention import SEGMENTS, register_attention
+from luthier.models.attention_inputs import Isolation, layer_windows
+from luthier.models.attention_plan import BlockReach
+from luthier.models.chosen_isolation import ChosenIsolation
+from luthier.models.isolation_trial import Trial
+from luthier.models.media_needs import MediaNeeds
+from luthier.models.mixers import part_mixers
+from luthier.models.parts import set_text_attention, text_attention
+from luthier.records import Segments
 
 # Models with layers that carry a state from token to token, past any mask. Where those are no `MIXERS`, or nothing else
 # would be packed (Mamba), rows hold one segment.
@@ -56,7 +56,7 @@ def choose_isolation(
 
     asked   ``model.attn_implementation``. ``auto``: FlashAttention's own isolation where the model was loaded with it,
             else ``luthier_segments``, transformers' masks by positions, masks of ours, rows of one segment. Recurrent
-            layers that `train.mixers` knows run segment by segment with the first two
+            layers that `models.mixers` knows run segment by segment with the first two
     shared  rows will be token trees that share their beginnings, which only plans and masks can say
     needs   of a model that sees or hears. What is tried are words alone, some of them called a picture
     rows    of a batch, ``num_rows`` of them, are tried: FlashAttention reads where segments begin off positions in a

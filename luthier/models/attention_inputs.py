@@ -1,7 +1,7 @@
 """How a model is told which tokens of a batch see each other. B rows, T tokens a row.
 
 way           what the model gets beside ids and positions                     trees   cost of attention
-segments      a plan for `train.attention`                                     yes     sum of squares of segments
+segments      a plan for `models.attention`                                     yes     sum of squares of segments
 positions     nothing: transformers sees that positions restart                no      square of the row
 masks         a mask for each kind of layer, made by `layout.tree_mask`        yes     square of the row
 blocks        the same for FlexAttention, on a GPU                             yes     blocks in which some pair is seen
@@ -22,10 +22,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from luthier.errors import ModelError
 from luthier.layout import ancestors, seen_blocks, segment_ids, tree_mask, tree_positions
+from luthier.models.attention import PLAN, announced
+from luthier.models.attention_plan import BlockReach, plan_attention
+from luthier.models.media_needs import TYPE_INPUTS
 from luthier.records import Batch
-from luthier.train.attention import PLAN, announced
-from luthier.train.attention_plan import BlockReach, plan_attention
-from luthier.train.media_needs import TYPE_INPUTS
 
 
 class Isolation(StrEnum):
@@ -136,7 +136,7 @@ def layer_windows(model: nn.Module, *, recurrent: bool = False) -> dict[str, int
 
     {"full_attention": None}; Gemma 3: {"sliding_attention": 512, "full_attention": None}
 
-    ``recurrent``: layers that carry a state are left out; something else keeps segments apart there (`train.mixers`).
+    ``recurrent``: layers that carry a state are left out; something else keeps segments apart there (`models.mixers`).
 
     Raises `ModelError` for kinds that are no plain causal attention: recurrent, convolutional, chunked, sparse.
     """

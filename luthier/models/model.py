@@ -19,16 +19,16 @@ from transformers import (
 from luthier.config.schema import AdapterType, ModelConfig, RunConfig
 from luthier.errors import ModelError
 from luthier.media.families import Attention
+from luthier.models.attention import SEGMENTS, register_attention
+from luthier.models.decoder_inputs import name_decoder_inputs
+from luthier.models.merged_frames import merge_frames_by_chunk
+from luthier.models.own_frames import hear_own_frames
+from luthier.models.own_pictures import see_own_pictures
+from luthier.models.parts import families_of, is_multimodal, multimodal_class, text_attention
+from luthier.models.reward_class import reward_class
+from luthier.models.shared_slots import join_shared_slots
+from luthier.models.vocabulary import Vocabulary, check_padding, fit_generation, fit_unborn, fit_vocabulary
 from luthier.presets import model_folder
-from luthier.train.attention import SEGMENTS, register_attention
-from luthier.train.decoder_inputs import name_decoder_inputs
-from luthier.train.merged_frames import merge_frames_by_chunk
-from luthier.train.own_frames import hear_own_frames
-from luthier.train.own_pictures import see_own_pictures
-from luthier.train.parts import families_of, is_multimodal, multimodal_class, text_attention
-from luthier.train.reward_class import reward_class
-from luthier.train.shared_slots import join_shared_slots
-from luthier.train.vocabulary import Vocabulary, check_padding, fit_generation, fit_unborn, fit_vocabulary
 
 PRESET = "preset:"
 FLASH = frozenset({"flash_attention_2", "flash_attention_3"})

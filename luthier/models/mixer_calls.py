@@ -1,4 +1,4 @@
-"""Which stretches of a batch go through a recurrent layer together, as plain numbers: `train.mixers` computes by them.
+"""Which stretches of a batch go through a recurrent layer together, as plain numbers: `models.mixers` computes by them.
 
 A recurrent layer carries a state from token to token, so each segment, and each leaf of a token tree with all that it
 continues, is a row of its own for it. Rows of about the same length go through the layer in one call.
@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.train.attention_plan import AttentionPlan
+from luthier.models.attention_plan import AttentionPlan
 
 TOKENS_PER_CALL = 256  # a call costs about as much as this many tokens more in one of them (benchmarks/recurrent.py)
 

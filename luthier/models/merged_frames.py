@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from luthier.train.parts import families_of
+from luthier.models.parts import families_of
 
 PIXELS, GRIDS = "pixel_values_videos", "video_grid_thw"
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from luthier.config.schema import AdapterConfig, AdapterType, Part
 from luthier.errors import ModelError
-from luthier.train.model import REWARD_HEAD
-from luthier.train.parts import ModelParts, find_parts
+from luthier.models.model import REWARD_HEAD
+from luthier.models.parts import ModelParts, find_parts
 
 ALL_LINEAR = "all-linear"
 MUTATING = ("pissa", "olora")  # initialisations that move a part of the base weights into the adapter

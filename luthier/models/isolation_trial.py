@@ -12,11 +12,10 @@ from torch import nn
 
 from luthier.collation import CollateSettings, collate_packs, collate_trees
 from luthier.media import PREFIX_TYPES
-from luthier.records import Batch, Branch, Pack, Sample, Segment
-from luthier.train.attention_inputs import Isolation
-from luthier.train.chosen_isolation import ChosenIsolation
-from luthier.train.media_needs import MediaNeeds
-from luthier.train.streams import Segments
+from luthier.models.attention_inputs import Isolation
+from luthier.models.chosen_isolation import ChosenIsolation
+from luthier.models.media_needs import MediaNeeds
+from luthier.records import Batch, Branch, Pack, Sample, Segment, Segments
 
 Answer = TypeVar("Answer")
 

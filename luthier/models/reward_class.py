@@ -18,7 +18,7 @@ from transformers.conversion_mapping import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from luthier.errors import ModelError
-from luthier.train.parts import decoder_family, multimodal_class
+from luthier.models.parts import decoder_family, multimodal_class
 
 
 def reward_class(model_config: PretrainedConfig) -> Any:

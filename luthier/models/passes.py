@@ -17,12 +17,12 @@ from torch import nn
 
 from luthier.errors import ModelError
 from luthier.layout import leaves
+from luthier.models.blank_media import BlankMedia, with_blanks
+from luthier.models.chosen_isolation import ChosenIsolation
+from luthier.models.head_tap import OutputHead, Scored, score_targets
+from luthier.models.model import REWARD_HEAD
 from luthier.objectives import AnyHead, TokenScores, token_scores
 from luthier.records import Batch, Targets
-from luthier.train.blank_media import BlankMedia, with_blanks
-from luthier.train.chosen_isolation import ChosenIsolation
-from luthier.train.head_tap import OutputHead, Scored, score_targets
-from luthier.train.model import REWARD_HEAD
 
 Scores = TypeVar("Scores")
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from luthier.layout import position_scheme
 from luthier.media.families import Attention, Family, Packing
-from luthier.train.parts import families_of
+from luthier.models.parts import families_of
 
 TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")  # what a model calls its token types; it reads one of them
 

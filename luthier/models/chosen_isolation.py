@@ -9,12 +9,12 @@ import torch
 
 from luthier.collation import unpacked
 from luthier.errors import ModelError
+from luthier.models.attention import PLAN
+from luthier.models.attention_inputs import Isolation, Windows, attention_inputs
+from luthier.models.attention_plan import BlockReach, plan_attention
+from luthier.models.media_needs import MediaNeeds
+from luthier.models.tower_inputs import with_encoder_outputs
 from luthier.records import Batch
-from luthier.train.attention import PLAN
-from luthier.train.attention_inputs import Isolation, Windows, attention_inputs
-from luthier.train.attention_plan import BlockReach, plan_attention
-from luthier.train.media_needs import MediaNeeds
-from luthier.train.tower_inputs import with_encoder_outputs
 
 _OF_WORDS = {
     "input_ids", "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
@@ -28,8 +28,8 @@ class ChosenIsolation:
     attention  transformers' name of the attention that the model has now
     windows    ``additive``, ``reach``: what `attention_inputs` needs
     needs      of a model that sees or hears
-    mixers     classes of the recurrent layers that run segment by segment (`train.mixers`); () where there are none, or
-               where rows hold one segment anyway
+    mixers     classes of the recurrent layers that run segment by segment (`models.mixers`); () where there are none,
+               or where rows hold one segment anyway
     notes      why ways before this one were not taken, for the run's log
     """
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.errors import ModelError
-from luthier.train.adapters import decoder_layers
+from luthier.models.adapters import decoder_layers
 
 
 def compile_layers(model: PreTrainedModel | PeftModel) -> int:

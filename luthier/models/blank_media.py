@@ -26,8 +26,8 @@ from luthier.config.schema import Part
 from luthier.errors import ModelError
 from luthier.media import Decoded, MediaKind, MediaProcessor, join_features, merge_features
 from luthier.media.decoding import DecodedAudio, DecodedImage, DecodedVideo
+from luthier.models.parts import ModelParts, find_parts
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
-from luthier.train.parts import ModelParts, find_parts
 
 Features = Mapping[str, torch.Tensor]
 """What a family's processor makes of one item, a black picture or silence: keyword arguments of the model. Zeros would

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from luthier.media.families import OwnFrames
-from luthier.train.parts import families_of
+from luthier.models.parts import families_of
 
 HEARD = "last_hidden_state"
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.errors import CheckpointError
-from luthier.train.sharding import unsharded_class
+from luthier.models.sharding import unsharded_class
 
 
 def restore_weights(model: nn.Module, checkpoint: Path) -> bool:

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from luthier.errors import ModelError, UserError
-from luthier.train.adapters import decoder_layers
-from luthier.train.parts import is_multimodal
+from luthier.models.adapters import decoder_layers
+from luthier.models.parts import is_multimodal
 
 # What accelerate's launcher sets where somebody else is to divide the work; none of it is followed here.
 _OTHER_WAYS = {
