@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from luthier.cli.main import EXIT_USER, run
 from luthier.config.loading import load_config, load_config_text
 from luthier.errors import ConfigError
 
@@ -48,12 +49,16 @@ def test_the_readme_shows_a_run_that_loads() -> None:
         load_config_text(example.replace("learning_rate", "learing_rate"), "run.yaml", check_paths=False)
 
 
-def test_the_readme_quotes_the_message_that_is_printed() -> None:
+def test_the_readme_quotes_the_message_that_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("conversations.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     example, *_ = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
-    with pytest.raises(ConfigError) as caught:
-        load_config_text(example.replace("learning_rate", "learing_rate"), "run.yaml", check_paths=False)
-    assert str(caught.value) in text
+    Path("run.yaml").write_text(example.replace("learning_rate", "learing_rate"), encoding="utf-8")
+    assert run(["config", "show", "run.yaml"]) == EXIT_USER
+    assert capfd.readouterr().err.strip() in text
 
 
 def test_every_link_of_the_documentation_leads_somewhere() -> None:

@@ -135,7 +135,8 @@ def _continuation(sample: Sample, run: int) -> str | None:
         return None
     if len(sample.branches) == 2:  # a prompt and what follows it
         return f"the answer to a prompt, {'desirable' if sample.verdict else 'undesirable'}"
-    return f"the {'chosen' if run == 1 else 'rejected'} one of two answers to a prompt, margin {sample.verdict:g}"
+    margin = f", margin {sample.verdict:g}" if sample.verdict else ""  # one of 0 is as none
+    return f"the {'chosen' if run == 1 else 'rejected'} one of two answers to a prompt{margin}"
 
 
 def _checked_pieces(sample: Sample, row: Row, encoder: Encoder) -> list[list[Piece]]:

@@ -68,7 +68,7 @@ class DataPlan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
     """The whole run on ``num_ranks`` devices. ``no_packing``: why segments of this model cannot share a row, though
-    the run packs them.
+    the run packs them. ``shares_prompts``: tokens of a prompt that two answers share are counted once.
     """
 
     train: DataPlan
@@ -85,6 +85,7 @@ class RunPlan:
     total_steps: int
     warmup_steps: int
     no_packing: str | None = None
+    shares_prompts: bool = False
 
 
 def plan_run(
@@ -110,6 +111,7 @@ def plan_run(
         max_length=config.data.max_length,
         overflow=config.data.overflow,
         units=settings.units,
+        shares_prompts=settings.shared,
         num_ranks=num_ranks,
         rows_per_micro_batch=settings.rows_per_micro_batch,
         micro_batches_per_step=settings.micro_batches_per_step,

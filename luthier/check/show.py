@@ -98,8 +98,13 @@ class RowView:
     media: tuple[MediaItem, ...] = ()
 
     @property
+    def is_compared(self) -> bool:
+        """Whether targets belong to answers that are compared or judged: the model need not come to emit them."""
+        return any(segment.continuation is not None for segment in self.segments)
+
+    @property
     def num_targets(self) -> int:
-        """Tokens that are learned."""
+        """Tokens that are learned, or scored where answers are compared."""
         return sum(token.target for token in self.tokens)
 
     def of_segment(self, number: int) -> list[TokenView]:

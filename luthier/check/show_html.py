@@ -111,7 +111,8 @@ def _legend(rows: Sequence[_Row]) -> dict[str, object]:
         look for block in all_blocks for stretch in block.stretches for mark in stretch.marks for look in mark.looks
     }
     present = {block.voice for block in all_blocks}
-    return {"voices": [voice for voice in VOICES if voice in present], "looks": looks}
+    compared = any(row.row.is_compared for row in rows)
+    return {"voices": [voice for voice in VOICES if voice in present], "looks": looks, "is_compared": compared}
 
 
 def _script_json(data: object) -> Markup:

@@ -115,9 +115,10 @@ def _notes(segment: SegmentView) -> Iterator[Text]:
 
 def _legend(row: RowView, *, has_colour: bool) -> Text:
     targets = {token.control for token in row.tokens if token.target}
-    entries = [("learned", TARGET)] if has_colour else [(f"{OPEN}learned{CLOSE}", "")]
+    word = "scored" if row.is_compared else "learned"
+    entries = [(word, TARGET)] if has_colour else [(f"{OPEN}{word}{CLOSE}", "")]
     if has_colour:
-        entries += [("control token, learned", CONTROL_TARGET)] if True in targets else []
+        entries += [(f"control token, {word}", CONTROL_TARGET)] if True in targets else []
         beside = [token for token in row.tokens if token.media is None and not token.target]
         entries += [("control token", CONTROL)] if any(token.control for token in beside) else []
         entries += [("media item", ITEM)] if row.media else []

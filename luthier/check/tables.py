@@ -151,13 +151,20 @@ def _steps(plan: RunPlan) -> Table:
     table.add_row("row of a batch", f"{sharing} (over {plan.max_length:,} tokens: {plan.overflow.value})")
     ranks = "" if plan.num_ranks == 1 else f" × {plan.num_ranks} devices"
     if plan.units.are_compared:
-        table.add_row("what is compared", _COMPARED[plan.units])
-    table.add_row("step", f"{plan.rows_per_micro_batch} rows × {accumulation} micro-batches{ranks}")
+        once = "; a prompt that both share counts once" if plan.shares_prompts else ""
+        table.add_row("what is compared", f"{_COMPARED[plan.units]}{once}")
+    rows = _counted(plan.rows_per_micro_batch, "row")
+    table.add_row("step", f"{rows} × {_counted(accumulation, 'micro-batch', 'es')}{ranks}")
     table.add_row("steps per epoch", f"{plan.train.epoch.steps:,}")
-    length = f"{plan.epochs:g} epochs" if plan.max_steps is None else f"train.max_steps={plan.max_steps}"
+    epochs = f"{plan.epochs:g} epoch{'' if plan.epochs == 1 else 's'}"
+    length = epochs if plan.max_steps is None else f"train.max_steps={plan.max_steps}"
     in_all = Text.assemble((f"{plan.total_steps:,}", "bold"), f"  ({length}, {plan.warmup_steps} of warm-up)")
     table.add_row("steps in all", in_all)
     return table
+
+
+def _counted(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def _longest(rows: Sequence[LongRow]) -> Table:

@@ -138,6 +138,7 @@ _TRL_AND_TRANSFORMERS = {
     "use_liger_loss": "train.head_kernel",
     "fsdp": "runtime.sharding",
     "fsdp_config": "runtime.sharding",
+    "deepspeed": "runtime.sharding",
     "rpo_alpha": "objective.sft_weight",
     "f_divergence_type": "objective.loss",
     "f_alpha_divergence_coef": "objective.divergence_alpha",

@@ -12,14 +12,18 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from luthier.errors import ModelError
 from luthier.models.adapters import decoder_layers
 
 
-def compile_layers(model: PreTrainedModel | PeftModel) -> int:
+def compile_layers(model: PreTrainedModel | PeftModel, *, recomputed: bool = False) -> int:
     """Compile each decoder layer in place, when it first runs, and return how many there are. Weights keep their names.
+
+    ``recomputed``: training will ask the layers to compute their activations twice (gradient checkpointing).
 
     Raises `ModelError` where the model has no list of decoder layers.
     """
@@ -31,7 +35,10 @@ def compile_layers(model: PreTrainedModel | PeftModel) -> int:
             hint="set train.torch_compile: false",
         )
     for layer in layers:
-        layer.compile()
+        if recomputed and isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = _Recomputed(layer)
+        else:
+            layer.compile()
     return len(layers)
 
 
@@ -43,7 +50,27 @@ def forget_graphs() -> None:
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
     """Within it compiled layers run as they are: in generation each layer's cache would be a graph of its own."""
-    if not any(module._compiled_call_impl is not None for module in model.modules()):
+    if not any(map(_is_compiled, model.modules())):
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+class _Recomputed:
+    """A layer's forward, its checkpoint around the graphs. In transformers' layers it is within: Dynamo cannot leave
+    a checkpoint that it traces, and where attention runs between graphs it gives up the whole layer and says nothing.
+    """
+
+    def __init__(self, layer: GradientCheckpointingLayer) -> None:
+        self.layer = layer
+        without_checkpoint: Any = type(layer).forward.__wrapped__
+        self.forward: Any = torch.compile(without_checkpoint.__get__(layer))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.layer.training and self.layer.gradient_checkpointing and torch.is_grad_enabled():
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        return self.forward(*args, **kwargs)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or isinstance(module.forward, _Recomputed)

@@ -138,8 +138,10 @@ class Softmax:
     def entropy(self) -> torch.Tensor:
         """Entropy of each row in nats, [C]."""
         # -sum p log p with p = e/s:  log s + sum(-e log e) / s
-        entropy_C: torch.Tensor = self.sums_C.log() + torch.special.entr(self.numerators_CV).sum(dim=1) / self.sums_C
-        return entropy_C
+        # torch.special.entr takes a CPU half as long again; of e = 0 the log is a number here, and e log e is 0
+        smallest = torch.finfo(self.numerators_CV.dtype).tiny
+        terms_CV = self.numerators_CV.clamp(min=smallest).log_().mul_(self.numerators_CV)
+        return self.sums_C.log() - terms_CV.sum(dim=1) / self.sums_C
 
 
 def softmax_(logits_CV: torch.Tensor, ids_C: torch.Tensor) -> Softmax:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from subprocess import SubprocessError
 
 import torch
 
@@ -37,8 +38,10 @@ LIMITS = {
     torch.bfloat16: Limits(nats=2e-1, share=5e-3, distance=5e-2, flags=0.1),  # a logit of 30 is rounded to 1/8
 }
 
-# What kernels raise that a device, a version or a shape does not suit: Triton's own errors are made `RuntimeError`.
-KERNEL_REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError)
+# What kernels raise that a device, a version or a shape does not suit: Triton's own errors are made `RuntimeError`. The
+# last two come from machines on which Triton cannot build its launcher: a compiler that finds no Python.h, a cache
+# folder that cannot be written.
+KERNEL_REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, SubprocessError, OSError)
 
 
 def kernel_problem(hidden_KD: torch.Tensor, head: Head, ids_K: torch.Tensor, *, settings: TokenSettings) -> str | None:

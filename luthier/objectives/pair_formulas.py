@@ -148,7 +148,7 @@ def apo_down(scores: PairScores, settings: PairSettings, _: PairBaselines) -> to
 
 
 def forward_kl(scores: PairScores, settings: PairSettings, _: PairBaselines) -> torch.Tensor:
-    return _divergence(scores, settings, lambda ratios_P: 1 - _bounded_exp(-ratios_P))
+    return _divergence(scores, settings, lambda ratios_P: -_bounded_expm1(-ratios_P))
 
 
 def js_divergence(scores: PairScores, settings: PairSettings, _: PairBaselines) -> torch.Tensor:
@@ -160,7 +160,7 @@ def alpha_divergence(scores: PairScores, settings: PairSettings, _: PairBaseline
     power = settings.divergence_alpha - 1
     if not power:
         return sigmoid(scores, settings, _)
-    return _divergence(scores, settings, lambda ratios_P: (_bounded_exp(power * ratios_P) - 1) / power)
+    return _divergence(scores, settings, lambda ratios_P: _bounded_expm1(power * ratios_P) / power)
 
 
 def kto_pair(scores: PairScores, settings: PairSettings, baselines: PairBaselines) -> torch.Tensor:
@@ -183,7 +183,7 @@ def alphapo(scores: PairScores, settings: PairSettings, _: PairBaselines) -> tor
     if not alpha:
         return simpo(scores, settings, _)
     # (1 - p^-a) / a of each answer, p its probability per target
-    gap_P = (_bounded_exp(-alpha * scores.rejected_mean_P) - _bounded_exp(-alpha * scores.chosen_mean_P)) / alpha
+    gap_P = (_bounded_expm1(-alpha * scores.rejected_mean_P) - _bounded_expm1(-alpha * scores.chosen_mean_P)) / alpha
     return _logistic(settings.beta * gap_P - settings.gamma, settings.label_smoothing)
 
 
@@ -209,9 +209,10 @@ def _divergence(
     return _logistic(settings.beta * gap_P, settings.label_smoothing)
 
 
-def _bounded_exp(exponents: torch.Tensor) -> torch.Tensor:
-    # float32 ends at exp(88); beyond, a loss would be infinite and its slope no number
-    return exponents.clamp(max=80.0).exp()
+def _bounded_expm1(exponents: torch.Tensor) -> torch.Tensor:
+    # exp(x) - 1 that keeps the digits of a small x, which an alpha near its limit makes of every x. float32 ends at
+    # exp(88); beyond, a loss would be infinite and its slope no number
+    return exponents.clamp(max=80.0).expm1()
 
 
 def _kl_or_mean(known: float | None, ratios_P: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,10 @@ _COMPARED_WITH_REFERENCE = (
         "wpo", formulas.wpo, "-w(c) w(d) log s(b (rc - rd)), w = exp(mean of log p - log sum q^2)", "2406.11827",
         "WPO: pairs count by how much both answers are like the policy's own", needs_alignment=True,
     ),
-    _row("sppo_hard", formulas.sppo_hard, "(rc - 1/2b)^2 + (rd + 1/2b)^2", "2405.00675", "SPPO with certain winners"),
+    _row(
+        "sppo_hard", formulas.sppo_hard, "(rc - 1/(2b))^2 + (rd + 1/(2b))^2", "2405.00675",
+        "SPPO with certain winners",
+    ),
     _row(
         "discopop", formulas.discopop, "(1-m) l(+) + m exp(-b(rc - rd)), m = s(b(rc - rd)/tau)", "2406.08414",
         "DiscoPOP",
@@ -105,7 +108,7 @@ _PER_TOKEN = (
         name="ipo",
         function=formulas.ipo,
         per_token=True,
-        formula="(rc/|c| - rd/|d| - 1/2b)^2",
+        formula="(rc/|c| - rd/|d| - 1/(2b))^2",
         paper="2310.12036",
         says="IPO, per token as its authors do",
     ),

@@ -127,21 +127,22 @@ def _data(result: RunResult) -> list[tuple[str, str]]:
     rows = []
     if ledger:
         lost = sum(ledger["dropped"].values()) + sum(ledger["quarantined"].values())
-        rows.append(("rows read", f"{ledger['read']} ({ledger['trained']} used, {lost} dropped or quarantined)"))
+        rows.append(("rows read", f"{ledger['read']:,} ({ledger['trained']:,} used, {lost:,} dropped or quarantined)"))
     rows += [
-        ("training sequences", str(data.segments)),
-        ("training tokens", f"{data.tokens}, of which {data.target_tokens} are targets"),
+        ("training sequences", f"{data.segments:,}"),
+        ("training tokens", f"{data.tokens:,}, of which {data.target_tokens:,} are targets"),
     ]
-    if result.eval_data is not None:
-        rows.append(("held-out sequences", f"{result.eval_data.segments} ({result.eval_data.target_tokens} targets)"))
+    held_out = result.eval_data
+    if held_out is not None:
+        rows.append(("held-out sequences", f"{held_out.segments:,} ({held_out.target_tokens:,} targets)"))
     return rows
 
 
 def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
     train, adapter = config.train, config.adapter
     rows = [
-        ("parameters", f"{result.model.parameters} ({result.model.trainable_parameters} trained)"),
-        ("steps", f"{result.global_step} ({result.epochs:g} epochs)"),
+        ("parameters", f"{result.model.parameters:,} ({result.model.trainable_parameters:,} trained)"),
+        ("steps", f"{result.global_step:,} ({result.epochs:.3g} epoch{'' if result.epochs == 1 else 's'})"),
         ("batch", _batch(result, config)),
         ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type}, warmup {train.warmup_steps:g}"),
         (

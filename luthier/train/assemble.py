@@ -92,6 +92,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: List
             artifacts.save_model(loaded.model, base, tokenizer)
         loaded.model.name_or_path = str(base)  # what the adapter will name as its base
         tell(Note(text=f"model: the random base weights are saved in {BASE_FOLDER}/, for the adapter to be used with"))
+    loaded.model.config.get_text_config().use_cache = False  # from here on: a cache would be a graph for each layer
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter)
     if left := adapters.parts_left_out(loaded.model, config.adapter):

@@ -163,14 +163,19 @@ def _set_up(
 def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | None:
     """The checkpoint to go on from, the same on all ranks, checked against this run's stream."""
     world = hooks.stop.world
-    chosen: list[str | None] = [None]
+    chosen: list[str | UserError | None] = [None]
     if world.is_main:
-        found = run_folder.open_run_folder(config, lambda text: hooks.tell(Note(text=text)))
-        chosen = [None if found is None else str(found)]
+        try:
+            found = run_folder.open_run_folder(config, lambda text: hooks.tell(Note(text=text)))
+            chosen = [None if found is None else str(found)]
+        except UserError as error:
+            chosen = [error]  # else the others wait for a rank that is gone
     if world.size > 1:
         broadcast_object_list(chosen)
     if chosen[0] is None:
         return None
+    if isinstance(chosen[0], UserError):
+        raise chosen[0]
     checkpoint = Path(chosen[0])
     there = LoaderState.load(checkpoint)
     there.check(here, where=str(checkpoint))

@@ -41,7 +41,8 @@ def model_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
 def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
     compiled = parts.config.train.torch_compile
     if compiled:  # what is proven is what will run
-        tell(f"model: {compile_layers(parts.model)} decoder layers are compiled, in the first steps")
+        layers = compile_layers(parts.model, recomputed=parts.config.train.gradient_checkpointing)
+        tell(f"model: {layers} decoder layers are compiled, in the first steps")
     model = HiddenStates(parts.model) if is_reward_model(parts.config) else parts.model
     if parts.how.packed:
         isolation = choose_isolation(

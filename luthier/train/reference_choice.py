@@ -145,6 +145,7 @@ def _named(
 
 def _loaded(config: RunConfig, parts: ObjectiveParts, forward: ModelPass) -> PreTrainedModel:
     model = load_model(config, parts.vocabulary).model
+    model.config.get_text_config().use_cache = False  # it would hold keys and values of all layers for nothing
     set_text_attention(model, forward.isolation.attention)
     part_mixers(model)
     return model

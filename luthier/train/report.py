@@ -130,10 +130,11 @@ def write_report(report: Report) -> list[Path]:
 def summary(report: Report, files: list[Path]) -> Group:
     """The end of a run in a terminal: what became of loss, answers and rows, and where everything is."""
     result = report.result
+    epochs = f"{result.epochs:.3g} epoch{'' if result.epochs == 1 else 's'}"
     head = Text.assemble(
         (_HEADLINES[result.ended], "bold green" if result.ended is not Ended.INTERRUPTED else "bold yellow"),
         (f"  {result.model.name}", "bold"),
-        (f"   {result.global_step:,} steps, {result.epochs:.3g} epochs in {duration(result.seconds)}", "dim"),
+        (f"   {result.global_step:,} steps, {epochs} in {duration(result.seconds)}", "dim"),
     )
     table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
     table.add_column(style="dim", no_wrap=True)

@@ -102,7 +102,9 @@ class FeedbackLosses:
         found = feedback_loss_sum(scores, self.name, self.settings, self._baselines)
         if feedback_loss_named(self.name).needs_delta and torch.is_grad_enabled():
             self._under_way.append(found.measures)
-        is_own_K = torch.isin(targets.segments_K, torch.tensor(own_R, dtype=torch.int64, device=anchor.device))
+        is_own_K = None
+        if scored.scores.entropy_K is not None:
+            is_own_K = torch.isin(targets.segments_K, torch.tensor(own_R, dtype=torch.int64, device=anchor.device))
         told = {**self._judged(scores), ENTROPY: entropy_of(scored.scores, is_own_K)}
         found = replace(found, measures={**found.measures, **told})
         return micro_loss(found, anchor, own, self.num_sources)

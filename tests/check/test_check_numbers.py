@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from luthier.encoding.prepared import Prepared
 from luthier.encoding.segments import SegmentIndex
 from luthier.loader.run_order import mixture_of
 from luthier.loader.run_settings import train_settings
-from luthier.packing import plan_epoch, realised_mixture, straggler_factor
+from luthier.packing import Units, plan_epoch, realised_mixture, straggler_factor
 from luthier.train.schedule import Schedule
 
 SHARES = MixtureConfig.model_validate({"by": "rows"})
@@ -181,3 +182,23 @@ def test_tables_print_in_eighty_columns(prepared: tuple[RunConfig, Prepared]) ->
     assert "too_long" in text
     assert "Mixture of the first epoch" in text and "straggler factor" in text
     assert "←" in text
+
+
+def test_a_plan_counts_in_singular_and_plural_and_says_what_counts_once(
+    prepared: tuple[RunConfig, Prepared],
+) -> None:
+    plan = made(*prepared)
+    one = replace(plan, epochs=1.0, max_steps=None, rows_per_micro_batch=1, micro_batches_per_step=plan.num_ranks)
+    shown = printed_plan(one)
+    assert "(1 epoch," in shown and "1 row × 1 micro-batch" in shown and "micro-batches " in shown
+    many = replace(one, epochs=2.0, rows_per_micro_batch=2, micro_batches_per_step=3 * plan.num_ranks)
+    assert "(2 epochs," in printed_plan(many) and "2 rows × 3 micro-batches" in printed_plan(many)
+    pairs = replace(one, units=Units.PAIRS)
+    assert "counts once" not in printed_plan(pairs)
+    assert "a prompt that both share counts once" in printed_plan(replace(pairs, shares_prompts=True))
+
+
+def printed_plan(plan: RunPlan) -> str:
+    console = Console(width=160, record=True, file=StringIO())
+    console.print(plan_table(plan))
+    return console.export_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def say(text: str) -> list[dict[str, str]]:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("compared")
     pairs = [{"prompt": PROMPT, "chosen": say(f"good {n}"), "rejected": say(f"bad {n}")} for n in range(8)]
+    pairs[1]["margin"] = 0.5
     pairs += [{"prompt": "q", "chosen": "a", "rejected": "a"}, {"messages": [*PROMPT, *say("no pair")]}]
     pairs += [{"prompt": "q", "chosen": "x " * 200, "rejected": "y"}]
     feedback = [{"prompt": PROMPT, "completion": say(f"a {n}"), "label": n % 2 == 0} for n in range(8)]
@@ -87,11 +89,18 @@ def test_show_names_continuations_and_verdicts(files: dict[str, Path]) -> None:
     assert "the chosen one of two answers to a prompt" in shown and "the rejected one" in shown
     assert "cut by data.max_length" in shown and "renders the history differently" not in shown
     assert "0 system" in shown and "3 user" in shown and "1 user" not in shown
+    assert "margin" not in shown and shown_margin(files["dpo"]) == "answers to a prompt, margin 0.5"
     shown = run("show", files["kto"], "--batch", 1)
     assert "the answer to a prompt, desirable" in shown or "the answer to a prompt, undesirable" in shown
     assert "with another row's answer" in shown and "owners are not known" not in shown
     shown = run("show", files["dpo"], "--pack", 2, "train.packing=none")
     assert shown.count("the chosen one") == shown.count("the rejected one") > 0
+
+
+def shown_margin(file: Path) -> str:
+    """Of the row that has one."""
+    found = re.search(r"answers to a prompt, margin [0-9.]+", run("show", file, "--row", 2))
+    return "" if found is None else found[0]
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])

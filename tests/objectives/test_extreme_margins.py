@@ -65,6 +65,17 @@ def test_the_alpha_divergence_ends_in_the_forward_kl_and_in_dpo() -> None:
     torch.testing.assert_close(losses("alphapo", alphapo_alpha=0.0, gamma=0.2), losses("simpo", gamma=0.2))
 
 
+def test_losses_near_the_end_of_their_alpha_keep_their_digits_in_float32() -> None:
+    """Where exp(x) - 1 would have lost all of x, and the loss be that of no gap."""
+    gaps_P = torch.linspace(-2, 2, 9)
+
+    def losses(name: str, **numbers: float) -> torch.Tensor:
+        return pair_loss_sum(scores(gaps_P), name, PairSettings(beta=0.3, **numbers)).losses_U
+
+    torch.testing.assert_close(losses("alpha_divergence", divergence_alpha=1 - 1e-7), losses("sigmoid"))
+    torch.testing.assert_close(losses("alphapo", alphapo_alpha=1e-7, gamma=0.2), losses("simpo", gamma=0.2))
+
+
 @pytest.mark.parametrize("name", list(FEEDBACK_LOSSES))
 def test_feedback_losses_and_their_slopes_stay_numbers(name: str) -> None:
     logps_R = torch.cat([GAPS, GAPS]).requires_grad_()

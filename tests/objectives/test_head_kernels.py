@@ -6,6 +6,7 @@ The kernel is one in plain torch; `test_train_liger` runs this file again with L
 from __future__ import annotations
 
 from dataclasses import replace
+from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
@@ -302,13 +303,25 @@ def test_the_proof_knows_weights_that_a_kernel_leaves_out() -> None:
     assert problem is not None and "the gradient of the hidden states" in problem
 
 
-def test_a_kernel_that_does_not_run_and_a_head_that_fits_none_are_told_why() -> None:
-    class Broken(PlainKernel):
-        def __call__(self, task: KernelTask) -> KernelAnswer:
-            raise TypeError("unexpected keyword argument\nmore lines")
+class _Broken(PlainKernel):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
-    hidden, head, ids = case(Broken())
-    assert kernel_problem(hidden, head, ids, settings=TokenSettings()) == "TypeError: unexpected keyword argument"
+    def __call__(self, task: KernelTask) -> KernelAnswer:
+        raise self.error
+
+
+def test_a_kernel_that_does_not_run_and_a_head_that_fits_none_are_told_why() -> None:
+    for error, says in (
+        (TypeError("unexpected keyword argument\nmore lines"), "TypeError: unexpected keyword argument"),
+        # what Triton leaves through where its launcher cannot be built
+        (CalledProcessError(1, ["gcc", "main.c"]), "CalledProcessError: Command '['gcc', 'main.c']' returned non-zero"),
+        (PermissionError(13, "Permission denied", "/root/.triton"), "PermissionError: [Errno 13] Permission denied"),
+    ):
+        hidden, head, ids = case(_Broken(error))
+        problem = kernel_problem(hidden, head, ids, settings=TokenSettings())
+        assert problem is not None and problem.startswith(says)
     _, double, _ = case(PlainKernel(), dtype=torch.float64)
     assert (
         kernel_problem(hidden.double(), double, ids, settings=TokenSettings()) == "the output layer computes in float64"

@@ -61,6 +61,20 @@ def test_quarantine_names_the_side_and_the_message() -> None:
     assert caught.value.field == "rejected[1]"
 
 
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({"messages": [USER, USER, ASSISTANT], "kto_tag": True}, "messages[1]"),
+        ({"chosen": [USER, USER, ASSISTANT], "rejected": [USER, USER, BAD]}, "chosen[1]"),
+        ({"question": [USER, USER], "chosen": [ASSISTANT], "rejected": [BAD]}, "question[1]"),
+    ],
+)
+def test_quarantine_names_the_column_that_the_prompt_was_read_from(row: dict[str, Any], field: str) -> None:
+    with pytest.raises(RowError) as caught:
+        convert(row, same_role=SameRole.QUARANTINE, columns={"prompt": "question"} if "question" in row else {})
+    assert (caught.value.reason, caught.value.field) == ("same_role", field)
+
+
 # --------------------------------------------------------------------------------------------------- no common prompt
 
 

@@ -93,3 +93,17 @@ def test_no_tools_are_no_tools(tools: Any) -> None:
 def test_a_row_of_another_format_is_refused_with_the_columns_it_has(kind: Format) -> None:
     with pytest.raises(RowError, match=rf"missing_column: format {kind} needs .*; the row has apple, pear"):
         convert({"pear": "1", "apple": "2"}, format=kind)
+
+
+def test_a_message_in_the_style_of_other_sources_is_told_the_way_out() -> None:
+    odd = {"messages": [{"from": "human", "value": "Hi"}]}
+    with pytest.raises(RowError) as caught:
+        convert(odd, format=Format.MESSAGES)
+    for words in ("written as from/value", "this source as role/content", "a source of their own", "role_tag: from"):
+        assert words in caught.value.detail
+    odd = {"conversations": [{"role": "user", "content": "Hi"}]}
+    with pytest.raises(RowError, match="written as role/content, and this source as from/value"):
+        convert(odd, format=Format.SHAREGPT)
+    with pytest.raises(RowError) as caught:  # in no style at all
+        convert({"messages": [{"who": "user", "says": "Hi"}]}, format=Format.MESSAGES)
+    assert caught.value.detail.endswith("['says', 'who']")

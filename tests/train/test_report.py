@@ -248,6 +248,16 @@ def test_a_run_of_targets_shows_perplexity_and_no_rewards(result: RunResult) -> 
     assert "judged right" not in page and "reward" not in page
 
 
+def test_one_epoch_is_one_and_targets_that_are_compared_are_scored(result: RunResult, tmp_path: Path) -> None:
+    for epochs, said in ((1.0, "1 epoch"), (2.0, "2 epochs"), (0.25423, "0.254 epochs")):
+        shown = replace(result, epochs=epochs)
+        card = model_card(shown, make_config(tmp_path))
+        assert f"{said} in" in summary_text(Report(result=shown)) and f"({said})" in card
+    page = write_report(Report(result=replace(result, epochs=1.0)))[0].read_text()
+    assert "1 epoch in" in page and "targets learned" in page and "targets scored" not in page
+    assert "targets scored" in write_report(Report(result=compared(result)))[0].read_text()
+
+
 def test_an_interrupted_run_says_how_to_go_on(result: RunResult) -> None:
     text = summary_text(Report(result=replace(result, ended=Ended.INTERRUPTED, model_dir=None)))
     assert text.startswith("Interrupted") and "run the same command again" in text

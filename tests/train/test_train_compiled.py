@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from tiny_rows import run_data
-from tiny_runs import make_config, make_data, make_segments
+from tiny_runs import TINY, make_config, make_data, make_segments
 from torch._dynamo.testing import CompileCounter
 
 from luthier.encoding.tokenizer import Tokenizer
@@ -154,3 +156,44 @@ def test_a_model_without_decoder_layers_cannot_be_compiled(train: Train, monkeyp
     monkeypatch.setattr(compiled, "decoder_layers", lambda model: None)
     with pytest.raises(ModelError, match="has no list of decoder layers"):
         train(make_data(make_segments(2)), train__torch_compile=True, train__max_steps=1)
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_layers_that_are_recomputed_are_compiled_too(
+    train: Train, counter: CompileCounter, monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    """Where attention runs between the graphs, no graph may hold the checkpoint: it would be no graph at all."""
+    in_training, count = list[bool](), CompileCounter.__call__
+    recomputed, checkpoint = list[bool](), compiled.checkpoint
+
+    def counting(self: CompileCounter, *arguments: Any) -> Any:
+        in_training.append(torch.is_grad_enabled())
+        return count(self, *arguments)
+
+    def checking(*arguments: Any, **settings: Any) -> Any:
+        recomputed.append(True)
+        return checkpoint(*arguments, **settings)
+
+    monkeypatch.setattr(CompileCounter, "__call__", counting)
+    monkeypatch.setattr(compiled, "checkpoint", checking)
+    rows = make_data(make_segments(6))
+    short: dict[str, Any] = {**FULL_ROWS, "train__packing": packing, "train__max_steps": 2}
+    short |= {"train__gradient_checkpointing": True}
+    found = train(rows, folder="compiled", train__torch_compile=True, **short)
+    assert any(in_training) and len(recomputed) == 2 * 2, "two layers in two steps"
+    assert_same_losses(found, train(rows, folder="plain", **short))
+    assert len(recomputed) == 2 * 2
+
+
+def test_layers_share_their_graphs_from_the_first_look_on(train: Train, counter: CompileCounter) -> None:
+    """With a cache for keys and values each layer would have a graph of its own, and only the first eight any."""
+    deep = {**TINY, "num_hidden_layers": 4}
+    train(make_data(make_segments(3)), train__torch_compile=True, train__max_steps=1, model__config_overrides=deep)
+    assert counter.frame_count == 2, "one without gradients, one with"
+
+
+def test_recomputed_layers_generate_as_they_are() -> None:
+    model = tiny_model("qwen3")
+    assert isinstance(compiled.uncompiled(model), nullcontext)
+    compiled.compile_layers(model, recomputed=True)
+    assert not isinstance(compiled.uncompiled(model), nullcontext)

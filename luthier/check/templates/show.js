@@ -24,7 +24,7 @@ function numbersOf(segment, place) {
     id: segment.ids[place],
     name: segment.names[place],
     owner: segment.owners[segment.owner[place]],
-    target: isTarget ? "learned" : "",
+    target: isTarget ? "yes" : "",
     weight: isTarget ? (segment.weights ? segment.weights[place] : 1) : "",
     segment: segment.segment,
     position: segment.positions ? segment.positions[place] : place,

@@ -67,14 +67,16 @@ def convert_preference(reading: Reading) -> Preference:
             raise reading.missing(name)
     chosen = reading.continuation("chosen", reading.media)
     if chosen[0].role == "assistant":
-        return reading.preference(reading.prompt(), chosen, reading.continuation("rejected", reading.fresh_media()))
+        prompt, rejected = reading.prompt(), reading.continuation("rejected", reading.fresh_media())
+        return reading.preference(prompt, chosen, rejected, prompt_field=reading.prompt_field())
     second = reading.fresh_media()
     rejected = reading.continuation("rejected", second)
     second.finish()
     shared = _common_prefix(chosen, rejected)
     if shared == 0:
         raise _no_common_prompt(chosen, rejected, reading)
-    return reading.preference(reading.with_system(chosen[:shared]), chosen[shared:], rejected[shared:])
+    prompt, field = reading.with_system(chosen[:shared]), reading.field("chosen")
+    return reading.preference(prompt, chosen[shared:], rejected[shared:], prompt_field=field)
 
 
 def convert_feedback(reading: Reading) -> Feedback:

@@ -43,25 +43,26 @@ def settle_turns(messages: Sequence[Message], policy: SameRole) -> tuple[Sequenc
 
 
 def settle_compared(
-    prompt: Sequence[Message], answers: Sequence[tuple[str, Sequence[Message]]], policy: SameRole
+    prompt: tuple[str, Sequence[Message]], answers: Sequence[tuple[str, Sequence[Message]]], policy: SameRole
 ) -> tuple[Sequence[Message], list[Sequence[Message]], Notes]:
-    """Prompt and answers as they are compared, and what is worth counting. Answers come with their columns' names.
+    """Prompt and answers as they are compared, and what is worth counting. Both come with their columns' names.
 
     The seam between them stays where it is: what the prompt holds is given, so an assistant's message at its end and
     the answer are not merged. Raises `RowError` (``same_role``) as `settle_turns` does.
     """
-    prompt, notes = _settle_pairs(prompt, policy, "prompt")
+    column, given = prompt
+    asked, notes = _settle_pairs(given, policy, column)
     settled: list[Sequence[Message]] = []
     found = [Counter(dict(notes))]
     for name, answer in answers:
         side, own = _settle_pairs(answer, policy, name)
         settled.append(side)
         found.append(found[0] + Counter(dict(own)))
-        if prompt[-1].role == answer[0].role:
+        if asked[-1].role == answer[0].role:
             _check_seam(policy, name)
             found[-1][_SEPARATE.format(role=answer[0].role)] += 1
     most = reduce(or_, found)  # of two answers the one with more: a row is counted once
-    return prompt, settled, tuple(most.items())
+    return asked, settled, tuple(most.items())
 
 
 def _check_seam(policy: SameRole, name: str) -> None:

@@ -112,6 +112,10 @@ class Reading:
             messages = [*self._history(), Message(role="user", parts=tuple(self.media.split(question)))]
         return self.with_system(messages)
 
+    def prompt_field(self) -> str:
+        """The file's name of the column that `prompt` reads, if it reads a list of messages."""
+        return self.field("messages" if self.has("messages") else "prompt")
+
     def with_system(self, messages: list[Message]) -> list[Message]:
         """The messages after the system column's text, unless they bring a system message of their own."""
         system = self.text("system")
@@ -180,14 +184,15 @@ class Reading:
         return True
 
     def preference(
-        self, prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]
+        self, prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message], *, prompt_field: str
     ) -> Preference:
-        """The pair, both of its sides checked against the prompt."""
+        """The pair, both of its sides checked against the prompt, which was read from column ``prompt_field``."""
         for name, side in (("chosen", chosen), ("rejected", rejected)):
             self._check_answer(side, self.field(name))
         tools = self._close([*prompt, *chosen], [*prompt, *rejected])
         sides = [(self.field("chosen"), chosen), (self.field("rejected"), rejected)]
-        prompt, (chosen, rejected), notes = settle_compared(prompt, sides, self.layout.same_role)
+        asked = (prompt_field, prompt)
+        prompt, (chosen, rejected), notes = settle_compared(asked, sides, self.layout.same_role)
         return Preference(
             prompt=tuple(prompt),
             chosen=tuple(chosen),
@@ -204,7 +209,8 @@ class Reading:
         """The continuation with its verdict."""
         self._check_answer(completion, field)
         tools = self._close([*prompt, *completion])
-        prompt, (completion,), notes = settle_compared(prompt, [(field, completion)], self.layout.same_role)
+        asked = (self.prompt_field(), prompt)
+        prompt, (completion,), notes = settle_compared(asked, [(field, completion)], self.layout.same_role)
         return Feedback(
             prompt=tuple(prompt),
             completion=tuple(completion),

@@ -19,6 +19,7 @@ from luthier.sources.formats.tools import read_call, read_calls
 from luthier.sources.rows import json_kind
 from luthier.sources.strict_json import decode_text
 
+_STYLES = (("role", "content"), ("from", "value"))
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MEDIA_KINDS = {
     "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video",
@@ -98,9 +99,21 @@ def _read_full_message(message: dict[str, Any], role: str, *, tags: Tags, media:
 def _bad_role(message: dict[str, Any], tags: Tags) -> RowError:
     if tags.role not in message:
         detail = f"the message has no {tags.role!r}; its keys are {sorted(message)}"
-        return RowError("missing_role", detail, field=tags.role)
+        return RowError("missing_role", detail + _other_style(message, tags), field=tags.role)
     detail = f"{str(message[tags.role])[:40]!r} is none of {', '.join(sorted(tags.roles))}"
     return RowError("unknown_role", detail, field=tags.role)
+
+
+def _other_style(message: dict[str, Any], tags: Tags) -> str:
+    """The way out where a message is written in the other of the two ways: a source has one, that of its first rows."""
+    other = next((pair for pair in _STYLES if pair[0] in message and pair[0] != tags.role), None)
+    if other is None:
+        return ""
+    ours, theirs = "/".join((tags.role, tags.content)), "/".join(other)
+    return (
+        f": it is written as {theirs}, and this source as {ours}; put rows of either kind in a source of their own, or "
+        f"rename its keys (if all rows are so: tags: {{role_tag: {other[0]}, content_tag: {other[1]}}})"
+    )
 
 
 def _read_content(content: Any, role: str, *, tags: Tags, media: MediaQueue) -> list[Part]:
