@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -489,14 +489,6 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.input_ids)
-
-
-class Segments(Protocol):
-    """Random access to segments, which a `SegmentTable` describes."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Segment: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """How a model is told which tokens of a batch see each other. B rows, T tokens a row.
 
 way           what the model gets beside ids and positions                     trees   cost of attention
-segments      a plan for `models.attention`                                     yes     sum of squares of segments
+segments      a plan for `models.attention`                                    yes     sum of squares of segments
 positions     nothing: transformers sees that positions restart                no      square of the row
 masks         a mask for each kind of layer, made by `layout.tree_mask`        yes     square of the row
 blocks        the same for FlexAttention, on a GPU                             yes     blocks in which some pair is seen

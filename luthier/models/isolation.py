@@ -23,7 +23,7 @@ from luthier.models.isolation_trial import Trial
 from luthier.models.media_needs import MediaNeeds
 from luthier.models.mixers import part_mixers
 from luthier.models.parts import set_text_attention, text_attention
-from luthier.records import Segments
+from luthier.packing import Segments
 
 # Models with layers that carry a state from token to token, past any mask. Where those are no `MIXERS`, or nothing else
 # would be packed (Mamba), rows hold one segment.

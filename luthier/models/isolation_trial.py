@@ -15,7 +15,8 @@ from luthier.media import PREFIX_TYPES
 from luthier.models.attention_inputs import Isolation
 from luthier.models.chosen_isolation import ChosenIsolation
 from luthier.models.media_needs import MediaNeeds
-from luthier.records import Batch, Branch, Pack, Sample, Segment, Segments
+from luthier.packing import Segments
+from luthier.records import Batch, Branch, Pack, Sample, Segment
 
 Answer = TypeVar("Answer")
 

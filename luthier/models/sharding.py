@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from luthier.config.schema import Sharding
 from luthier.errors import ModelError, UserError
 from luthier.models.adapters import decoder_layers
 from luthier.models.parts import is_multimodal
@@ -44,6 +45,25 @@ def refuse_other_ways(environment: Mapping[str, str]) -> None:
                 f"the environment asks for {way} ({name}={environment[name]}), and no run divides its model by that",
                 hint="start the run with torchrun and set runtime.sharding: fsdp, or leave the variable out",
             )
+
+
+def place(model: PreTrainedModel | PeftModel, device: torch.device, asked: Sharding) -> str | None:
+    """Put the model where it is trained, in place, and say what became of the wish to divide it; None: there is none.
+
+    Raises `ModelError` as `shard` does.
+    """
+    match asked:
+        case Sharding.NONE:
+            model.to(device)
+            return None
+        case Sharding.FSDP if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            shard(model, device)
+            return f"divided among {torch.distributed.get_world_size()} ranks, a decoder layer at a time"
+        case Sharding.FSDP:
+            model.to(device)
+            return "not divided, though runtime.sharding is fsdp: there is one process; torchrun starts several"
+        case _:
+            raise AssertionError(asked)
 
 
 def shard(model: PreTrainedModel | PeftModel, device: torch.device) -> None:

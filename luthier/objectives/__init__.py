@@ -27,7 +27,7 @@ from luthier.objectives.running_mean import RunningMean
 from luthier.objectives.sequences import SequenceScores, sequence_scores, tail_discount
 from luthier.objectives.settings import feedback_settings, pair_settings, token_settings
 from luthier.objectives.sorted_sides import Counterparts, counterparts
-from luthier.objectives.token_loss import TokenLoss, token_loss_sum
+from luthier.objectives.token_loss import TokenLoss, losses_by_source, token_loss_sum
 from luthier.objectives.token_losses import TokenSettings
 from luthier.objectives.token_scores import TokenScores, token_scores
 
@@ -57,6 +57,7 @@ __all__ = [
     "kl_baseline",
     "kl_measure",
     "log_square_sums",
+    "losses_by_source",
     "measure",
     "pair_loss_sum",
     "pair_scores",

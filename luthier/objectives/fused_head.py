@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from luthier.objectives.head import AnyHead, Head
-from luthier.objectives.head_kernels import KERNEL_DTYPES, Gradients, HeadKernel, KernelAnswer, KernelTask
+from luthier.objectives.head import AnyHead, Head, hand_over_, scaled_
+from luthier.objectives.head_kernels import KERNEL_DTYPES, HeadKernel, KernelAnswer, KernelTask
 
 
 def is_fused(head: AnyHead, ids_K: torch.Tensor) -> bool:
@@ -146,10 +146,8 @@ class _FusedLossSum(torch.autograd.Function):
     def backward(
         ctx: Any, grad_sum: torch.Tensor, _losses: torch.Tensor, _correct: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("the gradient of a loss sum can be asked for once: compute the loss again")
-        gradients, ctx.gradients = ctx.gradients, None
-        return *_scaled_(gradients, grad_sum if ctx.largest is None else grad_sum * ctx.largest), None, None, None, None
+        factor = grad_sum if ctx.largest is None else grad_sum * ctx.largest
+        return *hand_over_(ctx, factor), None, None, None, None
 
 
 class _FusedLogps(torch.autograd.Function):
@@ -185,7 +183,7 @@ class _FusedLogps(torch.autograd.Function):
         hidden_KD, weight_VD, bias_V, ids_K = ctx.saved_tensors
         counts_K, largest = _at_most_one(-grad_K)
         answer = ctx.terms.run((hidden_KD, weight_VD, bias_V), ids_K, ctx.needs_input_grad[:3], counts_K)
-        return *_scaled_(answer.gradients, largest), None, None, None
+        return *scaled_(answer.gradients, largest), None, None, None
 
 
 def _at_most_one(counts_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,9 +195,3 @@ def _at_most_one(counts_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _times(gradient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
     return gradient if gradient is None or scale == 1 else gradient * scale
-
-
-def _scaled_(gradients: Gradients, factor: torch.Tensor) -> Gradients:
-    """In place: a second copy of a 150k vocabulary's gradient would be the largest tensor of the step."""
-    of_hidden, of_weight, of_bias = (None if gradient is None else gradient.mul_(factor) for gradient in gradients)
-    return of_hidden, of_weight, of_bias

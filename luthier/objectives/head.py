@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from luthier.objectives.head_kernels import HeadKernel
+from luthier.objectives.head_kernels import Gradients, HeadKernel
 
 CHUNK_ELEMENTS = 2**24  # 64 MiB of float32: at 150k vocabulary 110 rows, enough for the products' full speed
 
@@ -81,6 +82,20 @@ class ChunkedHead:
         logits_CV.div_(cap).tanh_()
         slope_CV = 1 - logits_CV.square()
         return logits_CV.mul_(cap), slope_CV
+
+
+def hand_over_(ctx: Any, factor: torch.Tensor) -> Gradients:
+    """What the forward pass of a sum left in ``ctx.gradients``, times ``factor``; `RuntimeError` if it is gone."""
+    if ctx.gradients is None:
+        raise RuntimeError("the gradient of a loss sum can be asked for once: compute the loss again")
+    gradients, ctx.gradients = ctx.gradients, None
+    return scaled_(gradients, factor)
+
+
+def scaled_(gradients: Gradients, factor: torch.Tensor) -> Gradients:
+    """In place: a second copy of a 150k vocabulary's gradient would be the largest tensor of the step."""
+    of_hidden, of_weight, of_bias = (None if gradient is None else gradient.mul_(factor) for gradient in gradients)
+    return of_hidden, of_weight, of_bias
 
 
 class HeadGradients:

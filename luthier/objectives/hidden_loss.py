@@ -14,8 +14,17 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from luthier.objectives.fused_head import fused_loss_sum, is_fused
-from luthier.objectives.head import AnyHead, ChunkedHead, Head, HeadGradients, Softmax, chunks_of, softmax_
-from luthier.objectives.token_loss import TokenLoss
+from luthier.objectives.head import (
+    AnyHead,
+    ChunkedHead,
+    Head,
+    HeadGradients,
+    Softmax,
+    chunks_of,
+    hand_over_,
+    softmax_,
+)
+from luthier.objectives.token_loss import TokenLoss, losses_by_source
 from luthier.objectives.token_losses import (
     EAFT_CANDIDATES,
     TokenQuantities,
@@ -81,10 +90,7 @@ def hidden_loss_sum(
         differentiable_K, correct_K = _losses_by_function(hidden_KD, head, ids_K, settings, reference)
         weighted_K = differentiable_K if weights_K is None else differentiable_K * weights_K
         loss_sum, losses_K = weighted_K.sum(), weighted_K.detach()
-    by_source = None
-    if sources_K is not None:
-        by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=hidden_KD.device)
-        by_source.index_add_(1, sources_K, torch.stack([losses_K, torch.ones_like(losses_K)]).double())
+    by_source = losses_by_source(losses_K, sources_K, num_sources)
     return TokenLoss(
         loss_sum=loss_sum, num_targets=len(ids_K), num_correct=correct_K.sum(dtype=torch.int64), by_source=by_source
     )
@@ -138,12 +144,7 @@ class _LossSum(torch.autograd.Function):
     def backward(
         ctx: Any, grad_sum: torch.Tensor, _losses: torch.Tensor, _correct: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("the gradient of a loss sum can be asked for once: compute the loss again")
-        gradients, ctx.gradients = ctx.gradients, None
-        # in place: a second copy of a 150k vocabulary's gradient would be the largest tensor of the step
-        scaled = tuple(None if gradient is None else gradient.mul_(grad_sum) for gradient in gradients)
-        return *scaled, None, None, None
+        return *hand_over_(ctx, grad_sum), None, None, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

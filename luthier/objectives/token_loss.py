@@ -69,6 +69,14 @@ def token_loss_sum(
     return TokenLoss(loss_sum=loss_sum, num_targets=len(rows_K), num_correct=num_correct, by_source=by_source)
 
 
+def losses_by_source(losses_K: torch.Tensor, sources_K: torch.Tensor | None, num_sources: int) -> torch.Tensor | None:
+    """`TokenLoss.by_source` of K losses, weighted already; None where nobody told sources apart."""
+    if sources_K is None:
+        return None
+    by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=losses_K.device)
+    return by_source.index_add_(1, sources_K, torch.stack([losses_K, torch.ones_like(losses_K)]).double())
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """loss = w [lse(x) - (1 - e) x_label - e mean(x)]; d loss / dx = w [softmax(x) - (1 - e) onehot - e / V].
 

@@ -11,7 +11,7 @@ from luthier.packing.mixture import MixtureSettings, row_order
 from luthier.packing.packer import WindowPacker
 from luthier.packing.planned import MicroBatchPlan, Planned
 from luthier.packing.realised import SourceShare, count_by_source, realised_mixture, shares_of, source_counts
-from luthier.packing.settings import PATCH_COST, PlanSettings, SegmentTable, Units
+from luthier.packing.settings import PATCH_COST, PlanSettings, Segments, SegmentTable, Units
 from luthier.packing.split import Pieces, split_segments
 from luthier.packing.units import completion_room, draw_partners
 from luthier.packing.window import plan_packs
@@ -26,6 +26,7 @@ __all__ = [
     "PlanSummary",
     "Planned",
     "SegmentTable",
+    "Segments",
     "SourceShare",
     "Units",
     "WindowPacker",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import Packing
+from luthier.records import Segment
 
 DEFAULT_WINDOW = 4096
 LINEAR_COST = 24_576  # 6 x 4096: a token's matrix products over its attention to one other, at a width of 4096
@@ -73,6 +75,14 @@ class SegmentTable:
         sizes = np.asarray(lengths, dtype=np.int64)
         rows = np.arange(len(sizes), dtype=np.int64)
         return cls(lengths=sizes, num_targets=sizes - 1, row_ids=rows, source_ids=np.zeros_like(rows))
+
+
+class Segments(Protocol):
+    """Random access to segments, which a `SegmentTable` describes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Segment: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,17 +12,16 @@ from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from luthier.collation import CollateSettings, MediaInputs
-from luthier.config.schema import AdapterType, RunConfig, Sharding, Strategy
+from luthier.config.schema import AdapterType, RunConfig, Strategy
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.live_plan import StreamPlan
 from luthier.loader.run_settings import eval_settings, media_of, shares_prompts
 from luthier.models import adapters
 from luthier.models.model import LoadedModel, load_model
 from luthier.models.parts import text_attention
-from luthier.models.sharding import give_up_gathered, shard, unsharded_class
+from luthier.models.sharding import give_up_gathered, place, unsharded_class
 from luthier.models.vocabulary import Vocabulary
-from luthier.packing import SegmentTable
-from luthier.records import Segments
+from luthier.packing import Segments, SegmentTable
 from luthier.train import artifacts, run_folder
 from luthier.train.arguments import run_precision, training_arguments
 from luthier.train.callbacks import EarlyStopping, Flow, Journal, Meter
@@ -223,11 +222,8 @@ def _losses(
     def tell(text: str) -> None:
         hooks.tell(Note(text=text))
 
-    if config.runtime.sharding is Sharding.FSDP and hooks.stop.world.size > 1:
-        shard(run_model.model, device)
-        tell(f"model: divided among {hooks.stop.world.size} ranks, a decoder layer at a time")
-    else:
-        run_model.model.to(device)
+    if note := place(run_model.model, device, config.runtime.sharding):
+        tell(f"model: {note}")
     parts = ObjectiveParts(
         config=config,
         model=run_model.model,

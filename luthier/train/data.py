@@ -12,8 +12,7 @@ from luthier.encoding.prepared import Prepared, PreparedSet
 from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
 from luthier.loader.run_settings import units_of
-from luthier.packing import PlanSettings, SegmentTable, Units, describe, plan_epoch
-from luthier.records import Segments
+from luthier.packing import PlanSettings, Segments, SegmentTable, Units, describe, plan_epoch
 from luthier.train.result import DataSummary
 from luthier.train.set_names import distinct_names
 

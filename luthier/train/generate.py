@@ -18,8 +18,8 @@ from luthier.encoding.segments import SegmentIndex
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
 from luthier.models.compiled import uncompiled
-from luthier.packing import Units
-from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, Segments, VideoHeader
+from luthier.packing import Segments, Units
+from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
 from luthier.train.result import GenerationRecord, GenerationRound
 
 Ids = NDArray[np.int32]

@@ -20,7 +20,8 @@ from luthier.models.isolation_trial import TOKENS_TRIED
 from luthier.models.model import LoadedModel
 from luthier.models.parts import decoder_family
 from luthier.models.vocabulary import Vocabulary
-from luthier.records import Pack, Segments
+from luthier.packing import Segments
+from luthier.records import Pack
 from luthier.train.streams import EvalStream
 
 

@@ -22,6 +22,7 @@ from luthier.objectives import (
     TokenLoss,
     TokenSettings,
     hidden_loss_sum,
+    losses_by_source,
     measure,
     token_scores,
 )
@@ -190,15 +191,11 @@ def _with_entropy(
     """Plain cross-entropy as `hidden_loss_sum` has it, not differentiable, and the entropies."""
     scores = token_scores(hidden_KD, head, targets.ids_K, entropy=True)
     losses_K = -scores.logps_K if targets.weights_K is None else -scores.logps_K * targets.weights_K
-    by_source = None
-    if sources_K is not None:
-        by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=hidden_KD.device)
-        by_source.index_add_(1, sources_K, torch.stack([losses_K, torch.ones_like(losses_K)]).double())
     loss = TokenLoss(
         loss_sum=losses_K.sum(),
         num_targets=len(losses_K),
         num_correct=scores.correct_K.sum(dtype=torch.int64),
-        by_source=by_source,
+        by_source=losses_by_source(losses_K, sources_K, num_sources),
     )
     assert scores.entropy_K is not None
     return loss, measure(scores.entropy_K)

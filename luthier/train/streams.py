@@ -17,8 +17,8 @@ from luthier.loader.places import PlannedMicroBatch, part_of
 from luthier.loader.planning import SegmentPlaces
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
-from luthier.packing import EpochPlan, PlanSettings, SegmentTable, plan_epoch
-from luthier.records import Batch, Pack, Segments
+from luthier.packing import EpochPlan, PlanSettings, Segments, SegmentTable, plan_epoch
+from luthier.records import Batch, Pack
 from luthier.train.schedule import Schedule, Steps
 
 ENDLESS = 2**40  # micro-batches: transformers wants a length, the steps say when it is over

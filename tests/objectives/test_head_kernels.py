@@ -317,7 +317,7 @@ def test_a_kernel_that_does_not_run_and_a_head_that_fits_none_are_told_why() -> 
         (TypeError("unexpected keyword argument\nmore lines"), "TypeError: unexpected keyword argument"),
         # what Triton leaves through where its launcher cannot be built
         (CalledProcessError(1, ["gcc", "main.c"]), "CalledProcessError: Command '['gcc', 'main.c']' returned non-zero"),
-        (PermissionError(13, "Permission denied", "/root/.triton"), "PermissionError: [Errno 13] Permission denied"),
+        (PermissionError(13, "Permission denied", "triton-cache"), "PermissionError: [Errno 13] Permission denied"),
     ):
         hidden, head, ids = case(_Broken(error))
         problem = kernel_problem(hidden, head, ids, settings=TokenSettings())

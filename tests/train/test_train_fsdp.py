@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.errors import UserError
 from luthier.models.sharding import refuse_other_ways
+from luthier.train.events import Event, Note
 from luthier.train.fit import fit_data
 from luthier.train.result import RunResult
 
@@ -212,6 +213,20 @@ def test_what_is_saved_is_loaded_by_transformers(ranks: Ranks) -> None:
     assert type(model).__name__ == "Qwen3ForCausalLM"
     score = AutoModelForSequenceClassification.from_pretrained(ranks.root / "rm" / "model").score
     assert score.weight.shape[0] == 1  # fewer rows than ranks
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "none"])
+def test_a_single_process_says_that_it_divides_nothing(tmp_path: Path, tokenizer: Tokenizer, sharding: str) -> None:
+    config = epoch_steps(tmp_path / "run", {"name": "sft"}, rows=2, runtime__sharding=sharding)
+    notes: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    fit_data(config, tokenizer, run_data(tmp_path / "store", config, rows=range(2)), on_event=listen)
+    said = "model: not divided, though runtime.sharding is fsdp: there is one process; torchrun starts several"
+    assert (said in notes) == (sharding == "fsdp")
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
