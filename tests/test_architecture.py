@@ -30,7 +30,7 @@ RANK = {room: rank for rank, rooms in enumerate(LINES) for room in rooms.split()
 HEAVY = {"torch", "transformers", "peft", "accelerate", "datasets", "matplotlib"}
 DATA_PATH = {room for room, rank in RANK.items() if rank <= RANK["encoding"]}
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 300, 60, 8
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 500, 60, 8
 # What is over budget, and why it is better so.
 EXCUSED_FILES = {
     "records.py": "all records in one file, in the order in which they flow, is the table of contents of the house",
