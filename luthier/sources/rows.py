@@ -67,6 +67,18 @@ def row_too_long(num_bytes: int, address: Address, *, limit: int = MAX_ROW_BYTES
     return RowError("row_too_long", f"over {num_bytes:,} bytes, {limit:,} are allowed", address=address)
 
 
+def unreadable(why: str, *, reason: str = "unreadable_value") -> dict[str, list[str]]:
+    """What stands in a row in the place of a value that has no JSON form; it costs the row where its column is used."""
+    return {"unreadable value": [reason, why]}
+
+
+def refuse_unreadable(column: str, value: object) -> None:
+    """Raises the `RowError` that `unreadable` speaks of, where that stands in the place of a value."""
+    match value:
+        case {"unreadable value": [str(reason), str(why)], **rest} if not rest:
+            raise RowError(reason, why, field=column)
+
+
 def json_kind(value: object) -> str:
     """JSON's name for the type of a decoded value, for messages."""
     match value:

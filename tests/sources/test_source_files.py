@@ -16,6 +16,7 @@ from luthier.errors import RowError, SourceError
 from luthier.records import Address, Conversation, Document, Row
 from luthier.sources import RowBytes, RowReader, Source, open_sources
 from luthier.sources.columnar import encode_row
+from luthier.sources.rows import decode_row, refuse_unreadable
 
 CALL = {"function": {"name": "add", "arguments": {"a": 1, "note": "x"}}}
 ROWS: list[dict[str, Any]] = [
@@ -107,10 +108,15 @@ def test_damaged_parquet_is_refused(tmp_path: Path) -> None:
         source_of(path)
 
 
-def test_what_json_cannot_say_is_an_error_of_its_row() -> None:
-    error = encode_row({"a": {(1, 2): "x"}}, Address(file="f", row=3))
-    assert isinstance(error, RowError)
-    assert (error.reason, error.address) == ("not_json", Address(file="f", row=3))
+def test_what_json_cannot_say_is_an_error_of_its_row_where_the_column_is_used() -> None:
+    row = encode_row({"a": {(1, 2): "x"}, "text": "fine"}, Address(file="f", row=3))
+    assert isinstance(row, RowBytes)
+    data = decode_row(row).data
+    assert data["text"] == "fine"
+    refuse_unreadable("text", data["text"])
+    with pytest.raises(RowError) as refused:
+        refuse_unreadable("a", data["a"])
+    assert (refused.value.reason, refused.value.field) == ("not_json", "a")
 
 
 @pytest.mark.parametrize("in_dict", [False, True])

@@ -18,7 +18,7 @@ from luthier.sources.formats.targets import read_weight
 from luthier.sources.formats.thinking import split_thinking
 from luthier.sources.formats.tools import check_tool_results, read_tools
 from luthier.sources.formats.turns import read_message, read_messages
-from luthier.sources.rows import RawRow, json_kind
+from luthier.sources.rows import RawRow, json_kind, refuse_unreadable
 from luthier.sources.strict_json import decode_text
 
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
@@ -37,6 +37,9 @@ class Reading:
         self.columns = layout.columns
         self.layout = layout
         self.address: Address = row.address
+        for column in layout.columns.values():
+            if type(row.data.get(column)) is dict:
+                refuse_unreadable(column, row.data[column])
         self._media_columns = {kind: self.column(name) for kind, name in COLUMN_OF_KIND.items() if self.has(name)}
         self._root = layout.media_root if layout.media_root is not None else _folder_of(row.address.file)
         self._slots = slots
