@@ -71,6 +71,13 @@ class TrainOn(StrEnum):
     NONE = "none"
 
 
+class HistoryRendering(StrEnum):
+    """In which context an answer is learned: the prompt of inference, or the conversation rendered once."""
+
+    INFERENCE = "inference"
+    ONE_RENDERING = "one_rendering"
+
+
 class Role(StrEnum):
     """Who speaks."""
 

@@ -11,6 +11,7 @@ from luthier.config.choices import (
     MIN_WEIGHT,
     Count,
     Format,
+    HistoryRendering,
     MixtureBy,
     MixtureStop,
     Natural,
@@ -260,5 +261,10 @@ class TemplateConfig(Section):
     control: Literal["as_text", "forbid"] | Texts = "as_text"
     """Control strings (``<|im_end|>``) in the rows' own text: ``as_text`` encodes them as text and counts them,
     ``forbid`` quarantines such rows, a list names those that are meant as control tokens."""
+    history: Annotated[HistoryRendering, as_enum(HistoryRendering)] = HistoryRendering.INFERENCE
+    """The context in which an answer is learned. ``inference``: what the model will be shown before it. Where the
+    template rewrites history (Qwen3 strips earlier thoughts), turns then have contexts of their own, and cost more
+    tokens. ``one_rendering``: the conversation is rendered once and each answer learned where it stands, as other tools
+    do; how many rows and tokens differ from inference is counted."""
     replay: bool = True
     """Run the template once for each shape of row and replay it for the others, instead of once for each row."""

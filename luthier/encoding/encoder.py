@@ -78,6 +78,7 @@ class Encoder:
             forbids_control=self.options.control == "forbid",
             allowed=self._allowed(),
             kind=self.kind,
+            history=self.options.history,
         )
         template = self.tokenizer.template
         unknown = sorted(set(self.options.kwargs) - (template.variables if template else set()))

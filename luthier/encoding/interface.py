@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from luthier.config.schema import MediaConfig, SourceConfig, TargetRuleConfig, TrainOn
+from luthier.config.schema import HistoryRendering, MediaConfig, SourceConfig, TargetRuleConfig, TrainOn
 from luthier.encoding.encoder import encode_rows
 from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
@@ -42,6 +42,7 @@ class Options(TypedDict, total=False):
     train_on         ``assistant`` (default), ``last_assistant``, ``all``, ``completion`` or ``none``
     targets          rules that refine it, as dicts: ``{"part": "thinking", "train": False}``
     train_stop       learn the stop token too (default)
+    history          ``inference`` (default) or ``one_rendering``
     tools            offered where a row has none of its own
     template_kwargs  variables for the chat template, beside those that the tokenizer was loaded with
     control          control strings in the rows' own text: ``as_text`` (default), ``forbid``, or a list of those that
@@ -54,6 +55,7 @@ class Options(TypedDict, total=False):
     train_on: str
     targets: Sequence[Mapping[str, Any]]
     train_stop: bool
+    history: str
     tools: Tools | None
     template_kwargs: Mapping[str, Any] | None
     control: Control
@@ -97,6 +99,7 @@ def encode_many(
         forbids_control=control == "forbid",
         allowed=frozenset() if isinstance(control, str) else frozenset(control),
         kind=kind_of(options.get("objective", "sft")),
+        history=HistoryRendering(options.get("history", "inference")),
     )
     machinery = _machinery(
         tokenizer,

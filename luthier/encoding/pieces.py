@@ -16,7 +16,7 @@ from luthier.encoding.tree import fold
 from luthier.errors import ModelError, RowError
 from luthier.records import Branch, ControlPiece, MediaItem, MediaPiece, Sample
 from luthier.rendering.blueprint import Blueprint, Run, TextRun
-from luthier.rendering.render import Filled
+from luthier.rendering.filled import DIFFERING_TOKENS, Filled
 
 MOST_ASSEMBLIES = 5_000
 MOST_WITH_MEDIA = 500  # these hold the ids of all slots
@@ -78,9 +78,9 @@ class Assembler:
             return RowError("empty", "the row renders to nothing", address=row.address)
         sizes = np.add.reduceat(lengths, assembly.first_item).tolist()
         branches = [Branch(parent=parent, length=size) for parent, size in zip(assembly.parents, sizes, strict=True)]
-        notes = row.notes
+        notes = self._notes(row, assembly, lengths)
         if row.expansions:
-            return self._with_media(draft, ids, lengths, branches)
+            return replace(self._with_media(draft, ids, lengths, branches), notes=notes)
         if assembly.is_weighted or assembly.mixed or _some_begin_alike(assembly, ids, sizes):
             sample = fold(ids, self._weights(row, assembly, lengths), branches, row.address)
             return replace(sample, notes=notes) if notes else sample
@@ -116,9 +116,15 @@ class Assembler:
             weight=None if (weights == target).all() else np.where(target, weights, 1).astype(np.float32),
             branches=tuple(branches),
             media=media,
-            notes=row.notes,
             address=row.address,
         )
+
+    def _notes(self, row: Filled, assembly: _Assembly, lengths: NDArray[np.int64]) -> tuple[tuple[str, int], ...]:
+        """The row's own, and how many of its targets inference would show another context."""
+        if not row.blueprint.differing:
+            return row.notes
+        differs = np.repeat(assembly.differs, lengths) & (self._weights(row, assembly, lengths) > 0)
+        return (*row.notes, (DIFFERING_TOKENS, int(np.count_nonzero(differs))))
 
     def _weights(self, row: Filled, assembly: _Assembly, lengths: NDArray[np.int64]) -> NDArray[np.float32]:
         weights = np.repeat(assembly.weights, lengths)
@@ -173,11 +179,14 @@ class _Assembly:
 
     ``constants[i]`` are the ids of item i if they are the same in every row, else None; ``weights[i]`` is what each
     token of item i counts, unless it is one of ``mixed``. ``first_item`` is the first item of each branch. ``media``
-    are the media items, by number, each with the first and the last of the items that stand for it.
+    are the media items, by number, each with the first and the last of the items that stand for it. ``differs`` says
+    of each item whether it is learned in another context than inference shows.
     """
 
     def __init__(self, blueprint: Blueprint, expansions: Sequence[str], tokenizer: Tokenizer) -> None:
         self.media: list[tuple[int, int, int]] = []
+        self.differing = blueprint.differing
+        self.differs: list[bool] = []
         self.constants: list[NDArray[np.int32] | None] = []
         self.texts: list[TextRun] = []
         self.mixed: list[tuple[int, TextRun]] = []
@@ -188,6 +197,8 @@ class _Assembly:
             runs = expand_runs(branch.runs, expansions, blueprint.control) if expansions else branch.runs
             for run in runs:
                 self._add(run, tokenizer, weights, first_item[-1])
+                message = run.message if isinstance(run, TextRun | ControlPiece) else None
+                self.differs += [message in self.differing] * (len(self.constants) - len(self.differs))
         self.parents = [branch.parent for branch in blueprint.branches]
         self.siblings = [
             [branch for branch, parent in enumerate(self.parents) if parent == place] for place in set(self.parents)
@@ -232,7 +243,7 @@ class _Assembly:
     def _add_constant(self, ids: NDArray[np.int32], weight: float, weights: list[float], branch_start: int) -> None:
         is_slot = bool(self.media) and self.media[-1][2] == len(self.constants) - 1
         last = self.constants[-1] if len(self.constants) > branch_start and not is_slot else None
-        if last is not None and weights[-1] == weight:
+        if last is not None and weights[-1] == weight and not self.differing:
             self.constants[-1] = np.concatenate([last, ids])
         else:
             self.constants.append(ids)

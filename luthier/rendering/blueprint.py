@@ -32,7 +32,8 @@ class TextRun:
     """Neighbouring text that is encoded as one string, piece by piece: ``texts[i]`` counts ``weights[i]``.
 
     ``strip_left``, ``strip_right``: a control token beside it swallows the white space at that end. ``by_model``: the
-    model emits it, so it is encoded apart from what inference supplies.
+    model emits it, so it is encoded apart from what inference supplies. ``message`` is the one whose completion it
+    belongs to.
     """
 
     texts: tuple[Gapped, ...]
@@ -40,6 +41,7 @@ class TextRun:
     strip_left: bool = False
     strip_right: bool = False
     by_model: bool = field(default=False, compare=False)
+    message: int | None = field(default=None, compare=False)
 
     @property
     def is_constant(self) -> bool:
@@ -84,7 +86,8 @@ class Blueprint:
 
     ``paths`` are the pieces that the tree was made of, root to leaf, with sketches for texts. ``checks`` say whether a
     row fits. ``has_unasked``: the row begins with an answer to which the template knows no prompt, so that it is not
-    learned. Blueprints are compared by identity.
+    learned. ``differing``: the messages whose completions are learned in another context than inference shows, or in
+    another form, because it was asked for (`one_rendering`). Blueprints are compared by identity.
     """
 
     references: Mapping[str, Reference]
@@ -93,6 +96,7 @@ class Blueprint:
     branches: tuple[BranchPlan, ...]
     control: ControlTokens
     has_unasked: bool = False
+    differing: frozenset[int] = frozenset()
 
     def values(self, strings: Sequence[str]) -> list[str]:
         """The texts of the references in a row with these strings."""
@@ -184,6 +188,7 @@ def _runs(
                     strip_left=begin > 0 and _swallows(path[begin - 1], control.rstrip),
                     strip_right=end < len(path) and _swallows(path[end], control.lstrip),
                     by_model=texts[0].by_model,
+                    message=next((piece.message for piece in texts if piece.by_model), None),
                 )
                 yield run, end
 

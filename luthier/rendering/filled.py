@@ -10,6 +10,8 @@ from luthier.rendering.blueprint import Blueprint
 
 CONTROL_STRING = "control string in text: "  # before each one, in notes
 UNASKED = "answer before any question, not learned"
+DIFFERING_ROWS = "rows learned in one rendering, with answers that inference would show another context"
+DIFFERING_TOKENS = "targets of answers that inference would show another context"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +53,9 @@ class Filled:
     def notes(self) -> tuple[tuple[str, int], ...]:
         """What is worth knowing of the row, and how often."""
         unlearned = ((UNASKED, 1),) if self.blueprint.has_unasked else ()
+        differing = ((DIFFERING_ROWS, 1),) if self.blueprint.differing else ()
         found = ((f"{CONTROL_STRING}{token}", count) for token, count in self.control_strings.items())
-        return (*self.counted, *found, *unlearned)
+        return (*self.counted, *found, *unlearned, *differing)
 
     @property
     def prompt_text(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
 from typing import Any
@@ -100,9 +100,9 @@ def paths_of(
         if index == unfinished:
             span = open_span(home.recording, index, context.seam, whole=False)
         if span is None:
-            stop = _stop_of_next_turn(history, control, context, index)
+            stop = stop_of_next_turn(history, control, context.kwargs, index)
             if stop is None and needs_stop:
-                raise _no_stop(control, index)
+                raise no_stop(control, index)
             if stop is not None and index < home.num_messages - 1:  # what follows it here is not what ends it
                 home = _path(history, context.recording, index + 1, kwargs=context.kwargs)
                 branches.append(home)
@@ -111,7 +111,7 @@ def paths_of(
         if (home is not trunk and not home.spans) or (home.stop is not None and home.end is None):
             home.end = span.end
         home.spans.insert(0, span)
-        _require_every_part(home.recording, span, history)
+        require_every_part(home.recording, span, history)
     if unfinished is not None:
         trunk.end = open_span(trunk.recording, unfinished, 0, whole=False).end
     for path in (trunk, *branches):
@@ -158,18 +158,19 @@ def _home(context: Context, paths: Sequence[Path], control: ControlTokens, histo
     return None
 
 
-def _stop_of_next_turn(history: RowHistory, control: ControlTokens, context: Context, index: int) -> str | None:
+def stop_of_next_turn(history: RowHistory, control: ControlTokens, kwargs: Mapping[str, Any], index: int) -> str | None:
     """Where the next turn's header ends this one, as in GLM: the header that would follow."""
     calls = any(isinstance(part, ToolCall) for part in history.row.messages[index].parts)
     following = Message(role="tool" if calls else "user", parts=(Text(text="…"),))
     try:
-        recording = history.recording_with(index + 1, following, **context.kwargs)
+        recording = history.recording_with(index + 1, following, **kwargs)
     except RowError:
         return None
     return token_after(recording, control, index)
 
 
-def _no_stop(control: ControlTokens, index: int) -> RowError:
+def no_stop(control: ControlTokens, index: int) -> RowError:
+    """The error of a turn that is learned and that the template does not end."""
     return RowError(
         "no_stop",
         f"the template ends this turn with no stop token ({', '.join(sorted(control.stops)) or 'none is known'}), "
@@ -178,8 +179,13 @@ def _no_stop(control: ControlTokens, index: int) -> RowError:
     )
 
 
-def _require_every_part(recording: Recording, span: Span, history: RowHistory) -> None:
-    """A template that prints nothing for a tool call or a thought would have the model learn an empty answer."""
+def require_every_part(
+    recording: Recording, span: Span, history: RowHistory, *, but: Collection[int] = frozenset()
+) -> None:
+    """A template that prints nothing for a tool call or a thought would have the model learn an empty answer.
+
+    Parts in ``but`` need not be printed. Raises `RowError`.
+    """
     printed: dict[int, list[str]] = {}
     for position in range(span.seam, span.end):
         owner = recording.owner(position)
@@ -194,6 +200,8 @@ def _require_every_part(recording: Recording, span: Span, history: RowHistory) -
                 field=f"messages[{span.message}]",
             )
         chars = printed.get(index, [])
+        if not chars and index in but:
+            continue
         if any(history.keeps(char) for char in chars):
             continue
         for char in chars:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Never
 
-from luthier.config.schema import TrainOn
+from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.records import (
     BLANK_ANSWER,
@@ -35,6 +35,7 @@ from luthier.rendering.filled import CONTROL_STRING, UNASKED, Filled
 from luthier.rendering.kinds import RowKind
 from luthier.rendering.media_slots import MediaSlots, SlotsOnDemand, media_of, media_of_parts, no_slots
 from luthier.rendering.messages import message_strings
+from luthier.rendering.one_rendering import one_path
 from luthier.rendering.openings import as_printed
 from luthier.rendering.paths import Path, can_be_asked, cut_paths, paths_of
 from luthier.rendering.pieces import Weigh
@@ -209,7 +210,12 @@ class Renderer:
         try:
             has_unasked = bool(turns) and _is_unasked(row, turns[0]) and not can_be_asked(history, turns[0])
             turns = turns[1:] if has_unasked else turns
-            trunk, branches = paths_of(history, control, turns, needs_stop=self.policy.train_stop)
+            differing: frozenset[int] = frozenset()
+            if self.policy.history is HistoryRendering.ONE_RENDERING:
+                trunk, differing = one_path(history, control, turns, needs_stop=self.policy.train_stop)
+                branches: list[Path] = []
+            else:
+                trunk, branches = paths_of(history, control, turns, needs_stop=self.policy.train_stop)
         except AlphabetFull:
             raise RowError("too_many_strings", "the row holds more strings than can be followed") from None
         completions_only = weights.without_supplied()
@@ -225,7 +231,7 @@ class Renderer:
             raise RowDropped("no_target", "the only answer comes before any question")
         control = self.control.with_places(template.slots.tokens_of(media))
         blueprint = build_blueprint(cut, list(history.guards), references, control)
-        blueprint = replace(blueprint, has_unasked=has_unasked)
+        blueprint = replace(blueprint, has_unasked=has_unasked, differing=differing)
         return _Known(blueprint=blueprint, paths=paths)
 
     def _check(self, known: _Known, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:

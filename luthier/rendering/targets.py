@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from luthier.config.schema import TrainOn
+from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.records import Conversation, Document, Message, TargetRule, Text, Thinking, ToolCall
 from luthier.rendering.kinds import RowKind
 from luthier.rendering.trace import Owner
@@ -18,6 +18,7 @@ class TargetPolicy:
 
     ``allowed`` are the control strings that are control tokens in the rows' own text too; of the others
     ``forbids_control`` refuses rows, while otherwise they are text. ``kind`` is the kind of row that is learned from.
+    ``history`` says in which context an answer is learned.
     """
 
     train_on: TrainOn = TrainOn.ASSISTANT
@@ -27,6 +28,7 @@ class TargetPolicy:
     forbids_control: bool = False
     allowed: frozenset[str] = frozenset()
     kind: RowKind = RowKind.ANSWER
+    history: HistoryRendering = HistoryRendering.INFERENCE
 
 
 def trained_turns(conversation: Conversation, policy: TrainOn) -> list[int]:
