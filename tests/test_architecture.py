@@ -174,6 +174,63 @@ def test_each_danger_would_be_found() -> None:
     assert len(list(dangers(ast.parse(code)))) == 5
 
 
+# Programs that fork, and why they may: none of them has computed with torch by then.
+EXCUSED_FORKS = {
+    "tests/encoding/killed_processes.py": "has no threads, and imports nothing but numpy and the store",
+    "tests/faults/killing.py": "forks programs that only read rows, where `computes_nothing` refuses torch's functions",
+    "tests/faults/streams.py": "forks the feed of a child of such a program, before the child reads its first row",
+}
+PROJECT = PACKAGE.parent
+FORKING = ("fork", "forkserver")  # a server that torch has computed in is no better
+ONE_KIND_OF_PROCESS = {"Process", "Pool", "ProcessPoolExecutor"}
+
+
+def forks(tree: ast.Module) -> Iterator[str]:
+    """Calls that fork this process, or leave to the system whether they do."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        last, given = name.rpartition(".")[2], {keyword.arg for keyword in node.keywords}
+        first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+        if name in ("os.fork", "os.forkpty", "pty.fork") or "preexec_fn" in given:
+            yield name
+        elif last in ("get_context", "set_start_method") and (first is None or first in FORKING):
+            yield f"{last}({first or ''})"
+        elif last in ONE_KIND_OF_PROCESS and name.rpartition(".")[0] in ("", "multiprocessing", "mp", "futures"):
+            if "mp_context" not in given:
+                yield name
+        elif last == "DataLoader" and "num_workers" in given and "multiprocessing_context" not in given:
+            yield name
+
+
+def forking_files(root: Path) -> dict[str, list[str]]:
+    """Of the product and its tests; benchmarks run other tools as their users do."""
+    found = {}
+    rooms = [root / name for name in ("luthier", "tests", "examples", "scripts")]
+    for path in sorted(path for room in rooms for path in room.rglob("*.py")):
+        if calls := list(forks(ast.parse(path.read_text(encoding="utf-8")))):
+            found[path.relative_to(root).as_posix()] = calls
+    return found
+
+
+def test_no_process_is_forked_in_which_torch_may_have_computed() -> None:
+    assert set(forking_files(PROJECT)) == set(EXCUSED_FORKS)
+
+
+def test_each_way_to_fork_would_be_found(tmp_path: Path) -> None:
+    code = (
+        "os.fork()\nmultiprocessing.Process(target=f)\nmultiprocessing.Pool(2)\nget_context('fork')\nget_context()\n"
+        "ProcessPoolExecutor(2)\nsubprocess.run([], preexec_fn=f)\nDataLoader(rows, num_workers=2)\n"
+    )
+    assert len(list(forks(ast.parse(code)))) == 8
+    spawned = "get_context('spawn').Process(target=f)\nProcessPoolExecutor(2, mp_context=get_context('spawn'))\n"
+    assert list(forks(ast.parse(spawned))) == []
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "bad.py").write_text(code)
+    assert list(forking_files(tmp_path)) == ["tests/bad.py"]
+
+
 ORDER = re.compile(r"Read in this order: (.+?)\.\n", re.DOTALL)
 
 

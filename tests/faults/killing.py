@@ -1,4 +1,8 @@
-"""Processes that are forked from a warm one, and killed: what the programs of this folder share. It needs no torch."""
+"""Processes that are killed: what the programs of this folder share. It needs no torch.
+
+Children are forked from a process that has imported everything, which is quick, where none of its threads can be half
+there in the child: `computes_nothing` refuses torch's. Children that train are started anew.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +91,13 @@ class Kills:
             sys.stderr.flush()
         os._exit(code)
 
+    def run(self, command: list[str], errors: Path) -> int:
+        """Start a program; its standard error goes to ``errors``."""
+        actions = [(os.POSIX_SPAWN_OPEN, 2, str(errors), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)]
+        pid = os.posix_spawn(command[0], command, os.environ, file_actions=actions)
+        self._running[pid] = errors
+        return pid
+
     def kill_after(
         self, pid: int, seconds: float, *, once: Callable[[], bool] = lambda: True, group: bool = False
     ) -> bool:
@@ -152,6 +163,26 @@ def _already() -> Any:
         yield
     except (ProcessLookupError, PermissionError, FileNotFoundError):
         return
+
+
+@contextmanager
+def computes_nothing() -> Any:
+    """Within this no function of torch may be called by this process, only by the children that it forks.
+
+    torch keeps a pool of threads from its first computation on. A fork has the pool and not the threads, and aborts
+    now and then.
+    """
+    from torch.overrides import TorchFunctionMode
+
+    parent = os.getpid()
+
+    class Refusal(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert os.getpid() != parent, f"{func} is called in a process that forks"
+            return func(*args, **(kwargs or {}))
+
+    with Refusal():
+        yield
 
 
 def tell_progress(path: Path, num_steps: int) -> None:

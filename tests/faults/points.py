@@ -1,6 +1,7 @@
 """All kinds of kill points: ``python -m tests.faults.points --seed N KIND=POINTS …`` prints a line of JSON for each.
 
-A program of its own, for it forks: it has one thread, and has imported everything before the first child.
+A program of its own, for it forks: it has one thread, has imported everything before the first child, and computes
+nothing with torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.faults.killing import Findings
+from tests.faults.killing import Findings, computes_nothing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1") | {
@@ -101,9 +102,15 @@ def _rows_at_hand(name: str, loses: str = "", workers: tuple[int, ...] = (0,)) -
         kinds = {"": streams.RowsAtHand, "window": streams.Forgetful, "step": streams.Hesitant}
         rows = streams.RowsAtHand.of(root / "store", (1, 2, 3, 50, 70, 500))
         stream = kinds[loses](rows.store, rows.sizes)
-        return loading.kill_streams(
-            Findings(kind=name), root / "streams", lambda _: stream, points=points, seed=seed, shape=_shapes(workers)
-        )
+        with computes_nothing():
+            return loading.kill_streams(
+                Findings(kind=name),
+                root / "streams",
+                lambda _: stream,
+                points=points,
+                seed=seed,
+                shape=_shapes(workers),
+            )
 
     return run
 
@@ -114,9 +121,10 @@ def _loader(packing: str, workers: tuple[int, ...] = (0,)) -> Run:
 
         stream = streams.loaded_rows(root / "store", packing)
         findings = Findings(kind=f"Loader, {packing}")
-        return loading.kill_streams(
-            findings, root / "streams", lambda _: stream, points=points, seed=seed, shape=_shapes(workers)
-        )
+        with computes_nothing():
+            return loading.kill_streams(
+                findings, root / "streams", lambda _: stream, points=points, seed=seed, shape=_shapes(workers)
+            )
 
     return run
 
@@ -133,9 +141,10 @@ def _fed(root: Path, points: int, seed: int) -> Findings:
         return streams.FedRows(streams.fed_config(folder, root / "rows.jsonl"), folder / "feed")
 
     findings = Findings(kind="loading while preparing")
-    return loading.kill_streams(
-        findings, root / "streams", stream, points=points, seed=seed, shape=_shapes((0,)), group=True
-    )
+    with computes_nothing():
+        return loading.kill_streams(
+            findings, root / "streams", stream, points=points, seed=seed, shape=_shapes((0,)), group=True
+        )
 
 
 def _training(root: Path, points: int, seed: int) -> Findings:

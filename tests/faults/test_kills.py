@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
 from tests.faults import checkpointing, loading, preparing
-from tests.faults.killing import Findings
+from tests.faults.killing import Findings, computes_nothing
 from tests.faults.points import run_points
 
 # A program each, for what it imports takes longer than some kills.
@@ -63,6 +64,13 @@ def test_failures_are_told() -> None:
     assert findings_of("store-failures").facts["told"] == findings_of("store-failures").points > 100
     assert findings_of("checkpoint-failures").facts["told"] > 0.9 * findings_of("checkpoint-failures").points
     assert findings_of("training-large-files").facts["told"] == findings_of("training-large-files").points
+
+
+def test_control_a_program_that_forks_and_computes_is_found_out() -> None:
+    ones = torch.ones(2)
+    with computes_nothing(), pytest.raises(AssertionError, match="in a process that forks"):
+        ones.add(1)
+    assert ones.add(1).tolist() == [2, 2]
 
 
 def test_control_what_is_lost_doubled_or_changed_is_counted() -> None:

@@ -1,9 +1,13 @@
-"""Whole training runs that are killed at random times, or may write no file beyond a size."""
+"""Whole training runs that are killed at random times, or may write no file beyond a size.
+
+``python -m tests.faults.training FOLDER`` is one of them: a process that trains is never forked.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,14 +79,13 @@ def kill_at_random(root: Path, points: int, seed: int) -> Findings:
     torch.set_num_threads(1)
     findings = Findings(kind="training")
     with Kills(seed) as kills:
-        kills.wait(kills.start(lambda: train(root / "whole"), root / "errors"))
-        expected = Trained.of(RunResult.load(root / "whole"))
+        expected = Trained.of(train(root / "whole"))
         while findings.points < points:
             findings.facts["runs"] += 1
             assert findings.facts["runs"] <= 3 + points, "runs end before they can be killed"
             folder = root / f"run-{findings.facts['runs']}"
             for _ in range(min(KILLS_IN_A_ROW, points - findings.points)):
-                pid = kills.start(lambda folder=folder: train(folder), root / "errors")
+                pid = kills.run([sys.executable, "-m", __name__, str(folder)], root / "errors")
                 once = has_done(_progress(folder), pid, num_steps=1 + kills.rng.randrange(MOST_STEPS))
                 if not kills.kill_after(pid, kills.rng.random() * SECONDS_MORE, once=once):
                     break
@@ -90,7 +93,7 @@ def kill_at_random(root: Path, points: int, seed: int) -> Findings:
                 findings.facts["with a checkpoint"] += any(folder.glob("checkpoint-*"))
                 findings.facts["while saving"] += any(folder.glob(".saving-*"))
             else:
-                kills.wait(kills.start(lambda folder=folder: train(folder), root / "errors"))
+                train(folder)
             compare(findings, Trained.of(RunResult.load(folder)), expected)
             findings.differing += sorted(path.name for path in folder.iterdir()) != sorted(
                 path.name for path in (root / "whole").iterdir()
@@ -111,27 +114,26 @@ def write_at_most(root: Path, points: int, seed: int) -> Findings:
     del seed
     torch.set_num_threads(1)
     findings = Findings(kind="training, files too large")
-    with Kills(0) as kills:
-        kills.wait(kills.start(lambda: train(root / "whole"), root / "errors"))
-        expected = Trained.of(RunResult.load(root / "whole"))
-        sizes = {path.stat().st_size for path in (root / "whole").rglob("*") if path.is_file()}
-        for size in sorted(sizes)[:: max(1, len(sizes) // points)][:points]:
-            folder, said = root / f"run-{size}", root / f"said-{size}"
-
-            def limited(size: int = size, folder: Path = folder, said: Path = said) -> None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
-                try:
-                    train(folder)
-                except CheckpointError as error:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-                    said.write_text(f"{error}")
-
-            kills.wait(kills.start(limited, root / "errors"))
-            findings.points += 1
-            findings.facts["told"] += said.exists()
-            if said.exists():
-                assert str(folder) in said.read_text() and "hint: " in said.read_text(), said.read_text()
-                findings.differing += any(folder.glob(".saving-*"))
-            kills.wait(kills.start(lambda folder=folder: train(folder), root / "errors"))
-            compare(findings, Trained.of(RunResult.load(folder)), expected)
+    expected = Trained.of(train(root / "whole"))
+    sizes = {path.stat().st_size for path in (root / "whole").rglob("*") if path.is_file()}
+    for size in sorted(sizes)[:: max(1, len(sizes) // points)][:points]:
+        folder, said = root / f"run-{size}", ""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
+        try:
+            train(folder)
+        except CheckpointError as error:
+            said = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        findings.points += 1
+        findings.facts["told"] += bool(said)
+        if said:
+            assert str(folder) in said and "hint: " in said, said
+            findings.differing += any(folder.glob(".saving-*"))
+        compare(findings, Trained.of(train(folder)), expected)
     return findings
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(Path(sys.argv[1]))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from tiny_rows import epoch_steps, run_data
 
 from luthier.encoding.tokenizer import Tokenizer
@@ -134,11 +133,9 @@ def test_two_ranks_have_the_steps_of_one(tmp_path: Path, tokenizer: Tokenizer) -
     """Ranks share out micro-batches; the KL, the mean reward and what a loss is divided by are those of all ranks. For
     turns in which neither has anything to learn, of which these steps have many, neither runs its model."""
     first, *others = jobs = [_job(tmp_path, objective, changes) for objective, changes in SHARED_OUT.items()]
-    given = json.dumps([{**first, "then": others}])
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), given], capture_output=True, text=True, timeout=250, check=True
-    )
-    assert json.loads(done.stdout) == [[0, 0]], Path(first["folder"] + ".stderr").read_text()
+    given = json.dumps({**first, "then": others})
+    errors = tmp_path / "ranks.stderr"
+    assert run_ranks(PROGRAM, given, errors=errors) == [0, 0], errors.read_text()
     for objective, job in zip(SHARED_OUT, jobs, strict=True):
         found = RunResult.load(Path(job["folder"]))
         assert found.world_size == 2
@@ -158,7 +155,6 @@ def _job(root: Path, objective: str, changes: dict[str, Any]) -> dict[str, Any]:
         "store": str(root / f"{objective} store"),
         "weighted": objective in WEIGHTED,
         "mode": "quiet",
-        "ranks": 2,
         "counted": True,
         "changes": {
             **{key: value for key, value in changes.items() if key != "micro_batches"},

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_rows import epoch_steps, run_data
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -75,9 +74,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     jobs += [_job(root, case, name=f"{case} again", resume=str(root / case / "checkpoint-2")) for case in RESUMED]
     one = _alone(root, "sft", "sft of one")
     jobs.append(_job(root, "sft", name="sft from one", resume=str(Path(one.output_dir) / "checkpoint-2")))
-    given = [sys.executable, str(PROGRAM), str(root), json.dumps(jobs)]
-    done = subprocess.run(given, capture_output=True, text=True, timeout=250, check=True)
-    assert json.loads(done.stdout) == [0, 0], (root / "shards.stderr").read_text()
+    errors = root / "shards.stderr"
+    assert run_ranks(PROGRAM, str(root), json.dumps(jobs), errors=errors) == [0, 0], errors.read_text()
     seen = [json.loads((root / f"seen-{rank}.json").read_text()) for rank in range(2)]
     return Ranks(root=root, seen=seen, one=one)
 

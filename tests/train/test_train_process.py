@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import exit_codes, start_ranks
 from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import Tokenizer
@@ -48,15 +47,12 @@ class Ended:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """What became of every job, by mode."""
     root = tmp_path_factory.mktemp("jobs")
-    jobs = [{"ranks": 1, **job, "mode": mode, "folder": str(root / mode)} for mode, job in JOBS.items()]
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), json.dumps(jobs)], capture_output=True, text=True, timeout=250, check=True
-    )
-    codes = json.loads(done.stdout)
-    return {
-        mode: Ended(root / mode, code, (root / f"{mode}.stderr").read_text())
-        for mode, code in zip(JOBS, codes, strict=True)
-    }
+    started = {}
+    for mode, job in JOBS.items():
+        given = json.dumps({"mode": mode, "folder": str(root / mode), "changes": job["changes"]})
+        started[mode] = start_ranks(PROGRAM, given, size=job.get("ranks", 1), errors=root / f"{mode}.stderr")
+    codes = {mode: exit_codes(processes) for mode, processes in started.items()}
+    return {mode: Ended(root / mode, codes[mode], (root / f"{mode}.stderr").read_text()) for mode in JOBS}
 
 
 @pytest.mark.parametrize(("mode", "newest"), [("kill_in_step_5", 4), ("kill_while_saving", 2)])

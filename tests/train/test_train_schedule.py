@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from luthier.config.schema import Packing
-from luthier.packing import PlanSettings, SegmentTable
+from luthier.packing import PlanSettings, SegmentTable, plan_epoch
+from luthier.train import schedule as schedules
 from luthier.train.run_stream import trained_segments
 from luthier.train.schedule import Schedule
 
@@ -82,3 +83,64 @@ def test_the_segments_of_a_run_are_those_of_its_steps(steps: int, weight: float,
                 seen |= {int(segment) for pack in micro_batch.packs for segment in pack}
     assert trained_segments(schedule, 11).tolist() == sorted(seen)
     assert steps > 4 or len(seen) < 11, "control: few steps see a part of the rows"
+
+
+MIXED = np.array([3, 9, 14, 5, 8, 2, 11, 7, 6, 13])
+KINDS = [(packing, weight, tokens) for packing in Packing for weight in (1.0, 0.5, 2.0) for tokens in (None, 40)]
+
+
+def _mixed(packing: Packing, weight: float, tokens: int | None) -> tuple[SegmentTable, PlanSettings]:
+    table = dataclasses.replace(SegmentTable.of_lengths(MIXED), source_weights=(weight,))
+    return table, PlanSettings(packing=packing, capacity=16, micro_batches_per_step=2, seed=3, tokens_per_step=tokens)
+
+
+@pytest.mark.parametrize(("packing", "weight", "tokens"), KINDS)
+def test_steps_that_are_planned_when_they_are_needed_are_those_of_all_epochs_in_a_row(
+    packing: Packing, weight: float, tokens: int | None
+) -> None:
+    table, settings = _mixed(packing, weight, tokens)
+    counts = [plan_epoch(table, settings, epoch=epoch).num_steps for epoch in range(4)]
+    places = [(epoch, step) for epoch, count in enumerate(counts) for step in range(count)]
+    by_epochs = Schedule(table, settings, num_epochs=3)
+    assert by_epochs.total_steps == sum(counts[:3])
+    assert Schedule(table, settings, num_epochs=2.5).total_steps == sum(counts[:2]) + -(-counts[2] // 2)
+    for step in (len(places) - 1, 0, *range(len(places))):  # also where a resumed run jumps to
+        assert Schedule(table, settings, num_epochs=1, max_steps=10**6).locate(step) == places[step]
+    assert [by_epochs.locate(step) for step in range(sum(counts[:3]))] == places[: sum(counts[:3])]
+    one_by_one, at_once = by_epochs, Schedule(table, settings, num_epochs=3)
+    for done in range(by_epochs.total_steps + 1):
+        one_by_one.source_counts(done)
+    for done in (by_epochs.total_steps, 1, counts[0] + 1):
+        assert np.array_equal(at_once.source_counts(done), one_by_one.source_counts(done))
+
+
+@pytest.mark.parametrize(("packing", "weight", "tokens"), KINDS)
+def test_a_million_steps_over_a_few_rows_are_not_planned_ahead(
+    packing: Packing, weight: float, tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+
+    def counted(*given: object, epoch: int, **named: object) -> object:
+        planned.append(epoch)
+        return plan_epoch(*given, epoch=epoch, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(schedules, "plan_epoch", counted)
+    table, settings = _mixed(packing, weight, tokens)
+    schedule = Schedule(table, settings, num_epochs=1, max_steps=10**6)
+    assert schedule.total_steps == schedule.horizon == 10**6 and schedule.is_exact
+    assert schedule.locate(0) == (0, 0) and planned == [0]
+    if weight != 0.5 and tokens is None and packing is not Packing.SPLIT:  # all epochs have as many steps
+        epoch, _ = schedule.locate(999_999)
+        schedule.plan(epoch)
+        schedule.source_counts(10**6)
+        assert set(planned) == {0, epoch}
+        assert Schedule(table, settings, num_epochs=100_000).total_steps == 100_000 * schedule.plan(0).num_steps
+
+
+def test_epochs_of_other_lengths_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: where a step is a number of tokens, an epoch taken for another would be found out."""
+    table, settings = _mixed(Packing.WINDOW, 0.5, 20)
+    counts = [plan_epoch(table, settings, epoch=epoch).num_steps for epoch in range(30)]
+    assert len(set(counts)) > 1
+    monkeypatch.setattr(Schedule, "_is_constant", lambda self, first: True)
+    assert Schedule(table, settings, num_epochs=30).total_steps != sum(counts)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -13,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import run_ranks
 
 from luthier.collation import media_inputs
 from luthier.config.schema import RunConfig
@@ -125,9 +124,8 @@ def test_two_ranks_share_the_work_and_train_as_one(folder_of: Callable[[str], Pa
     rows, folder = write_rows(tmp_path), folder_of("qwen2_5_vl")
     one, _ = run(config_of(folder, rows, tmp_path / "one"))
     config = config_of(folder, rows, tmp_path / "two", **CACHE, train__gradient_accumulation_steps=1)
-    command = [sys.executable, str(Path(__file__).with_name("tiny_tower_ranks.py")), config.model_dump_json()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert json.loads(done.stdout) == [0, 0], done.stderr
+    program, errors = Path(__file__).with_name("tiny_tower_ranks.py"), tmp_path / "ranks.stderr"
+    assert run_ranks(program, config.model_dump_json(), errors=errors) == [0, 0], errors.read_text()
     shares = [set(json.loads((tmp_path / f"two.written-{rank}").read_text())) for rank in range(2)]
     assert all(shares) and shares[0].isdisjoint(shares[1])
     assert shares[0] | shares[1] == {path.name for path in files_of(rows)} and len(files_of(rows)) == 7

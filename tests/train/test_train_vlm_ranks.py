@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import exit_codes, start_ranks
 from tiny_vlm_ranks import loss_of, rank_batch, trained_vlm
 
 NAME = "qwen3_vl"  # whose tower gives features to several layers
@@ -19,16 +17,18 @@ PROGRAM = Path(__file__).with_name("tiny_vlm_ranks.py")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
     """Where the gradients are, and the exit codes of both ranks by mode."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, str(PROGRAM), str(folder), NAME, "blank", "bare"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return folder, json.loads(done.stdout)
+    started = {
+        mode: start_ranks(PROGRAM, str(folder), NAME, mode, size=2, errors=folder / f"{mode}.stderr")
+        for mode in ("blank", "bare")
+    }
+    return folder, {mode: exit_codes(processes) for mode, processes in started.items()}
 
 
 def test_both_ranks_get_the_mean_gradient_of_a_batch_with_pictures_and_one_without(
     ended: tuple[Path, dict[str, list[int]]],
 ) -> None:
     folder, codes = ended
-    assert codes["blank"] == [0, 0]
+    assert codes["blank"] == [0, 0], (folder / "blank.stderr").read_text()
     first, second = (torch.load(folder / f"blank-{rank}.pt", weights_only=True) for rank in range(2))
     model, forward = trained_vlm(NAME, with_blanks=False)
     for rank in range(2):

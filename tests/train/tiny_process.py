@@ -1,11 +1,9 @@
-"""Runs in processes of their own, for `test_train_process`: ``python tiny_process.py JOBS``.
+"""One rank of a run, for `test_train_process` and its kin: ``python tiny_process.py JOB``, started by `ranks`.
 
-``JOBS`` is a JSON list of ``{"folder", "mode", "ranks", "changes"}``. With ``"store"`` a run has rows of its
-objective from `tiny_rows` in place of segments; ``"then"`` are jobs that the same processes do afterwards. With
-``"counted"`` each rank writes how many targets every pass of its policy had that was learned from, as a JSON list, to
-``FOLDER.passes-RANK``. Each job is
-forked, one process a rank, from this one, which has imported everything once. Prints the exit codes, a list for each
-job; standard error goes to ``FOLDER.stderr``.
+``JOB`` is JSON: ``{"folder", "mode", "changes"}``. With ``"store"`` a run has rows of its objective from `tiny_rows` in
+place of segments; ``"then"`` are jobs that the same process does afterwards. With ``"counted"`` each rank writes how
+many targets every pass of its policy had that was learned from, as a JSON list, to ``FOLDER.passes-RANK``. The exit
+code is the largest of those of the runs.
 """
 
 from __future__ import annotations
@@ -14,9 +12,7 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -33,38 +29,12 @@ from luthier.train.fit import fit_data
 def main() -> None:
     torch.set_num_threads(1)
     gc.freeze()  # as in conftest
-    codes = [_ranks(job) for job in json.loads(sys.argv[1])]
-    sys.stdout.write(json.dumps(codes))
-
-
-def _ranks(job: dict[str, Any]) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [_fork(job, rank, port) for rank in range(job["ranks"])]
-    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-
-
-def _fork(job: dict[str, Any], rank: int, port: int) -> int:
-    process = os.fork()
-    if process:
-        return process
-    code = 1
-    try:
-        if job["ranks"] > 1:  # what torchrun sets
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-            os.environ["OMP_NUM_THREADS"] = "1"  # without it accelerate gives each rank a share of all cores
-        error_file = os.open(job["folder"] + ".stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(error_file, 2)
-        code = max(run_job(each) for each in (job, *job.get("then", ())))
-    except BaseException:  # noqa: BLE001  the edge of a process
-        traceback.print_exc()
-    os._exit(code)
+    job = json.loads(sys.argv[1])
+    raise SystemExit(max(run_job(each) for each in (job, *job.get("then", ()))))
 
 
 def run_job(job: dict[str, Any]) -> int:
-    """One run, as `JOBS` describes it; its exit code."""
+    """One run, as ``JOB`` describes it; its exit code."""
     config = make_config(Path(job["folder"]), **job["changes"])
     if "store" in job:
         rows = {"rows": range(8), "held_out": range(4, 8), "weighted": job["weighted"]}

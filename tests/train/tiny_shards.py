@@ -1,7 +1,7 @@
-"""Two ranks that share a model, for `test_train_fsdp`: ``python tiny_shards.py FOLDER JOBS``.
+"""A rank that shares a model with another, for `test_train_fsdp`: ``python tiny_shards.py FOLDER JOBS``.
 
-First each looks at a model that it holds a part of, and writes what it saw to ``FOLDER/seen-RANK.json``; then both do
-``JOBS``, runs as `tiny_process` has them. Prints the exit codes; standard error goes to ``FOLDER/shards.stderr``.
+First it looks at a model that it holds a part of, and writes what it saw to ``FOLDER/seen-RANK.json``; then it does
+``JOBS``, runs as `tiny_process` has them. The exit code is the largest of those of the runs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,29 +36,10 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.freeze()  # as in conftest
     folder, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [_fork(folder, jobs, rank, port) for rank in range(2)]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-    sys.stdout.write(json.dumps(codes))
-
-
-def _fork(folder: Path, jobs: list[dict[str, Any]], rank: int, port: int) -> int:
-    process = os.fork()
-    if process:
-        return process
-    code = 1
-    try:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-        os.dup2(os.open(folder / "shards.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-        PartialState(cpu=True)
-        (folder / f"seen-{rank}.json").write_text(json.dumps(_look(rank)))
-        code = max([run_job(job) for job in jobs], default=0)
-    except BaseException:  # noqa: BLE001  the edge of a process
-        traceback.print_exc()
-    os._exit(code)
+    rank = int(os.environ["RANK"])
+    PartialState(cpu=True)
+    (folder / f"seen-{rank}.json").write_text(json.dumps(_look(rank)))
+    raise SystemExit(max([run_job(job) for job in jobs], default=0))
 
 
 def _look(rank: int) -> dict[str, Any]:

@@ -1,16 +1,13 @@
-"""Two ranks train a model that sees, one of them on words alone: ``python tiny_vlm_ranks.py FOLDER NAME MODE …``.
+"""One of two ranks that train a model that sees, one on words alone: ``python tiny_vlm_ranks.py FOLDER NAME MODE``.
 
-For each mode, ``blank`` or ``bare``, two processes take two steps and save their gradients of the second in
-``FOLDER/MODE-RANK.pt``. Prints the exit codes of the ranks, mode by mode, as JSON.
+With the mode ``blank`` or ``bare`` it takes two steps and saves its gradients of the second in ``FOLDER/MODE-RANK.pt``.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import torch
@@ -73,29 +70,10 @@ def _rank(folder: Path, name: str, mode: str, rank: int) -> None:
     torch.save({key: p.grad for key, p in model.named_parameters() if p.requires_grad}, folder / f"{mode}-{rank}.pt")
 
 
-def _fork(folder: Path, name: str, mode: str, rank: int) -> int:
-    process = os.fork()
-    if process:
-        return process
-    code = 1
-    try:
-        _rank(folder, name, mode, rank)
-        code = 0
-    except RuntimeError:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def main() -> None:
     torch.set_num_threads(1)
-    folder, name, *modes = sys.argv[1:]
-    codes = {}
-    for mode in modes:
-        processes = [_fork(Path(folder), name, mode, rank) for rank in range(2)]
-        codes[mode] = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-    sys.stdout.write(json.dumps(codes))
+    folder, name, mode = sys.argv[1:]
+    _rank(Path(folder), name, mode, int(os.environ["RANK"]))
 
 
 if __name__ == "__main__":
