@@ -19,6 +19,8 @@ from luthier.train.data import RunData
 from luthier.train.live import LiveData
 from luthier.train.schedule import Schedule
 
+EPOCHS_LOOKED_AT = 100  # for the rows of a run: a source of a small weight may need very many
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
@@ -53,7 +55,10 @@ def make_schedule(config: RunConfig, data: RunData | LiveData, world: World) -> 
 
 
 def trained_segments(schedule: Schedule | StreamPlan, num_segments: int) -> NDArray[np.int64]:
-    """int64, ascending: which of the segments any step of the run has; all, where steps are planned as rows arrive."""
+    """int64, ascending: which of the segments any step of the run has.
+
+    All of them where steps are planned as rows arrive, and where `EPOCHS_LOOKED_AT` epochs have not taken all.
+    """
     seen = np.full(num_segments, isinstance(schedule, StreamPlan))
     epoch = 0
     while isinstance(schedule, Schedule) and not seen.all():
@@ -65,6 +70,8 @@ def trained_segments(schedule: Schedule | StreamPlan, num_segments: int) -> NDAr
         if epoch == last_epoch:
             break
         epoch += 1
+        if epoch == EPOCHS_LOOKED_AT:
+            seen[:] = True
     return np.flatnonzero(seen)
 
 

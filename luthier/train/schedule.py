@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import OrderedDict
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -77,6 +76,9 @@ class Schedule:
 
     The whole run is one sequence of steps. Epochs may have different numbers of them (data sets with a fractional
     weight), and the last step of each may be smaller. Pure: the same arguments give the same schedule everywhere.
+
+    An epoch is planned when one of its steps is asked for. Only a run of epochs of different lengths, whose number of
+    steps nobody gave, plans all of them at the start, to know how many steps it has.
     """
 
     def __init__(
@@ -93,9 +95,12 @@ class Schedule:
         self.mixture = mixture
         self.settings = settings
         self._plans: OrderedDict[int, EpochPlan] = OrderedDict()
-        self._epoch_counts: dict[int, NDArray[np.int64]] = {}
-        self._ends = list(accumulate(self._steps_per_epoch(num_epochs, max_steps)))
-        self.total_steps = self._ends[-1]
+        self._taken: tuple[int, NDArray[np.int64]] | None = None  # what the first epochs take, and how many they are
+        first = self.plan(0)
+        assert first.num_steps > 0, "an epoch without steps: there is nothing to train"
+        self._constant = self._is_constant(first)
+        self._ends = [first.num_steps]  # of the epochs whose lengths are known, in steps of the run
+        self.total_steps = max_steps if max_steps is not None else self._steps_of(num_epochs)
         self.horizon, self.is_exact = self.total_steps, True
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -109,6 +114,10 @@ class Schedule:
     def locate(self, step: int) -> tuple[int, int]:
         """``(epoch, step in it)`` of a step of the run, all counted from 0."""
         assert 0 <= step < self.total_steps, f"step {step} of {self.total_steps}"
+        if self._constant:
+            return divmod(step, self._ends[0])
+        while self._ends[-1] <= step:
+            self._ends.append(self._ends[-1] + self.plan(len(self._ends)).num_steps)
         epoch = bisect_right(self._ends, step)
         return epoch, step - (self._ends[epoch - 1] if epoch else 0)
 
@@ -117,7 +126,7 @@ class Schedule:
         if steps_done == 0:
             return 0.0
         epoch, step = self.locate(steps_done - 1)
-        return epoch + (step + 1) / self.plan(epoch).num_steps
+        return epoch + (step + 1) / self._num_steps(epoch)
 
     def ends_epoch(self, steps_done: int) -> bool:
         """Whether the last of ``steps_done`` steps was an epoch's last."""
@@ -161,15 +170,22 @@ class Schedule:
         if steps_done == 0:
             return counts
         last, step = self.locate(steps_done - 1)
-        for epoch in range(last):
-            counts += self._counts_of_epoch(0 if self._constant else epoch)
-        counts += source_counts(self.plan(last), self.table, num_steps=step + 1)
+        return self._counts_before(last) + source_counts(self.plan(last), self.table, num_steps=step + 1)
+
+    def _counts_before(self, epoch: int) -> NDArray[np.int64]:
+        """What the epochs before this one take: `source_counts` of whole epochs."""
+        if self._constant:
+            return epoch * source_counts(self.plan(0), self.table)
+        done, counts = self._taken or (0, np.zeros((len(self.table.source_weights), 4), dtype=np.int64))
+        if done > epoch:
+            done, counts = 0, np.zeros_like(counts)
+        for each in range(done, epoch):
+            counts = counts + source_counts(self.plan(each), self.table)
+        self._taken = (epoch, counts)
         return counts
 
-    def _counts_of_epoch(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._epoch_counts:
-            self._epoch_counts[epoch] = source_counts(self.plan(epoch), self.table)
-        return self._epoch_counts[epoch]
+    def _num_steps(self, epoch: int) -> int:
+        return self._ends[0] if self._constant else self.plan(epoch).num_steps
 
     def _order(self, epoch: int) -> NDArray[np.int64] | None:
         if self.mixture is None or self.mixture.by is MixtureBy.EPOCHS:
@@ -188,23 +204,26 @@ class Schedule:
         )
         return segments_of(table, rows[order])
 
-    def _steps_per_epoch(self, num_epochs: float, max_steps: int | None) -> list[int]:
+    def _is_constant(self, first: EpochPlan) -> bool:
+        """Whether all epochs have as many steps as the first one, and take as much of each source."""
+        settings, weights = self.settings, self.table.source_weights
         # whole weights leave the multiset of lengths alone, and with it the number of packs that are planned at once
-        at_once = self.settings.packing in (Packing.NONE, Packing.BEST_FIT) and self.settings.tokens_per_step is None
+        num_units = len(first.segment_ids) // settings.units.size
+        one_window = settings.packing is Packing.WINDOW and num_units <= settings.window
+        at_once = settings.packing in (Packing.NONE, Packing.BEST_FIT) or one_window
         # and so does everything but completions that each epoch draws anew
-        at_once = at_once and (self.settings.units is not Units.FEEDBACK_KL or self.settings.packing is Packing.NONE)
+        drawn_anew = settings.units is Units.FEEDBACK_KL and settings.packing is not Packing.NONE
         by_epochs = self.mixture is None or self.mixture.by is MixtureBy.EPOCHS
-        self._constant = at_once and by_epochs and all(weight == int(weight) for weight in self.table.source_weights)
-        counts: list[int] = []
-        while True:
-            done = len(counts)
-            count = counts[0] if done and self._constant else self.plan(done).num_steps
-            assert count > 0, "an epoch without steps: there is nothing to train"
-            if max_steps is not None:
-                counts.append(min(count, max_steps - sum(counts)))
-                if sum(counts) == max_steps:
-                    return counts
-            else:
-                counts.append(math.ceil(min(1.0, num_epochs - done) * count))
-                if done + 1 >= num_epochs:
-                    return counts
+        whole = by_epochs and all(weight == int(weight) for weight in weights)
+        return whole and at_once and not drawn_anew and settings.tokens_per_step is None
+
+    def _steps_of(self, num_epochs: float) -> int:
+        """The steps of so many epochs; of a part of an epoch, its share of the steps, rounded up."""
+        last = math.ceil(num_epochs) - 1
+        share = min(1.0, num_epochs - last)
+        if self._constant:
+            return last * self._ends[0] + math.ceil(share * self._ends[0])
+        while len(self._ends) <= last:
+            self._ends.append(self._ends[-1] + self.plan(len(self._ends)).num_steps)
+        before = self._ends[last - 1] if last else 0
+        return before + math.ceil(share * (self._ends[last] - before))
