@@ -11,8 +11,8 @@ from pydantic_core import ErrorDetails
 from luthier.config.objective import FAMILIES, LOSSES
 from luthier.config.scalars import number_meant
 from luthier.config.suggest import nearest
-from luthier.config.synonyms import our_name
-from luthier.config.tree import Mapping, Node, Path, Scalar, Sequence, find, parse_path, show_path, show_value
+from luthier.config.synonyms import Meant, our_name, value_meant, what_is_meant
+from luthier.config.tree import Mapping, Node, Path, Scalar, Sequence, find, parse_path, plain, show_path, show_value
 from luthier.config.words import JsonSchema, all_keys, choices, expected, kinds, known_keys, resolve, schema_at
 from luthier.errors import Problem
 
@@ -77,30 +77,39 @@ def _missing(path: Path, tree: Node, name: str) -> Explained:
 def _unknown(path: Path, tree: Node) -> Explained:
     node, _ = find(tree, path)
     section, key = path[:-1], str(path[-1])
-    hint, meant = _what_was_meant(section, key)
+    hint, meant = _what_was_meant(section, key, plain(node))
     place = f"the section {show_path(section)} has no such key" if section else "there is no such section or key"
     return Explained(
         problem=Problem(where=str(node.where), key=show_path(path), what=place, hint=hint), path=path, meant=meant
     )
 
 
-def _what_was_meant(section: Path, key: str) -> tuple[str, Path | None]:
+def _what_was_meant(section: Path, key: str, value: object) -> tuple[str, Path | None]:
     here = known_keys(section)
     if "." in key and key in all_keys():
         head, tail = key.split(".", 1)
         return f"nest it: write {tail} below {head}:", parse_path(key)
+    if (ours := what_is_meant(key, value)) is not None:
+        return _other_tools_word(ours)
     elsewhere = [full for full in all_keys() if full.rsplit(".", 1)[1] == key]
     if elsewhere:
         return f"{key} belongs in another section: {' or '.join(elsewhere)}", parse_path(elsewhere[0])
-    ours = our_name(key)
-    if ours is not None and (path := parse_path(ours)) is not None:
-        return f"Luthier's name for it is {ours}{_of(path)}", path
     if (close := nearest(key, here)) is not None:
         return f"did you mean {close}?", (*section, close)
     by_name = {full.rsplit(".", 1)[1]: full for full in reversed(all_keys())}
     if (close := nearest(key, by_name)) is not None:
         return f"did you mean {by_name[close]}?", parse_path(by_name[close])
     return f"allowed here: {', '.join(here)}", None
+
+
+def _other_tools_word(meant: Meant) -> tuple[str, Path | None]:
+    if meant.key is None:
+        return str(meant.told), None
+    path = parse_path(meant.key)
+    assert path is not None, meant
+    if meant.value is not None:
+        return f"Luthier's name for it is {meant.key}: write {meant.key}: {meant.value}", path
+    return f"Luthier's name for it is {meant.key}{_of(path)}", path
 
 
 def _of(path: Path) -> str:
@@ -119,6 +128,8 @@ def _unfit(location: Path, tree: Node, reason: str | None) -> Explained:
 
 def _way_out(node: Node, schema: JsonSchema, path: Path) -> str:
     hint: str | None = None
+    if isinstance(node, Scalar) and (meant := value_meant(show_path(path), node.value)) is not None:
+        return meant.told or f"did you mean {meant.value}? write {meant.key}: {meant.value}"
     match node:
         case Scalar(value=None):
             hint = _for_nothing(schema)

@@ -1,211 +1,85 @@
-"""What other tools call our keys: a table for error messages, not a second way to write a config."""
+"""What other tools call our keys and values: for error messages, not a second way to write a config.
+
+The table is ``other_tools.toml``. What it says is read once somebody has made a mistake.
+"""
 
 from __future__ import annotations
 
-_LLAMA_FACTORY = {
-    "stage": "objective.name",
-    "finetuning_type": "adapter.type",
-    "model_name_or_path": "model.name_or_path",
-    "adapter_name_or_path": "adapter.name_or_path",
-    "model_revision": "model.revision",
-    "flash_attn": "model.attn_implementation",
-    "enable_liger_kernel": "model.use_liger_kernel",
-    "train_from_scratch": "model.random_init",
-    "rope_scaling": "model.config_overrides",
-    "dataset": "data.use",
-    "eval_dataset": "data.eval_use",
-    "dataset_dir": "data.registry",
-    "media_dir": "data.train[0].media_root",
-    "max_samples": "data.train[0].max_rows",
-    "cutoff_len": "data.max_length",
-    "val_size": "data.eval_split",
-    "preprocessing_num_workers": "data.workers",
-    "tokenized_path": "data.store",
-    "template": "template.chat_template",
-    "enable_thinking": "template.kwargs",
-    "mask_history": "template.train_on",
-    "train_on_prompt": "template.train_on",
-    "neat_packing": "train.packing",
-    "pure_bf16": "train.precision",
-    "use_badam": "train.optim",
-    "lora_rank": "adapter.r",
-    "lora_target": "adapter.target_modules",
-    "additional_target": "adapter.modules_to_save",
-    "pissa_init": "adapter.init_lora_weights",
-    "oft_target": "adapter.target_modules",
-    "freeze_extra_modules": "adapter.freeze_trainable_modules",
-    "freeze_vision_tower": "adapter.train_parts",
-    "freeze_multi_modal_projector": "adapter.train_parts",
-    "freeze_language_model": "adapter.train_parts",
-    "early_stopping_steps": "eval.early_stopping_patience",
-    "pref_loss": "objective.loss",
-    "pref_beta": "objective.beta",
-    "pref_ftx": "objective.sft_weight",
-    "pref_bco_weight": "objective.bco_share",
-    "dpo_label_smoothing": "objective.label_smoothing",
-    "simpo_gamma": "objective.gamma",
-    "kto_chosen_weight": "objective.desirable_weight",
-    "kto_rejected_weight": "objective.undesirable_weight",
-    "ref_model": "objective.reference",
-    "ref_model_quantization_bit": "objective.reference.quantization",
-    "image_max_pixels": "media.max_pixels",
-    "image_min_pixels": "media.min_pixels",
-    "image_do_pan_and_scan": "media.pan_and_scan",
-    "video_fps": "media.fps",
-    "video_maxlen": "media.max_frames",
-    "audio_sampling_rate": "media.sampling_rate",
-    "use_dft_loss": "objective.loss",
-    "use_eaft_loss": "objective.loss",
-    "use_asft_loss": "objective.loss",
-}
+import fnmatch
+import functools
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-_AXOLOTL = {
-    "base_model": "model.name_or_path",
-    "tokenizer_config": "model.tokenizer_name_or_path",
-    "datasets": "data.train",
-    "test_datasets": "data.eval",
-    "sequence_len": "data.max_length",
-    "excess_length_strategy": "data.overflow",
-    "val_set_size": "data.eval_split",
-    "dataset_prepared_path": "data.store",
-    "sample_packing": "train.packing",
-    "micro_batch_size": "train.per_device_train_batch_size",
-    "eval_batch_size": "eval.per_device_eval_batch_size",
-    "num_epochs": "train.num_train_epochs",
-    "optimizer": "train.optim",
-    "train_on_inputs": "template.train_on",
-    "roles_to_train": "template.train_on",
-    "adapter": "adapter.type",
-    "lora_r": "adapter.r",
-    "lora_target_modules": "adapter.target_modules",
-    "lora_target_linear": "adapter.target_modules",
-    "lora_modules_to_save": "adapter.modules_to_save",
-    "peft_use_dora": "adapter.use_dora",
-    "peft_use_rslora": "adapter.use_rslora",
-    "lora_model_dir": "adapter.name_or_path",
-    "evals_per_epoch": "eval.strategy",
-    "saves_per_epoch": "output.save_strategy",
-    "flash_attention": "model.attn_implementation",
-    "liger_fused_linear_cross_entropy": "train.head_kernel",
-    "sdp_attention": "model.attn_implementation",
-    "wandb_name": "tracking.run_name",
-    "wandb_project": "tracking.report_to",
-}
+TABLE = Path(__file__).with_name("other_tools.toml")
+_OURS = re.compile(r"[a-z_]+(\[0\])?(\.[a-z_]+(\[0\])?)+(: .+)?")
 
-_TRL_AND_TRANSFORMERS = {
-    "max_seq_length": "data.max_length",
-    "max_seq_len": "data.max_length",
-    "max_len": "data.max_length",
-    "model_max_length": "data.max_length",
-    "dataset_name": "data.train",
-    "dataset_path": "data.train",
-    "train_file": "data.train",
-    "validation_file": "data.eval",
-    "dataset_num_proc": "data.workers",
-    "num_proc": "data.workers",
-    "assistant_only_loss": "template.train_on",
-    "completion_only_loss": "template.train_on",
-    "chat_template_path": "template.chat_template",
-    "use_peft": "adapter.type",
-    "lora_target_module": "adapter.target_modules",
-    "peft_type": "adapter.type",
-    "dropout": "adapter.lora_dropout",
-    "torch_dtype": "model.dtype",
-    "load_in_4bit": "model.dtype",
-    "warmup_ratio": "train.warmup_steps",
-    "bf16": "train.precision",
-    "fp16": "train.precision",
-    "tf32": "train.precision",
-    "mixed_precision": "train.precision",
-    "num_train_steps": "train.max_steps",
-    "label_smoothing_factor": "objective.label_smoothing",
-    "per_gpu_train_batch_size": "train.per_device_train_batch_size",
-    "train_batch_size": "train.per_device_train_batch_size",
-    "auto_find_batch_size": "train.per_device_train_batch_size",
-    "eval_strategy": "eval.strategy",
-    "evaluation_strategy": "eval.strategy",
-    "eval_steps": "eval.steps",
-    "do_eval": "eval.strategy",
-    "output_dir": "output.dir",
-    "overwrite_output_dir": "output.overwrite",
-    "resume_from_checkpoint": "output.resume",
-    "use_cpu": "runtime.device",
-    "no_cuda": "runtime.device",
-    "data_seed": "runtime.seed",
-    "disable_tqdm": "tracking.progress",
-    "logging_dir": "output.dir",
-    "loss_type": "objective.loss",
-    "use_liger_loss": "train.head_kernel",
-    "fsdp": "runtime.sharding",
-    "fsdp_config": "runtime.sharding",
-    "deepspeed": "runtime.sharding",
-    "rpo_alpha": "objective.sft_weight",
-    "f_divergence_type": "objective.loss",
-    "f_alpha_divergence_coef": "objective.divergence_alpha",
-    "use_weighting": "objective.loss",
-    "loss_weights": "objective.loss",
-    "cpo_alpha": "objective.sft_weight",
-    "center_rewards_coefficient": "objective.center_rewards",
-    "reference_free": "objective.reference",
-    "ref_model_name_or_path": "objective.reference",
-    "precompute_ref_log_probs": "objective.reference",
-}
 
-_SPOKEN = {
-    "lr": "train.learning_rate",
-    "lr_scheduler": "train.lr_scheduler_type",
-    "scheduler": "train.lr_scheduler_type",
-    "epochs": "train.num_train_epochs",
-    "steps": "train.max_steps",
-    "batch_size": "train.per_device_train_batch_size",
-    "grad_accum": "train.gradient_accumulation_steps",
-    "accumulation_steps": "train.gradient_accumulation_steps",
-    "gradient_clipping": "train.max_grad_norm",
-    "grad_clip": "train.max_grad_norm",
-    "clip_grad_norm": "train.max_grad_norm",
-    "wd": "train.weight_decay",
-    "warmup": "train.warmup_steps",
-    "noise": "train.neftune_noise_alpha",
-    "compile": "train.torch_compile",
-    "rank": "adapter.r",
-    "alpha": "adapter.lora_alpha",
-    "lora": "adapter.type",
-    "peft": "adapter.type",
-    "method": "adapter.type",
-    "context_length": "data.max_length",
-    "block_size": "data.max_length",
-    "sequence_length": "data.max_length",
-    "seq_len": "data.max_length",
-    "train_data": "data.train",
-    "train_dataset": "data.train",
-    "validation": "data.eval",
-    "val": "data.eval",
-    "test": "data.eval",
-    "num_workers": "runtime.dataloader_num_workers",
-    "system": "template.default_system",
-    "system_prompt": "template.default_system",
-    "loss": "objective.loss",
-    "task": "objective.name",
-    "trackers": "tracking.report_to",
-    "wandb": "tracking.report_to",
-    "output": "output.dir",
-    "out_dir": "output.dir",
-    "save_dir": "output.dir",
-    "keep": "output.save_total_limit",
-    "random_seed": "runtime.seed",
-    "gpu": "runtime.device",
-    "file": "data.train[0].path",
-    "name": "model.name_or_path",
-}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meant:
+    """What a key of another tool means here: our key, perhaps with the value to write, or a sentence about it."""
 
-_ALL = {**_SPOKEN, **_AXOLOTL, **_TRL_AND_TRANSFORMERS, **_LLAMA_FACTORY}
+    key: str | None = None
+    value: str | None = None
+    told: str | None = None
+
+
+def what_is_meant(key: str, value: object = None) -> Meant | None:
+    """Look up a key of another tool, or one of plain speech, with the value that it was given; None: it is in no table.
+
+    >>> what_is_meant("cutoff_len", 2048)
+    Meant(key='data.max_length', value=None, told=None)
+    >>> what_is_meant("flash_attn", "fa2")
+    Meant(key='model.attn_implementation', value='flash_attention_2', told=None)
+    """
+    table, name = _table(), key.lower().replace("-", "_")
+    if (of_value := table["values"].get(name, {}).get(_text(value))) is not None:
+        return _parsed(of_value)
+    found = table["keys"].get(name)
+    if found is not None:
+        meant = _parsed(found)
+        if meant.value is not None and _text(value) in ("false", "null", "0"):
+            return Meant(told=f"leave it out: {meant.key}: {meant.value} is what true would mean")
+        return meant
+    for group in table["told"]:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in group["keys"]):
+            return Meant(told=group["why"])
+    return None
+
+
+def value_meant(key: str, value: object) -> Meant | None:
+    """The same for a value of a key of ours that it may not have: ``adapter.type``, ``qlora``."""
+    found = _table()["values"].get(key, {}).get(_text(value))
+    return None if found is None else _parsed(found)
 
 
 def our_name(key: str) -> str | None:
-    """Our dotted key for what another tool, or plain speech, calls ``key``; None if it is in no table."""
-    return _ALL.get(key.lower().replace("-", "_"))
+    """Our dotted key for what another tool, or plain speech, calls ``key``; None if there is none."""
+    meant = what_is_meant(key)
+    return None if meant is None else meant.key
 
 
-def all_targets() -> frozenset[str]:
-    """Every key of ours that the table points to."""
-    return frozenset(_ALL.values())
+def all_meanings() -> list[tuple[str, Meant]]:
+    """Everything that the table may answer, each with where it stands: for tests."""
+    table = _table()
+    found = [(key, _parsed(text)) for key, text in table["keys"].items()]
+    found += [(f"{key}={value}", _parsed(text)) for key, of in table["values"].items() for value, text in of.items()]
+    return found + [(pattern, Meant(told=group["why"])) for group in table["told"] for pattern in group["keys"]]
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def _parsed(text: str) -> Meant:
+    if not _OURS.fullmatch(text):
+        return Meant(told=text)
+    key, _, value = text.partition(": ")
+    return Meant(key=key, value=value or None)
+
+
+def _text(value: object) -> str:
+    return "null" if value is None else str(value).lower()

@@ -1,0 +1,140 @@
+"""What other tools call things leads where it says: to a key that exists with a value it may have, or to why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from luthier.config.loading import load_config_text
+from luthier.config.synonyms import Meant, all_meanings, value_meant, what_is_meant
+from luthier.config.tree import parse_path
+from luthier.config.words import all_keys, known_keys, schema_at
+from luthier.errors import ConfigError
+
+GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills}\n"
+# Names of the keys of LLaMA-Factory's YAML, transformers' TrainingArguments, TRL's configs, and axolotl's config.
+TOOLS: dict[str, list[str]] = json.loads(Path(__file__).with_name("other_tools.json").read_text(encoding="utf-8"))
+OUR_NAMES = {key.rsplit(".", 1)[1] for key in all_keys()}
+SECTIONS = "|".join(known_keys(()))
+NAMED = re.compile(rf"\b((?:{SECTIONS})\.[a-z_]+(?:\[0\])?(?:\.[a-z_]+)*)(?:: (\{{[^}}]*\}}|\[[^\]]*\]|[\w:.-]*\w))?")
+
+
+def faults(meant: Meant) -> list[str]:
+    """Keys that do not exist, and values that they may not have, among all that this says."""
+    text = meant.told or f"{meant.key}" + (f": {meant.value}" if meant.value is not None else "")
+    found = []
+    for key, value in NAMED.findall(text):
+        path = parse_path(key)
+        if path is None or schema_at(path) is None:
+            found.append(f"there is no {key}")
+        elif value and (fault := _fault_of(key, value)):
+            found.append(fault)
+    if not NAMED.search(text) and meant.told is None:
+        found.append(f"{text} names no key")
+    return found
+
+
+def _fault_of(key: str, value: str) -> str | None:
+    try:
+        load_config_text(GOOD, "run.yaml", [f"{key}={value}"], check_paths=False)
+    except ConfigError as error:
+        # what a key needs besides it (an adapter, a loss) is told when it is used
+        told = [problem for problem in error.problems if problem.key.startswith(key) and "expected" in problem.what]
+        return str(told[0]) if told else None
+    return None
+
+
+def test_every_entry_names_keys_that_exist_and_values_that_they_may_have() -> None:
+    different = {meant: name for name, meant in all_meanings()}
+    assert len(different) > 200
+    assert {name: found for meant, name in different.items() if (found := faults(meant))} == {}
+
+
+def test_control_a_key_that_is_not_there_and_a_value_that_is_none_are_found_out() -> None:
+    assert faults(Meant(key="train.learning_speed")) == ["there is no train.learning_speed"]
+    assert faults(Meant(key="train.packing", value="yes"))
+    assert faults(Meant(told="write train.precision: bf17 and model.dtype: bfloat16"))
+    assert faults(Meant(told="write train.precision: bf16 and model.type: bfloat16"))
+    assert not faults(Meant(told="write train.precision: bf16 and model.dtype: bfloat16"))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_key_of_another_tool_is_ours_or_is_answered(tool: str) -> None:
+    assert len(TOOLS[tool]) > 100
+    assert [key for key in TOOLS[tool] if key not in OUR_NAMES and what_is_meant(key) is None] == []
+
+
+def test_the_keys_of_transformers_are_those_of_the_version_that_is_installed() -> None:
+    from transformers import TrainingArguments
+
+    names = {field.name for field in dataclasses.fields(TrainingArguments) if not field.name.startswith("_")}
+    assert [name for name in sorted(names) if name not in OUR_NAMES and what_is_meant(name) is None] == []
+
+
+def test_no_pattern_hides_a_key_that_another_line_answers() -> None:
+    """Lines are tried in their order; a name stands in one only, but for what a pattern of a later one matches too."""
+    plain = [key for key, meant in all_meanings() if meant.told and "=" not in key and not re.search(r"[*?]", key)]
+    assert len(plain) == len(set(plain))
+    keys = [key for key, meant in all_meanings() if meant.key and "=" not in key]
+    assert not set(keys) & set(plain)
+
+
+def hint_of(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(GOOD + text, "run.yaml", check_paths=False)
+    (problem,) = caught.value.problems
+    return str(problem.hint)
+
+
+ANSWERS = [
+    ("cutoff_len: 2048", "data.max_length"),
+    ("load_in_4bit: true", "adapter: lora and model.dtype: bfloat16"),
+    ("adapter: qlora", "adapter: lora and model.dtype: bfloat16"),
+    ("plot_loss: true", "loss.png"),
+    ("ddp_timeout: 180000000", "bound"),
+    ("use_galore: true", "adapter: lora"),
+    ("pref_bco_weight: 0.5", "objective.bco_share"),
+    ("group_by_length: true", "train.packing"),
+    ("train: {lr_scheduler_type: wsd}", "write train.lr_scheduler_type: warmup_stable_decay"),
+    ("do_train: true", "luthier train"),
+    ("push_to_hub: true", "hf upload"),
+    ("bf16: true", "write train.precision: bf16"),
+    ("bf16: false", "train.precision is auto"),
+    ("flash_attn: fa2", "write model.attn_implementation: flash_attention_2"),
+    ("flash_attention: false", "leave it out"),
+    ("mix_strategy: interleave_under", "data.mixture.stop: first"),
+    ("resume_from_checkpoint: null", "output.resume is auto"),
+    ("lora_target: all", "write adapter.target_modules: [all-linear]"),
+    ("report_to: none", "write tracking.report_to: []"),
+    ("stage: ppo", "objective.name: sft, pt, rm, dpo or kto"),
+    ("train: {optim: adamw_hf}", "write train.optim: adamw_torch"),
+    ("use_dft_loss: true", "write objective.loss: dft"),
+    ("pure_bf16: true", "train.precision: bf16 and model.dtype: bfloat16"),
+    ("wandb_project: mine", "write tracking.report_to: [wandb]"),
+    ("enable_thinking: false", "write template.kwargs: {enable_thinking: false}"),
+    ("learning_rate: 1e-4", "train.learning_rate"),
+]
+
+
+@pytest.mark.parametrize(("text", "piece"), ANSWERS, ids=lambda each: str(each))
+def test_a_key_of_another_tool_is_answered_with_what_to_write(text: str, piece: str) -> None:
+    assert piece in hint_of(text)
+
+
+def test_a_section_of_ours_with_another_tools_value_is_answered_too() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text("model: {name_or_path: preset:tiny-qwen3, dtype: bf16}\ndata: {train: preset:skills}\n")
+    (problem,) = caught.value.problems
+    assert problem.hint == "did you mean bfloat16? write model.dtype: bfloat16"
+    assert value_meant("model.dtype", "bfloat16") is None
+
+
+def test_what_is_told_reads_as_yaml_where_it_is_to_be_written() -> None:
+    for _, meant in all_meanings():
+        if meant.value is not None:
+            assert yaml.safe_load(f"x: {meant.value}")["x"] is not None
