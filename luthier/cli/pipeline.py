@@ -131,5 +131,14 @@ def tell_preparation(loaded: Loaded, console: Console) -> None:
         (f"   {prepared.num_encoded:,} encoded, {prepared.num_reused:,} from the store", "dim"),
     )
     console.print(text)
+    for remark in _remarks(prepared):
+        console.print(Text(f"  {remark}", style="dim"))
     if prepared.quarantine is not None:
         console.print(Text.assemble(("  lost rows are in ", "yellow"), str(prepared.quarantine)))
+
+
+def _remarks(prepared: Prepared) -> list[str]:
+    """How files were read, source by source, where that was found out or left to a default; each is told once."""
+    sides = [prepared.train] if prepared.eval is None else [prepared.train, prepared.eval]
+    told = [f"{source.name}: {remark}" for side in sides for source in side.sources for remark in source.remarks]
+    return list(dict.fromkeys(told))

@@ -61,6 +61,14 @@ class MixtureStop(StrEnum):
     ALL = "all"
 
 
+class Documents(StrEnum):
+    """What one document of a plain text file is."""
+
+    LINE = "line"
+    PARAGRAPH = "paragraph"
+    FILE = "file"
+
+
 class TrainOn(StrEnum):
     """Which messages are learned, where the row itself does not say."""
 

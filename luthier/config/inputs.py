@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from luthier.config.choices import (
     MAX_WEIGHT,
     MIN_WEIGHT,
     Count,
+    Documents,
     Format,
     HistoryRendering,
     MixtureBy,
@@ -151,6 +152,12 @@ class SourceConfig(Section):
     """Our column name -> the file's, such as ``{messages: conversations}``; the others keep their defaults."""
     tags: dict[str, str] = {}
     """Our tag name -> the file's, such as ``{role_tag: role, user_tag: user}``; the others keep their defaults."""
+    documents: Annotated[Documents | None, as_enum(Documents)] = None
+    """Of plain text files: what one document is, with an end token of its own. ``line``; ``paragraph``, with blank
+    lines between two; or the whole ``file``. Default: ``file`` for ``.md``, ``line`` for ``.txt``."""
+    separator: Annotated[str | None, Field(pattern=r'^[^"\r\n]$')] = None
+    """Of CSV files: the character between two cells. Default: that of comma, semicolon, tab and ``|`` which cuts the
+    header into the most cells."""
     split: NonEmpty = "train"
     """Split of a Hub data set or of a preset."""
     subset: NonEmpty | None = None

@@ -70,7 +70,10 @@ class Collection:
             file_ids=_joined(self._file_ids, np.int32),
             row_numbers=_joined(self._row_numbers, np.int64),
             files=tuple(self.files),
-            sources=tuple(SourceInfo(name=source.name, weight=source.config.weight) for source in self.sources),
+            sources=tuple(
+                SourceInfo(name=source.name, weight=source.config.weight, remarks=source.remarks)
+                for source in self.sources
+            ),
             ledger=self.ledger,
         )
         return whole, _joined(self._rows, np.int64)

@@ -18,10 +18,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceInfo:
-    """A source by name, and how often each of its rows is seen per epoch."""
+    """A source by name, how often each of its rows is seen per epoch, and how its files were read where that was found
+    out or left to a default."""
 
     name: str
     weight: float
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

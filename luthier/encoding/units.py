@@ -208,7 +208,7 @@ def _files_of_lines(source: Source) -> Sequence[DataFile] | None:
     if source.config.max_rows is not None or not isinstance(source.origin, LocalFiles):
         return None
     files = source.origin.files
-    return files if all(not file.is_gzip and has_row_a_line(file) for file in files) else None
+    return files if all(not file.compression and has_row_a_line(file) for file in files) else None
 
 
 def _digest(about: bytes, parts: Sequence[memoryview]) -> str:

@@ -6,13 +6,15 @@ import glob
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from luthier.config.choices import Documents
 from luthier.config.schema import SourceConfig
 from luthier.errors import SourceError
+from luthier.sources.compressed import Compression
 from luthier.sources.nearest import nearest_names
 
 
@@ -30,9 +32,10 @@ class FileKind(StrEnum):
 
 _KIND_OF_SUFFIX = {
     ".json": FileKind.JSON, ".jsonl": FileKind.JSONL, ".ndjson": FileKind.JSONL, ".csv": FileKind.CSV,
-    ".tsv": FileKind.TSV, ".txt": FileKind.TXT, ".text": FileKind.TXT, ".parquet": FileKind.PARQUET,
-    ".arrow": FileKind.ARROW, ".feather": FileKind.ARROW,
+    ".tsv": FileKind.TSV, ".txt": FileKind.TXT, ".text": FileKind.TXT, ".md": FileKind.TXT,
+    ".markdown": FileKind.TXT, ".parquet": FileKind.PARQUET, ".arrow": FileKind.ARROW, ".feather": FileKind.ARROW,
 }  # fmt: skip
+_WHOLE_FILES = {".md", ".markdown"}  # a line of these says little without the others
 _COLUMNAR = (FileKind.PARQUET, FileKind.ARROW)
 # What lies beside the data in folders of the Hub and of `datasets`, and is none.
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
@@ -45,11 +48,16 @@ _SPLIT_WORD = re.compile("[-_. ]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFile:
-    """One file as it was found. ``size`` and ``mtime_ns`` tell whether it has changed since."""
+    """One file as it was found. ``size`` and ``mtime_ns`` tell whether it has changed since.
+
+    ``documents``: what a row of a plain text file is. ``separator``: what the config says stands between two cells.
+    """
 
     path: str
     kind: FileKind
-    is_gzip: bool
+    compression: Compression = Compression.NONE
+    documents: Documents = Documents.LINE
+    separator: str | None = None
     size: int
     mtime_ns: int
 
@@ -72,6 +80,17 @@ class DataFile:
 
 def find_files(config: SourceConfig) -> tuple[DataFile, ...]:
     """The files of a local source, sorted by path; raises `SourceError` if there are none, or of two kinds."""
+    files = _found_files(config)
+    if config.documents is not None and files[0].kind is not FileKind.TXT:
+        raise SourceError(f"{config.path}: documents is for plain text, these files are {files[0].kind}")
+    if config.separator is not None and files[0].kind not in (FileKind.CSV, FileKind.TSV):
+        raise SourceError(f"{config.path}: separator is for CSV files, these files are {files[0].kind}")
+    return tuple(
+        replace(file, documents=config.documents or file.documents, separator=config.separator) for file in files
+    )
+
+
+def _found_files(config: SourceConfig) -> tuple[DataFile, ...]:
     path = Path(config.path).expanduser()
     if path.is_dir():
         return _folder_files(path, config)
@@ -100,7 +119,8 @@ def _folder_files(folder: Path, config: SourceConfig) -> tuple[DataFile, ...]:
     if not found:
         kinds = ", ".join(sorted(_KIND_OF_SUFFIX))
         raise SourceError(
-            f"{root}: the folder has no data files", hint=f"data files end in {kinds} (text forms also .gz)"
+            f"{root}: the folder has no data files",
+            hint=f"data files end in {kinds} (text forms also {', '.join(filter(None, Compression))})",
         )
     return _of_one_kind(_of_split(found, root, config), str(root))
 
@@ -159,6 +179,8 @@ def _split_of(path: Path, root: Path, wanted: str) -> str | None:
 
 def _of_one_kind(paths: list[Path], where: str) -> tuple[DataFile, ...]:
     files = tuple(_describe(path) for path in paths)
+    if any(file.kind is not FileKind.TXT for file in files):  # a README beside the data is none of it
+        files = tuple(file for file in files if _endings(Path(file.path))[1] not in _WHOLE_FILES)
     kinds = Counter(str(file.kind) for file in files)
     if len(kinds) > 1:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -171,20 +193,33 @@ def _describe(path: Path, kind: FileKind | None = None) -> DataFile:
     if kind is None:
         known = ", ".join(sorted(_KIND_OF_SUFFIX))
         raise SourceError(f"{path}: the ending {path.suffix!r} names no kind of data file", hint=f"known are {known}")
-    is_gzip = path.suffix == ".gz"
     if not path.is_file():
         raise SourceError(f"{path}: not a file that can be read")
     stat = path.stat()
     if stat.st_size == 0:
         raise SourceError(f"{path}: the file is empty")
-    return DataFile(path=str(path), kind=kind, is_gzip=is_gzip, size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+    compression, suffix = _endings(path)
+    return DataFile(
+        path=str(path),
+        kind=kind,
+        compression=compression,
+        documents=Documents.FILE if suffix in _WHOLE_FILES else Documents.LINE,
+        size=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+    )
 
 
 def _kind(path: Path) -> FileKind | None:
-    is_gzip = path.suffix.lower() == ".gz"
-    suffix = Path(path.stem).suffix if is_gzip else path.suffix
-    kind = _KIND_OF_SUFFIX.get(suffix.lower())
-    return None if is_gzip and kind in _COLUMNAR else kind
+    compression, suffix = _endings(path)
+    kind = _KIND_OF_SUFFIX.get(suffix)
+    return None if compression and kind in _COLUMNAR else kind
+
+
+def _endings(path: Path) -> tuple[Compression, str]:
+    """``rows.JSONL.gz`` -> (gzip, ``.jsonl``)."""
+    suffix = path.suffix.lower()
+    compression = Compression(suffix) if suffix in list(Compression) else Compression.NONE
+    return compression, Path(path.stem).suffix.lower() if compression else suffix
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -26,8 +26,10 @@ _JSON_KEYS = {
     "subset", "split", "folder", "num_samples", "columns", "tags",
 }  # fmt: skip
 _YAML_KEYS = {"path", "source", "split", "converter", "size", "weight", "streaming"}
-# Ours, in both forms: what is learned of the data set, and which of its rows.
-_TARGET_KEYS = ("train_on", "targets", "thinking", "thinking_tags", "same_role", "text_limit")
+# Ours, in both forms: how its files are read, what is learned of it, and which of its rows.
+_OWN_KEYS = (
+    "train_on", "targets", "thinking", "thinking_tags", "same_role", "text_limit", "documents", "separator",
+)  # fmt: skip
 _FORMATTINGS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "openai": Format.MESSAGES}
 _CONVERTERS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "pair": Format.PREFERENCE}
 
@@ -87,7 +89,7 @@ def registry_source(name: str, entries: Mapping[str, Any], registry: Path) -> So
     if not isinstance(entry, dict):
         raise SourceError(f"{where}: an entry is an object with a file_name, hf_hub_url or path")
     fields = _from_yaml(entry, registry, where) if "path" in entry else _from_json(entry, registry, where)
-    fields |= {key: entry[key] for key in _TARGET_KEYS if key in entry}
+    fields |= {key: entry[key] for key in _OWN_KEYS if key in entry}
     if count is not None:
         fields["max_rows"] = int(count)
     try:
@@ -162,7 +164,7 @@ def _local_path(path: str, registry: Path) -> Path:
 
 
 def _check_keys(entry: Mapping[str, Any], known: set[str], where: str) -> None:
-    known = known.union(_TARGET_KEYS)
+    known = known.union(_OWN_KEYS)
     for key in entry:
         if key not in known:
             close = nearest_names(str(key), known)

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.config.choices import Documents
 from luthier.errors import RowError, SourceError
 from luthier.sources.column_groups import index_columns
 from luthier.sources.columnar import chosen_rows
-from luthier.sources.files import DataFile
+from luthier.sources.files import DataFile, FileKind
 from luthier.sources.line_rows import index_lines
 from luthier.sources.open_files import OpenFiles
 from luthier.sources.origins import HubRows, LocalFiles, Origin
@@ -105,6 +106,8 @@ def index_origin(origin: Origin, spool: Path | None) -> list[IndexPart] | None:
     match origin:
         case LocalFiles(files=files) if files[0].is_columnar:
             return list(index_columns(files, spool))
+        case LocalFiles(files=files) if files[0].kind is FileKind.TXT and files[0].documents is Documents.FILE:
+            return [_WholeFiles(files=files)]
         case LocalFiles(files=files):
             return [_index_text(file, spool) for file in files]
         case HubRows(streaming=True):
@@ -124,9 +127,30 @@ def _restore(parts: Sequence[IndexPart], chosen: NDArray[np.integer[Any]] | None
 
 
 def _index_text(file: DataFile, spool: Path | None) -> IndexPart:
-    if not file.is_gzip and has_row_a_line(file):
+    if not file.compression and has_row_a_line(file):
         return index_lines(file)
     return index_by_spool(file, read_text_file(file), spool)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WholeFiles:
+    """Text files each of which is one row."""
+
+    files: tuple[DataFile, ...]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def digested(self) -> Iterator[bytes]:
+        for file in self.files:
+            yield repr(file).encode()
+
+    def read(self, rows: NDArray[np.int64], opened: OpenFiles) -> list[RowBytes | RowError]:
+        found: list[RowBytes | RowError] = []
+        for file in (self.files[row] for row in rows.tolist()):
+            file.check_unchanged()
+            found += read_text_file(file)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ from luthier.config.schema import Format, SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Row
 from luthier.sources.detect import NUM_ROWS_SEEN, detect_layout
+from luthier.sources.files import FileKind
 from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.reading import Reading
 from luthier.sources.formats.table import FORMATS
@@ -30,6 +31,7 @@ from luthier.sources.formats.written_slots import parted_slots, written_slots
 from luthier.sources.origins import HUB, PRESET, LocalFiles, Origin, open_origin
 from luthier.sources.row_index import RowIndex, index_origin
 from luthier.sources.rows import RawRow, RowBytes, decode_row, json_kind
+from luthier.sources.text_files import cell_separator
 
 _COUNT_SUFFIX = re.compile(r"^(?P<path>.+)#(?P<count>[1-9][0-9]*)$")
 
@@ -91,6 +93,19 @@ class Source:
     def format(self) -> Format:
         """The format of its rows: the config's, or the one that was detected."""
         return self.reader.layout.format
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """How the files are read, in sentences, where the config leaves it to a default or to their header."""
+        if not isinstance(self.origin, LocalFiles):
+            return ()
+        file, config = self.origin.files[0], self.config
+        if file.kind is FileKind.TXT:
+            hint = "" if config.documents else " (a default: documents chooses line, paragraph or file)"
+            return (f"each {file.documents} is a document with an end token of its own{hint}",)
+        if file.kind is FileKind.CSV and config.separator is None and (found := cell_separator(file)) != ",":
+            return (f"its cells are separated by {found!r}, as the header shows",)
+        return ()
 
     def row_bytes(self) -> Iterator[RowBytes | RowError]:
         """The rows as bytes, in the order of the files. Raises `SourceError` if a file as a whole cannot be read.

@@ -101,14 +101,23 @@ def _nameless(name: str, write: Callable[[IO[bytes]], None]) -> str:
 
 
 def _spool_key(file: DataFile) -> str:
-    parts = (Path(file.path).resolve(), file.path, file.kind, file.is_gzip, file.size, file.mtime_ns, _code_digest())
+    parts = (Path(file.path).resolve(), repr(file), _code_digest())
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 @cache
 def _code_digest() -> str:
     """A digest of the modules that cut files into rows: with other code, rows may be others."""
-    modules = ("strict_json", "rows", "text_files", "json_arrays", "columnar", "record_spool", "column_groups")
+    modules = (
+        "strict_json",
+        "rows",
+        "compressed",
+        "text_files",
+        "json_arrays",
+        "columnar",
+        "record_spool",
+        "column_groups",
+    )
     digest = hashlib.blake2b(str(_FORMAT_VERSION).encode(), digest_size=16)
     for module in modules:
         digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())

@@ -1,4 +1,4 @@
-"""Rows of text files: jsonl, json, csv, tsv, txt, each also as .gz. Bytes in, bytes out: nothing is decoded here.
+"""Rows of text files: jsonl, json, csv, tsv, txt, each also compressed. Bytes in, bytes out: nothing is decoded here.
 
 Every reader yields the rows in file order as `RowBytes`, and a `RowError` in the place of a row that it cannot cut out.
 """
@@ -6,22 +6,25 @@ Every reader yields the rows in file order as `RowBytes`, and a `RowError` in th
 from __future__ import annotations
 
 import csv
-import gzip
 import io
-import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
+from luthier.config.choices import Documents
 from luthier.errors import RowError, SourceError
 from luthier.records import Address
+from luthier.sources.compressed import open_compressed
 from luthier.sources.files import DataFile, FileKind
 from luthier.sources.json_arrays import read_json_rows
-from luthier.sources.rows import MAX_ROW_BYTES, RowBytes
+from luthier.sources.rows import MAX_ROW_BYTES, RowBytes, row_too_long
 
 MAX_LINE_BYTES = MAX_ROW_BYTES + 1  # with the line's end
 _BOM = b"\xef\xbb\xbf"
+_HEADER_BYTES = 1 << 16
+_SEPARATORS = (",", ";", "\t", "|")
 _SKIP_BYTES = 1 << 20  # a line over the cap is passed over in bites of this size, so memory stays flat
 
 
@@ -30,32 +33,36 @@ def read_text_file(file: DataFile) -> Iterator[RowBytes | RowError]:
     with open_text_file(file) as stream:
         try:
             match file.kind:
+                case FileKind.TXT if file.documents is Documents.PARAGRAPH:
+                    yield from _read_paragraphs(stream, file)
+                case FileKind.TXT if file.documents is Documents.FILE:
+                    yield from _read_whole(stream, file)
                 case FileKind.JSONL | FileKind.TXT:
                     yield from _read_lines(stream, file)
                 case FileKind.JSON if _is_lines(stream):
                     yield from _read_lines(stream, file)
                 case FileKind.JSON:
                     yield from read_json_rows(stream, file.path)
-                case FileKind.CSV:
-                    yield from _read_table(stream, file.path, delimiter=",")
-                case FileKind.TSV:
-                    yield from _read_table(stream, file.path, delimiter="\t")
+                case FileKind.CSV | FileKind.TSV:
+                    yield from _read_table(stream, file.path, delimiter=_separator(stream, file))
                 case _:
                     raise AssertionError(f"{file.kind} is not text")
-        except (EOFError, zlib.error, OSError) as error:
+        except OSError as error:
             raise SourceError(f"{file.path}: cannot be read to its end: {error}") from error
 
 
 def has_row_a_line(file: DataFile) -> bool:
     """Whether each line of the file is a row of its own: jsonl, txt, and lines of JSON under the name .json."""
     match file.kind:
-        case FileKind.JSONL | FileKind.TXT:
+        case FileKind.JSONL:
             return True
+        case FileKind.TXT:
+            return file.documents is Documents.LINE
         case FileKind.JSON:
             with open_text_file(file) as stream:
                 try:
                     return _is_lines(stream)
-                except (EOFError, zlib.error, OSError) as error:
+                except OSError as error:
                     raise SourceError(f"{file.path}: cannot be read to its end: {error}") from error
         case _:
             return False
@@ -64,7 +71,7 @@ def has_row_a_line(file: DataFile) -> bool:
 def open_text_file(file: DataFile) -> IO[bytes]:
     """The file, opened behind its byte order mark; raises `SourceError`, also for other encodings than UTF-8."""
     try:
-        stream: IO[bytes] = (gzip.open if file.is_gzip else open)(file.path, "rb")  # type: ignore[assignment]
+        stream = _open(file)
         start = stream.read(4)
         stream.seek(0)
     except OSError as error:
@@ -79,17 +86,23 @@ def open_text_file(file: DataFile) -> IO[bytes]:
     return stream
 
 
+def _open(file: DataFile) -> IO[bytes]:
+    return open_compressed(file.path, file.compression) if file.compression else Path(file.path).open("rb")
+
+
+def cell_separator(file: DataFile) -> str:
+    """What stands between two cells of a CSV file; raises `SourceError`."""
+    with open_text_file(file) as stream:
+        return _separator(stream, file)
+
+
 def line_row(file: DataFile, line: bytes, number: int) -> RowBytes | RowError | None:
     """What a line of a file with a row a line says; None if it is blank. ``number`` is the line's, from 1."""
     address = Address(file=file.path, row=number)
     if file.kind is not FileKind.TXT:
         raw = line.strip()
         return RowBytes(raw=raw, address=address, is_open=line[-1:] != b"\n") if raw else None
-    try:
-        text = line.decode("utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        return _invalid_utf8(line, error).at(address)
-    return RowBytes(raw=msgspec.json.encode({"text": text}), address=address) if text.strip() else None
+    return _text_row(line.rstrip(b"\r\n"), address)
 
 
 def line_too_long(file: DataFile, num_bytes: int, number: int) -> RowError:
@@ -129,6 +142,49 @@ def _read_lines(stream: IO[bytes], file: DataFile) -> Iterator[RowBytes | RowErr
         yield row
 
 
+def _read_paragraphs(stream: IO[bytes], file: DataFile) -> Iterator[RowBytes | RowError]:
+    """One row for the lines between two blank ones. Addresses are the lines on which paragraphs begin."""
+    text, num_bytes = bytearray(), 0  # what is kept of the paragraph, and how long it is
+    number, first, begins_line = 0, 1, True
+    while line := stream.readline(_SKIP_BYTES):
+        number += begins_line
+        if begins_line and not line.strip():
+            yield from _text_rows(text, num_bytes, Address(file=file.path, row=first))
+            text, num_bytes = bytearray(), 0
+        else:
+            first = first if num_bytes else number
+            num_bytes += len(line)
+            if num_bytes <= MAX_LINE_BYTES:
+                text += line
+        begins_line = line.endswith(b"\n")
+    yield from _text_rows(text, num_bytes, Address(file=file.path, row=first))
+
+
+def _read_whole(stream: IO[bytes], file: DataFile) -> Iterator[RowBytes | RowError]:
+    """The whole text of a file as one row, none if it is blank."""
+    text = stream.read(MAX_LINE_BYTES + 1)
+    num_bytes = len(text)
+    while more := stream.read(_SKIP_BYTES):
+        num_bytes += len(more)
+    yield from _text_rows(text, num_bytes, Address(file=file.path, row=1))
+
+
+def _text_rows(text: bytes | bytearray, num_bytes: int, address: Address) -> Iterator[RowBytes | RowError]:
+    """The row that a text of ``num_bytes`` is, without its last line's end; none if it is blank."""
+    if num_bytes > MAX_LINE_BYTES:
+        yield row_too_long(num_bytes, address)
+    elif (row := _text_row(bytes(text).rstrip(b"\r\n"), address)) is not None:
+        yield row
+
+
+def _text_row(text: bytes, address: Address) -> RowBytes | RowError | None:
+    try:
+        decoded = text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return _invalid_utf8(text, error).at(address)
+    return RowBytes(raw=msgspec.json.encode({"text": decoded}), address=address) if decoded.strip() else None
+
+
 def _is_lines(stream: IO[bytes]) -> bool:
     """Whether the first line of a JSON file is a whole object and another line follows it. Leaves the stream there."""
     start = stream.tell()
@@ -151,6 +207,23 @@ def _is_json(text: bytes) -> bool:
     except (msgspec.DecodeError, RecursionError):
         return False
     return True
+
+
+def _separator(stream: IO[bytes], file: DataFile) -> str:
+    """What stands between two cells: what the config says, a tab in .tsv, else what makes the most of the header."""
+    if file.separator is not None or file.kind is FileKind.TSV:
+        return file.separator or "\t"
+    start = stream.tell()
+    beginning = stream.read(_HEADER_BYTES).decode("utf-8", "replace")
+    stream.seek(start)
+
+    def num_cells(separator: str) -> int:
+        try:
+            return len(next(csv.reader(io.StringIO(beginning, newline=""), delimiter=separator, strict=True), []))
+        except csv.Error:
+            return 0
+
+    return max(_SEPARATORS, key=num_cells)  # of equals, the first
 
 
 def _read_table(stream: IO[bytes], path: str, *, delimiter: str) -> Iterator[RowBytes | RowError]:

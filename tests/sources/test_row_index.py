@@ -384,7 +384,7 @@ def test_lines_that_moved_in_a_file_of_the_same_size_and_time_are_found_out(
     if source is None:
         path.write_bytes(b"[1] \n[2] \n[3] \n".replace(b"[", b"{").replace(b"]", b"}"))
         file = line_rows.DataFile(
-            path=str(path), kind=line_rows.FileKind.JSONL, is_gzip=False, size=15, mtime_ns=path.stat().st_mtime_ns
+            path=str(path), kind=line_rows.FileKind.JSONL, size=15, mtime_ns=path.stat().st_mtime_ns
         )
         index = RowIndex([line_rows.index_lines(file)])
     else:
