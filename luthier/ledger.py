@@ -1,4 +1,5 @@
-"""What became of every row: read = trained + dropped + quarantined, always."""
+"""What became of every row: read = prepared + dropped + quarantined, always; in a run, prepared = trained + not yet
+trained."""
 
 from __future__ import annotations
 
@@ -15,20 +16,23 @@ MAX_EXAMPLES = 5  # addresses kept per reason, enough to look at; the quarantine
 class Ledger:
     """Counts the fate of rows. Mutable on purpose: it is the account book of one pass over the data.
 
-    ``notes`` counts what happened to rows that are still trained (answers truncated, control strings in text …).
+    ``prepared`` rows can be trained on. ``trained`` is how many of them some finished optimizer step has seen, each row
+    counted once; None where no run has been. ``notes`` counts what happened to rows that are still prepared (answers
+    truncated, control strings in text …).
     """
 
     read: int = 0
-    trained: int = 0
+    prepared: int = 0
+    trained: int | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     quarantined: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def keep(self) -> None:
-        """A row is read and will be trained."""
+        """A row is read and can be trained on."""
         self.read += 1
-        self.trained += 1
+        self.prepared += 1
 
     def lose(self, error: RowError) -> None:
         """A row is read and lost: dropped if the error says so, else quarantined."""
@@ -36,8 +40,8 @@ class Ledger:
         self._book(error)
 
     def lose_kept(self, error: RowError) -> None:
-        """A row that was counted as trained turns out to be lost (too long for this run, nothing left to train)."""
-        self.trained -= 1
+        """A row that was counted as prepared turns out to be lost (too long for this run, nothing left to train)."""
+        self.prepared -= 1
         self._book(error)
 
     def note(self, what: str, count: int = 1) -> None:
@@ -53,8 +57,13 @@ class Ledger:
 
     @property
     def lost(self) -> int:
-        """Rows that are not trained."""
+        """Rows that cannot be trained on."""
         return self.dropped.total() + self.quarantined.total()
+
+    @property
+    def not_yet_trained(self) -> int:
+        """Prepared rows that no optimizer step has seen."""
+        return self.prepared - (self.trained or 0)
 
     def reasons(self) -> str:
         """Why rows were lost, most of them first, and an example of the first reason on a line of its own."""
@@ -64,9 +73,9 @@ class Ledger:
         return f"{counts}\n  first: {examples[0]}" if examples else counts
 
     def add(self, other: Ledger) -> None:
-        """Add another ledger's counts to this one."""
+        """Add another ledger's counts to this one; what a run did is not added up."""
         self.read += other.read
-        self.trained += other.trained
+        self.prepared += other.prepared
         self.dropped.update(other.dropped)
         self.quarantined.update(other.quarantined)
         self.notes.update(other.notes)
@@ -79,7 +88,9 @@ class Ledger:
 
         ``max_drop`` below 1 is a share of the rows read, from 1 on a number of rows.
         """
-        assert self.read == self.trained + self.lost, f"ledger: {self.read} read != {self.trained} + {self.lost}"
+        assert self.read == self.prepared + self.lost, f"ledger: {self.read} read != {self.prepared} + {self.lost}"
+        trained = 0 if self.trained is None else self.trained
+        assert 0 <= trained <= self.prepared, f"ledger: {trained} trained of {self.prepared} prepared"
         allowed = max_drop * self.read if max_drop < 1 else max_drop
         if self.lost > allowed:
             raise BudgetError(
@@ -92,7 +103,8 @@ class Ledger:
         """A plain dict for reports; `from_json` reads it back."""
         return {
             "read": self.read,
-            "trained": self.trained,
+            "prepared": self.prepared,
+            **({} if self.trained is None else {"trained": self.trained, "not_yet_trained": self.not_yet_trained}),
             "dropped": dict(self.dropped),
             "quarantined": dict(self.quarantined),
             "notes": dict(self.notes),
@@ -104,7 +116,8 @@ class Ledger:
         """Read what `to_json` wrote."""
         return cls(
             read=data["read"],
-            trained=data["trained"],
+            prepared=data["prepared"],
+            trained=data.get("trained"),
             dropped=Counter(data["dropped"]),
             quarantined=Counter(data["quarantined"]),
             notes=Counter(data.get("notes", {})),

@@ -37,12 +37,12 @@ def plan_table(plan: RunPlan) -> Group:
 
 
 def ledger_line(ledger: Mapping[str, Any]) -> Group:
-    """``read = trained + dropped + quarantined``, then each reason with its first examples."""
+    """``read = prepared + dropped + quarantined``, then each reason with its first examples."""
     dropped, quarantined = sum(ledger["dropped"].values()), sum(ledger["quarantined"].values())
     lines: list[RenderableType] = [
         Text.assemble(
             (f"{ledger['read']:,}", "bold"), " rows read = ",
-            (f"{ledger['trained']:,}", "bold green"), " trained + ",
+            (f"{ledger['prepared']:,}", "bold green"), " prepared + ",
             (f"{dropped:,}", "bold yellow" if dropped else "dim"), " dropped + ",
             (f"{quarantined:,}", "bold red" if quarantined else "dim"), " quarantined",
         )

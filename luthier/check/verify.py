@@ -150,7 +150,7 @@ class _Account:
     @property
     def progress(self) -> VerifyProgress:
         return VerifyProgress(
-            read=self.ledger.read, verified=self.ledger.trained, failed=self.num_failed, lost=self.ledger.lost
+            read=self.ledger.read, verified=self.ledger.prepared, failed=self.num_failed, lost=self.ledger.lost
         )
 
     def add(self, source_row: SourceRow, stored: Sample | None, *, wants_stored: bool) -> None:
@@ -190,7 +190,7 @@ class _Account:
     ) -> VerifyReport:
         """All that was found."""
         warnings = self.kwargs_use.warnings
-        if not self.ledger.trained:
+        if not self.ledger.prepared:
             warnings.append(f"nothing was verified: {self.ledger.read} rows were read, none of them can be trained on")
         return VerifyReport(
             split=split,

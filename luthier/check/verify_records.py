@@ -149,7 +149,7 @@ class FailedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """What is true of the data of one split. ``ledger.trained`` counts the rows that were verified.
+    """What is true of the data of one split. ``ledger.prepared`` counts the rows that were verified.
 
     ``methods``          rows by how they were recomputed
     ``control_strings``  how often each control string stands in the rows' own text (it stays text)
@@ -178,7 +178,7 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         """Whether everything that was checked is true of every row, and at least one row was checked."""
-        return self.ledger.trained > 0 and not self.num_failed_rows
+        return self.ledger.prepared > 0 and not self.num_failed_rows
 
     def violations(self, check: Check) -> int:
         """How often a check was violated."""
@@ -189,7 +189,7 @@ class VerifyReport:
         return {
             "ok": self.ok,
             "split": self.split,
-            "rows": {"verified": self.ledger.trained, "failed": self.num_failed_rows, "of": self.num_rows},
+            "rows": {"verified": self.ledger.prepared, "failed": self.num_failed_rows, "of": self.num_rows},
             "turns": self.num_turns,
             "targets": self.num_targets,
             "longest_run": self.longest_run,

@@ -59,13 +59,13 @@ def failed_row(row: FailedRow) -> Group:
 
 
 def _headline(report: VerifyReport) -> Text:
-    rows = f"{report.ledger.trained:,} rows"
+    rows = f"{report.ledger.prepared:,} rows"
     scope = f"{rows} of {report.num_rows:,}" if report.num_rows is not None else rows
     facts = f"{scope}, {report.num_turns:,} answers, {report.num_targets:,} targets in {report.seconds:.1f} s"
     verdict = (
         ("true of every row", "bold green") if report.ok else (f"{report.num_failed_rows:,} rows fail", "bold red")
     )
-    if not report.ledger.trained:
+    if not report.ledger.prepared:
         verdict = ("nothing was verified", "bold red")
     return Text.assemble((f"{report.split} data: ", "bold"), verdict, (f"   {facts}", "dim"))
 

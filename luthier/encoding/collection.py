@@ -83,7 +83,7 @@ class Collection:
             self.ledger.check(max_drop=max_drop)
         except BudgetError as error:
             raise BudgetError(f"{error.message}\n  all of them: {lost}", hint=error.hint) from None
-        if not self.ledger.trained and (self.sources or self.split == "train"):
+        if not self.ledger.prepared and (self.sources or self.split == "train"):
             why = f": {self.ledger.reasons()}" if self.ledger.lost else ""
             raise UserError(
                 f"no row is left for {self.split}: {self.ledger.read} were read, {self.ledger.lost} are lost{why}",

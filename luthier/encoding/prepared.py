@@ -104,12 +104,12 @@ def hold_out(whole: PreparedSet, rows: Ints, size: float | int, *, seed: int) ->
         )
     train_ledger = Ledger.from_json(whole.ledger.to_json())
     train_ledger.read -= int(same.sum())
-    train_ledger.trained -= int(same.sum())
+    train_ledger.prepared -= int(same.sum())
     train_ledger.note("held_out", len(held))
     if same.sum() > len(held):
         train_ledger.note("same_as_held_out", int(same.sum()) - len(held))
     train = whole.take(np.flatnonzero(~same), ledger=train_ledger)
-    return train, whole.take(held, ledger=Ledger(read=len(held), trained=len(held)))
+    return train, whole.take(held, ledger=Ledger(read=len(held), prepared=len(held)))
 
 
 def num_held_out(size: float | int, num_rows: int) -> int:

@@ -192,7 +192,7 @@ class Resolver:
             ledger.lose(row.error)
         num_kept = len(pending.keys) - len(lost)
         ledger.read += num_kept
-        ledger.trained += num_kept
+        ledger.prepared += num_kept
         self.num_encoded += num_encoded
         self.num_reused += num_kept - num_encoded
         self._num_lost += len(lost)

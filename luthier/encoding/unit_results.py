@@ -126,7 +126,7 @@ class Placing:
             self._num_lines[unit.file.path] += result.num_lines
             file_ids = np.full(len(result), self._number(unit.file.path) if len(result) else 0, dtype=np.int64)
         names = list(self._files)
-        ledger = Ledger(read=len(result) - len(result.lost), trained=len(result) - len(result.lost))
+        ledger = Ledger(read=len(result) - len(result.lost), prepared=len(result) - len(result.lost))
         ledger.notes.update(result.notes)
         if unit is not None and (num_blank := result.num_lines - len(result)):
             ledger.note(BLANK_LINE, num_blank)

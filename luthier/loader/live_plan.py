@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.loader.growing import GrowingTable
 from luthier.loader.live_epoch import LARGEST_BLOCK, LiveEpoch, occurrences_of
 from luthier.loader.live_rows import LiveRows
 from luthier.loader.places import PlannedMicroBatch
@@ -25,6 +26,7 @@ from luthier.packing import Planned, PlanSettings, WindowPacker, count_by_source
 
 Ints = NDArray[np.int64]
 
+NEVER = np.iinfo(np.int64).max  # no step has it so far
 STEPS_REMEMBERED = 64  # behind the newest step that was asked about
 
 
@@ -84,6 +86,7 @@ class StreamPlan:
         self._trail = RowTrail()
         self._rows_used = 0
         self._taken = self._no_rows()
+        self._first_steps = GrowingTable(np.dtype("<i8"))  # of each segment the step that takes it first
         self._summary = Counter[str]()
         self._epoch = self._begin(0)
         self._rows_per_epoch = len(self._epoch.order)
@@ -173,6 +176,16 @@ class StreamPlan:
         step = self.step(steps_done - 1) if steps_done else None
         return self._no_rows() if step is None else step.taken
 
+    def trained_rows(self, steps_done: int) -> Ints:
+        """int64[n], ascending: numbers of one segment each of the rows that the first steps have seen a segment of."""
+        if steps_done:
+            self.step(steps_done - 1)  # all before it are planned then
+        with self._steps_lock:
+            taken = np.flatnonzero(self._first_steps.records < steps_done)
+        places = self.rows.segments.places(taken)
+        _, first = np.unique(places[["file", "row"]], return_index=True)
+        return taken[np.sort(first)]
+
     def _no_rows(self) -> Ints:
         return np.zeros((len(self.rows.settings.sources), 4), dtype=np.int64)
 
@@ -261,10 +274,18 @@ class StreamPlan:
             trail=self._trail,
         )
         with self._steps_lock:
+            self._note_first_step(taken["segment"])
             self._steps.append(step)
             self._num_planned += 1
         enough_rows = self._rows_used >= self._rows_per_epoch * self._num_epochs
         self._finished = self.num_planned == self._max_steps or (enough_rows and not ends_epoch)
+
+    def _note_first_step(self, segments: Ints) -> None:
+        missing = int(segments.max(initial=-1)) + 1 - len(self._first_steps)
+        if missing > 0:
+            self._first_steps.append(np.full(missing, NEVER))
+        first = self._first_steps.records
+        first[segments] = np.minimum(first[segments], self._num_planned)
 
     def _count(self, batches: list[tuple[Ints, ...]], taken: NDArray[Any]) -> Ints:
         places = self.rows.segments.places(taken["segment"])

@@ -127,7 +127,10 @@ def _data(result: RunResult) -> list[tuple[str, str]]:
     rows = []
     if ledger:
         lost = sum(ledger["dropped"].values()) + sum(ledger["quarantined"].values())
-        rows.append(("rows read", f"{ledger['read']:,} ({ledger['trained']:,} used, {lost:,} dropped or quarantined)"))
+        waiting = ledger["not_yet_trained"]
+        unseen = f"{waiting:,} prepared but not yet trained, " if waiting else ""
+        what = f"{ledger['trained']:,} trained, {unseen}{lost:,} dropped or quarantined"
+        rows.append(("rows read", f"{ledger['read']:,} ({what})"))
     rows += [
         ("training sequences", f"{data.segments:,}"),
         ("training tokens", f"{data.tokens:,}, of which {data.target_tokens:,} are targets"),

@@ -13,6 +13,7 @@ from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
 from luthier.loader.run_settings import units_of
 from luthier.packing import PlanSettings, Segments, SegmentTable, Units, describe, plan_epoch
+from luthier.records import Address
 from luthier.train.result import DataSummary
 from luthier.train.set_names import distinct_names
 
@@ -38,6 +39,11 @@ class RunData:
     def sources(self) -> tuple[str, ...]:
         """Names of the training data sets, by their number."""
         return distinct_names(self.names, len(self.train_table.source_weights))
+
+    def address(self, row: int) -> Address:
+        """Where a row of the training table was read, by its ``row_ids``."""
+        assert isinstance(self.train, SegmentIndex), "segments in memory have no ledger"
+        return self.train.prepared.address(row)
 
     @property
     def eval_sources(self) -> tuple[str, ...]:

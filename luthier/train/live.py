@@ -21,6 +21,7 @@ from luthier.loader.live_plan import StreamPlan
 from luthier.loader.live_rows import LiveRows, LiveSegments, LiveSettings
 from luthier.loader.run_order import RunOrder, held_out_rows, mixture_of
 from luthier.packing import PlanSettings, SegmentTable
+from luthier.records import Address
 from luthier.train.set_names import distinct_names
 
 
@@ -57,6 +58,11 @@ class LiveData:
     def ledger(self) -> dict[str, Any]:
         """What became of the rows that have come so far."""
         return self.rows.ledger.to_json()
+
+    def address(self, row: int) -> Address:
+        """Where the row was read that a segment is of, as `StreamPlan.trained_rows` numbers it."""
+        place = self.train.places(np.array([row]))[0]
+        return self.train.address(int(place["file"]), int(place["row"]))
 
     def plan(self, config: RunConfig, settings: PlanSettings) -> StreamPlan:
         """The steps of the run. Waits for the rows that decide the first."""

@@ -7,7 +7,7 @@ the plan is as it was, nothing is learned there, and no other row is put in.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +70,17 @@ def forget_lost(folder: Path) -> None:
     FILES.remove_file(folder / LOST_FILE)
 
 
-def with_lost(ledger: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A run's ledger with the rows that any rank lost on the way."""
+def ledger_of_run(ledger: dict[str, Any], folder: Path, trained: Collection[Address]) -> dict[str, Any]:
+    """What became of the rows when the run ended: rows that any rank lost on the way are quarantined, and of the others
+    those in ``trained`` (the rows that finished steps took) are trained. Asserts the ledger's identity."""
     if not ledger:
         return ledger
     found = Ledger.from_json(ledger)
     lost = {error.address: error for error, counted in _entries(folder / LOST_FILE) if counted}
     for error in lost.values():
         found.lose_kept(error)
+    found.trained = len(set(trained) - lost.keys())
+    found.check(max_drop=found.read)
     return found.to_json()
 
 

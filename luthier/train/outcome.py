@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -24,7 +25,7 @@ from luthier.train.data import RunData, summarise
 from luthier.train.hooks import Hooks
 from luthier.train.journal import read_log
 from luthier.train.live import LiveData
-from luthier.train.lost_rows import with_lost
+from luthier.train.lost_rows import ledger_of_run
 from luthier.train.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
 from luthier.train.schedule import Schedule
 from luthier.train.trainer import LuthierTrainer
@@ -86,10 +87,18 @@ def result_of(run: Run, started_at: str) -> RunResult:
         mixture=_mixture(run),
         model=run.summary,
         peak_memory_bytes=_peak_memory(),
-        ledger=with_lost(run.data.ledger, config.output.dir),
+        ledger=_ledger(run),
         versions={"python": platform.python_version(), **{name: version(name) for name in REPORTED_VERSIONS}},
         config=config.model_dump(mode="json"),
     )
+
+
+def _ledger(run: Run) -> dict[str, Any]:
+    """What became of every row that was read; segments in memory have no ledger."""
+    if not run.data.ledger:
+        return {}
+    rows = run.schedule.trained_rows(run.trainer.state.global_step)
+    return ledger_of_run(run.data.ledger, run.config.output.dir, [run.data.address(int(row)) for row in rows])
 
 
 def _mixture(run: Run) -> tuple[SourceSummary, ...]:

@@ -43,7 +43,8 @@ class Report:
     quickstart: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The content of ``report.json``; ``ledger`` holds numbers, with read = trained + dropped + quarantined."""
+        """The content of ``report.json``. ``ledger`` holds numbers: read = prepared + dropped + quarantined, prepared =
+        trained + not yet trained."""
         result = self.result
         told: dict[str, Any] = {
             "ended": result.ended.value,
@@ -97,7 +98,9 @@ def ledger_numbers(ledger: Mapping[str, Any]) -> dict[str, Any]:
     dropped, quarantined = ledger.get("dropped", {}), ledger.get("quarantined", {})
     return {
         "read": ledger.get("read", 0),
+        "prepared": ledger.get("prepared", 0),
         "trained": ledger.get("trained", 0),
+        "not_yet_trained": ledger.get("not_yet_trained", 0),
         "dropped": sum(dropped.values()),
         "quarantined": sum(quarantined.values()),
         "reasons": {"dropped": dict(dropped), "quarantined": dict(quarantined)},
@@ -217,9 +220,10 @@ def _exact(rounds: tuple[GenerationRound, ...]) -> Text:
 
 
 def _rows(ledger: Mapping[str, Any]) -> Text:
-    dropped, quarantined = ledger["dropped"], ledger["quarantined"]
+    dropped, quarantined, waiting = ledger["dropped"], ledger["quarantined"], ledger["not_yet_trained"]
     return Text.assemble(
         f"{ledger['read']:,} read = {ledger['trained']:,} trained + ",
+        (f"{waiting:,} not yet trained + " if waiting else "", "yellow"),
         (f"{dropped:,} dropped", "yellow" if dropped else ""), " + ",
         (f"{quarantined:,} quarantined", "red" if quarantined else ""),
     )  # fmt: skip

@@ -190,7 +190,9 @@ class RunResult:
     mixture: tuple[SourceSummary, ...] = ()  # what was trained on, of the part before a resume too
     model: ModelSummary
     peak_memory_bytes: int  # of the device for CUDA, else of the process
-    ledger: dict[str, Any] = field(default_factory=dict)  # `Ledger.to_json` of the preparation
+    ledger: dict[str, Any] = field(
+        default_factory=dict
+    )  # `Ledger.to_json`: what became of every row by the end of the run
     versions: dict[str, str] = field(default_factory=dict)  # python, torch, transformers, peft, luthier
     config: dict[str, Any] = field(default_factory=dict)  # the resolved `RunConfig`, in JSON types
 

@@ -59,20 +59,9 @@ def trained_segments(schedule: Schedule | StreamPlan, num_segments: int) -> NDAr
 
     All of them where steps are planned as rows arrive, and where `EPOCHS_LOOKED_AT` epochs have not taken all.
     """
-    seen = np.full(num_segments, isinstance(schedule, StreamPlan))
-    epoch = 0
-    while isinstance(schedule, Schedule) and not seen.all():
-        last_epoch, last_step = schedule.locate(schedule.total_steps - 1)
-        plan = schedule.plan(epoch)
-        stop = plan.step_bounds[last_step + 1] if epoch == last_epoch else len(plan)
-        packs = plan.batch_bounds[min(int(stop), len(plan.planned))]  # dummies have no segments of their own
-        seen[plan.segment_ids[: plan.pack_bounds[packs]]] = True
-        if epoch == last_epoch:
-            break
-        epoch += 1
-        if epoch == EPOCHS_LOOKED_AT:
-            seen[:] = True
-    return np.flatnonzero(seen)
+    if isinstance(schedule, Schedule):
+        return schedule.trained_segments(schedule.total_steps, most_epochs=EPOCHS_LOOKED_AT)
+    return np.arange(num_segments, dtype=np.int64)
 
 
 def loader_state(schedule: Schedule | StreamPlan, data: RunData | LiveData, step: int) -> LoaderState:

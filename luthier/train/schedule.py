@@ -58,6 +58,9 @@ class Steps(Protocol):
     def source_counts(self, steps_done: int, /) -> NDArray[np.int64]:
         """int64[S, 4]: rows, segments, tokens and targets of each data set that they take, on all ranks."""
 
+    def trained_rows(self, steps_done: int, /) -> NDArray[np.int64]:
+        """int64[n]: numbers of the rows of which those steps have seen a segment, each row once."""
+
     def epoch_after(self, steps_done: int, /) -> float:
         """How many epochs that is."""
 
@@ -183,6 +186,27 @@ class Schedule:
             counts = counts + source_counts(self.plan(each), self.table)
         self._taken = (epoch, counts)
         return counts
+
+    def trained_segments(self, steps_done: int, *, most_epochs: int | None = None) -> NDArray[np.int64]:
+        """int64, ascending: which segments of the table the first steps have; all, where ``most_epochs`` have not taken
+        all and there are more."""
+        seen = np.zeros(len(self.table.lengths), dtype=bool)
+        last, step = self.locate(steps_done - 1) if steps_done else (-1, 0)
+        for epoch in range(last + 1):
+            if epoch == most_epochs:
+                seen[:] = True
+                break
+            plan = self.plan(epoch)
+            stop = plan.step_bounds[step + 1] if epoch == last else len(plan)
+            packs = plan.batch_bounds[min(int(stop), len(plan.planned))]  # dummies have no segments of their own
+            seen[plan.segment_ids[: plan.pack_bounds[packs]]] = True
+            if seen.all():
+                break
+        return np.flatnonzero(seen)
+
+    def trained_rows(self, steps_done: int) -> NDArray[np.int64]:
+        """int64[n], ascending: the ``row_ids`` that the first steps have seen a segment of."""
+        return np.unique(self.table.row_ids[self.trained_segments(steps_done)])
 
     def _num_steps(self, epoch: int) -> int:
         return self._ends[0] if self._constant else self.plan(epoch).num_steps

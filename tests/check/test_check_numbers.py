@@ -117,8 +117,8 @@ def test_plan_ledger_counts_rows_that_cutting_lost(prepared: tuple[RunConfig, Pr
     config, data = prepared
     ledger = made(config, data).train.ledger
     assert ledger["dropped"]["too_long"] > 0
-    assert ledger["read"] == ledger["trained"] + sum(ledger["dropped"].values()) + sum(ledger["quarantined"].values())
-    assert ledger["trained"] == made(config, data).train.rows
+    assert ledger["read"] == ledger["prepared"] + sum(ledger["dropped"].values()) + sum(ledger["quarantined"].values())
+    assert ledger["prepared"] == made(config, data).train.rows
 
 
 def test_longest_rows_are_distinct_and_descend(prepared: tuple[RunConfig, Prepared]) -> None:

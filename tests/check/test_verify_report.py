@@ -76,7 +76,7 @@ def words_of(*renderables: Any, width: int = 120) -> str:
 def test_right_data_is_true_of_every_row(config: RunConfig) -> None:
     report = verify(config)
     assert report.ok and report.num_failed_rows == 0 and report.failed_rows == ()
-    assert (report.ledger.read, report.ledger.trained, report.num_turns) == (NUM_ROWS, NUM_ROWS, NUM_ROWS)
+    assert (report.ledger.read, report.ledger.prepared, report.num_turns) == (NUM_ROWS, NUM_ROWS, NUM_ROWS)
     assert report.methods == {Method.WHOLE: NUM_ROWS}
     for result in report.checks:
         of_media = {Check.MEDIA_PLACES, Check.MEDIA_TOKENS, Check.PROCESSOR_TOKENS}
@@ -138,7 +138,7 @@ def test_refused_rows_are_counted_under_their_reasons(tmp_path: Path) -> None:
     lines = [row(1), "{", json.dumps({"messages": [{"role": "user", "content": "only a question"}]}), row(2)]
     report = verify(make_config(tmp_path, lines=lines))
     ledger = report.ledger
-    assert report.ok and ledger.read == ledger.trained + ledger.lost == 4
+    assert report.ok and ledger.read == ledger.prepared + ledger.lost == 4
     assert dict(ledger.quarantined) == {"truncated_json": 1} and dict(ledger.dropped) == {"no_target": 1}
     text = words_of(report_table(report))
     assert "4 rows read = 2 trained + 1 dropped + 1 quarantined" in text and "truncated_json" in text

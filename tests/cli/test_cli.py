@@ -293,7 +293,8 @@ def test_train_prints_json_alone_and_leaves_its_report(config: Path) -> None:
     told = json.loads(done.stdout)
     assert told["steps"] == 2 and len(told["losses"]) == 2
     ledger = told["ledger"]
-    assert ledger["read"] == ledger["trained"] + ledger["dropped"] + ledger["quarantined"]
+    assert ledger["read"] == ledger["prepared"] + ledger["dropped"] + ledger["quarantined"]
+    assert ledger["prepared"] == ledger["trained"] + ledger["not_yet_trained"]
     assert "Plan" in done.stderr and "Trained" in done.stderr
     folder = config.parent / "out"
     assert json.loads((folder / "report.json").read_text()) == told

@@ -49,7 +49,7 @@ def prepared(tmp_path):
         row_numbers=np.arange(1, n + 1, dtype=np.int64),
         files=("rows.jsonl",),
         sources=(SourceInfo(name="one", weight=1.0),),
-        ledger=Ledger(read=n, trained=n),
+        ledger=Ledger(read=n, prepared=n),
     )
 
 

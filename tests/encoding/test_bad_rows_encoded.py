@@ -273,7 +273,7 @@ def test_the_corpus_is_lost_one_by_one_and_its_errors_have_addresses(tmp_path: P
     bad = ["{", row(), row({"role": "narrator", "content": "x"}), row(USER, BLANK), row(USER, call_without_json())]
     prepared, _ = prepared_rows(tmp_path, *bad)
     ledger = ledger_of(prepared)
-    assert ledger.read == 6 and ledger.trained == 1
+    assert ledger.read == 6 and ledger.prepared == 1
     lost = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
     assert [one["address"] for one in lost] == [f"{tmp_path / 'rows.jsonl'}:{n}" for n in range(2, 7)]
 

@@ -24,7 +24,7 @@ def _notes(tmp_path: Path, text: str) -> dict[str, int]:
     section = {"train": str(rows), "store": str(tmp_path / "store")}
     config = load_config_text(json.dumps({"model": "preset:tiny-qwen3", "data": section}))
     prepared = luthier.prepare(config)
-    assert prepared.train.ledger.read == prepared.train.ledger.trained == text.count("messages")
+    assert prepared.train.ledger.read == prepared.train.ledger.prepared == text.count("messages")
     return dict(prepared.train.ledger.notes)
 
 

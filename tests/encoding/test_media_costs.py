@@ -55,7 +55,7 @@ def prepared_of(folder: Path, samples: list[Sample]) -> PreparedSet:
         row_numbers=numbers + 1,
         files=("rows.jsonl",),
         sources=(SourceInfo(name="one", weight=1.0),),
-        ledger=Ledger(read=len(samples), trained=len(samples)),
+        ledger=Ledger(read=len(samples), prepared=len(samples)),
     )
 
 

@@ -105,7 +105,7 @@ def test_every_row_that_is_read_is_trained_or_in_the_quarantine_file(tmp_path, m
     rows = write(tmp_path / "rows.jsonl", [line("a"), "{broken", line("!b"), line("-c"), '{"messages": []}', line("d")])
     prepared = prepare(make_config(rows), LetterEncoder())
     ledger = prepared.train.ledger
-    assert (ledger.read, ledger.trained, ledger.lost) == (6, 2, 4)
+    assert (ledger.read, ledger.prepared, ledger.lost) == (6, 2, 4)
     assert ledger.dropped == {"no_target": 1}
     assert ledger.quarantined["bad_letter"] == 1
     lost = quarantine(prepared.quarantine)
@@ -204,8 +204,8 @@ def test_held_out_rows_are_never_trained_on_and_none_is_lost(tmp_path, make_conf
     for size, number in ((0.2, 10), (7, 7)):
         prepared = prepare(make_config(rows, eval_split=size), LetterEncoder())
         train, held = set(texts(prepared.train)), set(texts(prepared.eval))
-        assert len(held) == number == prepared.eval.ledger.trained
-        assert len(train) == 50 - number == prepared.train.ledger.trained
+        assert len(held) == number == prepared.eval.ledger.prepared
+        assert len(train) == 50 - number == prepared.train.ledger.prepared
         assert not train & held
         for ledger in (prepared.train.ledger, prepared.eval.ledger):
             ledger.check(max_drop=0)
@@ -230,8 +230,8 @@ def test_rows_with_the_content_of_a_held_out_row_are_not_trained_and_are_account
     ledger, held_contents = prepared.train.ledger, set(texts(prepared.eval))
     same = sum(f"row {n % 20} yes" in held_contents for n in range(60) if n != 7) - 6
     assert (ledger.notes["held_out"], ledger.notes["same_as_held_out"]) == (6, same)
-    assert ledger.read == ledger.trained + ledger.lost == 60 - 6 - same
-    assert ledger.trained == len(prepared.train)
+    assert ledger.read == ledger.prepared + ledger.lost == 60 - 6 - same
+    assert ledger.prepared == len(prepared.train)
 
 
 def test_which_rows_are_held_out_is_known_before_any_is_read(tmp_path, make_config):
@@ -288,7 +288,7 @@ def test_results_do_not_depend_on_the_number_of_workers(tmp_path, make_config, m
             )
         )
     assert results[0] == results[1] == results[2]
-    assert results[0][2]["trained"] + results[0][2]["dropped"]["no_target"] > 90
+    assert results[0][2]["prepared"] + results[0][2]["dropped"]["no_target"] > 90
 
 
 def test_auto_starts_processes_only_when_enough_is_to_be_encoded(tmp_path, make_config, monkeypatch):

@@ -107,7 +107,7 @@ def test_rows_are_resolved_by_global_number_in_the_order_asked_for(make_sources,
     assert [path[-9:] for path in first.new_files] == ["two.jsonl", "one.jsonl"]
     assert second.new_files == ()
     assert second.file_ids.tolist() == [1, 0]
-    assert (second.ledger.read, second.ledger.trained) == (2, 2)
+    assert (second.ledger.read, second.ledger.prepared) == (2, 2)
 
 
 def test_what_a_portion_names_is_committed_when_it_is_yielded(make_sources, folder):

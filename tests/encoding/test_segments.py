@@ -42,7 +42,7 @@ def prepared_of(folder, samples, *, source_ids=None, sources=(ONE,)):
         row_numbers=np.arange(1, n + 1, dtype=np.int64),
         files=("rows.jsonl",),
         sources=sources,
-        ledger=Ledger(read=n, trained=n),
+        ledger=Ledger(read=n, prepared=n),
     )
 
 
@@ -56,7 +56,7 @@ def test_segments_that_fit_come_in_the_order_of_their_rows(tmp_path):
     assert index.lengths.tolist() == [4, 2]
     assert index.num_targets.tolist() == [2, 1]
     assert str(index[1].address) == "rows.jsonl:2"
-    assert index.ledger.trained == 2
+    assert index.ledger.prepared == 2
 
 
 def test_dropped_rows_are_lost_in_the_ledger_of_the_index_alone(tmp_path):
@@ -64,10 +64,10 @@ def test_dropped_rows_are_lost_in_the_ledger_of_the_index_alone(tmp_path):
     index = SegmentIndex(prepared, max_length=4, overflow=Overflow.DROP)
     assert index.ledger.dropped == {"too_long": 1}
     assert index.ledger.examples["too_long"] == ["rows.jsonl:2 too_long: 6 tokens, data.max_length is 4"]
-    assert (index.ledger.read, index.ledger.trained) == (2, 1)
+    assert (index.ledger.read, index.ledger.prepared) == (2, 1)
     assert index.lost_rows.tolist() == [1]
-    assert prepared.ledger.trained == 2  # so that a second index does not count twice
-    assert SegmentIndex(prepared, max_length=6, overflow=Overflow.DROP).ledger.trained == 2
+    assert prepared.ledger.prepared == 2  # so that a second index does not count twice
+    assert SegmentIndex(prepared, max_length=6, overflow=Overflow.DROP).ledger.prepared == 2
 
 
 def test_error_stops_with_the_address(tmp_path):
@@ -95,7 +95,7 @@ def test_a_row_stays_while_one_of_its_leaves_does(tmp_path):
     tree = sample("..AAAAA", (-1, 2), (0, 4), (0, 1))  # leaves of 6 and of 3 tokens
     index = SegmentIndex(prepared_of(tmp_path, [tree]), max_length=3, overflow=Overflow.DROP)
     assert patterns(index) == ["..A"]
-    assert index.ledger.trained == 1
+    assert index.ledger.prepared == 1
     assert index.ledger.notes == {"leaf_too_long": 1}
     lost = SegmentIndex(prepared_of(tmp_path, [tree]), max_length=2, overflow=Overflow.DROP)
     assert lost.ledger.examples["too_long"] == ["rows.jsonl:1 too_long: 6 tokens, data.max_length is 2"]
@@ -162,5 +162,5 @@ def test_the_index_equals_cutting_every_segment_and_accounts_for_every_row(
     assert index.num_targets.tolist() == [int(segment.target.sum()) for segment in found]
     assert index.row_ids.tolist() == rows
     index.ledger.check(max_drop=len(samples))
-    assert index.ledger.trained == len(set(rows))
+    assert index.ledger.prepared == len(set(rows))
     assert index.lost_rows.tolist() == sorted(set(range(len(samples))) - set(rows))

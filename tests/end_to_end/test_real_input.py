@@ -91,8 +91,8 @@ def test_every_way_to_train_runs_on_real_rows(
     result = report(tmp_path / "run")
     assert result["steps"] == len(result["losses"]) == STEPS
     ledger = result["ledger"]
-    assert ledger["read"] == ledger["trained"] + ledger["dropped"] + ledger["quarantined"]
-    assert ledger["trained"] == 30 + 15 + 91 - 10
+    assert ledger["read"] == ledger["prepared"] + ledger["dropped"] + ledger["quarantined"]
+    assert ledger["prepared"] == 30 + 15 + 91 - 10
     folder = tmp_path / "run" / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(model_folder).chat_template

@@ -199,7 +199,7 @@ def _portion(rows: Any, store: SampleStore, *, first: bool) -> ResolvedPortion:
         file_ids=zeros,
         row_numbers=rows + 1,
         new_files=("rows",) if first else (),
-        ledger=Ledger(read=len(rows), trained=len(rows)),
+        ledger=Ledger(read=len(rows), prepared=len(rows)),
         lost=(),
     )
 
@@ -311,7 +311,7 @@ def loaded_rows(folder: Path, packing: str) -> LoadedRows:
         row_numbers=numbers + 1,
         files=("rows",),
         sources=(SourceInfo(name="s", weight=1.0),),
-        ledger=Ledger(read=NUM_ROWS, trained=NUM_ROWS),
+        ledger=Ledger(read=NUM_ROWS, prepared=NUM_ROWS),
     )
     return LoadedRows(rows, packing)
 

@@ -44,7 +44,7 @@ def stored(folder: Path, samples: list[Sample]) -> PreparedSet:
         row_numbers=np.arange(1, count + 1, dtype=np.int64),
         files=("rows.jsonl",),
         sources=(SourceInfo(name="one", weight=1.0),),
-        ledger=Ledger(read=count, trained=count),
+        ledger=Ledger(read=count, prepared=count),
     )
 
 

@@ -62,7 +62,7 @@ def make_rows(folder: Path, count: int, *, weights: bool = True) -> PreparedSet:
         row_numbers=np.arange(1, count + 1, dtype=np.int64),
         files=("rows.jsonl",),
         sources=(SourceInfo(name="one", weight=1.0),),
-        ledger=Ledger(read=count, trained=count),
+        ledger=Ledger(read=count, prepared=count),
     )
 
 

@@ -277,7 +277,7 @@ def test_rows_that_are_evaluated_on_are_left_out(store: SampleStore) -> None:
     assert {6, 7}.isdisjoint(rows) and len(rows) == NUM_ROWS - 2
     ledger = plan.rows.ledger
     assert ledger.dropped == {"same_as_held_out": 2}
-    assert ledger.read == NUM_ROWS == ledger.trained + ledger.lost
+    assert ledger.read == NUM_ROWS == ledger.prepared + ledger.lost
 
 
 def test_too_many_lost_rows_stop_the_run_on_the_way(store: SampleStore) -> None:

@@ -32,7 +32,8 @@ from luthier.train.result import (
 
 SCRIPT = "<script>alert(1)</script>"
 LEDGER = {
-    "read": 10, "trained": 7, "dropped": {"too_long": 2}, "quarantined": {"invalid_json": 1}, "notes": {"held_out": 3},
+    "read": 10, "prepared": 7, "trained": 5, "not_yet_trained": 2,
+    "dropped": {"too_long": 2}, "quarantined": {"invalid_json": 1}, "notes": {"held_out": 3},
     "examples": {"too_long": [f"{SCRIPT}:3 too_long"], "invalid_json": ["rows.jsonl:9 invalid_json"]},
 }  # fmt: skip
 
@@ -80,7 +81,8 @@ def test_report_json_sums_the_steps_and_keeps_the_identity_of_the_ledger(result:
     assert told["tokens_per_second"] == 200
     assert told["losses"] == [4 / n for n in range(1, 21)]
     ledger = told["ledger"]
-    assert ledger["read"] == ledger["trained"] + ledger["dropped"] + ledger["quarantined"] == 10
+    assert ledger["read"] == ledger["prepared"] + ledger["dropped"] + ledger["quarantined"] == 10
+    assert ledger["prepared"] == ledger["trained"] + ledger["not_yet_trained"] == 7
     assert ledger["reasons"] == {"dropped": {"too_long": 2}, "quarantined": {"invalid_json": 1}}
     assert told["eval"][-1]["perplexity"] == 2.72
     assert told["exact_match"] == [{"step": 0, "share": 0, "rows": 2}, {"step": 20, "share": 0.5, "rows": 2}]
@@ -147,7 +149,7 @@ def test_summary_says_what_became_of_loss_answers_and_rows(result: RunResult) ->
     text = summary_text(Report(result=result, quickstart=True))
     assert "4.000 → 0.200" in text
     assert "0% → 50%" in text
-    assert "10 read = 7 trained + 2 dropped + 1 quarantined" in text
+    assert "10 read = 5 trained + 2 not yet trained + 2 dropped + 1 quarantined" in text
     assert "0% exactly before training and 50% after it" in text
     assert "run/report.html" in text
 

@@ -255,7 +255,7 @@ def test_rows_pass_verification_and_those_of_a_faulty_encoder_do_not(
     given = [row("a <image> </s> b"), row("x", text("Read <image> it."), picture="1.png")]
     config = config_of(folder, write_rows(tmp_path / "rows.jsonl", *given), tmp_path / "out")
     report = verify(config)
-    assert report.ok and report.ledger.trained == 2
+    assert report.ok and report.ledger.prepared == 2
     ours = Encoder.from_config(config)
 
     class Faulty(Encoder):

@@ -58,7 +58,7 @@ def make_rows(folder: Path, objective: str, numbers: range, *, weighted: bool = 
         row_numbers=np.array(numbers, dtype=np.int64) + 1,
         files=("rows.jsonl",),
         sources=(SourceInfo(name="one", weight=1.0),),
-        ledger=Ledger(read=len(keys), trained=len(keys)),
+        ledger=Ledger(read=len(keys), prepared=len(keys)),
     )
 
 
