@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, put back into the model that wrote them.
+"""The weights of a checkpoint, put back into the model that wrote them, or the adapter that did.
 
 transformers' Trainer matches the names in the file with the names of the modules and passes over those that it does not
 find. For models whose files name or shape things otherwise than their modules do, that is most of them: a multimodal
@@ -10,23 +10,33 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel
 
 from luthier.errors import CheckpointError
 from luthier.models.sharding import unsharded_class
 
+_HINT = "go on from another checkpoint, with output.resume, or begin anew, with output.overwrite: true"
 
-def restore_weights(model: nn.Module, checkpoint: Path) -> bool:
-    """Read all weights of the model from a folder that `save_pretrained` wrote, in place, and draw no random numbers.
 
-    Returns whether it did: an adapter's weights are not a model's. Raises `CheckpointError` if the folder has not all
-    that the model has, or something that the model has not.
+def restore_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Read all weights of a model, or of an adapter, from a folder that `save_pretrained` wrote, in place, and draw no
+    random numbers. Only safetensors are read.
+
+    Raises `CheckpointError` if the folder has not all that the model has, or something that the model has not.
     """
-    if not isinstance(model, PreTrainedModel):
-        return False
+    if isinstance(model, PeftModel):
+        _restore_adapter(model, checkpoint)
+    else:
+        _restore_model(model, checkpoint)
+
+
+def _restore_model(model: Any, checkpoint: Path) -> None:
     with torch.random.fork_rng():
         saved, info = unsharded_class(model).from_pretrained(
             checkpoint,
@@ -40,8 +50,20 @@ def restore_weights(model: nn.Module, checkpoint: Path) -> bool:
     if found:
         listed = "; ".join(f"{kind}: {len(keys)} ({', '.join(keys[:5])} …)" for kind, keys in found.items())
         raise CheckpointError(
-            f"the weights in {checkpoint} are not those of this {unsharded_class(model).__name__}: {listed}",
-            hint="go on from another checkpoint, with output.resume, or begin anew, with output.overwrite: true",
+            f"the weights in {checkpoint} are not those of this {unsharded_class(model).__name__}: {listed}", hint=_HINT
         )
     model.load_state_dict(saved.state_dict())
-    return True
+
+
+def _restore_adapter(model: PeftModel, checkpoint: Path) -> None:
+    saved = load_file(checkpoint / SAFETENSORS_WEIGHTS_NAME)
+    present = {name: tuple(weight.shape) for name, weight in get_peft_model_state_dict(model).items()}
+    there = {name: tuple(weight.shape) for name, weight in saved.items()}
+    differing = sorted(name for name in present.keys() | there.keys() if present.get(name) != there.get(name))
+    if differing:
+        listed = ", ".join(f"{name} {there.get(name)} there, {present.get(name)} here" for name in differing[:5])
+        raise CheckpointError(
+            f"the weights in {checkpoint} are not those of this adapter: {len(differing)} differ ({listed} …)",
+            hint=_HINT,
+        )
+    set_peft_model_state_dict(model, saved)

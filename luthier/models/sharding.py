@@ -167,7 +167,7 @@ def load_in_parts(optimizer: torch.optim.Optimizer) -> None:
 def _take_parts(module: nn.Module, weights: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, held in module.state_dict(prefix=prefix).items():
         if name in weights:
-            weights[name] = _part(weights[name], held)
+            weights[name] = part_of(weights[name], held)
 
 
 def _in_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _in_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[s
     parts = {
         number: {
             # Adam's moments have the weight's shape; the number of its steps has none
-            name: _part(v, weights[number]) if isinstance(v, torch.Tensor) and v.shape == weights[number].shape else v
+            name: part_of(v, weights[number]) if isinstance(v, torch.Tensor) and v.shape == weights[number].shape else v
             for name, v in values.items()
         }
         for number, values in state["state"].items()
@@ -201,7 +201,8 @@ def _kept(gathered: torch.Tensor, *, keep: bool) -> torch.Tensor:
     return gathered.cpu() if keep else gathered.new_empty(0)
 
 
-def _part(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def part_of(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a whole value, where ``like`` is divided; else the value."""
     if not isinstance(like, DTensor) or isinstance(value, DTensor):
         return value
     # every rank has the whole, so nothing is sent

@@ -79,6 +79,19 @@ class RunFiles:
             finally:
                 os.close(descriptor)
 
+    def give_ordinary_modes(self, folder: Path) -> None:
+        """Let all files in a folder be read as one that is opened for writing can be (umask): safetensors makes some
+        that nobody but their owner reads."""
+        ordinary = folder / ".mode"
+        with reported(folder):
+            self.before("mode", folder)
+            ordinary.touch()
+            mode = ordinary.stat().st_mode & 0o777
+            ordinary.unlink()
+            for path in folder.rglob("*"):
+                if path.is_file() and not path.is_symlink():
+                    path.chmod(path.stat().st_mode & ~0o666 | mode)
+
     def rename(self, path: Path, target: Path) -> None:
         """Give a file or folder another name in the same folder."""
         with reported(target):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -36,7 +35,14 @@ from luthier.train.assemble import (
     make_trainer,
     summarise_model,
 )
-from luthier.train.checkpoint import OBJECTIVE_STATE, checkpoint_step, replacing
+from luthier.train.checkpoint import (
+    OBJECTIVE_STATE,
+    UnusableCheckpoint,
+    checkpoint_step,
+    read_json,
+    replacing,
+    set_aside_broken,
+)
 from luthier.train.data import RunData, open_run_data
 from luthier.train.events import Event, Finished, Listener, Note, tell_all
 from luthier.train.generate import Question, answer_all, choose_questions
@@ -48,6 +54,7 @@ from luthier.train.progress import ProgressBar, make_view
 from luthier.train.result import LOG_FILE, RunResult
 from luthier.train.run_stream import World, check_rows, loader_state, make_schedule
 from luthier.train.signals import StopSignals
+from luthier.train.trainer import taking_over
 
 
 def fit(config: RunConfig, encoder: Encoder, prepared: Prepared, *, on_event: Listener | None = None) -> RunResult:
@@ -89,8 +96,8 @@ def fit_data(
         config = _as_packed(config, tokenizer, tell)
         with StopSignals() as signals:
             found = data if isinstance(data, RunData) else _open(data)
-            run = _set_up(config, tokenizer, found, Hooks(tell=tell, stop=StopAgreement(signals, world)), listeners)
-            _train(run)
+            hooks = Hooks(tell=tell, stop=StopAgreement(signals, world))
+            run = _begun(lambda: _set_up(config, tokenizer, found, hooks, listeners))
             result = result_of(run, started_at)
     finally:
         if isinstance(view, ProgressBar):
@@ -138,6 +145,7 @@ def _set_up(
     resume = _open_folder(config, loader_state(schedule, data, 0), hooks)
     if world.is_main:
         step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training
+        listeners[:] = [listener for listener in listeners if not isinstance(listener, LogFile)]
         listeners.append(LogFile(config.output.dir / LOG_FILE, step=step))
     run_model = make_model(config, tokenizer, world, hooks.tell)
     first_step = None if resume is None else checkpoint_step(resume)
@@ -145,8 +153,6 @@ def _set_up(
         assert first_step is not None
         check_rows(LoaderState.load(resume), loader_state(schedule, data, first_step), resume)
     trainer = make_trainer(config, tokenizer, data, run_model, schedule, first_step=first_step, hooks=hooks)
-    if resume is not None and (resume / OBJECTIVE_STATE).is_file():
-        trainer.parts.losses.load_state(json.loads((resume / OBJECTIVE_STATE).read_text(encoding="utf-8")))
     return Run(
         config=config,
         tokenizer=tokenizer,
@@ -183,12 +189,40 @@ def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | N
     return checkpoint
 
 
+def _begun(set_up: Callable[[], Run]) -> Run:
+    """Set up a run and train it. A checkpoint that it cannot take over is set aside, and the run is set up anew: it
+    goes on from the one before, or from the beginning. A checkpoint that the user named is refused."""
+    while True:
+        run = set_up()
+        if _trained(run):
+            return run
+        del run  # two models at once may be too many
+
+
+def _trained(run: Run) -> bool:
+    try:
+        _train(run)
+    except UnusableCheckpoint as error:
+        if run.resume is None or run.config.output.resume != "auto":
+            raise
+        if run.is_main:
+            aside = set_aside_broken(run.resume)
+            run.hooks.tell(Note(text=f"{error.message}; set aside as {aside.name}"))
+        run.trainer.accelerator.wait_for_everyone()
+        return False
+    return True
+
+
 def _train(run: Run) -> None:
     """Training, with what comes before and after it."""
     questions = _questions(run)
     if run.resume is None:
         _answer(run, questions)
+    elif (run.resume / OBJECTIVE_STATE).is_file():
+        with taking_over(run.resume, OBJECTIVE_STATE):
+            run.trainer.parts.losses.load_state(read_json(run.resume / OBJECTIVE_STATE))
     run.trainer.train(resume_from_checkpoint=None if run.resume is None else str(run.resume))
+    run.trainer.finish()
     run.hooks.tell(Finished(step=run.trainer.state.global_step))
     if run.hooks.stop.signal is not None:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from luthier.train import checkpoint as checkpoints
 from luthier.train.files import FILES
 from luthier.train.lost_rows import forget_lost
 from luthier.train.result import LOG_FILE, RESULT_FILE
+from luthier.train.state_files import has_state
 
 RUN_CONFIG = "run_config.json"
 MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapter"
-OPTIMIZER_FILE = "optimizer.pt"
 
 # What may differ between a run and the run that goes on from it: places, views, and how a step is shared out (that the
 # steps are the same is checked against the loader's state).
@@ -81,13 +80,15 @@ def _resume_auto(config: RunConfig, run: Path, report: Callable[[str], None]) ->
 
 
 def _resume_named(checkpoint: Path, run: Path, report: Callable[[str], None]) -> Path:
-    fault = checkpoints.damage(checkpoint) if checkpoint.is_dir() else "no such folder"
+    checkpoints.checkpoint_step(checkpoint)
+    fault: str | None = "no such folder"
+    if checkpoint.is_dir():
+        fault = checkpoints.damage(checkpoint) or checkpoints.unusable(checkpoint)
     if fault is not None:
         raise CheckpointError(
             f"output.resume: {checkpoint} cannot be used: {fault}",
             hint="name a whole checkpoint-N folder, or set output.resume: auto",
         )
-    checkpoints.checkpoint_step(checkpoint)
     _check_resumable(checkpoint)
     if checkpoint.resolve().parent == run.resolve():
         for aside in checkpoints.set_aside_newer(checkpoint):
@@ -96,7 +97,7 @@ def _resume_named(checkpoint: Path, run: Path, report: Callable[[str], None]) ->
 
 
 def _check_resumable(checkpoint: Path) -> None:
-    if not (checkpoint / OPTIMIZER_FILE).exists():
+    if not has_state(checkpoint, checkpoints.OPTIMIZER_STATE):
         raise CheckpointError(
             f"{checkpoint} has no optimizer state (it was saved with output.save_only_model)",
             hint="start anew with output.overwrite: true, or set model.name_or_path to it in another output.dir",
@@ -123,16 +124,13 @@ def _clear(run: Path) -> None:
 
 
 def _read_run_config(run: Path) -> dict[str, Any]:
-    path = run / RUN_CONFIG
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return checkpoints.read_json(run / RUN_CONFIG)
+    except CheckpointError as error:
         raise CheckpointError(
-            f"{run} holds a run, but its {RUN_CONFIG} cannot be read: {error}",
+            f"{run} holds a run, but its {RUN_CONFIG} cannot be read: {error.message}",
             hint="output.overwrite: true starts anew there; or choose another output.dir",
         ) from error
-    assert isinstance(content, dict), f"{path} holds a {type(content).__name__}"
-    return content
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> list[tuple[str, Any, Any]]:

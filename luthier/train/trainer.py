@@ -6,7 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import DefaultFlowCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from luthier.errors import UserError
 from luthier.models import sharding
 from luthier.models.adapters import split_loraplus_groups
 from luthier.models.restore import restore_weights
@@ -25,10 +26,18 @@ from luthier.train.finite import check_finite
 from luthier.train.learning_rate import put_on_progress
 from luthier.train.losses import LossSums, MeanLosses
 from luthier.train.result import ACCURACIES
+from luthier.train.state_files import UNREADABLE, has_state, read_state, write_state
 from luthier.train.step_losses import ACCURACY, StepLosses, in_turns, learned_from
 from luthier.train.streams import EvalStream, TrainStream
-
-OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"  # transformers' names
+from luthier.train.training_state import (
+    check_alike,
+    evaluation_point,
+    go_to_evaluation_point,
+    optimizer_state,
+    put_optimizer_state,
+    random_state,
+    set_random_state,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +202,8 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         """Loss per unit and all measures over the held-out rows, by sums over all ranks."""
         assert eval_dataset is None and self.parts.eval_stream is not None
         begun = time.perf_counter()
-        found = self._eval_losses(self.parts.eval_stream)
+        with evaluation_point(self.optimizer):
+            found = self._eval_losses(self.parts.eval_stream)
         metrics = {
             **found.to_logs("eval_loss", "eval_num_targets"),
             **{f"eval_{name}": value for name, value in found.measures.items()},
@@ -238,8 +248,8 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         run, step = Path(self.args.output_dir), self.state.global_step
         staging = checkpoints.staging_folder(run, step)
         best = run / f"checkpoint-{self.state.best_global_step}"
-        with checkpoints.saving(staging):
-            self._write_checkpoint(staging, best)
+        with checkpoints.saving(staging), evaluation_point(self.optimizer) as trained:
+            self._write_checkpoint(staging, best, trained)
             if self.args.should_save:
                 checkpoints.seal(staging)
         if self.args.should_save:
@@ -247,22 +257,20 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         self.accelerator.wait_for_everyone()
         self.parts.meter.paused += time.perf_counter() - begun
 
-    def _write_checkpoint(self, staging: Path, best: Path) -> None:
+    def _write_checkpoint(self, staging: Path, best: Path, trained: list[torch.Tensor] | None) -> None:
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
         self.save_model(str(staging), _internal_call=True)
         if not self.args.save_only_model:
-            self._save_optimizer_and_scheduler(str(staging))
-            self._save_scaler(str(staging))
-            self._save_rng_state(str(staging))  # one file for each rank
+            self._save_training_state(staging, trained)
         self.accelerator.wait_for_everyone()
         if self.state.best_global_step == self.state.global_step or best.is_dir():
             self.state.best_model_checkpoint = str(best)
         if self.args.should_save:
             self.parts.save_state(staging, self.state.global_step)
-            self.state.save_to_json(str(staging / "trainer_state.json"))
+            self.state.save_to_json(str(staging / checkpoints.TRAINER_STATE))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Weights, config, tokenizer; no pickle of the arguments."""
@@ -272,15 +280,49 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         if keep:
             self.parts.save_model(Path(output_dir), weights)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As transformers does; of a sharded model the optimizer's state is gathered first."""
-        if not sharding.is_sharded(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)
+    def _save_training_state(self, staging: Path, trained: list[torch.Tensor] | None) -> None:
+        """Optimizer, schedule, scaler of fp16, and the random numbers of each rank, as data. No pickle is written."""
+        keep, sharded = self.args.should_save, sharding.is_sharded(self.model)
+        state = optimizer_state(self.optimizer, trained, sharded=sharded, keep=keep)
+        if keep:
+            write_state(staging, checkpoints.OPTIMIZER_STATE, state)
+            write_state(staging, checkpoints.SCHEDULER_STATE, self.lr_scheduler.state_dict())
+            if self.accelerator.scaler is not None:
+                write_state(staging, checkpoints.SCALER_STATE, self.accelerator.scaler.state_dict())
+        write_state(staging, checkpoints.RANDOM_STATE.format(rank=self.args.process_index), random_state())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Go on with the optimizer and the schedule of a checkpoint. Raises `UnusableCheckpoint`."""
+        if checkpoint is None:
             return
-        state = sharding.whole_optimizer_state(self.optimizer, keep=self.args.should_save)
-        if self.args.should_save:
-            torch.save(state, Path(output_dir) / OPTIMIZER_FILE)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_FILE)
+        folder = Path(checkpoint)
+        with taking_over(folder, checkpoints.OPTIMIZER_STATE):
+            put_optimizer_state(self.optimizer, read_state(folder, checkpoints.OPTIMIZER_STATE))
+        with taking_over(folder, checkpoints.SCHEDULER_STATE):
+            schedule = read_state(folder, checkpoints.SCHEDULER_STATE)
+            check_alike(schedule, self.lr_scheduler.state_dict(), "schedule")
+            self.lr_scheduler.load_state_dict(schedule)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Go on with the loss scaler of a run in fp16. Raises `UnusableCheckpoint`."""
+        scaler = self.accelerator.scaler
+        if checkpoint is None or scaler is None or not has_state(Path(checkpoint), checkpoints.SCALER_STATE):
+            return
+        with taking_over(Path(checkpoint), checkpoints.SCALER_STATE):
+            state = read_state(Path(checkpoint), checkpoints.SCALER_STATE)
+            check_alike(state, scaler.state_dict(), "scaler")
+            scaler.load_state_dict(state)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Go on with this rank's random numbers; with another number of ranks there may be none for it."""
+        name = checkpoints.RANDOM_STATE.format(rank=self.args.process_index)
+        if checkpoint is not None and has_state(Path(checkpoint), name):
+            with taking_over(Path(checkpoint), name):
+                set_random_state(read_state(Path(checkpoint), name))
+
+    def finish(self) -> None:
+        """No step comes any more: the weights are from here on those that were learned."""
+        go_to_evaluation_point(self.optimizer)
 
     def load_best(self) -> bool:
         """Put the best checkpoint's weights into the model, if there is one."""
@@ -291,5 +333,21 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         return True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not restore_weights(self.model, Path(resume_from_checkpoint)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        folder = Path(resume_from_checkpoint)
+        with taking_over(folder, "weights"):
+            restore_weights(self.model, folder)
+
+
+@contextmanager
+def taking_over(checkpoint: Path, name: str) -> Iterator[None]:
+    """Tell what a checkpoint holds and this run cannot take over as one `UnusableCheckpoint`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except UNREADABLE as error:
+        reason = error.message if isinstance(error, UserError) else str(error) or type(error).__name__
+        raise checkpoints.UnusableCheckpoint(
+            f"{checkpoint}: its {name} cannot be taken over: {reason[:500]}",
+            hint="go on from another checkpoint, with output.resume, or begin anew, with output.overwrite: true",
+        ) from error

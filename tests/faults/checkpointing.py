@@ -1,6 +1,6 @@
 """A run's folder in which every operation fails or kills once: opened, logged to, saved into, rotated, ended.
 
-What transformers and torch write is stood in for by plain files: to `seal` they are nothing else.
+What transformers and torch write is stood in for by small files: to `seal` they are nothing else.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save
+
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig
 from luthier.errors import CheckpointError
 from luthier.loader.state import LoaderState
@@ -18,9 +21,10 @@ from luthier.train.events import Event
 from luthier.train.files import FILES, RunFiles
 from luthier.train.journal import LogFile, read_log
 from luthier.train.result import LOG_FILE, RESULT_FILE, EvalRecord
-from luthier.train.run_folder import OPTIMIZER_FILE, RUN_CONFIG, open_run_folder
+from luthier.train.run_folder import RUN_CONFIG, open_run_folder
 from tests.faults.killing import FailsOnce, Findings, Kills, before_each, die_at
 
+WRITTEN = ("model.safetensors", "optimizer.json", "scheduler.json", "deep/state.bin", "trainer_state.json")
 LIMIT = 2
 BEFORE, STEPS = 10, (15, 20)  # the newest checkpoint that stands already; those that are saved
 
@@ -70,7 +74,7 @@ class Run:
             if staging.exists():
                 FILES.remove_folder(staging)
             (staging / "deep").mkdir(parents=True)
-            for name in ("model.safetensors", OPTIMIZER_FILE, "deep/rng_state.pth", "trainer_state.json"):
+            for name in WRITTEN:
                 FILES.before("foreign", staging / name)
                 (staging / name).write_bytes(_content(name, step))
             _state(step).save(staging)
@@ -85,7 +89,7 @@ class Run:
         if newest is None:
             return ["no whole checkpoint"]
         step = checkpoints.checkpoint_step(newest)
-        for name in ("model.safetensors", OPTIMIZER_FILE, "deep/rng_state.pth", "trainer_state.json"):
+        for name in WRITTEN:
             if (newest / name).read_bytes() != _content(name, step):
                 found.append(f"{newest.name}/{name} is of another step")
         if LoaderState.load(newest).step != step:
@@ -173,7 +177,19 @@ def _state(step: int) -> LoaderState:
 
 
 def _content(name: str, step: int) -> bytes:
-    return f"{name} of step {step}".encode() * 200
+    """What a file of a checkpoint holds: as much as its reader looks for."""
+    if name.endswith(".safetensors"):
+        return save({"step": np.array([step])})
+    content: dict[str, object] = {
+        "optimizer.json": {"dict": [["optimizer", {"dict": [["state", {"dict": []}], ["param_groups", []]]}],
+                                    ["trained", None], ["step", step]]},
+        "scheduler.json": {"dict": [["last_epoch", step]]},
+        "trainer_state.json": {
+            "global_step": step, "max_steps": step, "log_history": [], "stateful_callbacks": {}, "epoch": 0.0,
+            "best_metric": None, "best_global_step": None, "best_model_checkpoint": None,
+        },
+    }.get(name, {"name": name, "step": step})  # fmt: skip
+    return json.dumps(content).encode()
 
 
 def _record(step: int) -> Event:

@@ -101,6 +101,6 @@ def test_control_a_folder_that_is_not_right_is_found_out(tmp_path) -> None:  # t
     assert "the log has steps [5, 10]" in run.faults(ended=True)
     run.go_on()
     assert run.faults(ended=True) == []
-    (tmp_path / "checkpoint-20" / "optimizer.pt").write_bytes(b"half")
+    (tmp_path / "checkpoint-20" / "optimizer.json").write_bytes(b"half")
     (found,) = run.faults(ended=False)
-    assert "checkpoint-20 is damaged (optimizer.pt has 4 bytes" in found
+    assert "checkpoint-20 is damaged (optimizer.json has 4 bytes" in found

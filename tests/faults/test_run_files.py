@@ -118,7 +118,7 @@ def test_broken_checkpoints_do_not_count_when_old_ones_are_deleted(tmp_path):
         "checkpoint-25",
     ]
     said = []
-    (tmp_path / "checkpoint-25" / "optimizer.pt").write_bytes(b"?")
+    (tmp_path / "checkpoint-25" / "optimizer.json").write_bytes(b"?")
     assert checkpoints.newest_whole(tmp_path, said.append) == tmp_path / "checkpoint-15"
     assert len(said) == 2
 

@@ -14,7 +14,7 @@ from luthier.train import checkpoint as checkpoints
 def _write(run: Path, step: int, content: str = "weights") -> Path:
     staging = checkpoints.staging_folder(run, step)
     (staging / "deep").mkdir(parents=True)
-    (staging / "model.safetensors").write_text(content)
+    (staging / "model.bin").write_text(content)
     (staging / "deep" / "state.json").write_text(str(step))
     return checkpoints.seal(staging)
 
@@ -29,9 +29,9 @@ def test_a_sealed_checkpoint_verifies_and_leaves_no_staging_folder(tmp_path: Pat
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda c: (c / "model.safetensors").unlink(), "model.safetensors is missing"),
-        (lambda c: (c / "model.safetensors").write_text("weight"), "has 6 bytes, written were 7"),
-        (lambda c: (c / "model.safetensors").write_text("Weights"), "other content"),
+        (lambda c: (c / "model.bin").unlink(), "model.bin is missing"),
+        (lambda c: (c / "model.bin").write_text("weight"), "has 6 bytes, written were 7"),
+        (lambda c: (c / "model.bin").write_text("Weights"), "other content"),
         (lambda c: (c / "manifest.json").unlink(), "no manifest.json"),
         (lambda c: (c / "manifest.json").write_text("{"), "cannot be read"),
     ],
@@ -71,7 +71,7 @@ def test_rotation_counts_whole_names_only_and_keeps_the_newest_and_the_best(tmp_
 def test_a_kill_while_saving_leaves_nothing_that_counts(tmp_path: Path) -> None:
     _write(tmp_path, 5)
     (checkpoints.staging_folder(tmp_path, 10)).mkdir()
-    (checkpoints.staging_folder(tmp_path, 10) / "model.safetensors").write_text("half")
+    (checkpoints.staging_folder(tmp_path, 10) / "model.bin").write_text("half")
     assert checkpoints.newest_whole(tmp_path, pytest.fail) == tmp_path / "checkpoint-5"
     checkpoints.clean_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
@@ -80,7 +80,7 @@ def test_a_kill_while_saving_leaves_nothing_that_counts(tmp_path: Path) -> None:
 def test_a_step_saved_again_replaces_the_first_at_once_or_not_at_all(tmp_path: Path) -> None:
     _write(tmp_path, 5, "old")
     sealed = _write(tmp_path, 5, "new")
-    assert (sealed / "model.safetensors").read_text() == "new"
+    assert (sealed / "model.bin").read_text() == "new"
     # killed between the two renames
     os.replace(sealed, tmp_path / ".replaced-checkpoint-5")
     checkpoints.clean_leftovers(tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from tiny_vlms import VLMS
@@ -53,7 +53,7 @@ def test_every_weight_comes_back(name: str, tmp_path: Path) -> None:
     first, other = _saved(name, tmp_path)
     places = {name: weight.data_ptr() for name, weight in other.named_parameters()}
     random = torch.get_rng_state()
-    assert restore_weights(other, tmp_path)
+    restore_weights(other, tmp_path)
     expected = first.state_dict()
     assert all(torch.equal(weight, expected[key]) for key, weight in other.state_dict().items())
     assert places == {name: weight.data_ptr() for name, weight in other.named_parameters()}, "the optimizer has these"
@@ -74,6 +74,19 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_an_adapter_is_left_to_its_library(tmp_path: Path) -> None:
-    adapted = get_peft_model(tiny_model("qwen3"), LoraConfig(r=2, target_modules=["q_proj"]))
-    assert not restore_weights(adapted, tmp_path)
+def test_an_adapter_comes_back_whole_or_is_refused(tmp_path: Path) -> None:
+    def adapted(rank: int) -> PeftModel:
+        model = get_peft_model(tiny_model("qwen3"), LoraConfig(r=rank, target_modules=["q_proj"]))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_()
+        return model
+
+    first, other = adapted(2), adapted(2)
+    first.save_pretrained(tmp_path)
+    restore_weights(other, tmp_path)
+    expected = get_peft_model_state_dict(first)
+    assert all(torch.equal(weight, expected[name]) for name, weight in get_peft_model_state_dict(other).items())
+    with pytest.raises(CheckpointError, match="not those of this adapter"):
+        restore_weights(adapted(4), tmp_path)
