@@ -87,6 +87,46 @@ def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
     assert upward_imports(tmp_path) == ["layout/bad.py: layout -> models"]
 
 
+# What `luthier verify` judges with. `verify`, `verify_samples` hold what is judged: the encoder and its store.
+JUDGED = {"verify.py", "verify_samples.py"}
+
+
+def judges(package: Path) -> list[str]:
+    return [name for name, _ in modules(package) if name.startswith("check/verify") and Path(name).name not in JUDGED]
+
+
+def imports_of_the_judged(package: Path) -> list[str]:
+    """Every import of training's rendering and encoding, at module level or in a function, by what judges them."""
+    trees = dict(modules(package))
+    return [
+        f"{name}: {target}"
+        for name in judges(package)
+        for target in imports(trees[name])
+        if target.startswith(("luthier.rendering", "luthier.encoding"))
+    ]
+
+
+def test_what_verifies_imports_nothing_of_what_it_verifies() -> None:
+    assert imports_of_the_judged(PACKAGE) == []
+
+
+def test_a_judge_that_imports_the_judged_would_be_found(tmp_path: Path) -> None:
+    (tmp_path / "check").mkdir()
+    code = "def judge():\n    from luthier.rendering.openings import empty_thought\n"
+    (tmp_path / "check" / "verify_expected.py").write_text(code)
+    (tmp_path / "check" / "verify.py").write_text("from luthier.encoding.encoder import Encoder\n")
+    assert imports_of_the_judged(tmp_path) == ["check/verify_expected.py: luthier.rendering.openings.empty_thought"]
+
+
+def test_what_verifies_loads_nothing_of_what_it_verifies() -> None:
+    names = ", ".join(f"luthier.check.{Path(name).stem}" for name in judges(PACKAGE) if "terminal" not in name)
+    code = f"import sys, {names}; print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    loaded = told.stdout.split()
+    assert "luthier.check.verify_row" in loaded
+    assert [name for name in loaded if name.startswith(("luthier.rendering", "luthier.encoding"))] == []
+
+
 def test_every_room_has_a_line() -> None:
     rooms = {room_of(name) for name, _ in modules()} - {"__init__"}
     assert rooms <= set(RANK), f"rooms without a place in LINES: {rooms - set(RANK)}"

@@ -138,7 +138,7 @@ class _Account:
 
     def __init__(self, *, verifier: RowVerifier, encoder: SampleMaker, reference: Encoder, num_shown: int) -> None:
         self.verifier, self.encoder, self.reference, self.num_shown = verifier, encoder, reference, num_shown
-        self.kwargs_use = KwargsUse(reference.tokenizer, reference.options)
+        self.kwargs_use = KwargsUse(verifier.template)
         self.ledger = Ledger()
         self.tallies = {check: _Tally() for check in Check}
         self.failed_rows: list[FailedRow] = []
@@ -209,6 +209,7 @@ class _Account:
             num_rows=num_rows,
             stopped_early=stopped_early,
             seconds=seconds,
+            judge=self.verifier.judge_name,
         )
 
     def _count(self, verdict: RowVerdict, sample: Sample) -> None:

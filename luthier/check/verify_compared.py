@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from luthier.check.verify_policy import as_rendered
+from luthier.check.verify_policy import RunPolicy, as_rendered
 from luthier.check.verify_records import Check, Violation
+from luthier.check.verify_rules import ruled_conversation
 from luthier.check.verify_template import PlainTemplate
 from luthier.records import (
     Branch,
@@ -26,8 +27,6 @@ from luthier.records import (
     Thinking,
     ToolCall,
 )
-from luthier.rendering.target_rules import apply_rules
-from luthier.rendering.targets import TargetPolicy
 
 ComparedRow = Preference | Feedback
 
@@ -38,14 +37,14 @@ def answers_of(row: ComparedRow) -> tuple[tuple[Message, ...], ...]:
 
 
 def as_conversation(
-    row: ComparedRow, answer: tuple[Message, ...], template: PlainTemplate, policy: TargetPolicy
+    row: ComparedRow, answer: tuple[Message, ...], template: PlainTemplate, policy: RunPolicy
 ) -> Conversation:
     """The prompt with one continuation, the run's system message and rules applied, and the prompt taken out."""
     whole = Conversation(
         messages=(*row.prompt, *answer), tools=row.tools, address=row.address, rules=row.rules, weight=row.weight
     )
     added = as_rendered(whole, template, policy).messages[: -len(whole.messages)]
-    ruled = apply_rules(replace(whole, messages=(*added, *whole.messages)), policy.rules)
+    ruled = ruled_conversation(replace(whole, messages=(*added, *whole.messages)), policy.rules)
     first = len(ruled.messages) - len(answer)
     messages = tuple(
         message if index >= first and message.role == "assistant" else _given(message)

@@ -10,25 +10,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.check.verify_expected import ExpectedRow, ExpectedTurn, answer_weights
-from luthier.check.verify_policy import document_policy
+from luthier.check.verify_policy import RunPolicy, document_policy
 from luthier.check.verify_records import Method
-from luthier.check.verify_template import MediaReader, RowMedia
+from luthier.check.verify_slots import MediaReader, RowMedia, media_of
+from luthier.check.verify_template import KINDS
 from luthier.check.verify_tokens import Ids, ReferenceTokenizer
 from luthier.records import Audio, Document, Image, Text, Video
-from luthier.rendering.media_slots import kind_of_media, media_of_parts
-from luthier.rendering.targets import TargetPolicy
 
 
 def expected_document(
-    row: Document, tokenizer: ReferenceTokenizer, target_policy: TargetPolicy, reader: MediaReader | None = None
+    row: Document, tokenizer: ReferenceTokenizer, target_policy: RunPolicy, reader: MediaReader | None = None
 ) -> ExpectedRow:
     """A document is one turn: the model emits all of it, after what the tokenizer puts before any text. What stands for
     media is given, between texts that are emitted.
     """
-    meant = tokenizer.control.tokens if row.rendered else target_policy.allowed
+    meant = tokenizer.files.control if row.rendered else target_policy.allowed
     found = [token for part in row.parts if isinstance(part, Text) for token in tokenizer.control_strings(part.text)]
     forged = bool(set(found) - meant)
-    media = media_of_parts(row.parts)
+    media = media_of(row.parts)
     own = None if reader is None or not media else reader.read(media, _printed(row, reader))
     stretches = _stretches(row, own)
     readable = [_readable(stretch, tokenizer, meant) if forged else stretch.text for stretch in stretches]
@@ -54,7 +53,6 @@ def expected_document(
         policy=None,
         media=own,
         turns=(turn,),
-        not_reproduced=(),
         text_ids=ids,
         method=Method.DOCUMENT,
         control_strings=Counter(found),
@@ -78,7 +76,7 @@ def _stretches(row: Document, media: RowMedia | None) -> list[_Stretch]:
                 found.append(_Stretch(text=part.text, is_given=False))
             case Image() | Video() | Audio():
                 assert media is not None, "the media of a row were read"
-                slots, kind = media.reader.slots, kind_of_media(part)
+                slots, kind = media.reader.slots, KINDS[type(part)]
                 text = slots.inline[kind].replace(slots.tokens[kind], next(texts), 1)
                 found.append(_Stretch(text=text, is_given=True))
             case _:
@@ -96,7 +94,7 @@ def _printed(row: Document, reader: MediaReader) -> str:
                     text = text.replace(token, "?")
                 pieces.append(text)
             case Image() | Video() | Audio():
-                pieces.append(reader.slots.inline[kind_of_media(part)])
+                pieces.append(reader.slots.inline[KINDS[type(part)]])
             case _:
                 raise AssertionError(f"a document has no {type(part).__name__}")
     return "".join(pieces)

@@ -5,32 +5,33 @@ Nothing of the provenance that training relies on is used. For a trained message
     prompt      ids(render(messages[:k], add_generation_prompt=True))
     completion  ids(the rest of render(messages[: k + 1]), up to and including the first stop token after the answer)
 
-and the answer's end is where a mark put behind each of the turn's strings comes out last.
+and the answer's end is where a mark put behind each of the turn's strings comes out last. Where the turn is rendered
+into a history that does not begin as its prompt does (the prompt opens a thought that history drops), the template
+prints no completion to compare with: the turn is *asked* only, and `verify_derived` reads what the sample has there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from luthier.check.verify_neutral import NeutralRow, mark_ends, neutralise
-from luthier.check.verify_policy import RowPolicy, TurnPolicy, as_rendered, row_policy
+from luthier.check.verify_policy import RowPolicy, RunPolicy, TurnPolicy, as_rendered, row_policy
+from luthier.check.verify_reading import Finding, Reading, Said
 from luthier.check.verify_records import Method
-from luthier.check.verify_template import MediaReader, PlainTemplate, RowMedia, expanded
+from luthier.check.verify_slots import ExpandedTemplate, MediaReader, RowMedia, media_of_messages
+from luthier.check.verify_template import PlainTemplate, Printer
 from luthier.check.verify_tokens import Ids, ReferenceTokenizer
 from luthier.check.verify_weights import Weights, token_weights
 from luthier.errors import RowError
 from luthier.records import Conversation, Message, Text, ToolCall
-from luthier.rendering.media_slots import media_of
-from luthier.rendering.openings import empty_thought
-from luthier.rendering.targets import TargetPolicy
-from luthier.rendering.template import ChatTemplate
-from luthier.rendering.turns import THINKING_SWITCHES
 
 MARK = "zqendqz"
+# What templates call the variable that opens or closes thinking.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,6 +44,8 @@ class ExpectedTurn:
     ``kwargs``    the template variables under which the turn is what its prompt leads to
     ``unfinished``  the row says that its last answer goes on, so nothing ends it
     ``weights``   what each token of ``completion`` counts, the stop as if it were learned; NaN where it cannot be told
+    ``findings``  what is wrong with prompt and completion, read as an answer
+    ``is_derived``  history renders the turn otherwise, so its completion was read from the sample
     """
 
     message: int | None
@@ -55,6 +58,8 @@ class ExpectedTurn:
     policy: TurnPolicy
     weights: Weights
     unfinished: bool = False
+    findings: tuple[Finding, ...] = ()
+    is_derived: bool = False
 
     @property
     def ids(self) -> Ids:
@@ -68,12 +73,30 @@ class ExpectedTurn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AskedTurn:
+    """A turn of which the prompt is known, and not how the template would print what follows it.
+
+    ``prompts``   the prompt's ids under each position of the thinking switch that the run leaves open
+    ``readings``  for each of them, what is to be read behind it; its completion is not filled in yet
+    ``ending``    what the template prints behind the stop of the row's last turn
+    """
+
+    message: int
+    prompts: tuple[Ids, ...]
+    kwargs: tuple[Mapping[str, Any], ...]
+    readings: tuple[Reading, ...]
+    policy: TurnPolicy
+    ending: str
+    unfinished: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpectedRow:
     """All turns of a row that are learned, in order.
 
     ``neutral``         the conversation as the template is shown it; None for a document
     ``policy``          what of the conversation is learned; None for a document
-    ``not_reproduced``  turns to which no generation prompt leads
+    ``asked``           turns whose completion no rendering has
     ``text_ids``        ids of the whole conversation, rendered and encoded as one text
     ``template``        the template as it prints this row, its media expanded; None for a document
     ``media``           the row's media; None if it has none
@@ -81,10 +104,10 @@ class ExpectedRow:
 
     neutral: NeutralRow | None
     policy: RowPolicy | None
-    template: PlainTemplate | None = None
+    template: Printer | None = None
     media: RowMedia | None = None
     turns: tuple[ExpectedTurn, ...]
-    not_reproduced: tuple[int, ...]
+    asked: tuple[AskedTurn, ...] = ()
     text_ids: Ids
     method: Method
     control_strings: Mapping[str, int]
@@ -92,47 +115,48 @@ class ExpectedRow:
 
 def expected_row(
     row: Conversation,
-    own_template: ChatTemplate,
+    own_template: PlainTemplate,
     tokenizer: ReferenceTokenizer,
-    target_policy: TargetPolicy,
+    run_policy: RunPolicy,
     reader: MediaReader | None = None,
 ) -> ExpectedRow:
     """Recompute a conversation; ``reader`` is needed for one with media. Raises `RowError` if the template refuses it,
     or an item cannot be used.
     """
-    policy = row_policy(row, own_template, target_policy)
-    row = as_rendered(row, own_template, target_policy)
-    meant = tokenizer.control.tokens if row.rendered else target_policy.allowed
+    policy = row_policy(row, own_template, run_policy)
+    row = as_rendered(row, own_template, run_policy)
+    meant = tokenizer.files.control if row.rendered else run_policy.allowed
     neutral = neutralise(row, own_template, tokenizer, meant=meant)
     media = None if reader is None else _read_media(row, neutral, own_template, reader)
-    template = expanded(own_template, media)
-    whole_text = template.render(neutral.messages, neutral.tools)
-    turns, not_reproduced = [], []
+    printer: Printer = own_template if media is None else ExpandedTemplate(own_template, media)
+    shown = _Shown(printer, tokenizer, neutral)
+    whole_text = printer.render(neutral.messages, neutral.tools)
+    turns: list[ExpectedTurn] = []
+    asked: list[AskedTurn] = []
     for index, turn_policy in policy.turns.items():
-        is_unasked = all(message.role == "system" for message in neutral.messages[:index])
+        unfinished = row.continue_final_message and index == len(row.messages) - 1
         try:
-            cut = _cut(template, tokenizer, neutral, index)
+            cut = _cut(shown, index)
         except RowError:
-            if not is_unasked:
-                raise
-            cut = None
-        if cut is None and is_unasked:
-            continue  # an answer before any question is context where the template cannot ask for it
-        if cut is None:
-            not_reproduced.append(index)
-        else:
-            if row.continue_final_message and index == len(row.messages) - 1:
-                cut = replace(cut, completion=cut.completion[: len(cut.completion) - cut.stop], stop=0, unfinished=True)
-                whole_text = cut.prompt + cut.completion
-            turns.append(_expected_turn(turn_policy, cut, whole_text, neutral, tokenizer))
+            if _is_unasked(row, index):
+                continue  # an answer before any question is context where the template cannot ask for it
+            raise
+        if isinstance(cut, list):
+            if not _is_unasked(row, index):
+                asked.append(_asked_turn(shown, index, cut, turn_policy, unfinished=unfinished))
+            continue
+        if unfinished:
+            cut = replace(cut, completion=cut.completion[: len(cut.completion) - cut.stop], stop=0, unfinished=True)
+            whole_text = cut.prompt + cut.completion
+        turns.append(_expected_turn(turn_policy, cut, whole_text, shown))
     (text,) = neutral.readable([whole_text], tokenizer)
     return ExpectedRow(
         neutral=neutral,
         policy=policy,
-        template=template,
+        template=printer,
         media=media,
         turns=tuple(turns),
-        not_reproduced=tuple(not_reproduced),
+        asked=tuple(asked),
         text_ids=tokenizer.encode([text], forged=neutral.forged)[0],
         method=neutral.method,
         control_strings=neutral.found,
@@ -158,92 +182,186 @@ class _Cut:
     unfinished: bool = False
 
 
-def _read_media(row: Conversation, neutral: NeutralRow, template: ChatTemplate, reader: MediaReader) -> RowMedia | None:
-    media = media_of(row.messages)
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A row as its template is shown it, and what turns text into ids."""
+
+    printer: Printer
+    tokenizer: ReferenceTokenizer
+    row: NeutralRow
+
+    def prompt(self, index: int, **kwargs: Any) -> str:
+        """What inference shows before message ``index``."""
+        return self.printer.render(self.row.messages[:index], self.row.tools, generation_prompt=True, **kwargs)
+
+    def turn(self, index: int, **kwargs: Any) -> str:
+        """The conversation up to and including message ``index``."""
+        return self.printer.render(self.row.messages[: index + 1], self.row.tools, **kwargs)
+
+    def header(self, index: int, prompt: str, **kwargs: Any) -> str:
+        """What the generation prompt adds to the history, control tokens under their secret names."""
+        try:
+            history = self.printer.render(self.row.messages[:index], self.row.tools, **kwargs) if index else ""
+        except RowError:  # some templates render a history only to ask
+            history = ""
+        return self.tokenizer.hide(_added(history, prompt))
+
+    def reading(self, index: int, prompt: str, completion: str, **kwargs: Any) -> Reading:
+        """A completion that was rendered, to be read as message ``index``."""
+        return Reading(
+            header=self.header(index, prompt, **kwargs),
+            completion=self.tokenizer.hide(completion),
+            said=Said.of(self.row.messages[index].parts, self.tokenizer.hide),
+            loosely=self.row.method is Method.READ_BY_TEMPLATE,
+        )
+
+
+def _added(history: str, prompt: str) -> str:
+    """What a prompt has behind the history; where it rewrites it, what stands behind their common beginning.
+
+    A tag that both begin with is given back whole: ``<a>x<eos>``, ``<a>x<think>`` -> ``<think>``.
+    """
+    common = next(
+        (at for at, (one, two) in enumerate(zip(history, prompt, strict=False)) if one != two),
+        min(len(history), len(prompt)),
+    )
+    if common < len(history):
+        opening = max(prompt.rfind(bracket, max(0, common - 40), common) for bracket in "<[")
+        if opening >= 0 and not set(prompt[opening:common]) & set(">] \n"):
+            common = opening
+    return prompt[common:]
+
+
+def _is_unasked(row: Conversation, index: int) -> bool:
+    return all(message.role == "system" for message in row.messages[:index])
+
+
+def _read_media(
+    row: Conversation, neutral: NeutralRow, template: PlainTemplate, reader: MediaReader
+) -> RowMedia | None:
+    media = media_of_messages(row.messages)
     if not media:
         return None
     # placeholders that the row's own text may hold are innocent words here
     return reader.read(media, template.render(neutral.messages, neutral.tools))
 
 
-def _cut(template: PlainTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow, index: int) -> _Cut | None:
-    """The turn under the first switch that reproduces it; None if there is none."""
-    history, turn = row.messages[:index], row.messages[: index + 1]
-    for kwargs in _switches(template):
-        prompt = template.render(history, row.tools, generation_prompt=True, **kwargs)
-        text = template.render(turn, row.tools, **kwargs)
-        if not kwargs and (thought := empty_thought(prompt, text)) is not None:
-            at, written = thought
-            text = text[:at] + written + text[at:]
+def _cut(shown: _Shown, index: int) -> _Cut | list[tuple[str, Mapping[str, Any]]]:
+    """The turn under the first switch whose prompt it begins with; if there is none, the prompts, each with its switch.
+
+    Raises `RowError` if the template refuses what would be shown by default.
+    """
+    prompts: list[tuple[str, Mapping[str, Any]]] = []
+    for kwargs in _switches(shown.printer):
+        try:
+            prompt, text = shown.prompt(index, **kwargs), shown.turn(index, **kwargs)
+        except RowError:
+            if not kwargs:
+                raise
+            continue
+        prompts.append((prompt, kwargs))
         if text.startswith(prompt):
             break
     else:
-        return None
-    tail = _behind_answer(template, row, index, (), kwargs)
+        return prompts
+    tail = _behind_answer(shown, index, (), kwargs)
     rest = text[len(prompt) :]
     if tail is None or not rest.endswith(tail):
         tail = rest  # nothing is known of where the answer ends
     cut = _Cut(message=index, prompt=prompt, completion=rest, stop=0, kwargs=kwargs)
-    return _completion(template, tokenizer, row, cut, tail)
+    return _completion(shown, cut, tail)
 
 
-def _switches(template: PlainTemplate) -> Iterator[dict[str, Any]]:
+def _asked_turn(
+    shown: _Shown,
+    index: int,
+    prompts: Sequence[tuple[str, Mapping[str, Any]]],
+    policy: TurnPolicy,
+    *,
+    unfinished: bool,
+) -> AskedTurn:
+    row, tokenizer = shown.row, shown.tokenizer
+    ids = tokenizer.encode(row.readable([prompt for prompt, _ in prompts], tokenizer), forged=row.forged)
+
+    def as_decoded(text: str) -> str:
+        return tokenizer.normalised_hidden(row.restored(tokenizer.hide(text)))
+
+    said = Said.of(row.messages[index].parts, as_decoded)
+    text = shown.turn(index)
+    stops = [end for start, end in _control_spans(tokenizer, text, 0) if text[start:end] in tokenizer.files.stops]
+    return AskedTurn(
+        message=index,
+        prompts=tuple(ids),
+        kwargs=tuple(kwargs for _, kwargs in prompts),
+        readings=tuple(
+            Reading(
+                header=shown.header(index, prompt, **kwargs),
+                completion="",
+                said=said,
+                loosely=row.method is Method.READ_BY_TEMPLATE,
+            )
+            for prompt, kwargs in prompts
+        ),
+        policy=policy,
+        ending=text[stops[-1] :] if stops and index == len(row.messages) - 1 else "",
+        unfinished=unfinished,
+    )
+
+
+def _switches(printer: Printer) -> Iterator[dict[str, Any]]:
     yield {}
     for name in THINKING_SWITCHES:
-        if name in template.variables and name not in template.kwargs:
+        if name in printer.variables and name not in printer.kwargs:
             yield from ({name: False}, {name: True})
 
 
-def _behind_answer(
-    template: PlainTemplate, row: NeutralRow, index: int, following: tuple[Message, ...], kwargs: Mapping[str, Any]
-) -> str | None:
+def _behind_answer(shown: _Shown, index: int, following: tuple[Message, ...], kwargs: Mapping[str, Any]) -> str | None:
     """What the template prints behind the last string of a turn; None if the turn has none, or cannot be marked."""
-    marked = (*row.messages[:index], mark_ends(row.messages[index], MARK), *following)
+    messages = shown.row.messages
+    marked = (*messages[:index], mark_ends(messages[index], MARK), *following)
     try:
-        _, mark, behind = template.render(marked, row.tools, **kwargs).rpartition(MARK)
+        _, mark, behind = shown.printer.render(marked, shown.row.tools, **kwargs).rpartition(MARK)
     except RowError:
         return None
     return behind if mark else None
 
 
-def _completion(template: PlainTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow, cut: _Cut, tail: str) -> _Cut:
+def _completion(shown: _Shown, cut: _Cut, tail: str) -> _Cut:
     """``cut`` with its completion shortened to the end of its stop, or with a stop put behind it.
 
-    The stop is the first stop token in ``tail``, which stands behind the answer; else the one with which the next turn
-    opens (as in GLM, where the next header ends the turn); else the last special token of the turn, which the check of
-    stops will report.
+    The stop is the first stop token in ``tail``, which stands behind the answer; else the one with which the template
+    goes on where another turn follows (as in GLM, where the next header ends the turn); else the last special token of
+    the turn, which the check of stops will report.
     """
-    control, rest = tokenizer.control, cut.completion
-    found = _control_spans(tokenizer, rest, len(rest) - len(tail))
+    files, rest = shown.tokenizer.files, cut.completion
+    found = _control_spans(shown.tokenizer, rest, len(rest) - len(tail))
     for start, end in found:
-        if rest[start:end] in control.stops:
+        if rest[start:end] in files.stops:
             return replace(cut, completion=rest[:end], stop=end - start)
-    following = _next_header(template, tokenizer, row, cut, tail)
+    following = _stop_before_next(shown, cut, tail)
     if following is not None:
-        return replace(cut, completion=rest + following, stop=len(following))
-    special = [(start, end) for start, end in found if rest[start:end] in control.special]
+        stop = following.rstrip() if following.strip() in files.stops else following
+        before = len(following) - len(following.lstrip())
+        return replace(cut, completion=rest + stop, stop=len(stop) - before)
+    special = [(start, end) for start, end in found if rest[start:end] in files.special]
     if special:
         start, end = special[-1]
         return replace(cut, completion=rest[:end], stop=end - start)
     return cut
 
 
-def _next_header(
-    template: PlainTemplate, tokenizer: ReferenceTokenizer, row: NeutralRow, cut: _Cut, tail: str
-) -> str | None:
-    """The stop token with which the turn after this one opens: the row's own next turn, or one made up."""
-    index = cut.message
-    calls = any(isinstance(part, ToolCall) for part in row.messages[index].parts)
+def _stop_before_next(shown: _Shown, cut: _Cut, tail: str) -> str | None:
+    """What ends this turn where another one follows (the row's own, or one made up), up to and with a stop token."""
+    index, tokenizer = cut.message, shown.tokenizer
+    calls = any(isinstance(part, ToolCall) for part in shown.row.messages[index].parts)
     made_up = Message(role="tool" if calls else "user", parts=(Text(text="…"),))
-    for following, kwargs in ((row.messages[index + 1 : index + 2], {}), ((made_up,), cut.kwargs)):
-        behind = _behind_answer(template, row, index, following, kwargs)
+    for following, kwargs in ((shown.row.messages[index + 1 : index + 2], {}), ((made_up,), cut.kwargs)):
+        behind = _behind_answer(shown, index, following, kwargs) if following else None
         if behind is None or not behind.startswith(tail):
             continue
         spans = _control_spans(tokenizer, behind, len(tail))
-        if spans and spans[0][0] == len(tail):
-            start, end = spans[0]
-            if behind[start:end] in tokenizer.control.stops:
-                return behind[start:end]
+        if spans and not behind[len(tail) : spans[0][0]].strip() and behind[slice(*spans[0])] in tokenizer.files.stops:
+            return behind[len(tail) : spans[0][1]]
     return None
 
 
@@ -256,15 +374,16 @@ def _control_spans(tokenizer: ReferenceTokenizer, text: str, start: int) -> list
     return spans
 
 
-def _expected_turn(
-    policy: TurnPolicy, cut: _Cut, whole_text: str, neutral: NeutralRow, tokenizer: ReferenceTokenizer
-) -> ExpectedTurn:
+def _expected_turn(policy: TurnPolicy, cut: _Cut, whole_text: str, shown: _Shown) -> ExpectedTurn:
+    neutral, tokenizer = shown.row, shown.tokenizer
     text = cut.prompt + cut.completion
     after_text = whole_text[len(text) :] if whole_text.startswith(text) else None
-    stop_text = cut.completion[len(cut.completion) - cut.stop :]
+    body = cut.completion[: len(cut.completion) - cut.stop]
+    stop_text = cut.completion[len(body) :]
     prompt, whole = tokenizer.encode(neutral.readable([cut.prompt, text], tokenizer), forged=neutral.forged)
     readable, *rest = neutral.readable([cut.completion, stop_text, after_text or ""], tokenizer)
     completion, stop, after = tokenizer.continue_text([readable, *rest], forged=neutral.forged)
+    reading = shown.reading(cut.message, cut.prompt, body, **cut.kwargs)
     return ExpectedTurn(
         message=cut.message,
         prompt=prompt,
@@ -276,4 +395,5 @@ def _expected_turn(
         policy=policy,
         unfinished=cut.unfinished,
         weights=answer_weights(policy, completion, readable, tokenizer, forged=neutral.forged),
+        findings=tuple(reading.faults()),
     )

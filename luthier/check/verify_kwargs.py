@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from luthier.check.verify_compared import answers_of
-from luthier.config.schema import TemplateConfig
-from luthier.encoding.tokenizer import Tokenizer
+from luthier.check.verify_template import PlainTemplate
 from luthier.errors import RowError
 from luthier.records import Conversation, Document, Row
-from luthier.rendering.template import ChatTemplate
 
 MAX_ROWS_SEEN = 1000  # a variable that changes none of so many conversations is reported
 
@@ -15,16 +13,16 @@ MAX_ROWS_SEEN = 1000  # a variable that changes none of so many conversations is
 class KwargsUse:
     """Watches rows go by until each variable was seen to change the text, or the generation prompt, of one."""
 
-    def __init__(self, tokenizer: Tokenizer, options: TemplateConfig) -> None:
+    def __init__(self, template: PlainTemplate | None) -> None:
         """One template for each variable, that lacks it."""
-        self._template = tokenizer.template
+        self._template = template
         self._num_seen = 0
-        self._without: dict[str, ChatTemplate] = {}
-        if self._template is not None:
-            for name in options.kwargs:
-                rest = {other: value for other, value in options.kwargs.items() if other != name}
-                self._without[name] = ChatTemplate(
-                    self._template.source, special_tokens=self._template.special_tokens, kwargs=rest
+        self._without: dict[str, PlainTemplate] = {}
+        if template is not None:
+            for name in template.kwargs:
+                rest = {other: value for other, value in template.kwargs.items() if other != name}
+                self._without[name] = PlainTemplate(
+                    template.source, special_tokens=template.special_tokens, kwargs=rest
                 )
 
     def see(self, row: Row) -> None:
@@ -50,7 +48,7 @@ class KwargsUse:
         ]
 
 
-def _texts(template: ChatTemplate, row: Conversation) -> tuple[str, str] | str:
+def _texts(template: PlainTemplate, row: Conversation) -> tuple[str, str] | str:
     try:
         text = template.render(row.messages, row.tools)
         return text, template.render(row.messages, row.tools, generation_prompt=True)

@@ -16,7 +16,7 @@ from luthier.check.show_media import header_words, numbers_along
 from luthier.check.verify_expected import ExpectedRow
 from luthier.check.verify_learned import Runs
 from luthier.check.verify_records import Check, Violation
-from luthier.check.verify_template import RowMedia
+from luthier.check.verify_slots import RowMedia
 from luthier.check.verify_tokens import ReferenceTokenizer, first_difference
 from luthier.errors import RowError
 from luthier.media import decode_for
@@ -69,7 +69,7 @@ def slot_ids(media: RowMedia, tokenizer: ReferenceTokenizer) -> list[int]:
     written = {token for text in media.texts(len(media.items)) for token in tokenizer.control_strings(text)}
     placeholders = set(media.reader.slots.tokens.values())
     beside = set(tokenizer.control_strings(media.printed)) - placeholders
-    own = tokenizer.control.tokens - beside
+    own = tokenizer.files.control - beside
     return sorted(tokenizer.control_ids[token] for token in written | placeholders if token in own)
 
 

@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from luthier.check.verify_records import Method
+from luthier.check.verify_template import PlainTemplate, Tools
 from luthier.check.verify_tokens import ReferenceTokenizer
 from luthier.errors import RowError
-from luthier.records import Conversation, Message, Part, Text, Thinking, ToolCall
-from luthier.rendering.media_slots import is_media
-from luthier.rendering.template import ChatTemplate, Tools
+from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
 
 TOOLS = -1  # stands for the tool declarations where messages are counted
 Spot = tuple[int, str]  # (message, control string)
@@ -58,7 +57,7 @@ class NeutralRow:
 
 
 def neutralise(
-    row: Conversation, template: ChatTemplate, tokenizer: ReferenceTokenizer, *, meant: frozenset[str]
+    row: Conversation, template: PlainTemplate, tokenizer: ReferenceTokenizer, *, meant: frozenset[str]
 ) -> NeutralRow:
     """The conversation with its control strings replaced, as far as the template does not read them itself.
 
@@ -108,7 +107,7 @@ def mark_ends(message: Message, mark: str) -> Message:
     return _changed(message, lambda text: text + mark if text.strip() else text)
 
 
-def _renders_to(row: NeutralRow, template: ChatTemplate, original: str) -> bool:
+def _renders_to(row: NeutralRow, template: PlainTemplate, original: str) -> bool:
     try:
         return row.restored(template.render(row.messages, row.tools)) == original
     except RowError:
@@ -127,7 +126,7 @@ def _spots(
     return Counter(spot for spot in found if spot[1] not in meant)
 
 
-def _words(tokens: Sequence[str], messages: Sequence[Message], tools: Tools, template: ChatTemplate) -> dict[str, str]:
+def _words(tokens: Sequence[str], messages: Sequence[Message], tools: Tools, template: PlainTemplate) -> dict[str, str]:
     """A word for each control string; none occurs in the row or the template, none is part of another."""
     taken = "\0".join([template.source, repr(tools), *(text for message in messages for text in strings_of(message))])
     words: dict[str, str] = {}
@@ -156,7 +155,7 @@ def _with_one_text(message: Message) -> Message:
             place = len(parts)
             parts.append(Text(text=part.text))
         else:
-            place = -1 if is_media(part) else place
+            place = -1 if isinstance(part, Image | Video | Audio) else place
             parts.append(part)
     return replace(message, parts=tuple(parts))
 

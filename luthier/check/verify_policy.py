@@ -1,7 +1,7 @@
 """What of a row is to be learned, said anew: the way training reads its policies is part of what is checked.
 
-Rules (``template.targets``) become flags on parts by the one function that does so; what flags, roles and ``train_on``
-come to is decided here once more, in the fewest words.
+Rules (``template.targets``) become flags on parts in `verify_rules`; what flags, roles and ``train_on`` come to is
+decided here, in the fewest words.
 """
 
 from __future__ import annotations
@@ -9,13 +9,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from luthier.check.verify_files import ReferenceFiles
+from luthier.check.verify_rules import ruled_conversation, ruled_document
 from luthier.check.verify_template import PlainTemplate
 from luthier.config.schema import TrainOn
-from luthier.records import Conversation, Document, Message, Part, Text, Thinking, ToolCall
-from luthier.rendering.target_rules import apply_rules
-from luthier.rendering.targets import TargetPolicy
+from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 
 Spoken = Text | Thinking | ToolCall
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPolicy:
+    """The run's say on what is learned. ``allowed`` are control strings that are control tokens in rows' text too."""
+
+    train_on: TrainOn
+    train_stop: bool
+    default_system: str | None
+    rules: tuple[TargetRule, ...]
+    allowed: frozenset[str]
+
+    @classmethod
+    def of_files(cls, files: ReferenceFiles) -> RunPolicy:
+        """As the section ``template`` has it."""
+        options = files.options
+        return cls(
+            train_on=options.train_on,
+            train_stop=options.train_stop,
+            default_system=options.default_system,
+            rules=tuple(TargetRule(**rule.model_dump()) for rule in options.targets),
+            allowed=frozenset() if isinstance(options.control, str) else frozenset(options.control),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +81,7 @@ class RowPolicy:
     taken_out: frozenset[int]
 
 
-def as_rendered(row: Conversation, template: PlainTemplate, policy: TargetPolicy) -> Conversation:
+def as_rendered(row: Conversation, template: PlainTemplate, policy: RunPolicy) -> Conversation:
     """The conversation as the template is given it.
 
     It gets the run's default system message, where it has none of its own. Thinking that the row had inside a text is
@@ -71,12 +94,12 @@ def as_rendered(row: Conversation, template: PlainTemplate, policy: TargetPolicy
     return row if template.reads_thinking else replace(row, messages=tuple(map(_thinking_as_text, row.messages)))
 
 
-def row_policy(row: Conversation, template: PlainTemplate, policy: TargetPolicy) -> RowPolicy:
+def row_policy(row: Conversation, template: PlainTemplate, policy: RunPolicy) -> RowPolicy:
     """The policy of a conversation; its messages are counted as in `as_rendered`."""
     train_on = TrainOn(row.train_on) if row.train_on is not None else policy.train_on
     with_system = as_rendered(row, template, policy)
     added = len(with_system.messages) - len(row.messages)
-    ruled = apply_rules(replace(row, messages=(*with_system.messages[:added], *row.messages)), policy.rules)
+    ruled = ruled_conversation(replace(row, messages=(*with_system.messages[:added], *row.messages)), policy.rules)
     messages = as_rendered(ruled, template, policy).messages
     assert [m.text for m in messages] == [m.text for m in with_system.messages], "rules change no text"
     whole = _whole(messages, train_on)
@@ -90,9 +113,9 @@ def row_policy(row: Conversation, template: PlainTemplate, policy: TargetPolicy)
     )
 
 
-def document_policy(row: Document, policy: TargetPolicy) -> TurnPolicy:
+def document_policy(row: Document, policy: RunPolicy) -> TurnPolicy:
     """The policy of a document: all of it is one answer."""
-    row = apply_rules(row, policy.rules)
+    row = ruled_document(row, policy.rules)
     message = Message(role="assistant", parts=row.parts)
     return _turn(message, any(_learns(part, whole=True) for part in row.parts), row.weight)
 

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from luthier.check.show import RowView
 from luthier.ledger import Ledger
+
+if TYPE_CHECKING:
+    from luthier.check.show import RowView
 
 
 class Check(StrEnum):
@@ -31,6 +33,7 @@ class Check(StrEnum):
     MEDIA_PLACES = "media_places"
     MEDIA_TOKENS = "media_tokens"
     DETERMINISTIC = "deterministic"
+    WHOLE_TEXT = "whole_text"
     HUGGING_FACE = "hugging_face"
     PROCESSOR_TOKENS = "processor_tokens"
     SERVED_TOKENS = "served_tokens"
@@ -53,7 +56,8 @@ MEANING: Mapping[Check, str] = {
     Check.MEDIA_PLACES: "every media slot belongs to one item, and items come in the order of the messages",
     Check.MEDIA_TOKENS: "an item has the tokens that the model's processor writes for its size",
     Check.DETERMINISTIC: "encoding the row again gives the same",
-    Check.HUGGING_FACE: "ids are those of apply_chat_template, but for merges over the seam",
+    Check.WHOLE_TEXT: "ids are those of the whole text, rendered and tokenized as one, but for merges over the seam",
+    Check.HUGGING_FACE: "prompts and ids are those of transformers' own apply_chat_template",
     Check.PROCESSOR_TOKENS: "the processor itself, given text and decoded media, writes the same ids (some rows)",
     Check.SERVED_TOKENS: "the server makes the same tokens of the same messages",
 }
@@ -155,6 +159,7 @@ class VerifyReport:
     ``control_strings``  how often each control string stands in the rows' own text (it stays text)
     ``notes``            other counts: seams, prompts compared with a server …
     ``warnings``         what is no fault of a row but should be looked at
+    ``judge``            who rendered a second time: ``transformers 5.0.0``, or why nobody did
     ``num_rows``         rows the sources have, where only a sample of them was read; else None
     """
 
@@ -174,6 +179,7 @@ class VerifyReport:
     num_rows: int | None
     stopped_early: bool
     seconds: float
+    judge: str
 
     @property
     def ok(self) -> bool:
@@ -188,6 +194,7 @@ class VerifyReport:
         """A plain dict for programs."""
         return {
             "ok": self.ok,
+            "judge": self.judge,
             "split": self.split,
             "rows": {"verified": self.ledger.prepared, "failed": self.num_failed_rows, "of": self.num_rows},
             "turns": self.num_turns,

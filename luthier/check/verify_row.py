@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from luthier.check.verify_compared import answers_of, as_conversation, as_sample, comparison_faults
+from luthier.check.verify_derived import derived_turn
 from luthier.check.verify_document import expected_document
-from luthier.check.verify_expected import ExpectedRow, expected_row
+from luthier.check.verify_expected import ExpectedRow, ExpectedTurn, expected_row
+from luthier.check.verify_files import ReferenceFiles, Run
 from luthier.check.verify_learned import Home, Runs, find_home, supplied_faults, turn_faults
 from luthier.check.verify_media import media_faults, processor_faults
+from luthier.check.verify_policy import RunPolicy
 from luthier.check.verify_records import Check, Method, RowVerdict, Violation
-from luthier.check.verify_runs import asked_besides, besides_faults, run_faults, whole_text_faults
+from luthier.check.verify_runs import asked_besides, besides_faults, judged_faults, run_faults, whole_text_faults
 from luthier.check.verify_server import TokenServer
+from luthier.check.verify_slots import MediaReader, media_of, media_of_messages
 from luthier.check.verify_structure import begin_faults, token_faults, tree_faults
-from luthier.check.verify_template import MediaReader
+from luthier.check.verify_template import HuggingFace, PlainTemplate, hugging_face
 from luthier.check.verify_tokens import ReferenceTokenizer, first_difference
-from luthier.encoding.encoder import Encoder
+from luthier.media import MediaAccess, MediaSource
 from luthier.records import Conversation, Document, Feedback, Preference, Row, Sample
-from luthier.rendering.media_slots import media_of, media_of_parts
-from luthier.rendering.targets import TargetPolicy
-from luthier.rendering.template import ChatTemplate
 
 ALWAYS = (Check.HAS_TARGETS, Check.FINITE_WEIGHTS, Check.IDS_IN_VOCABULARY, Check.BRANCHES)
 OF_STRUCTURE = (Check.BRANCHES, Check.MEDIA_PLACES)  # where these fail, nothing else can be asked of a sample
 OF_TURNS = (Check.PROMPT_TOKENS, Check.COMPLETION_TOKENS)
 
 
-def verify_row(row: Row, sample: Sample, encoder: Encoder) -> list[Violation]:
+def verify_row(row: Row, sample: Sample, encoder: Run) -> list[Violation]:
     """What is not true of a row's sample, given the run's encoder (of which only files and options are used).
 
     It loads the tokenizer anew; for many rows keep a `RowVerifier`.
@@ -42,7 +43,7 @@ def verify_row(row: Row, sample: Sample, encoder: Encoder) -> list[Violation]:
 class RowVerifier:
     """Recomputes rows with plain renders and whole encodes, and compares samples with them."""
 
-    def __init__(self, encoder: Encoder, *, server: TokenServer | None = None, num_decoded: int = 0) -> None:
+    def __init__(self, encoder: Run, *, server: TokenServer | None = None, num_decoded: int = 0) -> None:
         """Of ``encoder`` the files, the template and the options are used, never what it encodes.
 
         With a ``server``, each turn's context is also compared with the tokens that the server makes of it. The media
@@ -50,22 +51,39 @@ class RowVerifier:
         """
         self.server = server
         self.num_decoded = num_decoded
-        self.tokenizer = ReferenceTokenizer(encoder.tokenizer)
-        self.template = encoder.tokenizer.template
+        self.files = ReferenceFiles.of_run(encoder)
+        self.tokenizer = ReferenceTokenizer(self.files)
+        self.policy = RunPolicy.of_files(self.files)
         self.kwargs = encoder.options.kwargs
-        self.policy = encoder.renderer.policy
-        self._encoder = encoder
+        self._run = encoder
         self._num_with_media = 0
 
-    def expected(self, row: Conversation | Document, policy: TargetPolicy) -> ExpectedRow:
+    @cached_property
+    def template(self) -> PlainTemplate | None:
+        """The run's chat template, as rows without media are printed; None if there is none."""
+        return None if self.files.template is None else self._template({}, {})
+
+    @cached_property
+    def judge(self) -> HuggingFace | str:
+        """transformers with the same files, or why it is not the judge."""
+        return hugging_face(self.files)
+
+    @property
+    def judge_name(self) -> str:
+        """Who rendered the rows a second time, or why nobody did."""
+        if isinstance(self.judge, HuggingFace):
+            return self.judge.name
+        return f"plain jinja2 alone: {self.judge}"
+
+    def expected(self, row: Conversation | Document, policy: RunPolicy) -> ExpectedRow:
         """What the row's sample should hold. Raises `RowError` if the template refuses the row."""
         match row:
             case Conversation():
-                if not media_of(row.messages):
+                if not media_of_messages(row.messages):
                     return expected_row(row, self._need_template(), self.tokenizer, policy)
                 return expected_row(row, self._media_template, self.tokenizer, policy, self._reader)
             case Document():
-                reader = self._reader if media_of_parts(row.parts) else None
+                reader = self._reader if media_of(row.parts) else None
                 return expected_document(row, self.tokenizer, policy, reader)
 
     def verify(self, row: Row, sample: Sample) -> RowVerdict:
@@ -78,15 +96,27 @@ class RowVerifier:
 
     @cached_property
     def _reader(self) -> MediaReader:
-        measurer = self._encoder.measurer
-        assert measurer.processor is not None, "the row has a sample, so the model takes media"
-        return MediaReader(processor=measurer.processor, access=measurer.access)
+        source = MediaSource.of_model(self.files.folder, self._run.model, self._run.media)
+        processor = source.load()
+        assert processor is not None, "the row has a sample, so the model takes media"
+        return MediaReader(processor=processor, access=MediaAccess(self._run.media))
 
     @cached_property
-    def _media_template(self) -> ChatTemplate:
-        return self._need_template().with_slots(self._reader.slots)
+    def _media_template(self) -> PlainTemplate:
+        return self._template(self._reader.slots.tokens, self._reader.slots.inline)
 
-    def _need_template(self) -> ChatTemplate:
+    def _template(self, tokens: Mapping[str, str], inline: Mapping[str, str]) -> PlainTemplate:
+        assert self.files.template is not None, "asked only where there is a template"
+        return PlainTemplate(
+            self.files.template,
+            special_tokens=self.files.special_tokens,
+            kwargs=self.kwargs,
+            opening=self.files.prompt_opening(self.tokenizer.opening),
+            tokens=tokens,
+            inline=inline,
+        )
+
+    def _need_template(self) -> PlainTemplate:
         assert self.template is not None, "the row has a sample, so there is a template"
         return self.template
 
@@ -106,7 +136,7 @@ class RowVerifier:
             found.append(replace(verdict, violations=tuple(of_leaf)))
         return _together(found, faults, applied, sample)
 
-    def _verify(self, row: Conversation | Document, sample: Sample, policy: TargetPolicy) -> RowVerdict:
+    def _verify(self, row: Conversation | Document, sample: Sample, policy: RunPolicy) -> RowVerdict:
         faults = list(tree_faults(sample))
         if faults:
             applied_only = frozenset([Check.BRANCHES, *(fault.check for fault in faults)])
@@ -137,13 +167,15 @@ class RowVerifier:
     ) -> list[Violation]:
         faults: list[Violation] = []
         train_stop = self.policy.train_stop or expected.neutral is None
+        derived = [derived_turn(asked, runs) for asked in expected.asked]
+        faults += [turn for turn in derived if isinstance(turn, Violation)]
+        turns = [*expected.turns, *(turn for turn in derived if isinstance(turn, ExpectedTurn))]
+        expected = replace(expected, turns=tuple(sorted(turns, key=lambda turn: turn.message or 0)))
+        notes["derived"] += sum(turn.is_derived for turn in expected.turns)
         homes = [find_home(turn, runs) for turn in expected.turns]
-        for index in expected.not_reproduced:
-            what = "no generation prompt is how this turn begins, so inference never shows this context"
-            faults.append(runs.fault(Check.PROMPT_TOKENS, what, message=index))
         for turn, home in zip(expected.turns, homes, strict=True):
             faults += turn_faults(turn, home, runs, train_stop=train_stop)
-        if expected.turns or expected.not_reproduced:
+        if expected.turns or expected.asked:
             applied.update(OF_TURNS)
         if any(turn.policy.learned for turn in expected.turns):
             applied.update([Check.STOP_TRAINED, Check.ANSWER_DECODES])
@@ -163,12 +195,16 @@ class RowVerifier:
             opening = bool(len(expected.text_ids)) and int(expected.text_ids[0]) == self.tokenizer.bos_id
             faults += begin_faults(sample, opening, self.tokenizer)
         if expected.method is Method.WHOLE and expected.turns:
-            applied.add(Check.HUGGING_FACE)
+            if not expected.turns[-1].is_derived:
+                applied.add(Check.WHOLE_TEXT)
             for found in whole_text_faults(expected, homes, runs):
                 if isinstance(found, Violation):
                     faults.append(found)
                 else:
                     notes[found] += 1
+            if isinstance(self.judge, HuggingFace) and expected.media is None:
+                applied.add(Check.HUGGING_FACE)
+                faults += judged_faults(self.judge, self._need_template(), expected, homes, runs)
         if self.server is not None and expected.neutral is not None:
             if expected.media is not None:  # how servers are given pixels is another interface
                 notes["media_not_asked"] += 1

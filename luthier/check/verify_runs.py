@@ -11,7 +11,7 @@ from luthier.check.verify_answer import LearnedText, missing_of_part
 from luthier.check.verify_expected import ExpectedRow
 from luthier.check.verify_learned import Home, Mask, Runs
 from luthier.check.verify_records import Check, Violation
-from luthier.check.verify_template import PlainTemplate
+from luthier.check.verify_template import HuggingFace, PlainTemplate, Printer
 from luthier.check.verify_tokens import Ids, ReferenceTokenizer, first_difference
 from luthier.errors import RowError
 
@@ -42,9 +42,11 @@ def whole_text_faults(expected: ExpectedRow, homes: Sequence[Home], runs: Runs) 
     """Whether the run of the last trained turn equals the text encoded as one; yields ``"seam"`` for an expected merge.
 
     A tokenizer may merge the end of a prompt with the beginning of an answer. Inference cannot: it is given the one and
-    emits the other.
+    emits the other. Nothing is said of an answer that the whole text shows in another way than inference does.
     """
     turn, home = expected.turns[-1], homes[-1]
+    if turn.is_derived:
+        return
     ids = runs.segments[home.run].input_ids
     whole = turn.whole if len(ids) <= len(turn.ids) or turn.after is None else expected.text_ids
     if np.array_equal(ids, whole):
@@ -58,8 +60,42 @@ def whole_text_faults(expected: ExpectedRow, homes: Sequence[Home], runs: Runs) 
     ):
         yield "seam"
         return
-    what = f"apply_chat_template gives {len(whole)} tokens for this conversation, the sample has {len(ids)}"
-    yield runs.fault(Check.HUGGING_FACE, what, message=turn.message, run=home.run, index=index, expected=whole)
+    what = f"encoded as one text this conversation has {len(whole)} tokens, the sample {len(ids)}"
+    yield runs.fault(Check.WHOLE_TEXT, what, message=turn.message, run=home.run, index=index, expected=whole)
+
+
+def judged_faults(
+    judge: HuggingFace, template: PlainTemplate, expected: ExpectedRow, homes: Sequence[Home], runs: Runs
+) -> Iterator[Violation]:
+    """Whether transformers renders every prompt, and encodes the last answer's conversation, as the sample has them."""
+    neutral = expected.neutral
+    assert neutral is not None, "a conversation"
+    for turn, home in zip(expected.turns, homes, strict=True):
+        history = neutral.messages[: turn.message]
+        if not history:  # it renders no empty conversation
+            continue
+        try:
+            ids = judge.ids(judge.text(template, history, neutral.tools, prompt=True, **turn.kwargs))
+        except RowError as error:
+            yield runs.fault(Check.HUGGING_FACE, error.detail, message=turn.message, run=home.run)
+            continue
+        found = runs.segments[home.run].input_ids[: len(ids)]
+        if not np.array_equal(ids, found):
+            wanted = np.array(ids, dtype=np.int32)
+            index = first_difference(wanted, found)
+            what = f"apply_chat_template gives a prompt of {len(ids)} tokens, and the sample differs at token {index}"
+            yield runs.fault(Check.HUGGING_FACE, what, message=turn.message, run=home.run, index=index, expected=wanted)
+    last, segment = expected.turns[-1], runs.segments[homes[-1].run]
+    if last.is_derived or last.unfinished or last.kwargs or last.after is None:
+        return
+    ids = judge.ids(judge.text(template, neutral.messages, neutral.tools, prompt=False))
+    apart = np.concatenate([last.ids, last.after])
+    is_merged = not np.array_equal(last.whole, last.ids)  # over the seam, which `whole_text_faults` counts
+    whole = apart if is_merged else np.array(ids[: len(segment)], dtype=np.int32)
+    if not np.array_equal(whole[: len(segment)], segment.input_ids):
+        index = first_difference(whole, segment.input_ids)
+        what = f"apply_chat_template gives {len(ids)} tokens for this conversation, the sample has {len(segment)}"
+        yield runs.fault(Check.HUGGING_FACE, what, message=last.message, run=homes[-1].run, index=index, expected=whole)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -121,7 +157,7 @@ def _candidates(expected: ExpectedRow) -> list[Ids]:
 
 
 def _region(
-    expected: ExpectedRow, index: int, template: PlainTemplate, tokenizer: ReferenceTokenizer
+    expected: ExpectedRow, index: int, template: Printer, tokenizer: ReferenceTokenizer
 ) -> tuple[int, Ids] | None:
     """``(tokens before a message, ids up to its end)``, where the one text begins the other."""
     neutral = expected.neutral

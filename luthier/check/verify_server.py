@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from luthier.check.verify_template import Tools, plain_message
 from luthier.check.verify_tokens import Ids
 from luthier.errors import UserError
 from luthier.records import Message
-from luthier.rendering.messages import plain_messages
-from luthier.rendering.template import Tools
 
 TIMEOUT = 30.0  # seconds for one answer; tokenizing takes milliseconds, a busy server queues
 LONGEST_ANSWER = 64_000_000  # bytes; a million ids are ten
@@ -145,7 +144,7 @@ class _Refused(UserError):
 
 def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as the OpenAI interface has them: a tool call's arguments are a text, and each call has an id."""
-    sent = plain_messages(messages)
+    sent = [plain_message(message) for message in messages]
     for message in sent:
         for number, call in enumerate(message.get("tool_calls", [])):
             call.setdefault("id", f"call_{number}")

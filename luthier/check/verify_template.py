@@ -1,41 +1,49 @@
-"""A chat template as verification runs it: plainly, with the processor's own strings in the place of media.
+"""A chat template as verification runs it: plain Jinja with the globals that chat templates expect, and plain dicts.
 
-    template    <|vision_start|><|image_pad|><|vision_end|>Who?
-    expanded    <|vision_start|><|image_pad|> × 50<|vision_end|>Who?
-
-An inference server does the same with what a chat template prints. Headers are probed anew; what stands for an item is
-asked again for each number of items that a history has.
+Training runs templates with strings that carry their provenance. Here strings are strings. Where transformers is
+installed, its ``apply_chat_template`` renders the same messages once more (`HuggingFace`), and it is the judge of both.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
-from luthier.encoding.measuring import slots_of
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from luthier.check.verify_files import ReferenceFiles
 from luthier.errors import RowError
-from luthier.media import MediaAccess, MediaProcessor, probe
-from luthier.records import Media, MediaHeader, Message
-from luthier.rendering.media_slots import MediaSlots, kind_of_media, media_of
-from luthier.rendering.template import ChatTemplate, Tools
+from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
+
+Tools = Sequence[Mapping[str, Any]]
+KINDS = {Image: "image", Video: "video", Audio: "audio"}
+THINKING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
+WORD = "so"  # what a template is given to find out how it takes content
+# A template may fail with its own words, and with Python's where it trips over a row.
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
-class PlainTemplate(Protocol):
+class Printer(Protocol):
     """What verification asks of a template."""
 
-    source: str
-    kwargs: dict[str, Any]
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The variables that the run gives it."""
 
     @property
     def variables(self) -> frozenset[str]:
-        """The variables that it reads."""
-
-    @property
-    def reads_thinking(self) -> bool:
-        """Whether it looks at a message's thinking."""
+        """The variables that it reads and does not set itself."""
 
     def render(
         self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: Any
@@ -43,119 +51,227 @@ class PlainTemplate(Protocol):
         """The text that inference sees; raises `RowError`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MediaReader:
-    """What reads the media of rows for verification."""
+class PlainTemplate:
+    """One chat template with the variables that it is given.
 
-    processor: MediaProcessor
-    access: MediaAccess
-
-    @cached_property
-    def slots(self) -> MediaSlots:
-        """What stands for an item in what a template prints."""
-        return slots_of(self.processor)
-
-    def read(self, media: Sequence[Media], text: str) -> RowMedia:
-        """The media of a row that is printed as ``text``. Raises `RowError` for an item that cannot be used."""
-        headers = tuple(probe(item, self.access) for item in media)
-        found = RowMedia(reader=self, items=tuple(media), headers=headers, printed=text)
-        places = found.places(text, len(media))
-        found.order = tuple(place.number for place in places)
-        if self.processor.looks_behind:
-            ends = [place.start for place in places[1:]] + [len(text)]
-            behind = {place.number: text[place.stop : end] for place, end in zip(places, ends, strict=True)}
-            found.following = [behind[number] for number in range(len(media))]
-        return found
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """The characters ``[start, stop)`` of a printed text that stand for a row's item ``number``."""
-
-    number: int
-    start: int
-    stop: int
-
-
-class RowMedia:
-    """A row's media, and what the processor writes for them.
-
-    items      in the order of their messages, with their ``headers``
-    printed    what the template prints for the row, with a placeholder for each item
-    order      their numbers in the order in which the template prints them: images, then videos, of some
-    following  the text behind each item, for processors that look at it; else ()
+    ``opening`` stands before what it prints, unless it prints that itself. ``inline`` is what a text gets in the place
+    of a media item of a kind that the template does not take as a part; ``tokens`` is what stands for each kind.
     """
 
     def __init__(
-        self, *, reader: MediaReader, items: tuple[Media, ...], headers: tuple[MediaHeader, ...], printed: str
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str],
+        kwargs: Mapping[str, Any],
+        opening: Sequence[str] = (),
+        tokens: Mapping[str, str] | None = None,
+        inline: Mapping[str, str] | None = None,
     ) -> None:
-        self.reader, self.items, self.headers, self.printed = reader, items, headers, printed
-        self.order: Sequence[int] = range(len(items))
-        self.following: Sequence[str] = ()
-        self._texts: dict[int, list[str]] = {}
-
-    def texts(self, count: int) -> list[str]:
-        """The strings of the first ``count`` items, where inference is shown no others."""
-        if count not in self._texts:
-            self._texts[count] = self.reader.processor.expand(self.headers[:count], self.following[:count])
-        return self._texts[count]
-
-    def expand(self, text: str, count: int) -> str:
-        """A text that was printed for the first ``count`` items, with their strings in it. Raises as `places`."""
-        parts, end = [], 0
-        for place in self.places(text, count):
-            parts += [text[end : place.start], self.texts(count)[place.number]]
-            end = place.stop
-        return "".join([*parts, text[end:]])
-
-    def places(self, text: str, count: int) -> list[Place]:
-        """Where a text that was printed for the first ``count`` items has them, in the order of the text.
-
-        The n-th token of a kind is the place of its n-th item. Raises `RowError` where these are not as many.
-        """
-        slots = self.reader.slots
-        left: dict[str, list[int]] = {token: [] for token in slots.tokens.values()}
-        for number, item in enumerate(self.items[:count]):
-            left[slots.tokens[kind_of_media(item)]].append(number)
-        token_of = {token: token for token in left} | {whole: token for token, whole in slots.wrapped.items()}
-        pattern = "|".join(map(re.escape, sorted(token_of, key=len, reverse=True)))
-        matches = list(re.finditer(pattern, text))
-        for token, numbers in left.items():
-            printed = sum(token_of[match[0]] == token for match in matches)
-            if printed != len(numbers):
-                what = f"the chat template printed {token} {printed} times for {len(numbers)} items"
-                raise RowError("media_places", what, field="messages")
-        return [
-            Place(number=left[token_of[match[0]]].pop(0), start=match.start(), stop=match.end()) for match in matches
-        ]
-
-
-class ExpandedTemplate:
-    """A template that prints, for the messages of one row, what the processor makes of its placeholders."""
-
-    def __init__(self, template: ChatTemplate, media: RowMedia) -> None:
-        self.template, self.media = template, media
-        self.source = template.source
-        self.kwargs = template.kwargs
+        self.source, self.special_tokens, self._kwargs = source, dict(special_tokens), dict(kwargs)
+        self.opening = "".join(opening)
+        self._environment = _environment()
+        self._template = self._environment.from_string(source)
+        self.takes_parts = not self._prints(WORD) and self._prints([{"type": "text", "text": WORD}])
+        taken = {kind for kind, token in (tokens or {}).items() if self._takes(kind, token)}
+        self.inline = {kind: text for kind, text in (inline or {}).items() if kind not in taken}
 
     @property
+    def kwargs(self) -> dict[str, Any]:
+        """The variables that the run gives it."""
+        return self._kwargs
+
+    @cached_property
     def variables(self) -> frozenset[str]:
-        """The variables that the template reads."""
-        return self.template.variables
+        """The variables that the template reads and does not set itself."""
+        return frozenset(find_undeclared_variables(self._tree))
 
-    @property
+    @cached_property
     def reads_thinking(self) -> bool:
         """Whether the template looks at a message's thinking."""
-        return self.template.reads_thinking
+        names = {node.attr for node in self._tree.find_all(nodes.Getattr)}
+        names |= {node.value for node in self._tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        return not names.isdisjoint(THINKING_FIELDS)
 
     def render(
         self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: Any
     ) -> str:
-        """The text with its media expanded; ``messages`` begin as the row's do. Raises `RowError`."""
-        text = self.template.render(messages, tools, generation_prompt=generation_prompt, **kwargs)
-        return self.media.expand(text, len(media_of(messages)))
+        """The text that inference sees. Raises `RowError` if the template refuses the conversation."""
+        text = self._run(self.plain(messages), tools, generation_prompt=generation_prompt, **kwargs)
+        return text if text.startswith(self.opening) else self.opening + text
+
+    def plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages as the template is given them."""
+        return [plain_message(message, parts=self.takes_parts, inline=self.inline) for message in messages]
+
+    @cached_property
+    def _tree(self) -> nodes.Template:
+        return self._environment.parse(self.source)
+
+    def _run(self, messages: list[dict[str, Any]], tools: Tools = (), *, generation_prompt: bool, **kwargs: Any) -> str:
+        given = {**self.special_tokens, "documents": None, **self.kwargs, **kwargs}
+        try:
+            return self._template.render(
+                **given, messages=messages, tools=list(tools) or None, add_generation_prompt=generation_prompt
+            )
+        except TEMPLATE_ERRORS as error:
+            raise RowError("template", f"the chat template refuses this row: {error}") from error
+
+    def _prints(self, content: Any) -> bool:
+        """Whether the template prints content of this form, of a user or, where it prints none, of an assistant."""
+        for role in ("user", "assistant"):
+            try:
+                if WORD in self._run([{"role": role, "content": content}], generation_prompt=False):
+                    return content == WORD or repr(content) not in self._run(
+                        [{"role": role, "content": content}], generation_prompt=False
+                    )
+            except RowError:
+                continue
+        return False
+
+    def _takes(self, kind: str, token: str) -> bool:
+        """Whether the template prints ``token`` for a part of this kind, beside words and alone."""
+        words: dict[str, str] = {"type": "text", "text": WORD}
+        try:
+            texts = [
+                self._run([{"role": "user", "content": [{"type": kind}, *rest]}], generation_prompt=False)
+                for rest in ([words], [])
+            ]
+        except RowError:
+            return False
+        return all(text.count(token) == 1 for text in texts)
 
 
-def expanded(template: ChatTemplate, media: RowMedia | None) -> PlainTemplate:
-    """The template as it prints a row with these media; itself, if there are none."""
-    return template if media is None else ExpandedTemplate(template, media)
+def plain_message(message: Message, *, parts: bool = False, inline: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A message in Hugging Face's form, ``parts``: with its content as a list of them."""
+    content: list[dict[str, Any]] = []
+    for part in message.parts:
+        if isinstance(part, Image | Video | Audio) and KINDS[type(part)] not in (inline or {}):
+            content.append({"type": KINDS[type(part)]})
+            continue
+        text = part.text if isinstance(part, Text) else (inline or {}).get(KINDS.get(type(part), ""), "")
+        if isinstance(part, Thinking | ToolCall):
+            continue
+        if content and content[-1]["type"] == "text":
+            content[-1]["text"] += text
+        else:
+            content.append({"type": "text", "text": text})
+    is_text = all(part["type"] == "text" for part in content) and not parts
+    found: dict[str, Any] = {
+        "role": message.role,
+        "content": "".join(part["text"] for part in content) if is_text else content,
+    }
+    thoughts = [part.text for part in message.parts if isinstance(part, Thinking)]
+    if thoughts:
+        found |= dict.fromkeys(("thinking", "reasoning_content"), "".join(thoughts))
+    calls = [part for part in message.parts if isinstance(part, ToolCall)]
+    if calls:
+        found["tool_calls"] = [
+            {"type": "function"}
+            | ({} if call.id is None else {"id": call.id})
+            | {"function": {"name": call.name, "arguments": json_value(call.arguments)}}
+            for call in calls
+        ]
+    named = {"name": message.name, "tool_call_id": message.tool_call_id}
+    return found | {key: value for key, value in named.items() if value is not None}
+
+
+def json_value(value: Any) -> Any:
+    """Tool arguments as ordinary dicts and lists."""
+    match value:
+        case Mapping():
+            return {key: json_value(item) for key, item in value.items()}
+        case list() | tuple():
+            return [json_value(item) for item in value]
+        case _:
+            return value
+
+
+class HuggingFace:
+    """transformers' own tokenizer for the same files: what ``apply_chat_template`` prints, and its ids."""
+
+    def __init__(self, folder: Path, added: Sequence[str], added_special: Sequence[str]) -> None:
+        """Raises `ImportError` without transformers, and whatever its loader raises for the folder's files."""
+        import transformers
+        from transformers.utils import logging
+
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()  # it warns of model types and missing weights; neither is ours to mend
+        try:
+            self._tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        finally:
+            logging.set_verbosity(level)
+        self._tokenizer.add_tokens(list(added))
+        self._tokenizer.add_tokens(list(added_special), special_tokens=True)
+        self.name = f"transformers {transformers.__version__}"
+
+    def text(
+        self, template: PlainTemplate, messages: Sequence[Message], tools: Tools, *, prompt: bool, **kwargs: Any
+    ) -> str:
+        """What ``apply_chat_template`` prints. Raises `RowError` where it refuses the conversation."""
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                template.plain(messages),
+                tools=[dict(tool) for tool in tools] or None,
+                chat_template=template.source,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **{**template.special_tokens, **template.kwargs, **kwargs},
+            )
+        except TEMPLATE_ERRORS as error:
+            raise RowError("template", f"apply_chat_template refuses this row: {error}") from error
+        return text if text.startswith(template.opening) else template.opening + text
+
+    def ids(self, text: str) -> list[int]:
+        """The ids that it gives to a rendered text."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def hugging_face(files: ReferenceFiles) -> HuggingFace | str:
+    """The judge, or in words why there is none."""
+    return _hugging_face(files.folder, tuple(files.model.add_tokens), tuple(files.model.add_special_tokens))
+
+
+@cache
+def _hugging_face(folder: Path, added: tuple[str, ...], added_special: tuple[str, ...]) -> HuggingFace | str:
+    try:
+        return HuggingFace(folder, added, added_special)
+    except ImportError:
+        return "transformers is not installed"
+    except Exception as error:  # noqa: BLE001  its loaders raise anything; verification goes on with its own rendering
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        return f"transformers cannot load this tokenizer: {first[0]}"
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+class _Generation(Extension):
+    """``{% generation %}``, which says what an answer is and prints it as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012  Jinja's own form
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
+
+    def _inside(self, caller: Any) -> str:
+        return str(caller())
+
+
+def _json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(str(message))

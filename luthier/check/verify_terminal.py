@@ -28,6 +28,7 @@ STRINGS_SHOWN = 8  # control strings that are named
 _NOTES = {
     "seam": "answers whose first letters a tokenizer would merge with the prompt; training keeps them apart, as "
     "inference does",
+    "derived": "answers that history shows otherwise than inference does, read in the sample after their prompt",
     "prompts_asked": "prompts compared with the server's",
     "decoded": "sequences whose media were decoded and given, with their text, to the model's processor",
     "media_not_asked": "rows with media, which are not compared with the server",
@@ -96,7 +97,7 @@ def _check_row(result: CheckResult) -> list[RenderableType]:
 
 
 def _facts(report: VerifyReport) -> list[RenderableType]:
-    lines: list[RenderableType] = []
+    lines: list[RenderableType] = [Text(f"rendered a second time by {report.judge}", style="dim")]
     for method in Method:
         if report.methods[method]:
             lines.append(Text(f"{report.methods[method]:,} rows {METHOD_MEANING[method]}", style="dim"))

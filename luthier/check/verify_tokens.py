@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from luthier.encoding.tokenizer import Tokenizer
+from luthier.check.verify_files import ReferenceFiles
 
 Ids = NDArray[np.int32]
 
@@ -28,15 +28,12 @@ SECRET_BEGIN, SECRET_END = "\U0010fff0", "\U0010fff1"
 class ReferenceTokenizer:
     """Ids of whole texts. Built from the tokenizer's own file and the tokens that the run adds."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Of ``tokenizer`` only the file, the added tokens and the list of control strings are used."""
-        self.control = tokenizer.control
-        self._added = tokenizer.added
-        self._source = (tokenizer.files.folder / "tokenizer.json").read_text(encoding="utf-8")
-        self._whole = self._load(json.loads(self._source), rename=False)
-        self.control_ids = {token: self._id(token) for token in sorted(self.control.tokens)}
-        self.stop_ids = frozenset(self.control_ids[token] for token in self.control.stops)
-        bos = tokenizer.special_tokens.get("bos_token")
+    def __init__(self, files: ReferenceFiles) -> None:
+        self.files = files
+        self._whole = self._load(json.loads(files.tokenizer_json), rename=False)
+        self.control_ids = {token: self._id(token) for token in sorted(files.control)}
+        self.stop_ids = frozenset(self.control_ids[token] for token in files.stops)
+        bos = files.special_tokens.get("bos_token")
         self.bos_id = None if bos is None else self._whole.token_to_id(bos)
         self._anchor = self._find_anchor()
 
@@ -79,13 +76,43 @@ class ReferenceTokenizer:
 
     def around_document(self, *, rendered: bool) -> tuple[Ids, Ids]:
         """What stands before and behind a plain text; nothing, if it was ``rendered`` and has it already."""
-        before, behind = ((), ()) if rendered else (self.control.opening, self.control.closing)
-        return _array([self._id(token) for token in before]), _array([self._id(token) for token in behind])
+        if rendered:
+            return _array([]), _array([])
+        end = self.files.special_tokens.get("eos_token")
+        return _array([self._id(token) for token in self.opening]), _array([] if end is None else [self._id(end)])
+
+    @cached_property
+    def opening(self) -> tuple[str, ...]:
+        """Tokens that the tokenizer puts before any text by itself: found by giving it one."""
+        own = self._whole.encode("a", add_special_tokens=True).ids
+        bare = self._whole.encode("a", add_special_tokens=False).ids
+        places = [at for at in range(len(own)) if own[at : at + len(bare)] == bare]
+        return tuple(str(self._whole.id_to_token(number)) for number in own[: places[0]]) if places else ()
 
     def normalised(self, text: str) -> str:
         """A text after the tokenizer's own normaliser and back: what decoding its ids can give at best."""
         (ids,) = self.encode([text])
         return self.decode(ids)
+
+    def read(self, ids: Ids) -> str:
+        """The text of ids with control tokens under their secret names, so that text which looks like one is text."""
+        pieces: list[str] = []
+        text: list[int] = []
+        for number in ids.tolist():
+            if number in self._control_names:
+                pieces += [self.decode(text), self.secret_name(self._control_names[number])]
+                text = []
+            else:
+                text.append(number)
+        return "".join([*pieces, self.decode(text)])
+
+    @cached_property
+    def _control_names(self) -> dict[int, str]:
+        return {number: token for token, number in self.control_ids.items()}
+
+    def normalised_hidden(self, text: str) -> str:
+        """A text with control tokens under their secret names, after the tokenizer's normaliser and back."""
+        return self.read(self.encode([text], forged=True)[0])
 
     def secret_name(self, token: str) -> str:
         """The name under which a control token is known to the ``forged`` vocabulary."""
@@ -103,30 +130,30 @@ class ReferenceTokenizer:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        longest_first = sorted(self.control.tokens, key=lambda token: (-len(token), token))
+        longest_first = sorted(self.files.control, key=lambda token: (-len(token), token))
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @cached_property
     def _secret(self) -> tokenizers.Tokenizer:
-        return self._load(json.loads(self._source), rename=True)
+        return self._load(json.loads(self.files.tokenizer_json), rename=True)
 
     @cached_property
     def _renumbered(self) -> dict[int, int]:
         # A library that loads tokens under other names numbers them anew.
-        names = [entry["content"] for entry in json.loads(self._source)["added_tokens"]]
-        names += [*self._added.ordinary, *self._added.special]
+        names = [entry["content"] for entry in self.files.added_entries]
+        names += [*self.files.model.add_tokens, *self.files.model.add_special_tokens]
         ids = {}
         for name in names:
-            secret = self.secret_name(name) if name in self.control.tokens else name
+            secret = self.secret_name(name) if name in self.files.control else name
             number = self._secret.token_to_id(secret)
             assert number is not None, f"{name!r} was loaded under a secret name"
             ids[number] = self._id(name)
         return ids
 
     def _load(self, spec: dict[str, object], *, rename: bool) -> tokenizers.Tokenizer:
-        ordinary, special = list(self._added.ordinary), list(self._added.special)
+        ordinary, special = list(self.files.model.add_tokens), list(self.files.model.add_special_tokens)
         if rename:
-            entries = spec["added_tokens"]
+            entries = spec.get("added_tokens", [])
             assert isinstance(entries, list)
             spec["added_tokens"] = [{**entry, "content": self._renamed(entry["content"])} for entry in entries]
             ordinary, special = [list(map(self._renamed, names)) for names in (ordinary, special)]
@@ -136,7 +163,7 @@ class ReferenceTokenizer:
         return tokenizer
 
     def _renamed(self, name: str) -> str:
-        return self.secret_name(name) if name in self.control.tokens else name
+        return self.secret_name(name) if name in self.files.control else name
 
     def _true_ids(self, ids: Sequence[int]) -> Ids:
         return _array([self._renumbered.get(i, i) for i in ids])
@@ -148,8 +175,7 @@ class ReferenceTokenizer:
 
     def _find_anchor(self) -> str | None:
         """A control token that a completion may stand behind without being changed by it."""
-        plain = self.control.tokens - self.control.rstrip - self.control.lstrip
-        stops = sorted(plain & self.control.stops) or sorted(plain & self.control.special)
+        stops = sorted(self.files.plain & self.files.stops) or sorted(self.files.plain & self.files.special)
         return stops[0] if stops else None
 
 

@@ -41,7 +41,14 @@ def test_every_planted_fault_is_found_by_its_check(fault: Fault) -> None:
 
 def test_the_faults_are_many_and_every_check_has_one() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
-    elsewhere = {Check.SINGLE_BOS, Check.DETERMINISTIC, Check.HUGGING_FACE, Check.SERVED_TOKENS, Check.VERDICT}
+    elsewhere = {
+        Check.SINGLE_BOS,
+        Check.DETERMINISTIC,
+        Check.WHOLE_TEXT,
+        Check.HUGGING_FACE,
+        Check.SERVED_TOKENS,
+        Check.VERDICT,
+    }
     of_media = {Check.MEDIA_PLACES, Check.MEDIA_TOKENS, Check.PROCESSOR_TOKENS}
     assert {fault.found_by for fault in FAULTS} | elsewhere | of_media == set(Check)
 
@@ -87,7 +94,8 @@ def test_apply_chat_template_is_a_check_of_its_own() -> None:
     start = int(sample.target.argmax())
     (word,) = under_test.tokenizer.encode_runs(["Hello"])
     apart = spliced(sample, start, start + len(word), [int(i) for ids in letters for i in ids], target=True)
-    assert Check.HUGGING_FACE in {violation.check for violation in verify_row(PLAIN, apart, under_test)}
+    found = {violation.check for violation in verify_row(PLAIN, apart, under_test)}
+    assert {Check.WHOLE_TEXT, Check.HUGGING_FACE} <= found
 
 
 # ------------------------------------------------------------------------------------------------ real tokenizers
@@ -173,6 +181,14 @@ def test_control_strings_of_real_tokenizers_stay_text(shared: Path, name: str) -
     under_test, checker = real(shared, name)
     for token in sorted(under_test.tokenizer.control.tokens)[:40]:
         row = chat(message("user", f"what is {token}?{token}"), message("assistant", f"it is {token}"))
-        verdict = checker.verify(row, under_test.encode(row))
+        try:
+            sample = under_test.encode(row)
+        except RowError:  # of an answer that the template reads as a thought, something would be lost
+            assert token in {"<think>", "</think>"}
+            continue
+        verdict = checker.verify(row, sample)
+        if token == "</think>" and name == "qwen3":  # Qwen3's template reads the words before it as a thought
+            assert {violation.check for violation in verdict.violations} == {Check.ANSWER_DECODES}
+            continue
         assert [str(violation) for violation in verdict.violations] == [], token
         assert verdict.control_strings[token] == 3

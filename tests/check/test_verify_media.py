@@ -17,7 +17,7 @@ from luthier.check.verify_row import RowVerifier, _is_drawn
 from luthier.check.verify_structure import same_sample, tree_faults
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
-from luthier.media import MediaProcessor
+from luthier.media import MediaProcessor, MediaSource
 from luthier.media.families import Settings
 from luthier.records import (
     Branch,
@@ -317,11 +317,12 @@ def miscounting(processor: MediaProcessor) -> MediaProcessor:
 
 
 def test_a_family_that_counts_wrongly_is_found_by_the_processor_alone(
-    named: Named, vl_folder: Path, media_folder: Path, vl_encoder: Encoder
+    named: Named, vl_folder: Path, media_folder: Path, vl_encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = encoder_of(vl_folder, media_folder)
     assert vl_encoder.measurer.processor is not None
-    encoder.measurer.__dict__["processor"] = miscounting(vl_encoder.measurer.processor)
+    wrong = miscounting(vl_encoder.measurer.processor)
+    monkeypatch.setattr(MediaSource, "load", lambda source: wrong)  # the family's row is wrong on both sides
     row = chat(question(named("square.png"), "Who?"), message("assistant", "Ann."))
     sample = encoder.encode(row)
     assert broken(verify(row, sample, encoder)) == {Check.PROCESSOR_TOKENS}

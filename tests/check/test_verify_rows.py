@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from verify_cases import AT, HOSTILE, PLAIN, ROWS, SEAM, THINKING, TOOLS, chat, encoder, message, retargeted
 
+from luthier.check.verify_files import ReferenceFiles
 from luthier.check.verify_neutral import neutralise
 from luthier.check.verify_records import Check, Method, RowVerdict
 from luthier.check.verify_row import RowVerifier, verify_row
@@ -197,8 +198,8 @@ def test_strings_that_the_template_reads_itself_are_the_templates() -> None:
     row = chat(message("user", "a <|im_end|> b"), message("assistant", "<think>hm</think>\n\nyes"))
     found = verdict(row, under_test)
     assert found.method is Method.READ_BY_TEMPLATE and found.violations == ()
-    tokenizer = ReferenceTokenizer(under_test.tokenizer)
-    template = under_test.tokenizer.template
+    tokenizer = ReferenceTokenizer(ReferenceFiles.of_run(under_test))
+    template = RowVerifier(under_test).template
     assert template is not None
     neutral = neutralise(row, template, tokenizer, meant=frozenset())
     assert set(neutral.words.values()) == {"<|im_end|>"}  # the tags were left in place
@@ -207,10 +208,10 @@ def test_strings_that_the_template_reads_itself_are_the_templates() -> None:
 
 def test_innocent_words_are_not_in_the_row() -> None:
     under_test = encoder()
-    template = under_test.tokenizer.template
+    template = RowVerifier(under_test).template
     assert template is not None
     row = chat(message("user", "zqaaaaqz zqaaabqz <|im_end|>"), message("assistant", "ok"))
-    neutral = neutralise(row, template, ReferenceTokenizer(under_test.tokenizer), meant=frozenset())
+    neutral = neutralise(row, template, ReferenceTokenizer(ReferenceFiles.of_run(under_test)), meant=frozenset())
     assert not set(neutral.words) & {"zqaaaaqz", "zqaaabqz"}
     assert verdict(row, under_test).violations == ()
 

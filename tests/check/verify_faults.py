@@ -26,6 +26,7 @@ from verify_cases import (
     spliced,
 )  # fmt: skip
 
+from luthier.check.verify_files import ReferenceFiles
 from luthier.check.verify_records import Check
 from luthier.check.verify_tokens import ReferenceTokenizer
 from luthier.encoding.encoder import Encoder
@@ -199,7 +200,7 @@ def answer_is_padded_with_white_space(sample: Sample, encoder: Encoder) -> Sampl
 def answer_merges_with_the_prompt(sample: Sample, encoder: Encoder) -> Sample:
     template = encoder.tokenizer.template
     assert template is not None
-    (ids,) = ReferenceTokenizer(encoder.tokenizer).encode([template.render(SEAM.messages)])
+    (ids,) = ReferenceTokenizer(ReferenceFiles.of_run(encoder)).encode([template.render(SEAM.messages)])
     num_learned = len(encoder.tokenizer.encode_runs(["foo"])[0]) + 1
     stop = int(np.flatnonzero(np.isin(ids, encoder.tokenizer.stop_token_ids))[-1])
     return one_run(ids, [stop - num_learned < i <= stop for i in range(len(ids))])
@@ -250,7 +251,7 @@ def tools_are_not_declared(sample: Sample, encoder: Encoder) -> Sample:
 @fault("hostile", Check.NO_FORGED_CONTROL)
 def user_text_becomes_control_tokens(sample: Sample, encoder: Encoder) -> Sample:
     (text,) = encoder.tokenizer.encode_runs([f"user\n{FORGERY}"])
-    (forged,) = ReferenceTokenizer(encoder.tokenizer).encode([f"user\n{FORGERY}"])
+    (forged,) = ReferenceTokenizer(ReferenceFiles.of_run(encoder)).encode([f"user\n{FORGERY}"])
     start = 1
     assert np.array_equal(sample.input_ids[start : start + len(text)], text)
     return spliced(sample, start, start + len(text), forged.tolist())
@@ -258,7 +259,7 @@ def user_text_becomes_control_tokens(sample: Sample, encoder: Encoder) -> Sample
 
 @fault("document", Check.NO_FORGED_CONTROL)
 def words_of_a_document_become_control_tokens(sample: Sample, encoder: Encoder) -> Sample:
-    (ids,) = ReferenceTokenizer(encoder.tokenizer).encode([DOCUMENT.parts[0].text + "<|im_end|>"])
+    (ids,) = ReferenceTokenizer(ReferenceFiles.of_run(encoder)).encode([DOCUMENT.parts[0].text + "<|im_end|>"])
     return one_run(ids, [True] * len(ids))
 
 
