@@ -16,14 +16,30 @@ from jinja2.parser import Parser
 
 
 class TrackingCodeGenerator(CodeGenerator):
-    """Compiles output, ``~`` and loops so that the environment sees them."""
+    """Compiles constants, output, ``~`` and loops so that the environment sees them."""
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        if isinstance(node.value, str):
+            self.write(f"environment.own({node.value!r})")
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:
+        self.write(f"environment.own({node.data!r})")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if not (isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str)):
+            super().visit_Getitem(node, frame)
+            return
+        self.write("environment.getitem(")  # the name is no text
+        self.visit(node.node, frame)
+        self.write(f", {node.arg.value!r})")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat((")
         for part in node.nodes:
-            self.write("environment.to_text(")
             self.visit(part, frame)
-            self.write("), ")
+            self.write(", ")
         self.write("))")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
@@ -50,14 +66,19 @@ class TrackingCodeGenerator(CodeGenerator):
         if isinstance(node.target, nodes.Name):
             self.visit(_announce("assign", node.target), frame)
 
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible  # nothing is worked out before there is a row
+        return node.data
+
     def _output_const_repr(self, group: Iterable[Any]) -> str:
-        return f"environment.emit({''.join(str(part) for part in group)!r})"
+        return f"environment.emit(environment.own({''.join(str(part) for part in group)!r}))"
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         self.write("environment.emit(")
 
     def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
-        self.write(")")
+        self.write(f", {node.lineno})")
 
 
 class GenerationBlock(Extension):

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from luthier.rendering.references import is_reference
+from luthier.rendering.references import is_reference, quote_of
 
 
 class Guard(NamedTuple):
@@ -39,6 +39,7 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
     "rparts": lambda text, sep, maxsplit: len(text.rsplit(sep, maxsplit)),
     "blank": lambda text: not text.strip(),
     "leading": _leading,
+    "quote": quote_of,
 }
 
 Check = Callable[[Sequence[str]], bool]

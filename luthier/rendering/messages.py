@@ -11,10 +11,12 @@ from typing import Any
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
 from luthier.rendering.media_slots import kind_of_media
 from luthier.rendering.trace import Owner, Trace
-from luthier.rendering.tracked import Tracked, concatenate
+from luthier.rendering.tracked import RowFloat, RowInt, Tracked, concatenate, own_text
 
-# How one string of a message enters the template: (text, field, part, is a key) -> the string that stands there.
-Mark = Callable[[str, str, int | None, bool], str]
+# How a value of a message (a string; a number, list or dict of arguments) enters the template:
+# (value, field, part, is part of the row's shape) -> what stands there.
+Mark = Callable[[Any, str, int | None, bool], Any]
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "observation", "ipython"})
 
 
 class ContentForm(Enum):
@@ -53,10 +55,43 @@ def marked_messages(
     Messages from ``num_own`` on are not the row's, and the same for all rows.
     """
     dicts = []
+    trace.is_marking = True
     for index, message in enumerate(messages):
         dicts.append(_message(message, _marker(trace, index, num_own is None or index < num_own), form))
         trace.message_of[id(dicts[-1])] = index
+        trace.container_owners[id(dicts[-1])] = trace.number(Owner(message=index, field="message"))
+    trace.is_marking = False
     return dicts
+
+
+def other_messages(
+    messages: Sequence[Message],
+    form: MessageForm,
+    strings: Sequence[str],
+    constants: Mapping[str, str],
+    *,
+    num_own: int | None = None,
+) -> list[dict[str, Any]]:
+    """As `plain_messages`, with other strings in the places of those that `marked_messages` marks."""
+    rest = iter(strings)
+
+    def mark_of(is_own: bool) -> Mark:
+        def mark(value: Any, field: str, _part: int | None, is_shape: bool) -> Any:
+            if not isinstance(value, str) or _is_ours(value, field):
+                return value
+            return next(rest) if is_own and not is_shape else constants[value]
+
+        return mark
+
+    return [
+        _message(message, mark_of(num_own is None or index < num_own), form) for index, message in enumerate(messages)
+    ]
+
+
+def other_tools(tools: Sequence[Mapping[str, Any]], constants: Mapping[str, str]) -> list[Any] | None:
+    """Tools with other strings in the places of those that `marked_tools` marks."""
+    return [_leaves(tool, lambda value, _: constants.get(value, value) if isinstance(value, str) else value)
+            for tool in tools] or None  # fmt: skip
 
 
 def marked_tools(tools: Sequence[Mapping[str, Any]], trace: Trace) -> list[Any] | None:
@@ -64,7 +99,11 @@ def marked_tools(tools: Sequence[Mapping[str, Any]], trace: Trace) -> list[Any] 
     if not tools:
         return None
     number = trace.number(Owner(field="tools"))
-    return [_leaves(tool, lambda text, _is_key: Tracked(text, trace.fix(text), number, trace)) for tool in tools]
+    trace.is_marking = True
+    marked = [_leaves(tool, lambda value, _: _marked(value, number, trace, is_shape=True)) for tool in tools]
+    trace.container_owners[id(marked)] = number
+    trace.is_marking = False
+    return marked
 
 
 def message_strings(message: Message) -> list[str]:
@@ -74,22 +113,44 @@ def message_strings(message: Message) -> list[str]:
             return [text]
     strings: list[str] = []
 
-    def collect(text: str, _field: str, _part: int | None, is_key: bool) -> str:
-        if not is_key:
-            strings.append(text)
-        return text
+    def collect(value: Any, _field: str, _part: int | None, is_shape: bool) -> Any:
+        if isinstance(value, str) and not is_shape:
+            strings.append(value)
+        return value
 
     _message(message, collect, PLAIN)
     return strings
 
 
 def _marker(trace: Trace, index: int, is_own: bool) -> Mark:
-    def mark(text: str, field: str, part: int | None, is_key: bool) -> str:
+    def mark(value: Any, field: str, part: int | None, is_shape: bool) -> Any:
+        if _is_ours(value, field):
+            return own_text(value, trace)
         owner = trace.number(Owner(message=index, field=field, part=part))
-        # keys are the same in all rows of a shape
-        return Tracked(text, trace.add_string(text) if is_own and not is_key else trace.fix(text), owner, trace)
+        return _marked(value, owner, trace, is_shape=is_shape or not is_own)
 
     return mark
+
+
+def _is_ours(value: Any, field: str) -> bool:
+    """Whether a value is no row's: the name of a known role, what is written into a text for a picture."""
+    return field == "inline" or (field == "role" and value in ROLES)
+
+
+def _marked(value: Any, owner: str, trace: Trace, *, is_shape: bool) -> Any:
+    """A value of a row as the template gets it. True, False and None cannot be marked, and no text is in them."""
+    match value:
+        case str():
+            return Tracked(value, trace.add_constant(value) if is_shape else trace.add_string(value), owner, trace)
+        case bool() | None:
+            return value
+        case int() | float():
+            number = RowInt(value) if isinstance(value, int) else RowFloat(value)
+            number.owner = owner
+            return number
+        case _:
+            trace.container_owners[id(value)] = owner
+            return value
 
 
 def _message(message: Message, mark: Mark, form: MessageForm) -> dict[str, Any]:
@@ -105,10 +166,11 @@ def _message(message: Message, mark: Mark, form: MessageForm) -> dict[str, Any]:
                 calls.append(_call(part, index, mark))
             case Image() | Video() | Audio():
                 kind = kind_of_media(part)
-                content.append(form.inline.get(kind, {"type": kind}))
+                content.append(mark(form.inline[kind], "inline", None, True) if kind in form.inline else {"type": kind})
             case _:
                 raise AssertionError(f"unknown part {part!r}")
-    result: dict[str, Any] = {"role": message.role, "content": _content(content, form.content)}
+    role = mark(message.role, "role", None, True)
+    result: dict[str, Any] = {"role": role, "content": _content(content, form.content)}
     if thoughts:  # gpt-oss reads `thinking`, all others `reasoning_content`
         thinking = _joined(thoughts)
         result |= {"thinking": thinking, "reasoning_content": thinking}
@@ -143,8 +205,8 @@ def _joined(texts: list[str]) -> str:
 
 
 def _call(call: ToolCall, part: int, mark: Mark) -> dict[str, Any]:
-    def mark_call(text: str, is_key: bool = False) -> str:
-        return mark(text, "tool_calls", part, is_key)
+    def mark_call(value: Any, is_shape: bool = False) -> Any:
+        return mark(value, "tool_calls", part, is_shape)
 
     result: dict[str, Any] = {"type": "function"}
     if call.id is not None:
@@ -153,15 +215,14 @@ def _call(call: ToolCall, part: int, mark: Mark) -> dict[str, Any]:
     return result
 
 
-def _leaves(value: Any, mark: Callable[[str, bool], str]) -> Any:
+def _leaves(value: Any, mark: Callable[[Any, bool], Any]) -> Any:
     match value:
-        case str():
-            return mark(value, False)
         case Mapping():
-            return {
+            named = {
                 mark(key, True) if isinstance(key, str) else key: _leaves(item, mark) for key, item in value.items()
             }
+            return mark(named, False)
         case list() | tuple():
-            return [_leaves(item, mark) for item in value]
+            return mark([_leaves(item, mark) for item in value], False)
         case _:
-            return value
+            return mark(value, False)

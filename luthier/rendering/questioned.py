@@ -54,7 +54,8 @@ class Questioned(str):
         return not self < other
 
     def __contains__(self, text: object) -> bool:
-        assert isinstance(text, str)
+        if not isinstance(text, str):
+            raise TypeError(f"a text holds no {type(text).__name__}")
         return bool(self._ask("contains", text, answer=str.__contains__(self, text)))
 
     def __bool__(self) -> bool:
@@ -75,6 +76,11 @@ class Questioned(str):
             texts = tuple(plain(choice) for choice in choices)
             return bool(getattr(str, question)(self._pinned(), texts, *bounds))
         return any(self._ask(question, affix, answer=getattr(str, question)(self, affix)) for affix in choices)
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether it is the template's own text, with nothing of a row."""
+        return not has_reference(self._sketch) or self._trace.is_own(self._owners)
 
     def _ask(self, question: str, *others: str, answer: Any) -> Any:
         self._trace.ask(
@@ -115,7 +121,7 @@ def _looking(name: str) -> Callable[..., Any]:
     return look
 
 
-for _name in ("find", "rfind", "index", "rindex", "count", "encode", "isalpha", "isalnum", "isascii", "isdecimal",
+for _name in ("find", "rfind", "index", "rindex", "count", "isalpha", "isalnum", "isascii", "isdecimal",
               "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle",
               "isupper"):  # fmt: skip
     setattr(Questioned, _name, _looking(_name))

@@ -27,25 +27,54 @@ class Slot(NamedTuple):
     operations: tuple[Operation, ...] = ()
 
 
+class Constant(NamedTuple):
+    """A text that belongs to the shape of a row (a key of tool arguments, a tool), after some operations.
+
+    It is the same in every row that a recording stands for, so a finished recording has it as `Fixed`. While the
+    template runs it is followed like a `Slot`, so that the recording can be proven with another text in its place.
+    """
+
+    text: str
+    operations: tuple[Operation, ...] = ()
+
+
 class Fixed(NamedTuple):
     """Text of a row that is the same in every row the recording stands for."""
 
     text: str
 
 
-Reference = Slot | Fixed
+Reference = Slot | Constant | Fixed
 
 
 def value_of(reference: Reference, strings: Sequence[str]) -> str:
     """The text that a reference stands for in a row with these strings."""
     match reference:
         case Slot(number, operations):
-            text = strings[number]
-            for name, *arguments in operations:
-                text = OPERATIONS[name](text, *arguments)
-            return text
+            return operated(strings[number], operations)
+        case Constant(text, operations):
+            return operated(text, operations)
         case Fixed(text):
             return text
+
+
+def operated(text: str, operations: Sequence[Operation]) -> str:
+    """What some operations make of a text."""
+    for name, *arguments in operations:
+        text = OPERATIONS[name](text, *arguments)
+    return text
+
+
+def quote_of(text: str) -> str:
+    """The quote that Python's ``repr`` puts around a text."""
+    return '"' if "'" in text and '"' not in text else "'"
+
+
+def between_quotes(text: str, quote: str) -> str:
+    """A text as Python's ``repr`` writes it between these quotes: ``"it's"``, ``"'"`` -> ``it\\'s``."""
+    if quote == '"':  # Python takes it where a text holds the other one and not this one
+        return repr("'" + text.replace('"', ""))[2:-1]
+    return repr('"' + text)[2:-1]
 
 
 def _part(parts: Sequence[str], index: int) -> str:
@@ -63,6 +92,7 @@ OPERATIONS: dict[str, Callable[..., str]] = {
     "partition": lambda text, sep, index: text.partition(sep)[index],
     "rpartition": lambda text, sep, index: text.rpartition(sep)[index],
     "json": lambda text, ensure_ascii: json.dumps(text, ensure_ascii=ensure_ascii)[1:-1],
+    "repr": between_quotes,
 }
 
 

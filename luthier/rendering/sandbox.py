@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2.runtime import Context, LoopContext
@@ -63,3 +63,18 @@ def _refuse_private(name: object) -> None:
         raise jinja2.exceptions.SecurityError(
             f"a namespace cannot hold {name!r}: names may not begin with an underscore"
         )
+
+
+class TemplateDict:
+    """``dict`` for templates, without the type's own attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+def raise_exception(message: Any) -> NoReturn:
+    """What chat templates call to refuse a conversation."""
+    raise jinja2.TemplateError(str.__str__(str(message)))

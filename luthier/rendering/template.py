@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -20,10 +21,19 @@ from luthier.records import Audio, Image, Media, Message, Part, Text, Video
 from luthier.rendering.environment import EndlessTemplate, TrackingEnvironment, plain_environment
 from luthier.rendering.guards import Guard
 from luthier.rendering.media_slots import NO_SLOTS, MediaSlots, kind_of_media
-from luthier.rendering.messages import ContentForm, MessageForm, marked_messages, marked_tools, plain_messages
+from luthier.rendering.messages import (
+    ContentForm,
+    MessageForm,
+    marked_messages,
+    marked_tools,
+    other_messages,
+    other_tools,
+    plain_messages,
+)
 from luthier.rendering.references import Alphabet
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
+from luthier.rendering.words import OtherWords
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -211,17 +221,106 @@ class ChatTemplate:
                 kwargs=kwargs,
             )
         except LostProvenance as error:
-            raise RowError("untraceable", f"{_line(error)}{error} loses track of where text came from") from error
+            raise RowError("untraceable", f"{self._place(error)}{error} loses track of where text came from") from error
         except TEMPLATE_ERRORS as error:
             raise _refusal(error) from error
         text = str.__str__(output)
-        if text != self.render(messages, tools, generation_prompt=generation_prompt, **(kwargs or {})):
-            raise RowError("untraceable", "the template prints something else when the origin of text is followed")
+        expected = self.render(messages, tools, generation_prompt=generation_prompt, **(kwargs or {}))
+        if text != expected:
+            where = self._place_of_difference(trace, text, expected)
+            raise RowError(
+                "untraceable", f"{where}the template prints something else when the origin of text is followed"
+            )
         if "".join(map(trace.value, output._sketch)) != text:
             raise AssertionError(f"the sketch {output._sketch!r} is not what was printed, {text!r}")
-        return Recording(
-            sketch=output._sketch, owners=output._owners, owner_table=trace.owners, guards=tuple(trace.guards)
+        self._prove(
+            trace, output, messages, tools, num_own=num_own, generation_prompt=generation_prompt, kwargs=kwargs or {}
         )
+        sketch, guards = trace.closed(output._sketch)
+        return Recording(sketch=sketch, owners=output._owners, owner_table=trace.owners, guards=guards)
+
+    def _prove(
+        self,
+        trace: Trace,
+        output: Tracked,
+        messages: Sequence[Message],
+        tools: Tools,
+        *,
+        num_own: int | None,
+        generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Run the template over other words, which must be printed just where the sketch says (`words`).
+
+        Raises `RowError` where a string of the row stands as the template's own text, or something was asked about it
+        that no guard tells.
+        """
+        words = OtherWords.of(trace)
+        try:
+            printed = self._plain.render(
+                **self._arguments(kwargs),
+                messages=other_messages(messages, self.message_form, words.strings, words.constants, num_own=num_own),
+                tools=other_tools(tools, words.constants),
+                add_generation_prompt=generation_prompt,
+            )
+        except TEMPLATE_ERRORS as error:
+            raise RowError(
+                "untraceable", f"{_line(error)}the template fails where other words are put in for the row's: {error}"
+            ) from error
+        claimed = "".join(map(words.value, output._sketch))
+        if printed != claimed:
+            where = self._place_of_difference(trace, claimed, printed, output=output, values=words.value)
+            raise RowError(
+                "untraceable",
+                f"{where}where other words are put in for the row's, the template does not print the same text with "
+                "the words exchanged: it treats text of the row as its own, or asks about it in a way that is not seen",
+            )
+
+    def _place(self, error: Exception) -> str:
+        """Where in the template an error was raised: the line, and what stands there."""
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+        return self._expression(lines[-1], re.findall(r"\w+|%", str(error))) if lines and lines[-1] else ""
+
+    def _place_of_difference(
+        self, trace: Trace, text: str, other: str, *, output: Tracked | None = None, values: Callable[[str], str] = str
+    ) -> str:
+        """What printed the place where two texts begin to differ. ``values`` say what the sketch stands for in them."""
+        at = next(
+            (n for n, (one, two) in enumerate(zip(text, other, strict=False)) if one != two), min(len(text), len(other))
+        )
+        if output is not None:  # from the text with other words to what was printed at first
+            lengths = itertools.accumulate(len(values(char)) for char in output._sketch)
+            index = sum(1 for length in lengths if length <= at)
+            text = str.__str__(output)
+            at = len("".join(map(trace.value, output._sketch[:index])))
+        around = text[max(0, at - 3) : at + 1]
+        printed = [
+            (len(what), line) for line, what in trace.prints if str.__contains__(what, around[-1:]) and what.strip()
+        ]
+        close = [(length, line) for length, line in printed if length >= len(around)] or printed
+        return self._expression(min(close)[1], ()) if close else ""
+
+    def _expression(self, line: int, names: Sequence[str]) -> str:
+        """``line 3: {{ message.content | urlencode }}: ``, the expression being the one that has most of the names."""
+        found: list[tuple[int, str]] = []
+        for start, text in self._expressions:
+            if start <= line <= start + text.count("\n"):
+                found.append((-sum(name in re.findall(r"\w+|%", text[2:-2]) for name in names), text))
+        if not found:
+            return f"line {line}: "
+        shown = " ".join(min(found, key=lambda pair: pair[0])[1].split())
+        return f"line {line}: {shown if len(shown) <= 160 else shown[:159] + '…'}: "
+
+    @functools.cached_property
+    def _expressions(self) -> list[tuple[int, str]]:
+        """All that stands between braces in the template, each with the line that it begins in."""
+        found: list[tuple[int, str]] = []
+        for line, token, text in self._environment.lex(self.source):
+            if token in ("variable_begin", "block_begin"):
+                found.append((line, text))
+            elif found and token not in ("data", "comment_begin", "comment", "comment_end"):
+                found[-1] = (found[-1][0], found[-1][1] + text)
+        return found
 
     def _takes(self, kind: str) -> bool:
         """Whether the template prints the token of this kind for a part of a message: found out by giving it one."""
@@ -273,7 +372,7 @@ class ChatTemplate:
         # Loops and repetitions have an end here, so this comes before the plain template runs on the same row.
         self._environment.trace = trace
         output = self._recorded.render(
-            **self._arguments(kwargs or {}),
+            **self._environment.own(self._arguments(kwargs or {})),
             messages=marked_messages(messages, trace, form, num_own=num_own),
             tools=marked_tools(tools, trace),
             add_generation_prompt=generation_prompt,

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from luthier.rendering.guards import QUESTIONS, Guard
-from luthier.rendering.references import Alphabet, Fixed, Reference, Slot, value_of
+from luthier.rendering.references import (
+    Alphabet,
+    Constant,
+    Fixed,
+    Reference,
+    Slot,
+    has_reference,
+    operated,
+    value_of,
+)
 
 SCAFFOLD = "\0"
 
@@ -40,6 +49,11 @@ class Trace:
     loops: list[Loop] = field(default_factory=list)
     rounds: int = 0  # of all loops together
     stamps: dict[int | None, dict[int, str]] = field(default_factory=dict)
+    constants: dict[str, None] = field(default_factory=dict)  # texts of the row that belong to its shape
+    is_marking: bool = False  # the row's strings are being put together: what is asked of them now is no template's
+    container_owners: dict[int, str] = field(default_factory=dict)  # id(list or dict of the row) -> whose it is
+    literals: dict[str, Any] = field(default_factory=dict)  # the template's own texts, as tracked strings
+    prints: list[tuple[int, str]] = field(default_factory=list)  # what was printed at which line of the template
 
     def number(self, owner: Owner) -> str:
         """The character that stands for an owner."""
@@ -54,6 +68,11 @@ class Trace:
         self.strings.append(text)
         return self.alphabet.char(Slot(len(self.strings) - 1))
 
+    def add_constant(self, text: str) -> str:
+        """Take in a text that belongs to the row's shape; the character that stands for it."""
+        self.constants[text] = None
+        return self.alphabet.char(Constant(text))
+
     def value(self, char: str) -> str:
         """What a character of a sketch stands for in this row."""
         reference = self.alphabet.reference(char)
@@ -65,8 +84,10 @@ class Trace:
         match reference:
             case Slot(number, operations):
                 return self.alphabet.char(Slot(number, (*operations, operation)))
-            case Fixed():
-                return self.fix(value_of(Slot(0, (operation,)), [reference.text]))
+            case Constant(text, operations):
+                return self.alphabet.char(Constant(text, (*operations, operation)))
+            case Fixed(text):
+                return self.fix(operated(text, (operation,)))
             case _:
                 raise AssertionError("only references are derived from")
 
@@ -77,8 +98,28 @@ class Trace:
     def ask(self, question: str, *sketches: str, arguments: Sequence[Any] = (), answer: Any) -> None:
         """Note an answer that the template was given, if it depends on the row's strings."""
         assert question in QUESTIONS, question
-        if any(isinstance(self.alphabet.reference(char), Slot) for sketch in sketches for char in sketch):
+        if self.is_marking or not any(map(has_reference, sketches)):
+            return
+        if any(self._may_change(char) for sketch in sketches for char in sketch):
             self.guards[Guard(question, sketches, tuple(arguments), answer)] = None
+
+    def closed(self, sketch: str) -> tuple[str, tuple[Guard, ...]]:
+        """A sketch, and the guards, with the constants of the shape as fixed text."""
+        chars = {char for text in (sketch, *(one for guard in self.guards for one in guard.sketches)) for char in text}
+        constant = {char for char in chars if isinstance(self.alphabet.reference(char), Constant)}
+        table = {ord(char): self.fix(self.value(char)) for char in constant}
+        guards: dict[Guard, None] = {}
+        for guard in self.guards:
+            if any(isinstance(self.alphabet.reference(char), Slot) for one in guard.sketches for char in one):
+                guards[guard._replace(sketches=tuple(one.translate(table) for one in guard.sketches))] = None
+        return sketch.translate(table), tuple(guards)
+
+    def is_own(self, owners: str) -> bool:
+        """Whether text with these owners is the template's own."""
+        return all(self.owners[ord(owner)].field is None for owner in set(owners))
+
+    def _may_change(self, char: str) -> bool:
+        return isinstance(self.alphabet.reference(char), Slot | Constant)
 
     def stamp(self, owners: str) -> str:
         """The owners of text that is printed now: whatever has no scope yet gets the present one."""

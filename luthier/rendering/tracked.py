@@ -6,17 +6,22 @@ character, and for every character of the sketch its owner. Three things may hap
 - It is put together with others, or cut in a way that can be repeated with another row's text (``strip``, ``split``):
   the sketch says so.
 - It is tested (``in``, ``==``, truth, length …): the answer is noted in the trace as a guard.
-- Anything else: its text is *pinned*, that is, noted as a guard on the whole text. What comes of it is then fixed.
+- It is changed in a way that is known character by character (``upper``): its text is *pinned*, that is, noted as a
+  guard on the whole text. What comes of it is then fixed.
 
-An operation whose outcome cannot be traced character by character raises `LostProvenance`; it never returns an
-untracked string in silence.
+Any other method of a string raises `LostProvenance` as soon as a row's text takes part. The template's own text is
+tracked too (`own_text`), so a plain string in a template is one whose origin nobody knows: `concatenate` refuses it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from itertools import groupby
 from typing import Any, NoReturn, SupportsIndex
+
+from jinja2 import Undefined
+from markupsafe import Markup
 
 from luthier.rendering.questioned import Questioned, plain, sketch_and_owners
 from luthier.rendering.references import has_reference, is_reference
@@ -49,7 +54,7 @@ class Tracked(Questioned):
         pieces: list[str] = []
         for part in parts:
             if not isinstance(part, str):
-                _refuse("join of something that is no string")
+                refuse("join of something that is no string")
             pieces += [self, part] if pieces else [part]
         return concatenate(pieces, self._trace)
 
@@ -152,11 +157,11 @@ class Tracked(Questioned):
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> Tracked:
         if str.__eq__(old, ""):
-            _refuse("replace of the empty string")
+            refuse("replace of the empty string")
         if old not in self:
             return self
         whole = self._fixed(str.__str__(self), self._pinned()._shadow)
-        return Tracked(new, *sketch_and_owners(new, self._trace), self._trace).join(whole.split(old, count))
+        return traced(new, self._trace).join(whole.split(plain(old), count))
 
     def lower(self) -> Tracked:
         return self._case(str.lower)
@@ -179,7 +184,7 @@ class Tracked(Questioned):
     def _case(self, change: Callable[[str], str]) -> Tracked:
         text = change(self)
         if str.__len__(text) != str.__len__(self):  # 'ß'.upper() is 'SS'
-            _refuse("change of case that changes the length")
+            refuse("change of case that changes the length")
         return self._fixed(text, self._pinned()._shadow)
 
     # -------------------------------------------------------------------------------------- the shadow of a text
@@ -210,11 +215,96 @@ class Tracked(Questioned):
         return Tracked(text, sketch, owners, self._trace)
 
 
+class Marked(Tracked):
+    """Text that a template marked as safe. Jinja escapes whatever such text is put together with, so only printing it,
+    and asking about it, gives the same as for any other text.
+    """
+
+    __slots__ = ()
+
+
+class RowInt(int):
+    """A number of a row. It is printed as the row's text."""
+
+    owner: str
+
+
+class RowFloat(float):
+    """A number of a row. It is printed as the row's text."""
+
+    owner: str
+
+
+# The strings by which a message's dict is read, which are Luthier's own. They are known by identity.
+KEYS = ("role", "content", "type", "text", "function", "name", "arguments", "id", "tool_calls", "tool_call_id",
+        "thinking", "reasoning_content", "image", "video", "audio")  # fmt: skip
+_KEY_IDS = frozenset(map(id, KEYS))
+
+
+def own_text(text: str, trace: Trace) -> Tracked:
+    """Text that is the template's own, or whose every character is (a number that it prints)."""
+    known = trace.literals.get(text)
+    if known is None:
+        known = trace.literals[text] = Tracked(text, *sketch_and_owners(text, trace), trace)
+    assert isinstance(known, Tracked)
+    return known
+
+
+def row_text(text: str, owner: str, trace: Trace) -> Tracked:
+    """Text that is a row's and the same in all rows of its shape: a number, a bracket of a printed list."""
+    return Tracked(text, trace.fix(text), owner, trace)
+
+
+def traced(text: str, trace: Trace) -> Tracked:
+    """A string of a template with its track. Raises `LostProvenance` for one that lost it."""
+    if isinstance(text, Tracked):
+        return text
+    if not text or id(text) in _KEY_IDS:
+        return own_text(str.__str__(text), trace)
+    refuse("something that does not say where its text came from")
+
+
+def settled(value: Any, trace: Trace) -> Any:
+    """What came of values that hold nothing of a row (`is_own`): all strings in it are the template's own."""
+    match value:
+        case Tracked():
+            return value
+        case Markup():
+            return Marked(str.__str__(value), *sketch_and_owners(str.__str__(value), trace), trace)
+        case str():
+            return own_text(value, trace)
+        case dict():
+            return {settled(key, trace): settled(item, trace) for key, item in value.items()}
+        case list():
+            return [settled(item, trace) for item in value]
+        case tuple() if type(value) is tuple:
+            return tuple(settled(item, trace) for item in value)
+        case _:
+            return value
+
+
+def is_own(value: Any) -> bool:
+    """Whether a value is known to hold nothing of a row's text."""
+    match value:
+        case Tracked():
+            return value._is_own
+        case str():
+            return not value or id(value) in _KEY_IDS
+        case None | bool() | int() | float() | complex() | Undefined() | range() | datetime():
+            return True
+        case dict():
+            return all(is_own(item) for pair in value.items() for item in pair)
+        case list() | tuple():
+            return all(map(is_own, value))
+        case _:
+            return False
+
+
 def concatenate(parts: Iterable[str], trace: Trace) -> Tracked:
-    """Join strings, tracked or not; in a template all output goes through here."""
-    parts = list(parts)
-    sketches, owners = zip(*(sketch_and_owners(part, trace) for part in parts), strict=True) if parts else ((), ())
-    return Tracked("".join(parts), "".join(sketches), "".join(owners), trace)
+    """Join strings; in a template all output goes through here. Raises `LostProvenance`."""
+    tracked = [traced(part, trace) for part in parts]
+    sketch = "".join([part._sketch for part in tracked])
+    return Tracked("".join(tracked), sketch, "".join([part._owners for part in tracked]), trace)
 
 
 def pin(value: Any) -> None:
@@ -223,39 +313,45 @@ def pin(value: Any) -> None:
         case Tracked():
             value._pinned()
         case dict():
-            for item in value.values():
-                pin(item)
+            for pair in value.items():
+                for item in pair:
+                    pin(item)
         case list() | tuple():
             for item in value:
                 pin(item)
 
 
-def holds_tracked(value: Any) -> bool:
-    """Whether a value is, or holds, a tracked string."""
-    match value:
-        case Tracked():
-            return True
-        case dict():
-            return any(holds_tracked(item) for pair in value.items() for item in pair)
-        case list() | tuple():
-            return any(map(holds_tracked, value))
-        case _:
-            return False
-
-
-def _refuse(what: str) -> NoReturn:
+def refuse(what: str) -> NoReturn:
     raise LostProvenance(what)
 
 
 def _refusing(what: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def method(*_: Any, **__: Any) -> NoReturn:
         raise LostProvenance(what)
 
-    return refuse
+    return method
 
 
-for _name in ("format", "format_map", "center", "ljust", "rjust", "zfill", "expandtabs", "translate"):
+def _followed(name: str) -> Callable[..., Any]:
+    """A method of strings: as it is where all takes part is the template's own, followed where `Tracked` can do it."""
+    with_track = getattr(Tracked, name) if getattr(Tracked, name) is not getattr(str, name) else None
+
+    def method(self: Tracked, *arguments: Any, **named: Any) -> Any:
+        if self._is_own and is_own(arguments) and is_own(named):
+            return settled(getattr(str, name)(str.__str__(self), *arguments, **named), self._trace)
+        if with_track is None:
+            raise LostProvenance({"__mod__": "the operator %"}.get(name, f"str.{name}"))
+        return with_track(self, *arguments, **named)
+
+    method.__name__ = name
+    return method
+
+
+_METHODS = [_name for _name in dir(str) if not _name.startswith("_") and _name != "maketrans"]
+for _name in (*_METHODS, "__mod__", "__format__"):
+    setattr(Tracked, _name, _followed(_name))
+for _name in ("maketrans", "__rmod__"):
     setattr(Tracked, _name, _refusing(f"str.{_name}"))
-for _name in ("__mod__", "__rmod__"):
-    setattr(Tracked, _name, _refusing("%-formatting"))
-Tracked.__format__ = _refusing("str.format")  # type: ignore[method-assign]
+for _name in (*_METHODS, "__mod__", "__add__", "__radd__", "__mul__", "__rmul__", "__getitem__", "__iter__"):
+    if not _name.startswith(("is", "find", "rfind", "count", "startswith", "endswith")):
+        setattr(Marked, _name, _refusing("text that is marked as safe and then used further"))

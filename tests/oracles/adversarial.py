@@ -129,6 +129,10 @@ ADVERSARIES: dict[str, Adversary] = {
     "sorts characters": Adversary(
         source=_turn("{{ message.content | sort | join }}"), answer=lambda q, a: "".join(sorted(a))
     ),
+    "prints a list": Adversary(source=_turn("{{ message.content.split(' ') }}"), answer=lambda q, a: str(a.split(" "))),
+    "prints a message": Adversary(
+        source=_turn("{{ message }}"), answer=lambda q, a: str({"role": "assistant", "content": a})
+    ),
     # ------------------------------------------------------------------------------------ to be refused, and why
     "drops answers": Adversary(
         source=_turn("{% if message.role != 'assistant' %}{{ message.content }}{% endif %}"),
@@ -140,8 +144,13 @@ ADVERSARIES: dict[str, Adversary] = {
     "url encoding": Adversary(source=_turn("{{ message.content | urlencode }}"), refused="untraceable", line=1),
     "escaping": Adversary(source=_turn("{{ message.content | e }}"), refused="untraceable", line=1),
     "word wrap": Adversary(source=_turn("{{ message.content | wordwrap(4) }}"), refused="untraceable", line=1),
-    "prints a list": Adversary(source=_turn("{{ message.content.split(' ') }}"), refused="untraceable", line=1),
-    "prints a message": Adversary(source=_turn("{{ message }}"), refused="untraceable", line=1),
+    "joins by attribute": Adversary(
+        source=_turn("{{ [message] | join(attribute='content') }}"), refused="untraceable", line=1
+    ),
+    "encodes and decodes": Adversary(
+        source=_turn("{{ message.content.encode().decode() }}"), refused="untraceable", line=1
+    ),
+    "prints a namespace": Adversary(source=_turn("{{ namespace(a=message.content) }}"), refused="untraceable", line=1),
     "centres": Adversary(source=_turn("{{ message.content.center(80) }}"), refused="untraceable", line=1),
     "hides the message": Adversary(
         source="{% set ns = namespace(text='') %}{% for message in messages %}{% set ns.text = ns.text + "

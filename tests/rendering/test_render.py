@@ -218,7 +218,12 @@ def test_white_space_that_a_control_token_swallows_is_not_rendered() -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["'%s' % message.content", "message.content|title", "'{}'.format(message.content)", "[message.content]"],
+    [
+        "'%s' % message.content",
+        "message.content|wordwrap(3)",
+        "'{}'.format(message.content)",
+        "message.content.center(9)",
+    ],
 )
 def test_a_template_that_loses_track_is_refused_and_says_where(expression: str) -> None:
     template = CHATML.replace("+ message.content +", f"~ ({expression}) ~")

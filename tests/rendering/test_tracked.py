@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luthier.rendering.guards import compile_guards
-from luthier.rendering.json_text import dump_json
 from luthier.rendering.references import is_reference, value_of
 from luthier.rendering.template import owner_runs
 from luthier.rendering.trace import Owner, Trace
-from luthier.rendering.tracked import LostProvenance, Tracked, concatenate
+from luthier.rendering.tracked import LostProvenance, Tracked, concatenate, own_text
+from luthier.rendering.value_text import dump_json, text_of
 
 TEXTS = st.text(alphabet="ab \n\t<>/thinkßé漢😀", max_size=24)
 
@@ -30,6 +30,11 @@ def scattered(text: str) -> Tracked:
     trace = Trace()
     parts = [tracked(char, trace, field=str(index)) for index, char in enumerate(text)]
     return concatenate(parts, trace)
+
+
+def literal(text: str, beside: Any) -> str:
+    """A text of the template's own, as it is given to a method of ``beside``."""
+    return own_text(text, beside._trace) if isinstance(beside, Tracked) else text
 
 
 def owned(text: Any) -> list[tuple[str, str]]:
@@ -73,7 +78,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "rpartition": lambda s: s.rpartition("<"),
     "removeprefix": lambda s: s.removeprefix("a"),
     "removesuffix": lambda s: s.removesuffix("b"),
-    "replace": lambda s: s.replace("a", "xyz"),
+    "replace": lambda s: s.replace("a", literal("xyz", s)),
     "replace once": lambda s: s.replace("a", "", 1),
     "repeat": lambda s: s * 2,
     "iterate": lambda s: list(s),
@@ -134,17 +139,18 @@ def test_what_was_noted_holds_for_every_row_that_answers_alike(name: str, first:
 @given(text=TEXTS, other=TEXTS)
 def test_concatenation_keeps_both_owners_in_either_order(text: str, other: str) -> None:
     trace = Trace()
-    one = tracked(text, trace)
+    one, other = tracked(text, trace), own_text(other, trace)
     assert owned(one + other) == [*owned(one), *owned(other)]
     assert owned(other + one) == [*owned(other), *owned(one)]
     assert owned(concatenate([other, one], trace)) == [*owned(other), *owned(one)]
-    assert owned(concatenate(["-"], trace).join([other, one])) == [*owned(other + "-"), *owned(one)]
+    assert owned(own_text("-", trace).join([other, one])) == [*owned(other), ("-", ""), *owned(one)]
 
 
 @given(text=TEXTS, around=st.text(alphabet=" \n<a", max_size=4))
 def test_stripping_text_in_between_holds_for_other_rows(text: str, around: str) -> None:
     trace = Trace()
-    result = (around + tracked("b", trace) + around).strip()
+    own = own_text(around, trace)
+    result = (own + tracked("b", trace) + own).strip()
     assert holds(trace, [text]) or not (text.strip() or around.strip())
     if holds(trace, [text]):
         assert replayed(result, [text]) == (around + text + around).strip()
@@ -196,14 +202,39 @@ def test_json_equals_the_standard_library_and_keeps_owners(value: Any, options: 
     result = dump_json(mark(value, trace), trace, **options)
     assert str.__str__(result) == expected
     if isinstance(value, str):
-        assert [owner for _, owner in owned(result)] == ["", *["content"] * (len(expected) - 2), ""]
+        assert {owner for _, owner in owned(result)} == {"content"}  # the quotes, too, are the row's
     if isinstance(result, Tracked):
         assert replayed(result, trace.strings) == expected
 
 
+@given(value=JSON)
+def test_printed_values_are_as_python_writes_them_and_keep_owners(value: Any) -> None:
+    trace = Trace()
+    result = text_of(mark(value, trace), trace)
+    assert str.__str__(result) == str(value)
+    assert replayed(result, trace.strings) == str(value)
+    if trace.strings and not isinstance(value, str | int | float | None):
+        assert {owner for _, owner in owned(result)} == {"content"}  # brackets and numbers are the row's, too
+
+
+def test_a_string_of_unknown_origin_is_put_together_with_nothing() -> None:
+    one = tracked("a")
+    ways: list[Callable[[], Any]] = [
+        lambda: one + "b",
+        lambda: "b" + one,
+        lambda: concatenate(["b"], one._trace),
+        lambda: one.join(["b", one]),
+        lambda: one.replace("a", "b"),
+        lambda: text_of(["b"], one._trace),
+    ]
+    for combine in ways:
+        with pytest.raises(LostProvenance):
+            combine()
+
+
 def test_private_use_characters_of_a_row_are_text() -> None:
     trace = Trace()
-    text = "\U000f0000" + tracked("a", trace) + "\U0010fffd"
+    text = own_text("\U000f0000", trace) + tracked("a", trace) + own_text("\U0010fffd", trace)
     assert replayed(text, ["b"]) == "\U000f0000b\U0010fffd"
     assert len(text._sketch) == 3 and all(map(is_reference, text._sketch))
 

@@ -1,0 +1,171 @@
+"""What a template may do with a row's text: the lists of everything that keeps track of it.
+
+A filter or function that is in none of these lists works for the template's own text, and raises `LostProvenance` as
+soon as a value takes part that may hold a row's.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from jinja2 import Environment, Undefined, nodes
+from jinja2 import filters as jinja_filters
+from jinja2 import tests as jinja_tests
+from jinja2.ext import Extension
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro
+from jinja2.utils import Cycler, Joiner
+
+from luthier.rendering.sandbox import TemplateDict, TemplateNamespace, raise_exception
+from luthier.rendering.trace import Trace
+from luthier.rendering.tracked import Marked, Tracked, concatenate, is_own, own_text, pin, refuse, settled
+from luthier.rendering.value_text import dump_json, text_of
+
+# Filters that hand on what they are given, or only use operators and methods, which `Tracked` has with track.
+PASSING_FILTERS = frozenset(
+    "batch count d default dictsort first groupby items last length list map max min reject rejectattr reverse "  # noqa: SIM905
+    "select selectattr slice sort sum unique".split()
+)
+# Filters that read text and give a number.
+READING_FILTERS = frozenset("abs float int round wordcount".split())  # noqa: SIM905
+# Tests of the kind of a thing, not of its text.
+KIND_TESTS = frozenset(
+    "boolean callable defined false filter float integer mapping none number string test true undefined".split()  # noqa: SIM905
+)
+# Tests that use operators and methods.
+MIRRORED_TESTS = frozenset(
+    "== != > >= < <= eq equalto ne gt greaterthan ge lt lessthan le lower upper".split()  # noqa: SIM905
+)
+# What may be called with a row's text: it hands on what it is given, or is followed by itself.
+CONTAINERS = (list, tuple, dict)
+OWNERS_OF_METHODS = (Tracked, *CONTAINERS, Cycler, Joiner, LoopContext, TemplateDict, Extension)
+CALLABLES = (Macro, BlockReference, LoopContext, Cycler, Joiner, TemplateDict, Undefined)
+TYPES = frozenset({Cycler, Joiner, TemplateNamespace, range})
+
+
+def may_be_called(function: Any) -> bool:
+    """Whether a function keeps track of text that it is given."""
+    if isinstance(function, type):
+        return function in TYPES
+    if function is raise_exception or hasattr(function, "keeps_track"):
+        return True
+    if isinstance(function, types.MethodType | types.BuiltinMethodType):
+        return isinstance(function.__self__, OWNERS_OF_METHODS)
+    return isinstance(function, CALLABLES)
+
+
+def restrict(environment: Environment, trace_of: Callable[[], Trace]) -> None:
+    """Let the filters and tests of an environment keep track, or refuse. ``trace_of`` gives the run's trace."""
+    for name, function in list(environment.filters.items()):
+        if name in READING_FILTERS:
+            environment.filters[name] = _pinning(function)
+        elif name not in PASSING_FILTERS:
+            environment.filters[name] = _for_own_text(f"the filter {name!r}", function, trace_of)
+    environment.filters |= _text_filters(trace_of)
+    for name, function in list(environment.tests.items()):
+        if name not in KIND_TESTS | MIRRORED_TESTS:
+            environment.tests[name] = _pinning(function)
+    environment.tests |= {"iterable": _is_iterable, "sequence": _is_sequence, "sameas": _is_same}
+
+
+def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]]:
+    """Filters of text; what is no text is taken as it would be printed."""
+
+    def text(value: Any) -> Tracked:
+        return text_of(value, trace_of())
+
+    def join(value: Any, d: Any = "", attribute: str | int | None = None) -> Tracked:
+        if attribute is not None:
+            refuse("join by attribute")
+        return concatenate([text(d)], trace_of()).join(map(text, value))
+
+    def tojson(value: Any, *args: Any, **kwargs: Any) -> Tracked:
+        names = ("ensure_ascii", "indent", "separators", "sort_keys")
+        return dump_json(value, trace_of(), **dict(zip(names, args, strict=False)), **kwargs)
+
+    def replace(value: Any, old: Any, new: Any, count: int | None = None) -> Tracked:
+        return text(value).replace(text(old), text(new), -1 if count is None else count)
+
+    def title(value: Any) -> Tracked:
+        titled = text(value)
+        return settled(jinja_filters.do_title(titled), trace_of()) if titled._is_own else titled._case(_title)
+
+    def indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> Tracked:
+        newline = own_text("\n", trace_of())
+        step = text(width) if isinstance(width, str) else own_text(" " * width, trace_of())
+        head, *rest = (text(value) + newline).splitlines()
+        return newline.join(
+            [step + head if first else head, *(step + line if blank or line else line for line in rest)]
+        )
+
+    def default(value: Any, default_value: Any = "", boolean: bool = False) -> Any:
+        return settled(default_value, trace_of()) if isinstance(value, Undefined) or (boolean and not value) else value
+
+    def attr(environment: Environment, value: Any, name: Any) -> Any:
+        pin(name)
+        return jinja_filters.do_attr(environment, value, str.__str__(name))
+
+    attr.jinja_pass_arg = jinja_filters.do_attr.jinja_pass_arg  # type: ignore[attr-defined]
+    return {
+        "string": text,
+        "trim": lambda value, chars=None: text(value).strip(chars),
+        "lower": lambda value: text(value).lower(),
+        "upper": lambda value: text(value).upper(),
+        "capitalize": lambda value: text(value).capitalize(),
+        "safe": lambda value: _safe(value, trace_of()),
+        "random": _random,
+        **{f.__name__: f for f in (join, tojson, replace, title, indent, default, attr)},
+        "d": default,
+    }
+
+
+def _for_own_text(name: str, function: Callable[..., Any], trace_of: Callable[[], Trace]) -> Callable[..., Any]:
+    """A function that keeps no track, for the template's own text alone. What it returns is that too."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        given = [arg for arg in args if not isinstance(arg, Context | Environment | nodes.EvalContext)]
+        if not (is_own(given) and is_own(kwargs)):
+            refuse(name)
+        return settled(function(*args, **kwargs), trace_of())
+
+    return guarded
+
+
+def _pinning(function: Any) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        pin(args)
+        pin(kwargs)
+        return function(*args, **kwargs)
+
+    return looking
+
+
+def _title(text: str) -> str:
+    return jinja_filters.do_title(str.__str__(text))
+
+
+def _safe(value: Any, trace: Trace) -> Tracked:
+    tracked = text_of(value, trace)
+    return Marked(str.__str__(tracked), tracked._sketch, tracked._owners, trace)
+
+
+def _random(_value: Any) -> Any:
+    refuse("the filter 'random', which gives another text each time,")
+
+
+def _is_iterable(value: Any) -> bool:
+    return isinstance(value, str) or bool(jinja_tests.test_iterable(value))
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, str) or bool(jinja_tests.test_sequence(value))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, str) and isinstance(other, str) and not (is_own(value) and is_own(other)):
+        refuse("the test 'sameas'")
+    return value is other
