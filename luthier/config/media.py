@@ -30,6 +30,13 @@ class MediaCache(StrEnum):
     ENCODER_FEATURES = "encoder_features"  # what frozen towers and projectors make of images and videos
 
 
+class LongAudio(StrEnum):
+    """What becomes of a sound that is longer than the model hears."""
+
+    CUT = "cut"
+    QUARANTINE = "quarantine"
+
+
 class MediaConfig(Section):
     """Images, videos and sounds of rows: where they may be, how large, and how the model's processor is to see them.
     The processor's options are its own where they are ``null`` ([media.md](media.md))."""
@@ -44,7 +51,10 @@ class MediaConfig(Section):
     max_url_bytes: Count = 100_000_000
     """Largest file that is fetched, in bytes."""
     max_image_pixels: Count = 50_000_000
-    """Most pixels of an image, or of a video's frame. 50 million are 150 MB when decoded."""
+    """Most pixels of an image, or of a video's frame. 50 million are 200 MB when decoded, in a WebP 850."""
+    max_image_bytes: Count = 500_000_000
+    """Most memory that decoding one image may take, in bytes: 4 a pixel for RGB, 8 with transparency or turned by EXIF,
+    10 for 16 bits a channel, 17 for WebP, as its header says."""
     min_image_side: Count = 4
     """Shortest side, in pixels. Processors take a side of 1 or 3 for colour channels."""
     max_side_ratio: Positive = 200.0
@@ -57,6 +67,9 @@ class MediaConfig(Section):
     """Shortest sound, in seconds: below one step of a feature extractor nothing is left of it."""
     max_audio_seconds: Positive = 2400.0
     """Longest sound, in seconds. 40 minutes at 48 kHz are 460 MB when decoded."""
+    long_audio: Annotated[LongAudio, as_enum(LongAudio)] = LongAudio.CUT
+    """A sound of more seconds than the model's own feature extractor takes (30 for Qwen2-Audio): ``cut`` lets it cut
+    the end off, as inference does, and counts it in the ledger; ``quarantine`` takes the row out."""
     max_decoded_bytes: Count = 2_000_000_000
     """Most memory that the chosen frames of one video may take, in bytes: 320 frames of 1920 x 1080."""
     cache: Annotated[MediaCache, as_enum(MediaCache)] = MediaCache.NONE

@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from luthier.config.media import LongAudio
 from luthier.encoding.disk import Disk
 from luthier.errors import RowError
 from luthier.media import MediaAccess, MediaKind, MediaProcessor, own_template, probe
-from luthier.records import Media, MediaHeader, MediaItem, MediaPiece, TextPiece, Video
+from luthier.records import AudioHeader, Media, MediaHeader, MediaItem, MediaPiece, TextPiece, Video, VideoHeader
 from luthier.rendering.filled import Expansion, Filled
 from luthier.rendering.framing import framed_slots
 from luthier.rendering.media_slots import NO_SLOTS, PLURAL, MediaSlots, kind_of_media
+
+CUT_SOUND = "sound longer than the model hears, its end cut off"
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,22 @@ class Measurer:
             Expansion(media=item, header=header, text=text, fold=_fold(processor, item))
             for item, header, text in zip(media, headers, texts, strict=True)
         )
-        return replace(filled, media=tuple(media), expansions=expansions)
+        notes = ((CUT_SOUND, cut),) if (cut := self._cut_sounds(processor, headers)) else ()
+        return replace(filled, media=tuple(media), expansions=expansions, counted=(*filled.counted, *notes))
+
+    def _cut_sounds(self, processor: MediaProcessor, headers: Sequence[MediaHeader]) -> int:
+        """How many sounds the model's extractor cuts off; raises `RowError` where the run does not want that."""
+        with_tracks = self.access.config.use_audio_in_video
+        cut = 0
+        for header in headers:
+            sound = header.audio if isinstance(header, VideoHeader) and with_tracks else header
+            if not isinstance(sound, AudioHeader) or (heard := processor.cut_sound(sound)) is None:
+                continue
+            if self.access.config.long_audio is LongAudio.QUARANTINE:
+                what = f"a sound of {sound.seconds:.1f} s, of which this model hears {heard:g} s"
+                raise RowError("media_limit", f"{what}; cut it, or set media.long_audio: cut", field="audios")
+            cut += 1
+        return cut
 
     def _probed(self, media: Media) -> MediaHeader:
         try:

@@ -146,6 +146,9 @@ def read_frames(content: Content, header: VideoHeader, indices: Sequence[int]) -
         stream.codec_context.thread_count = 1  # many videos are decoded at once, in processes of their own
         decoded = _decode_wanted(container, stream, shown, wanted)
         for place, frame in enumerate(decoded):
+            if sorted((frame.width, frame.height)) != sorted((header.width, header.height)):
+                sizes = f"{frame.width} x {frame.height}, the header says {header.width} x {header.height}"
+                raise RowError("media_broken", f"{content.name}: frame {indices[place]} has {sizes}")
             pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation) // 90)
             if pixels.shape != frames.shape[1:]:
                 sizes = f"{pixels.shape[1]} x {pixels.shape[0]}, the header says {header.width} x {header.height}"

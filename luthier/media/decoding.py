@@ -143,10 +143,13 @@ def _decode_image(content: Content, size: tuple[int, int]) -> PIL.Image.Image:
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    if read_stored_size(content).shown != size:  # also refuses what PIL must not see
+    stored = read_stored_size(content)
+    if stored.shown != size:  # also refuses what PIL must not see
         raise RowError("media_changed", f"{content.name} is not {size[0]} x {size[1]} pixels any more")
     try:
         with content.file() as file, Image.open(file, formats=FORMATS) as image:
+            if sorted(image.size) != sorted(size):  # before its pixels are made: a GIF's frame may be larger than it
+                raise RowError("media_broken", f"{content.name} is {image.size}, its header says {size}")
             ImageOps.exif_transpose(image, in_place=True)
             image.load()
             pixels: PIL.Image.Image = image

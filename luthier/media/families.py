@@ -99,6 +99,8 @@ class Rule:
     seam         what a processor changes where a string meets its neighbours; None: nothing
     in_company   the frames of a sound are the same in company: all sounds of a batch go through the processor in one
                  call, which fills up the shorter ones as it does
+    longest      settings -> samples, at the extractor's rate, that it hears of one sound, None: all of it; it cuts off
+                 what is longer
     fold         positions of the encoder (patches, frames) that become one token: 4 where patches are merged 2 x 2.
                  About, and of the usual models, for only the balance of steps depends on it
     """
@@ -114,6 +116,7 @@ class Rule:
     mark: str = ""
     around: tuple[str, str] = ("", "")
     swallows: tuple[str, str] = ("", "")
+    longest: Callable[[Settings], int | None] | None = None
     fold: int = 1
 
 

@@ -77,7 +77,7 @@ def fixed_length(settings: Settings, headers: Sequence[AudioHeader]) -> Measured
 
 def valid_frames(settings: Settings, headers: Sequence[AudioHeader]) -> Measured:
     """Frames whose window lies within the sound (Gemma 4): ``input_features_mask`` [N] of bool[frames]."""
-    limit = (settings.kwargs.get("max_length") or 480_000) if settings.kwargs.get("truncation", True) else None
+    limit = half_a_minute(settings)
     before = settings["frame_length"] // 2
     masks = []
     for header in headers:
@@ -147,6 +147,30 @@ def subsampled_frames(settings: Settings, headers: Sequence[AudioHeader]) -> Mea
     return {"num_tokens": counts}
 
 
+# ---------------------------------------------------------------- the longest sound that is heard, by `Rule.longest`
+
+
+def one_window(settings: Settings) -> int | None:
+    """One window of the extractor, which cuts there unless it is told not to (Qwen2-Audio, Qwen2.5-Omni)."""
+    return int(settings["n_samples"]) if settings.kwargs.get("truncation", True) else None
+
+
+def one_window_if_asked(settings: Settings) -> int | None:
+    """The same for extractors that are not told to cut (Qwen3-Omni, Qwen3-ASR)."""
+    return int(settings["n_samples"]) if settings.kwargs.get("truncation", False) else None
+
+
+def all_windows(settings: Settings) -> int:
+    """As many whole windows as fit into ``max_audio_len`` seconds (Audio Flamingo 3, Music Flamingo, GLM-ASR)."""
+    seconds = settings["chunk_length"]
+    return int(settings.processor.max_audio_len // seconds) * int(settings["sampling_rate"] * seconds)
+
+
+def half_a_minute(settings: Settings) -> int | None:
+    """30 s, unless the call says something else (Gemma 3n, Gemma 4)."""
+    return (settings.kwargs.get("max_length") or 480_000) if settings.kwargs.get("truncation", True) else None
+
+
 # ------------------------------------------------------------------------------------------------------------ parts
 
 
@@ -176,8 +200,8 @@ def _spectrogram_frames(
     """
     hop = settings["hop_length"]
     lengths = [max(at_least, _samples(settings, header)) for header in headers]
-    if settings.kwargs.get("truncation", padded_to is not None):
-        lengths = [min(length, settings["n_samples"]) for length in lengths]
+    limit = one_window(settings) if padded_to is not None else one_window_if_asked(settings)
+    lengths = [length if limit is None else min(length, limit) for length in lengths]
     multiple = settings.kwargs.get("pad_to_multiple_of") or 1
     padded = -(-max([*lengths, padded_to or 0], default=0) // multiple) * multiple
     return [min(-(-length // hop), padded // hop) for length in lengths]
@@ -187,7 +211,7 @@ def _frames_in_windows(settings: Settings, headers: Sequence[AudioHeader]) -> It
     """Frames of all windows of each sound; sounds longer than ``max_audio_len`` seconds are cut there."""
     seconds = settings["chunk_length"]
     window, hop = int(settings["sampling_rate"] * seconds), settings["hop_length"]
-    longest = int(settings.processor.max_audio_len // seconds) * window
+    longest = all_windows(settings)
     for header in headers:
         samples = min(_samples(settings, header), longest)
         full, rest = divmod(samples, window)

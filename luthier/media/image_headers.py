@@ -1,4 +1,4 @@
-"""Width, height and EXIF orientation of an image file, read from its header: JPEG, PNG, WebP, GIF, BMP, TIFF.
+"""Width, height, EXIF orientation and memory of an image file, read from its header: JPEG, PNG, WebP, GIF, BMP, TIFF.
 
 Some dozens of bytes of each are read. Opening with PIL takes about twice as long, and asking it for the orientation of
 a PNG decodes all of it.
@@ -18,24 +18,39 @@ from luthier.media.signatures import found_type
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 _ORIENTATION = 0x0112
-_WIDTH, _HEIGHT = 0x0100, 0x0101
+_WIDTH, _HEIGHT, _CHANNELS = 0x0100, 0x0101, 0x0115
+_PNG_BYTES = {0: 5, 2: 4, 3: 5}  # gray, RGB, palette; with transparency 8
+_WEBP_BYTES = 17  # the decoder keeps two canvases of its own, for the frames of animations
+_TIFF_BYTES = 10  # up to 16 bits a channel; how many they are stands elsewhere in the file
 _READ_AT_ONCE = 2048  # most JPEGs have their size within
 _MAX_TAG_BYTES = 1 << 20  # an EXIF or XMP block is at most 64 KiB in a JPEG
 # What PIL looks for in XMP where the EXIF says nothing
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _XMP_KEYWORD = b"XML:com.adobe.xmp\0"
 _JPEG_SIZES = frozenset({0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF})
+_JPEG_PROGRESSIVE = frozenset({0xC2, 0xC6, 0xCA, 0xCE})
 _JPEG_ALONE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 _JPEG_SCAN, _JPEG_END, _JPEG_APP1 = 0xDA, 0xD9, 0xE1
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSize:
-    """Pixels as they are stored; ``orientation`` as in EXIF, 1 to 8: from 5 on, width and height change places."""
+    """Pixels as they are stored; ``orientation`` as in EXIF, 1 to 8: from 5 on, width and height change places.
+
+    ``bytes_a_pixel``: the most memory that decoding takes for each pixel, the steps to RGB included. As measured with
+    Pillow: it keeps RGB in 4 bytes and everything else beside its RGB form; a turned image stands there twice.
+    """
 
     width: int
     height: int
     orientation: int = 1
+    bytes_a_pixel: int = 8
+
+    @property
+    def decoded_bytes(self) -> int:
+        """The most memory that decoding takes."""
+        turned = 8 if self.orientation > 1 else 0
+        return self.width * self.height * max(self.bytes_a_pixel, turned)
 
     @property
     def shown(self) -> tuple[int, int]:
@@ -75,18 +90,20 @@ def read_stored_size(content: Content) -> StoredSize:
 
 
 def _jpeg(content: Content, start: bytes) -> StoredSize:
-    width = height = 0
+    width = height = bytes_a_pixel = 0
     exif = xmp = None
     for marker, offset, length in _jpeg_segments(content, start):
         if marker in _JPEG_SIZES:
-            height, width = _unpack(">HH", _bytes(content, start, offset + 1, 4), 0, content)
+            height, width, channels = _unpack(">HHB", _bytes(content, start, offset + 1, 5), 0, content)
+            # progressive ones keep two bytes of coefficients for each channel until the last scan
+            bytes_a_pixel = {1: 5, 3: 4}.get(channels, 8) + (2 * channels if marker in _JPEG_PROGRESSIVE else 0)
         elif marker == _JPEG_APP1:
             segment = _bytes(content, start, offset, length)
             if segment.startswith(b"Exif\0") and exif is None:
                 exif = _orientation(segment[6:])
             elif segment.startswith(b"http://ns.adobe.com/xap/1.0/"):
                 xmp = _xmp_orientation(segment)
-    return StoredSize(width, height, exif or xmp or 1)
+    return StoredSize(width, height, exif or xmp or 1, bytes_a_pixel)
 
 
 def _jpeg_segments(content: Content, start: bytes) -> Iterator[tuple[int, int, int]]:
@@ -119,7 +136,8 @@ def _png(content: Content, start: bytes) -> StoredSize:
         if len(start) < 16:
             raise _cut_off(content)
         raise RowError("media_broken", f"{content.name} begins like a PNG and has no header chunk")
-    width, height = _unpack(">II", start, 16, content)
+    width, height, depth, colour = _unpack(">IIBB", start, 16, content)
+    bytes_a_pixel = 10 if depth == 16 else _PNG_BYTES.get(colour, 8)
     exif = xmp = None
     at = 8
     while True:
@@ -132,7 +150,7 @@ def _png(content: Content, start: bytes) -> StoredSize:
         if at + 12 + length > content.size:
             raise _cut_off(content)
         if kind == b"IEND":
-            return StoredSize(width, height, exif or xmp or 1)
+            return StoredSize(width, height, exif or xmp or 1, bytes_a_pixel)
         if kind == b"eXIf" and length <= _MAX_TAG_BYTES:
             exif = _orientation(content.read(at + 8, length))
         elif kind == b"iTXt" and length <= _MAX_TAG_BYTES:
@@ -148,16 +166,16 @@ def _webp(content: Content, start: bytes) -> StoredSize:
     match start[12:16]:
         case b"VP8 ":
             width, height = _unpack("<HH", start, 26, content)
-            return StoredSize(width & 0x3FFF, height & 0x3FFF)
+            return StoredSize(width & 0x3FFF, height & 0x3FFF, bytes_a_pixel=_WEBP_BYTES)
         case b"VP8L":  # 14 bits of width - 1, 14 bits of height - 1
             (bits,) = _unpack("<I", start, 21, content)
-            return StoredSize((bits & 0x3FFF) + 1, ((bits >> 14) & 0x3FFF) + 1)
+            return StoredSize((bits & 0x3FFF) + 1, ((bits >> 14) & 0x3FFF) + 1, bytes_a_pixel=_WEBP_BYTES)
         case b"VP8X":
             if len(start) < 30:
                 raise _cut_off(content)
             width = int.from_bytes(start[24:27], "little") + 1
             height = int.from_bytes(start[27:30], "little") + 1
-            return StoredSize(width, height, _webp_orientation(content) if start[20] & 0x0C else 1)
+            return StoredSize(width, height, _webp_orientation(content) if start[20] & 0x0C else 1, _WEBP_BYTES)
         case _:
             raise RowError("media_broken", f"{content.name} begins like a WebP and holds no image")
 
@@ -187,7 +205,8 @@ def _tiff(content: Content) -> StoredSize:
     tags = _tags(content, 0)
     if not tags.keys() >= {_WIDTH, _HEIGHT}:
         raise RowError("media_broken", f"{content.name} begins like a TIFF and says no size")
-    return StoredSize(tags[_WIDTH], tags[_HEIGHT], _turn(tags.get(_ORIENTATION)) or 1)
+    bytes_a_pixel = max(_TIFF_BYTES, 4 + 2 * tags.get(_CHANNELS, 1))
+    return StoredSize(tags[_WIDTH], tags[_HEIGHT], _turn(tags.get(_ORIENTATION)) or 1, bytes_a_pixel)
 
 
 # ------------------------------------------------------------------------------------------------------------ pieces
@@ -211,7 +230,7 @@ def _xmp_orientation(xmp: bytes) -> int | None:
 
 
 def _tags(content: Content, start: int) -> dict[int, int]:
-    """Width, height and orientation among the tags of the first directory of a TIFF, which EXIF is too."""
+    """Width, height, channels and orientation among the tags of the first directory of a TIFF, which EXIF is too."""
     head = content.read(start, 8)
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(head[:4])
     if order is None or len(head) < 8:
@@ -222,7 +241,7 @@ def _tags(content: Content, start: int) -> dict[int, int]:
     tags: dict[int, int] = {}
     for at in range(0, len(entries) - 11, 12):
         tag, kind = struct.unpack_from(f"{order}HH", entries, at)
-        if tag in (_WIDTH, _HEIGHT, _ORIENTATION) and kind in (3, 4):  # SHORT, LONG
+        if tag in (_WIDTH, _HEIGHT, _ORIENTATION, _CHANNELS) and kind in (3, 4):  # SHORT, LONG
             (tags[tag],) = struct.unpack_from(f"{order}{'H' if kind == 3 else 'I'}", entries, at + 8)
     return tags
 

@@ -23,6 +23,13 @@ def check_image(header: ImageHeader | VideoHeader, config: MediaConfig, name: st
         raise _over(f"{width} x {height}: {ratio}, media.max_side_ratio is {config.max_side_ratio:g}", name)
 
 
+def check_image_bytes(num_bytes: int, config: MediaConfig, name: str) -> None:
+    """The memory that decoding an image takes, by its format and mode (``media_limit``)."""
+    if num_bytes > config.max_image_bytes:
+        hint = f"media.max_image_bytes is {config.max_image_bytes:,}"
+        raise _over(f"decoding takes {num_bytes:,} bytes in a file of this kind, {hint}", name)
+
+
 def check_video(header: VideoHeader, config: MediaConfig, name: str) -> None:
     """Frames, seconds (``media_limit``), and what holds for images; no frame at all is ``media_broken``."""
     if header.num_frames < 1 or not header.fps > 0:

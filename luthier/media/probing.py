@@ -8,7 +8,7 @@ from luthier.errors import RowError
 from luthier.media.access import Content, MediaAccess
 from luthier.media.containers import probe_audio, probe_video
 from luthier.media.image_headers import read_stored_size
-from luthier.media.limits import check_audio, check_image, check_video
+from luthier.media.limits import check_audio, check_image, check_image_bytes, check_video
 from luthier.media.waves import read_wave
 from luthier.records import Audio, AudioHeader, Image, ImageHeader, Media, MediaHeader, Video, VideoHeader
 
@@ -41,9 +41,11 @@ def probe(media: Media, access: MediaAccess) -> MediaHeader:
 
 
 def _image(content: Content, access: MediaAccess) -> ImageHeader:
-    width, height = read_stored_size(content).shown
+    stored = read_stored_size(content)
+    width, height = stored.shown
     header = ImageHeader(width=width, height=height, version=content.version)
     check_image(header, access.config, content.name)
+    check_image_bytes(stored.decoded_bytes, access.config, f"{content.name}: {width} x {height}")
     return header
 
 

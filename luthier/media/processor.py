@@ -177,6 +177,16 @@ class MediaProcessor:
             for index, kind in enumerate(kinds)
         ]
 
+    def cut_sound(self, header: AudioHeader) -> float | None:
+        """How many seconds of a sound the model hears, where its extractor cuts the rest off; None: all of it."""
+        rule, settings = self._rule(MediaKind.AUDIO), self._settings[MediaKind.AUDIO]
+        limit = None if rule.longest is None else rule.longest(settings)
+        return (
+            None
+            if limit is None or header.seconds <= limit / settings["sampling_rate"]
+            else limit / settings["sampling_rate"]
+        )
+
     def features(self, items: Sequence[tuple[MediaHeader, Decoded]]) -> dict[str, NDArray[Any]]:
         """What the processor makes of a sample's media, without the outputs along its tokens; {} of none.
 

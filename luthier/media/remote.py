@@ -21,6 +21,17 @@ from luthier.errors import RowError, RowForbidden
 MAX_REDIRECTS = 3
 TIMEOUT = 30.0  # seconds that a server may be silent, and that a file may take in all
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+# All of IPv6 that is given out to anybody. NAT64 (64:ff9b::/96, 64:ff9b:1::/48), site-local and multicast lie outside.
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+# Special within what is given out, and not told by `ipaddress` of every version: addresses that stand for IPv4 ones
+# (6to4, its relay, Teredo), and those of protocols, of benchmarks, of documentation and of name servers' rubbish.
+_SPECIAL = tuple(
+    map(
+        ipaddress.ip_network,
+        ("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20", "192.0.0.0/24", "192.0.2.0/24",
+         "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.175.48.0/24", "198.18.0.0/15"),
+    )
+)  # fmt: skip
 _PLAIN = re.compile(r"https?://[!-~]+", re.IGNORECASE)
 
 
@@ -143,15 +154,14 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_public(text: str) -> bool:
+    """Whether an address is one that anybody may reach. What Python's own tables do not know counts as private."""
     address = ipaddress.ip_address(text.split("%")[0])
-    if isinstance(address, ipaddress.IPv6Address):
-        # an IPv4 address in IPv6 clothes: ::ffff:a.b.c.d, 2002:… (6to4), 64:ff9b::… (NAT64), 2001:0:… (Teredo)
-        inner = address.ipv4_mapped or address.sixtofour
-        if inner is not None:
-            return _is_public(str(inner))
-        if address.teredo is not None or address in ipaddress.ip_network("64:ff9b::/96"):
-            return False
-    return address.is_global and not address.is_multicast
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:  # ::ffff:a.b.c.d
+        return _is_public(str(address.ipv4_mapped))
+    if address.version == 6 and address not in _GLOBAL_UNICAST:
+        return False
+    is_special = any(address in network for network in _SPECIAL if network.version == address.version)
+    return address.is_global and not (address.is_multicast or address.is_reserved or is_special)
 
 
 def _left(deadline: float) -> float:

@@ -20,14 +20,22 @@ def _repeated(settings: Settings, measured: dict[str, Any], index: int) -> str:
 
 _RATE = {"sampling_rate": "sampling_rate"}
 
-WHOLE_WINDOWS = Rule(measure=audio.whole_windows, options=_RATE, fold=2)  # qwen2_audio, qwen2_5_omni
-WINDOW_STEPS = Rule(measure=audio.window_steps, options=_RATE)  # qwen3_omni_moe
-PADDED_WINDOW_STEPS = Rule(measure=audio.padded_window_steps, replace=_own_string, options=_RATE)  # qwen3_asr
-POOLED_WINDOWS = Rule(measure=audio.pooled_windows, options=_RATE, fold=2)  # audioflamingo3, musicflamingo
-MERGED_WINDOWS = Rule(measure=audio.merged_windows, options=_RATE, fold=4)  # glmasr
+WHOLE_WINDOWS = Rule(  # qwen2_audio, qwen2_5_omni
+    measure=audio.whole_windows, longest=audio.one_window, options=_RATE, fold=2
+)
+WINDOW_STEPS = Rule(  # qwen3_omni_moe
+    measure=audio.window_steps, longest=audio.one_window_if_asked, options=_RATE
+)
+PADDED_WINDOW_STEPS = Rule(  # qwen3_asr
+    measure=audio.padded_window_steps, longest=audio.one_window_if_asked, replace=_own_string, options=_RATE
+)
+POOLED_WINDOWS = Rule(  # audioflamingo3, musicflamingo
+    measure=audio.pooled_windows, longest=audio.all_windows, options=_RATE, fold=2
+)
+MERGED_WINDOWS = Rule(measure=audio.merged_windows, longest=audio.all_windows, options=_RATE, fold=4)  # glmasr
 WHOLE_CHUNKS = Rule(measure=audio.whole_chunks, replace=_repeated, options=_RATE, fold=4)  # voxtral
-FIXED_LENGTH = Rule(measure=audio.fixed_length, options=_RATE)  # gemma3n
-VALID_FRAMES = Rule(measure=audio.valid_frames, options=_RATE)  # gemma4
+FIXED_LENGTH = Rule(measure=audio.fixed_length, longest=audio.half_a_minute, options=_RATE)  # gemma3n
+VALID_FRAMES = Rule(measure=audio.valid_frames, longest=audio.half_a_minute, options=_RATE)  # gemma4
 WAVEFORM_FRAMES = Rule(measure=audio.waveform_frames, options=_RATE)  # gemma4_unified
 COMPRESSED_FRAMES = Rule(measure=audio.compressed_frames, options=_RATE, in_company=True)  # phi4_multimodal
 PROJECTED_BLOCKS = Rule(measure=audio.projected_blocks, options=_RATE, fold=5)  # granite_speech

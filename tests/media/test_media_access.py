@@ -250,7 +250,12 @@ def test_servers_that_misbehave_cost_their_row_only(answer: Any, reason: str) ->
 @pytest.mark.parametrize(
     "address",
     ["127.0.0.1", "10.1.2.3", "169.254.169.254", "192.168.0.1", "100.64.0.1", "0.0.0.0", "224.0.0.1", "::1", "fe80::1",
-     "fd00::1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "2001:0:1:2:3:4:5:6"],
+     "fd00::1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "2001:0:1:2:3:4:5:6", "64:ff9b:1::a00:1",
+     "fec0::1", "::7f00:1", "::ffff:0:7f00:1", "2002:5db8:d70e::", "ff0e::1", "ff02::1", "3fff::1", "5f00::1", "100::1",
+     "100:0:0:1::1", "2001:db8::1", "2001:10::1", "2001:20::1", "2001:4:112::1", "2620:4f:8000::1", "4000::1",
+     "8000::1",
+     "fe00::1", "::", "192.0.0.9", "192.88.99.1", "192.31.196.1", "192.175.48.1", "198.18.0.1", "240.0.0.1",
+     "255.255.255.255", "::ffff:169.254.169.254"],
 )  # fmt: skip
 def test_a_name_that_leads_to_a_private_address_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     public = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.215.14", 80))
@@ -260,6 +265,13 @@ def test_a_name_that_leads_to_a_private_address_is_refused(address: str, monkeyp
     error = refusal("http://good.example/", None, url_hosts=["good.example"])
     assert isinstance(error, RowForbidden)
     assert f"leads to {address}" in error.detail
+
+
+@pytest.mark.parametrize(
+    "address", ["93.184.215.14", "8.8.8.8", "2606:2800:21f::1", "2a00:1450:4001::1", "::ffff:8.8.8.8"]
+)
+def test_public_addresses_are_public(address: str) -> None:
+    assert remote._is_public(address)
 
 
 def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,22 @@ def test_sounds_that_share_a_context_count_as_the_processor_counts_them(family: 
         assert our_ids(media, text, headers) == own_ids(processor, text, headers)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "voxtral"])
+def test_a_sound_that_the_extractor_cuts_is_told_and_no_other(family: str) -> None:
+    """Whatever the family: a sound half as long again either takes more tokens, or is told to be cut. (Gemma 3n
+    counts all sounds alike, Voxtral those of one chunk of 30 s.)"""
+    media = MediaProcessor.of(AUDIO[family]())
+    for seconds in (8, 20, 31, 700, 1_300):
+        header, longer = sound(seconds * RATE), sound(3 * seconds * RATE // 2)
+        heard = media.cut_sound(longer)
+        is_same = media.expand([header]) == media.expand([longer])
+        assert heard is None or heard < longer.seconds
+        if media.cut_sound(header) is not None:
+            assert is_same
+        elif is_same and family not in {"gemma3n", "voxtral"}:
+            assert heard is not None
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sounds_of_another_rate_are_counted_as_they_will_be_decoded(family: str) -> None:
     processor = AUDIO[family]()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import random
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from PIL import ImageOps
 
 from luthier.errors import RowError
 from luthier.media.access import MediaAccess
+from luthier.media.decoding import decode
 from luthier.media.probing import probe
 from luthier.records import Audio, AudioHeader, Image, ImageHeader, Video, VideoHeader
 
@@ -139,6 +142,72 @@ def test_the_caps_on_images_are_those_of_the_run() -> None:
     )
     assert refusal(Image(source=data), access(max_side_ratio=1.9)).reason == "media_limit"
     assert image_header(image_file(picture(1, 1)), min_image_side=1).height == 1
+
+
+def wide(mode: str) -> Pillow.Image:
+    return Pillow.fromarray(np.full((300, 200), 999, np.uint16)) if mode == "I;16" else Pillow.new(mode, (200, 300))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "options", "bytes_a_pixel"),
+    [
+        ("PNG", "RGB", {}, 4), ("PNG", "RGBA", {}, 8), ("PNG", "LA", {}, 8), ("PNG", "P", {}, 5), ("PNG", "L", {}, 5),
+        ("PNG", "I;16", {}, 10), ("JPEG", "RGB", {}, 4), ("JPEG", "RGB", {"progressive": True}, 10),
+        ("JPEG", "CMYK", {}, 8), ("JPEG", "L", {}, 5), ("WEBP", "RGB", {}, 17), ("WEBP", "RGBA", {}, 17),
+        ("WEBP", "RGB", {"lossless": True}, 17), ("GIF", "P", {}, 8), ("BMP", "RGB", {}, 8), ("TIFF", "RGB", {}, 10),
+        ("TIFF", "CMYK", {}, 12), ("TIFF", "I;16", {}, 10),
+    ],
+)  # fmt: skip
+def test_the_memory_of_an_image_is_told_by_its_format_and_mode(
+    kind: str, mode: str, options: dict[str, Any], bytes_a_pixel: int
+) -> None:
+    data = image_file(wide(mode), kind, **options)
+    num_bytes = bytes_a_pixel * 200 * 300
+    assert image_header(data, max_image_bytes=num_bytes).height == 300
+    error = refusal(Image(source=data), access(max_image_bytes=num_bytes - 1))
+    assert error.reason == "media_limit"
+    assert f"{num_bytes:,}" in error.detail
+
+
+def test_a_turned_image_stands_in_memory_twice() -> None:
+    data = image_file(wide("RGB"), "JPEG", orientation=6)
+    assert refusal(Image(source=data), access(max_image_bytes=8 * 200 * 300 - 1)).reason == "media_limit"
+    assert image_header(data, max_image_bytes=8 * 200 * 300).width == 300
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [("WEBP", "RGB", {}), ("PNG", "I;16", {}), ("JPEG", "RGB", {"progressive": True}), ("PNG", "RGBA", {})],
+)
+def test_decoding_takes_no_more_memory_than_the_header_promised(kind: str, mode: str, options: dict[str, Any]) -> None:
+    """Measured in a process of its own, as the most memory that it ever had."""
+    big = Pillow.fromarray(np.full((3000, 3000), 999, np.uint16)) if mode == "I;16" else Pillow.new(mode, (3000, 3000))
+    script = (
+        "import sys\n"
+        "from luthier.media import decoding\n"
+        "from luthier.media.access import Content\n"
+        "from PIL import Image; Image.init()\n"
+        "def most(): return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) * 1024\n"
+        "data = sys.stdin.buffer.read(); content = Content(name='x', size=len(data), version='', data=data)\n"
+        "promised = decoding.read_stored_size(content); before = most()\n"
+        "decoding._decode_image(content, promised.shown)\n"
+        "print(most() - before, promised.decoded_bytes)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script], input=image_file(big, kind, **options), capture_output=True, check=True
+    )
+    taken, promised = map(int, told.stdout.split())
+    assert promised / 2 < taken < promised + (4 << 20)
+
+
+def test_a_gif_whose_frame_is_larger_than_itself_is_refused_before_it_is_decoded() -> None:
+    data = bytearray(image_file(Pillow.new("P", (40, 30)), "GIF"))
+    data[6:10] = (8).to_bytes(2, "little") * 2  # the screen; the frame keeps its size
+    header = image_header(bytes(data))
+    assert header.width == 8
+    with pytest.raises(RowError) as broken:
+        decode(Image(source=bytes(data)), header, OPEN)
+    assert broken.value.reason == "media_broken"
 
 
 def test_a_bomb_is_refused_by_its_header_in_little_memory() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import luthier
+from luthier.encoding.measuring import CUT_SOUND
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
 from tests.media.media_files import RATE, tone
@@ -46,6 +47,21 @@ def test_the_transcript_is_learned_and_the_sound_is_what_the_processor_hears(
     # sounds of Python rows are kept as WAV of 16 bits
     assert np.allclose(ours["input_features"], own["input_features"], atol=2e-2)
     assert (ours["feature_attention_mask"] == own["feature_attention_mask"]).all()
+
+
+def test_a_sound_that_is_longer_than_the_model_hears_is_counted_or_refused_as_the_run_says(
+    processor: Any, tokenizer: Tokenizer
+) -> None:
+    window = processor.feature_extractor.n_samples / RATE
+    rows = [heard(tone(window), "all of it"), heard(tone(window + 1), "most of it")]
+    whole, cut = luthier.encode_many(rows, tokenizer, processor=processor)
+    assert not isinstance(whole, RowError) and not isinstance(cut, RowError)
+    assert [dict(sample.notes).get(CUT_SOUND) for sample in (whole, cut)] == [None, 1]
+    whole, refused = luthier.encode_many(
+        rows, tokenizer, processor=processor, media={"long_audio": "quarantine"}, errors="return"
+    )
+    assert not isinstance(whole, RowError)
+    assert isinstance(refused, RowError) and refused.reason == "media_limit"
 
 
 @pytest.mark.parametrize(
