@@ -28,7 +28,8 @@ class SegmentOrigin:
     ``run`` counts from 1. ``owners`` has one entry a token, or none at all where they cannot be known; ``finding``
     then says why. ``run_tokens`` is the length of the whole run: more than the segment has if the run was cut. Of a
     prompt cut between messages its first ``head`` tokens stay as well, and ``start`` is where the rest begins.
-    ``continuation``: what it is compared as, None where nothing is compared.
+    ``continuation``: what it is compared as, None where nothing is compared. ``held``: so many of its first tokens are
+    those of the segment before it, and computed once for both.
     """
 
     run: int
@@ -39,6 +40,7 @@ class SegmentOrigin:
     finding: str | None = None
     continuation: str | None = None
     head: int = 0
+    held: int = 0
 
 
 def row_origins(
@@ -55,8 +57,11 @@ def row_origins(
     return {row: _origins(prepared[row], found.get(row), encoder) for row in rows}
 
 
-def segment_origin(index: SegmentIndex, segment: int, of_row: Sequence[SegmentOrigin]) -> SegmentOrigin:
-    """The origin of a segment of the index, cut as the segment is; ``of_row`` are the runs of its row.
+def segment_origin(
+    index: SegmentIndex, segment: int, of_row: Sequence[SegmentOrigin], *, shared: bool = False
+) -> SegmentOrigin:
+    """The origin of a segment of the index, cut as the segment is; ``of_row`` are the runs of its row. ``shared``: it
+    stands behind the segment before it, in a row in which segments share their beginnings.
 
     Of a prompt with another row's completion the owners are not told: its tokens are those of two rows.
     """
@@ -66,7 +71,8 @@ def segment_origin(index: SegmentIndex, segment: int, of_row: Sequence[SegmentOr
         what = "this row's prompt with another row's answer, as many tokens of it as there is room for (KL estimate)"
         return SegmentOrigin(run=1, num_runs=1, start=0, run_tokens=0, continuation=what)
     head = index.head(segment)
-    return replace(run, start=start, head=head, owners=run.owners[:head] + run.owners[start:stop])
+    held = int(index.held[segment]) if shared else 0
+    return replace(run, start=start, head=head, held=held, owners=run.owners[:head] + run.owners[start:stop])
 
 
 def find_rows(source: Source, addresses: Collection[Address]) -> dict[Address, Row | RowError]:

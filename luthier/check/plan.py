@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from luthier.check.history import HistoryCost
 from luthier.check.media_counts import MediaCount, MediaItems, packing_refusal
 from luthier.config.schema import Overflow, Packing, RunConfig
 from luthier.encoding.segments import SegmentIndex
@@ -68,7 +69,8 @@ class DataPlan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
     """The whole run on ``num_ranks`` devices. ``no_packing``: why segments of this model cannot share a row, though
-    the run packs them. ``shares_prompts``: tokens of a prompt that two answers share are counted once.
+    the run packs them. ``shares_prompts``: tokens of a prompt that two answers share are counted once. ``history``:
+    what a template that rewrites it costs in training; None: nothing.
     """
 
     train: DataPlan
@@ -86,6 +88,7 @@ class RunPlan:
     warmup_steps: int
     no_packing: str | None = None
     shares_prompts: bool = False
+    history: HistoryCost | None = None
 
 
 def plan_run(
@@ -96,6 +99,7 @@ def plan_run(
     total_steps: int,
     num_ranks: int = 1,
     first_epoch: EpochPlan | None = None,
+    history: HistoryCost | None = None,
 ) -> RunPlan:
     """The plan of a run over segments cut by `SegmentIndex`.
 
@@ -112,6 +116,7 @@ def plan_run(
         overflow=config.data.overflow,
         units=settings.units,
         shares_prompts=settings.shared,
+        history=history,
         num_ranks=num_ranks,
         rows_per_micro_batch=settings.rows_per_micro_batch,
         micro_batches_per_step=settings.micro_batches_per_step,

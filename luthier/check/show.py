@@ -50,6 +50,7 @@ class SegmentView:
     It is the part from token ``start`` of root-to-leaf run ``run`` of ``num_runs`` of its row, a run of ``run_tokens``
     tokens, after its first ``head`` ones, which stay where a prompt is cut. ``finding`` is what was found to be wrong
     with it: that the store does not hold what rendering gives. ``continuation`` is what it is compared as, if it is.
+    Its first ``held`` tokens are those of the segment before it, computed once for both.
     """
 
     address: str
@@ -63,6 +64,7 @@ class SegmentView:
     finding: str | None = None
     continuation: str | None = None
     head: int = 0
+    held: int = 0
 
     @property
     def notes(self) -> list[str]:
@@ -76,6 +78,8 @@ class SegmentView:
                 f"follow, so {_and(self.learned) or 'these turns'} {'is' if len(self.learned) == 1 else 'are'} learned "
                 "here, in the context that inference will show"
             )
+        if self.held:
+            notes.append(f"its first {self.held} tokens are those of the sequence before it, and are computed once")
         if self.run_tokens is not None and self.num_tokens < self.run_tokens:
             notes.append(f"cut by data.max_length: {self._kept()} of {self.run_tokens}")
         return notes
@@ -219,6 +223,7 @@ def _segment_view(address: str, tokens: Sequence[TokenView], origin: SegmentOrig
         num_runs=origin.num_runs,
         start=origin.start,
         head=origin.head,
+        held=origin.held,
         run_tokens=origin.run_tokens,
         learned=tuple(dict.fromkeys(learned)),
         finding=origin.finding,

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from luthier.check.show_media import placed_media
+from luthier.collation import paths_of_row
+from luthier.layout import leaves
 from luthier.records import IGNORE_INDEX, Batch, MediaItem, Pack, Segment
 
 
@@ -48,13 +52,16 @@ def batch_columns(batch: Batch, packs: Sequence[Pack] = ()) -> list[Columns]:
     """The rows of a batch. ``packs`` are what it was made of: tensors do not say where its media items stand."""
     rows: list[Columns] = []
     before = 0
+    is_shared = batch.labels_BT.numel() == 0
     losses = {loss.group: f"its media cannot be had any more: {loss.reason}: {loss.detail}" for _, loss in batch.lost}
     for row, starts in enumerate(batch.segment_starts):
         own = range(before, before + len(starts))
         before += len(starts)
-        lost = {number - own.start: losses[number] for number in own if number in losses}
+        groups = _trees_of(batch, row) if is_shared else list(own)  # media are lost by tree, or by segment
+        lost = {number: losses[group] for number, group in enumerate(groups) if group in losses}
+        make = _tree_row if is_shared else _batch_row
         rows.append(
-            _batch_row(
+            make(
                 batch,
                 row,
                 addresses=[str(batch.addresses[number]) for number in own],
@@ -86,6 +93,50 @@ def _batch_row(
         axes=[axis[:size] for axis in axes],
         losses=losses,
     )
+
+
+def _tree_row(
+    batch: Batch, row: int, *, addresses: list[str], media: tuple[MediaItem, ...], losses: dict[int, str]
+) -> Columns:
+    """A row of trees as the sequences that lead to their leaves, one behind the other: shared tokens stand in each."""
+    paths = paths_of_row(batch, row)
+    width = batch.model_inputs["input_ids"].shape[1]
+    positions, axes = _positions(batch, row)
+    before = sum(len(starts) for starts in batch.segment_starts[:row])
+    labels, weights = [], []
+    targets = batch.targets
+    for number, path in enumerate(paths, before):
+        mine = (targets.segments_K == number).numpy()
+        places = np.searchsorted(path, targets.positions_K.numpy()[mine])
+        own = np.full(len(path), IGNORE_INDEX, dtype=np.int64)
+        own[places] = targets.ids_K.numpy()[mine]
+        weighed = np.ones(len(path), dtype=np.float32)
+        if targets.weights_K is not None:
+            weighed[places] = targets.weights_K.numpy()[mine]
+        labels.append(own)
+        weights.append(weighed)
+    in_row = np.concatenate(paths) - row * width
+    sizes = [len(path) for path in paths]
+    ids = batch.model_inputs["input_ids"][row].numpy()
+    return Columns(
+        ids=ids[in_row].tolist(),
+        labels=np.concatenate(labels).tolist(),
+        weights=np.concatenate(weights).tolist(),
+        positions=[positions[place] for place in in_row],
+        starts=[sum(sizes[:number]) for number in range(len(sizes))],
+        addresses=addresses,
+        num_padding=width - sum(branch.length for branch in batch.branches[row]),
+        media=media,
+        axes=[[axis[place] for place in in_row] for axis in axes],
+        losses=losses,
+    )
+
+
+def _trees_of(batch: Batch, row: int) -> list[int]:
+    """For each segment of a row the number of its tree in the batch."""
+    before = sum(branch.parent < 0 for branches in batch.branches[:row] for branch in branches)
+    roots = np.cumsum([branch.parent < 0 for branch in batch.branches[row]]) - 1 + before
+    return [int(roots[leaf]) for leaf in leaves(batch.branches[row])]
 
 
 def _positions(batch: Batch, row: int) -> tuple[list[int], list[list[int]]]:

@@ -99,6 +99,7 @@ def schedule_of(loaded: Loaded) -> Schedule:
 
 def plan_of(loaded: Loaded, schedule: Schedule | None = None) -> RunPlan:
     """The run's plan; raises what `schedule_of` raises."""
+    from luthier.check.history import history_cost
     from luthier.check.plan import plan_run
 
     schedule = schedule or schedule_of(loaded)
@@ -109,6 +110,7 @@ def plan_of(loaded: Loaded, schedule: Schedule | None = None) -> RunPlan:
         total_steps=schedule.total_steps,
         num_ranks=schedule.settings.num_ranks,
         first_epoch=schedule.plan(0),
+        history=history_cost(loaded.config, loaded.train, loaded.encoder.tokenizer.decode),
     )
 
 

@@ -101,17 +101,15 @@ class Selection:
         ]
 
     def _batch(self, index: SegmentIndex, loaded: Loaded, control: frozenset[int]) -> list[RowView]:
-        from luthier.collation import collate_packs
-
         config, tokenizer = loaded.config, loaded.encoder.tokenizer
         rows = config.eval.per_device_eval_batch_size if self.held_out else config.train.per_device_train_batch_size
         plan = _plan(index, loaded, rows_per_micro_batch=rows)
         self._check(len(plan), "micro-batches")
         packs, origins = self._packs(plan, index, loaded)
-        packed = config.train.packing.is_packed
         has_media = any(segment.media for pack in packs for segment in pack.segments)
         media = media_of(config, tokenizer.files.folder) if has_media else None
-        batch = collate_packs(packs, packed=packed, pad_token_id=tokenizer.pad_token_id, media=media)
+        reader = BatchReader(index.prepared.store, _collation(loaded), shared=plan.settings.shared, media=media)
+        batch = reader.read(SegmentPlaces.of_index(index).micro_batch(plan, self.number - 1, step=0))
         return show_batch(batch, tokenizer, title=self.title, control=control, origins=origins, packs=packs)
 
     def _packs(
@@ -122,8 +120,9 @@ class Selection:
         of_row = self._origins(rows, index.prepared, loaded)
         planned = SegmentPlaces.of_index(index).micro_batch(plan, self.number - 1, step=0)
         packs = BatchReader(index.prepared.store, _collation(loaded)).packs(planned)
+        shared = plan.settings.shared
         return packs, [
-            [segment_origin(index, segment, of_row[int(index.row_ids[segment])]) for segment in pack]
+            [segment_origin(index, segment, of_row[int(index.row_ids[segment])], shared=shared) for segment in pack]
             for pack in numbers
         ]
 

@@ -25,7 +25,7 @@ def unpacked(batch: Batch, *, pad_token_id: int) -> Batch:
     """
     import torch
 
-    paths = [path for row, branches in enumerate(batch.branches) for path in _paths(batch, row, branches)]
+    paths = [path for row in range(len(batch.branches)) for path in paths_of_row(batch, row)]
     sizes = np.array([len(path) for path in paths])
     shape = (len(paths), int(sizes.max()))
     mask_SW = np.arange(shape[1]) < sizes[:, None]
@@ -53,8 +53,9 @@ def unpacked(batch: Batch, *, pad_token_id: int) -> Batch:
     )
 
 
-def _paths(batch: Batch, row: int, branches: tuple[Branch, ...]) -> list[NDArray[np.int64]]:
+def paths_of_row(batch: Batch, row: int) -> list[NDArray[np.int64]]:
     """For each segment of a row the places of its tokens in the flattened batch, ascending."""
+    branches = batch.branches[row]
     lengths = [branch.length for branch in branches]
     starts = segment_starts(lengths) + row * batch.model_inputs["input_ids"].shape[1]
     spans = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]

@@ -51,8 +51,8 @@ def check_shared(draft: Draft) -> Iterator[Problem]:
     config = draft.config
     if config.train.shared_prompts is not True:
         return
-    if config.objective.name not in _COMPARING:
-        what = f"{draft.cite('objective.name')} is {config.objective.name}, which compares no answers"
+    if config.train.packing is Packing.SPLIT:
+        what = f"{draft.cite('train.packing')} is split, which cuts rows wherever a pack is full"
     elif config.objective.name == "kto" and not config.objective.estimates_kl:
         what = f"{draft.cite('objective.loss')} is {config.objective.loss_name}, which looks at one answer at a time"
     elif not config.train.packing.is_packed:

@@ -133,8 +133,9 @@ class TrainConfig(Section):
     at a time while others are still to come; ``best_fit``: all at once; ``split``: plain text cut into full rows;
     ``none``: padded ([packing.md](packing.md))."""
     shared_prompts: bool | Literal["auto"] = "auto"
-    """Where two answers to a prompt are compared (``rm``, ``dpo``, ``kto``), compute the prompt once. ``auto``:
-    wherever rows are packed, unless the attention is FlashAttention's own."""
+    """Compute once what sequences of a row have in common: the prompt of two answers that are compared (``rm``,
+    ``dpo``, ``kto``), and the turns before an answer where the template rewrites history (``sft``). ``auto``: wherever
+    rows are packed, unless the attention is FlashAttention's own."""
     per_device_train_batch_size: Count = 1
     """Rows (packs, or padded sequences) per device and micro-batch."""
     pad_to_multiple_of: Count = 1

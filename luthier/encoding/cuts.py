@@ -23,14 +23,15 @@ PROMPT_TRUNCATED = "prompt_truncated"  # a note: rows whose prompt lost messages
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Leaves:
-    """All leaves of all rows: the row, the leaf's number in its sample, its tokens and targets, and what encoders run
-    through for its media."""
+    """All leaves of all rows: the row, the leaf's number in its sample, its tokens and targets, what encoders run
+    through for its media, and how many of its first tokens are those of the leaf before it in its sample."""
 
     row: Ints
     number: Ints
     lengths: Ints
     num_targets: Ints
     encoders: Ints
+    held: Ints
 
     @classmethod
     def of_rows(cls, prepared: PreparedSet) -> Leaves:
@@ -47,6 +48,7 @@ class Leaves:
             lengths=prepared.store.leaf_lengths[stored],
             num_targets=prepared.store.leaf_targets[stored],
             encoders=joined([shard.index.leaf_encoders for shard in prepared.store.shards])[stored],
+            held=prepared.store.leaf_held(prepared.sample_ids),
         )
 
 

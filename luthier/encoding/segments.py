@@ -28,6 +28,8 @@ class SegmentIndex:
     encoder_lengths int64[N], positions (patches, frames) that encoders run through for its media; of a cut segment the
                     share that it has of the tokens
     prompt_lengths  int64[N], tokens of the prompt that are left, where ``units`` are compared; else 0
+    held            int64[N], how many of its first tokens are those of the segment before it, where the two can be laid
+                    out as one tree of at most ``max_length`` tokens with those before them; else 0
     row_ids         int64[N], the row of ``prepared`` each belongs to
     sample_ids      int64[N], its sample in the store
     source_ids      int64[N], index into ``prepared.sources``
@@ -44,6 +46,7 @@ class SegmentIndex:
     num_targets: Ints
     encoder_lengths: Ints
     prompt_lengths: Ints
+    held: Ints
     row_ids: Ints
     sample_ids: Ints
     source_ids: Ints
@@ -70,6 +73,7 @@ class SegmentIndex:
         self.prompt_lengths = np.zeros_like(self.lengths)
         if units is not Units.NONE:
             self.prompt_lengths = prepared.store.root_lengths[self.sample_ids] - (self._start - self._head)
+        self.held = self._find_held(leaves, max_length)
         self.lost_rows = self._account(leaves, cuts, max_length)
         if units is Units.FEEDBACK_KL:
             self._add_drawn(max_length)
@@ -127,6 +131,7 @@ class SegmentIndex:
             source_weights=tuple(source.weight for source in self.prepared.sources),
             extra_costs=PATCH_COST * self.encoder_lengths if self.encoder_lengths.any() else None,
             prompt_lengths=None if self.units is Units.NONE else self.prompt_lengths,
+            held=self.held if self.units is Units.NONE and self.held.any() else None,
         )
 
     def _take(self, leaves: Leaves, cuts: Cuts) -> None:
@@ -152,11 +157,28 @@ class SegmentIndex:
         whole = np.maximum(leaves.lengths[self._leaf], 1)
         self.encoder_lengths = leaves.encoders[self._leaf] * self.lengths // whole
 
+    def _find_held(self, leaves: Leaves, max_length: int) -> Ints:
+        held = np.zeros_like(self.lengths)
+        if self.units is not Units.NONE:
+            held[1::2] = self.prompt_lengths[1::2] if self.units is Units.PAIRS else 0
+            return held
+        if not leaves.held.any():
+            return held
+        begins = (self._start == 0) & (self._head == 0)  # whole, or cut at the end
+        # a leaf of which nothing stays is passed over: what its neighbours share is the least of what each step shares
+        upto, stays = leaves.held.copy(), np.zeros(len(leaves.held), dtype=np.bool_)
+        stays[self._leaf] = True
+        for leaf in np.flatnonzero(~stays[:-1]).tolist():
+            upto[leaf + 1] = min(upto[leaf], upto[leaf + 1])
+        held[1:] = np.where(begins[1:] & begins[:-1], upto[self._leaf[1:]], 0)
+        held[1:][held[1:] >= np.minimum(self.lengths[1:], self.lengths[:-1])] = 0  # a cut left no branch of its own
+        return _in_trees_within(held, self.lengths, max_length)
+
     def _add_drawn(self, max_length: int) -> None:
         """A second segment behind each one, about which only the plan of an epoch knows all."""
         columns = (
             "_head", "_start", "_stop", "_leaf", "_open_end", "num_targets", "lengths", "encoder_lengths",
-            "prompt_lengths", "row_ids", "sample_ids", "source_ids",
+            "prompt_lengths", "held", "row_ids", "sample_ids", "source_ids",
         )  # fmt: skip
         completions = self.lengths - self.prompt_lengths
         room = completion_room(self.prompt_lengths, np.roll(completions, -1), max_length)
@@ -164,6 +186,7 @@ class SegmentIndex:
             setattr(self, name, np.repeat(getattr(self, name), 2))
         self.lengths[1::2] = self.prompt_lengths[1::2] + room
         self.num_targets[1::2] = 0
+        self.held[1::2] = self.prompt_lengths[1::2]
 
     def _account(self, leaves: Leaves, cuts: Cuts, max_length: int) -> Ints:
         fits = leaves.lengths <= max_length
@@ -184,6 +207,25 @@ class SegmentIndex:
             if count:
                 self.ledger.note(what, count)
         return np.flatnonzero(~stays)
+
+
+def _in_trees_within(held: Ints, lengths: Ints, max_length: int) -> Ints:
+    """The same with a new tree begun wherever one would be longer than ``max_length`` tokens.
+
+    ``_in_trees_within([0, 4, 4], [5, 6, 7], 8) -> [0, 4, 0]``: trees of 5 + 2 and 7 tokens
+    """
+    own = lengths - held
+    upto = np.cumsum(own)
+    first = np.flatnonzero(held == 0)
+    sizes = np.add.reduceat(own, first)
+    bounds = np.append(first, len(held))
+    for tree in np.flatnonzero(sizes > max_length).tolist():
+        before = int(upto[bounds[tree]] - own[bounds[tree]])  # tokens of all trees before
+        for segment in range(int(bounds[tree]), int(bounds[tree + 1])):
+            if upto[segment] - before > max_length:
+                held[segment] = 0
+                before = int(upto[segment] - lengths[segment])
+    return held
 
 
 def _loss(too_long: int, max_length: int) -> RowDropped:

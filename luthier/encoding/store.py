@@ -38,6 +38,8 @@ from luthier.encoding.naming import ABOUT, USERS, row_key, store_folder
 from luthier.encoding.shard import KEY_BYTES, EncodedSample, NewShard, build_shard
 from luthier.encoding.shard_reader import Shard
 from luthier.errors import StoreError
+from luthier.layout import held_of_leaves
+from luthier.packing.planned import take_groups
 from luthier.records import NOWHERE, Address, Sample
 
 __all__ = ["FORMAT", "LOCK", "MANIFEST", "SHARD_BYTES", "SampleStore", "StoreWriter", "row_key", "store_folder"]
@@ -219,6 +221,20 @@ class SampleStore:
     def leaf_targets(self) -> Ints:
         """int64[l]: targets that the leaf's segment counts."""
         return joined([shard.index.leaf_targets for shard in self._shards])
+
+    def leaf_held(self, sample_ids: Ints) -> Ints:
+        """int64[…], of each leaf of these samples, one sample behind the other, how many of its first tokens are those
+        of the leaf before it (`layout.held_of_leaves`)."""
+        counts = np.diff(self.leaf_bounds)[sample_ids]
+        bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        held = np.zeros(int(bounds[-1]), dtype=np.int64)
+        trees = np.flatnonzero(counts > 1)
+        for shard, places, numbers in self._by_shard(sample_ids[trees]):
+            index = shard.index
+            branches, of_trees = take_groups(index.branch_bounds, numbers)
+            found = held_of_leaves(index.branch_parents[branches], index.branch_lengths[branches], of_trees)
+            held[take_groups(bounds, trees[places])[0]] = found
+        return held
 
     @cached_property
     def verdicts(self) -> NDArray[np.float32]:

@@ -19,8 +19,8 @@ from luthier.layout.forests import (
 from luthier.layout.mrope import mrope_positions, packed_mrope
 from luthier.layout.position_schemes import Canvas, MediaGrids, PositionScheme, TokenType, position_scheme, token_types
 from luthier.layout.positions import cu_seqlens, position_ids, segment_ids, segment_starts
-from luthier.layout.prompts import cut_prompt, prompt_tree, span_of, splice
-from luthier.layout.trees import leaf_segment, leaves
+from luthier.layout.prompts import cut_prompt, prompt_tree, span_of, splice, tree_of_runs
+from luthier.layout.trees import held_of_leaves, leaf_segment, leaves
 
 __all__ = [
     "Canvas",
@@ -32,6 +32,7 @@ __all__ = [
     "cu_seqlens",
     "cut_prompt",
     "cut_segment",
+    "held_of_leaves",
     "join_trees",
     "leaf_segment",
     "leaves",
@@ -51,6 +52,7 @@ __all__ = [
     "tree_follows",
     "tree_leaves",
     "tree_mask",
+    "tree_of_runs",
     "tree_positions",
     "without_targets",
 ]

@@ -1,4 +1,6 @@
-"""A prompt and the continuations that are compared: how they hang together, and how a prompt is shortened."""
+"""Runs that begin alike as one tree: a prompt and the continuations that are compared, turns with what they share. And
+how a prompt is shortened.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +13,71 @@ from numpy.typing import NDArray
 from luthier.records import Branch, MediaItem, Sample, Segment, media_within
 
 
+def tree_of_runs(runs: Sequence[Segment | Sample], held: Sequence[int]) -> Sample:
+    """Whole runs as a tree: the first ``held[i]`` tokens of run i are those of the run before it, and stand there once.
+
+    ``tree_of_runs([q a b], [q a c], [q d], held=[0, 2, 1]) -> q a b c d``, branches ``q``, ``a``, ``b``, ``c``, ``d``
+    with parents -1, 0, 1, 1, 0. The tokens of each run that no run before it holds are side by side. A token that runs
+    share is a target if it is one in the first of them. What a `Sample` has besides is the first run's address alone.
+
+    Raises AssertionError where a run does not begin as the one before it, or ends with what it shares.
+    """
+    assert len(runs) == len(held) and held[0] == 0, "the first run holds all of its tokens itself"
+    for before, run, shared in zip(runs, runs[1:], held[1:], strict=False):
+        assert shared < min(len(before.input_ids), len(run.input_ids)), "every run ends in a branch of its own"
+        same = np.array_equal(before.input_ids[:shared], run.input_ids[:shared])
+        assert same, f"{run.address}: a run does not begin with the {shared} tokens of the one before it"
+    own = [slice(shared, None) for shared in held]
+    is_weighted = any(run.weight is not None for run in runs)
+    return Sample(
+        input_ids=np.concatenate([run.input_ids[cut] for run, cut in zip(runs, own, strict=True)]),
+        target=np.concatenate([run.target[cut] for run, cut in zip(runs, own, strict=True)]),
+        weight=np.concatenate([_weight(run)[cut] for run, cut in zip(runs, own, strict=True)]) if is_weighted else None,
+        branches=branches_of_runs([len(run.input_ids) for run in runs], held),
+        media=_media_of(runs, held),
+        address=runs[0].address,
+    )
+
+
+def branches_of_runs(lengths: Sequence[int], held: Sequence[int]) -> tuple[Branch, ...]:
+    """The branches of `tree_of_runs`: each run's own tokens, parted where later runs leave it.
+
+    ``branches_of_runs([3, 3, 2], [0, 2, 1])`` -> lengths 1, 1, 1, 1, 1 with parents -1, 0, 1, 1, 0
+    """
+    path: list[tuple[int, int, int]] = []  # (run, from, to): whose tokens the present path is made of
+    leaves_at: list[set[int]] = [set() for _ in lengths]  # where a run's own tokens are left
+    parents: list[tuple[int, int] | None] = []  # of each run's own tokens: the run that it leaves, and where
+    for run, (length, shared) in enumerate(zip(lengths, held, strict=True)):
+        while path and path[-1][1] >= shared:
+            path.pop()
+        if path:
+            owner, start, _ = path.pop()
+            path.append((owner, start, shared))
+            leaves_at[owner].add(shared)
+        parents.append((path[-1][0], shared) if path else None)
+        path.append((run, shared, length))
+    branches: list[Branch] = []
+    ends: dict[tuple[int, int], int] = {}  # (run, place) -> the branch that ends there
+    for run, (length, shared) in enumerate(zip(lengths, held, strict=True)):
+        left = parents[run]
+        parent, start = (-1 if left is None else ends[left]), shared
+        for stop in sorted({*leaves_at[run], length}):
+            branches.append(Branch(parent=parent, length=stop - start))
+            parent = ends[run, stop] = len(branches) - 1
+            start = stop
+    return tuple(branches)
+
+
 def prompt_tree(runs: Sequence[Segment | Sample], prompt_length: int) -> Sample:
     """Whole runs that begin with the same ``prompt_length`` tokens as a tree that holds these once.
 
     ``prompt_tree([q q A], [q q B B]) -> q q A B B``, branches of 2, 1 and 2 tokens. What a `Sample` has besides is the
     first run's address alone.
     """
-    cuts = [slice(0, None), *(slice(prompt_length, None) for _ in runs[1:])]
-    is_weighted = any(run.weight is not None for run in runs)
-    return Sample(
-        input_ids=np.concatenate([run.input_ids[cut] for run, cut in zip(runs, cuts, strict=True)]),
-        target=np.concatenate([run.target[cut] for run, cut in zip(runs, cuts, strict=True)]),
-        weight=np.concatenate([_weight(run)[cut] for run, cut in zip(runs, cuts, strict=True)])
-        if is_weighted
-        else None,
-        branches=(
-            Branch(parent=-1, length=prompt_length),
-            *(Branch(parent=0, length=len(run.input_ids) - prompt_length) for run in runs),
-        ),
-        media=_media_of(runs, prompt_length),
-        address=runs[0].address,
+    branches = [Branch(parent=0, length=len(run.input_ids) - prompt_length) for run in runs]
+    return replace(
+        tree_of_runs(runs, [0] + [prompt_length] * (len(runs) - 1)),
+        branches=(Branch(parent=-1, length=prompt_length), *branches),  # of a single run, too
     )
 
 
@@ -71,13 +118,14 @@ def span_of(segment: Segment, start: int, stop: int) -> Segment:
     )
 
 
-def _media_of(runs: Sequence[Segment | Sample], prompt_length: int) -> tuple[MediaItem, ...]:
-    found: list[MediaItem] = list(runs[0].media)
-    before = len(runs[0].input_ids)
-    for run in runs[1:]:
-        own = (item for item in run.media if item.start >= prompt_length)
-        found += [replace(item, start=item.start - prompt_length + before) for item in own]
-        before += len(run.input_ids) - prompt_length
+def _media_of(runs: Sequence[Segment | Sample], held: Sequence[int]) -> tuple[MediaItem, ...]:
+    found: list[MediaItem] = []
+    before = 0
+    for run, shared in zip(runs, held, strict=True):
+        own = [item for item in run.media if item.start >= shared]
+        assert all(item.start + item.length <= shared for item in run.media if item.start < shared), "a parted item"
+        found += [replace(item, start=item.start - shared + before) for item in own]
+        before += len(run.input_ids) - shared
     return tuple(found)
 
 

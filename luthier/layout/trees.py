@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luthier.records import Branch, Sample, Segment, media_within
 
@@ -41,6 +42,35 @@ def leaf_segment(sample: Sample, leaf: int) -> Segment:
         media=media_within(sample.media, spans),
         address=sample.address,
     )
+
+
+def held_of_leaves(
+    parents: NDArray[np.integer], lengths: NDArray[np.integer], bounds: NDArray[np.integer]
+) -> NDArray[np.int64]:
+    """int64[L], for each leaf of n trees, in order: how many of its first tokens are those of the leaf before it.
+
+    ``parents``, ``lengths`` are of the trees' branches, stored depth first, tree after tree; ``bounds``, int64[n + 1],
+    say which are whose. The first leaf of a tree has 0.
+
+    [q 2, a 1, b 1, c 1 of q] with leaves b, c -> 0, 2
+    """
+    nodes = np.arange(len(parents), dtype=np.int64)
+    first = np.repeat(bounds[:-1], np.diff(bounds))
+    above = np.where(parents >= 0, parents + first, -1)
+    starts = np.zeros(len(nodes), dtype=np.int64)
+    while True:  # one round for each level of the deepest tree
+        found = np.where(above >= 0, (starts + lengths)[above], 0)
+        if np.array_equal(found, starts):
+            break
+        starts = found
+    is_leaf = np.ones(len(nodes), dtype=np.bool_)
+    is_leaf[above[above >= 0]] = False
+    leaf = np.flatnonzero(is_leaf)
+    held = np.zeros(len(leaf), dtype=np.int64)
+    # depth first, the branch behind a leaf leaves the path where the next leaf does
+    same_tree = first[leaf[1:]] == first[leaf[:-1]]
+    held[1:][same_tree] = starts[leaf[:-1][same_tree] + 1]
+    return held
 
 
 def first_leaf_below(branches: Sequence[Branch]) -> list[int]:

@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 
 FIRST_BLOCK, LARGEST_BLOCK = 256, 2048  # rows of the order that are taken at a time: small at first, to begin soon
 
-_OCCURRENCE = np.dtype([("segment", "<i8"), ("rows", "<i4")])
+_OCCURRENCE = np.dtype([("segment", "<i8"), ("rows", "<i4"), ("unit", "<i4")])
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -25,7 +25,8 @@ class LiveEpoch:
 
     taken        rows of the order, with so many ``tokens``
     occurrences  the segments of the rows taken so far; a row that is in the order twice has its segments twice.
-                 ``rows``: so many rows are used up with this one: its own, and the lost ones before it
+                 ``rows``: so many rows are used up with this one: its own, and the lost ones before it. ``unit``: so
+                 many segments are packed as one, this one first; 0 for the others of them
     pending      micro-batches that wait to fill a step, in occurrences
     done         steps that wait for the next one
     lost_since   rows that were lost after the last one that was kept
@@ -45,10 +46,14 @@ class LiveEpoch:
     waiting: dict[str, Any] = field(default_factory=dict)
 
 
-def occurrences_of(epoch: LiveEpoch, segments: Ints, counts: Ints) -> NDArray[Any]:
-    """The segments of the next rows, of which each has ``counts``, with the rows that they use up."""
+def occurrences_of(epoch: LiveEpoch, segments: Ints, counts: Ints, held: Ints) -> NDArray[Any]:
+    """The segments of the next rows, of which each has ``counts``, with the rows that they use up; ``held`` as in a
+    `packing.SegmentTable`.
+    """
     found = np.zeros(len(segments), dtype=_OCCURRENCE)
     found["segment"] = segments
+    first = np.flatnonzero(held == 0)
+    found["unit"][first] = np.diff(np.append(first, len(held)))
     kept = np.flatnonzero(counts)
     if len(kept) == 0:
         epoch.lost_since += len(counts)

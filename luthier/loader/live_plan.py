@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.encoding.leaves import numbers_within
 from luthier.loader.growing import GrowingTable
 from luthier.loader.live_epoch import LARGEST_BLOCK, LiveEpoch, occurrences_of
 from luthier.loader.live_rows import LiveRows
 from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.state import RowTrail
-from luthier.packing import Planned, PlanSettings, WindowPacker, count_by_source
+from luthier.packing import Planned, PlanSettings, SegmentTable, WindowPacker, count_by_source, unit_table
 
 Ints = NDArray[np.int64]
 
@@ -61,6 +62,8 @@ class StreamPlan:
     horizon    how many steps the run is expected to have: exact with ``max_steps`` and where the first block of rows
                is all there is, else estimated from the first steps, and so always the same for the same data
     is_exact   whether ``horizon`` is
+    has_trees  whether segments of some row planned so far share their beginnings; before the first step that is always
+               the same for the same data
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class StreamPlan:
         self._rows_used = 0
         self._taken = self._no_rows()
         self._first_steps = GrowingTable(np.dtype("<i8"))  # of each segment the step that takes it first
+        self.has_trees = False
         self._summary = Counter[str]()
         self._epoch = self._begin(0)
         self._rows_per_epoch = len(self._epoch.order)
@@ -226,15 +230,31 @@ class StreamPlan:
         epoch.taken += len(rows)
         epoch.block = min(2 * epoch.block, LARGEST_BLOCK)
         first = len(epoch.occurrences)
-        epoch.occurrences.append(occurrences_of(epoch, segments, counts))
-        lengths = self.rows.segments.lengths(segments)
-        epoch.tokens += int(lengths.sum())
-        extra_costs = self.rows.segments.extra_costs(segments)
-        self._take(epoch.packer.add(np.arange(first, first + len(segments)), lengths, extra_costs))
+        held = self.rows.segments.held(segments) * self.settings.shared
+        epoch.occurrences.append(occurrences_of(epoch, segments, counts, held))
+        self.has_trees = self.has_trees or bool(held.any())
+        units = self._units(segments, held)
+        epoch.tokens += int(units.lengths.sum())
+        heads = first + np.flatnonzero(held == 0)
+        self._take(epoch.packer.add(heads, units.lengths, units.extra_costs))
         epoch.waiting = epoch.packer.state()
         if epoch.taken == len(epoch.order):
             self._take(epoch.packer.finish(), ends_epoch=True)
             self._end_epoch()
+
+    def _units(self, numbers: Ints, held: Ints) -> SegmentTable:
+        """What is packed of some segments that are here: themselves, or those that share their beginnings together."""
+        segments = self.rows.segments
+        places = segments.places(numbers)
+        table = SegmentTable(
+            lengths=segments.lengths(numbers),
+            num_targets=places["num_targets"].astype(np.int64),
+            row_ids=np.cumsum(held == 0),
+            source_ids=places["source"].astype(np.int64),
+            extra_costs=segments.extra_costs(numbers),
+            held=held,
+        )
+        return unit_table(table, table.lengths, self.settings)
 
     def _take(self, planned: Planned, *, ends_epoch: bool = False) -> None:
         """Note micro-batches, in occurrences. A step is added once it is known whether another one follows."""
@@ -242,7 +262,7 @@ class StreamPlan:
         ends = set(planned.step_ends.tolist())
         for number, (start, stop) in enumerate(itertools.pairwise(planned.batch_bounds.tolist())):
             packs = itertools.pairwise(planned.pack_bounds[start : stop + 1].tolist())
-            pending.append(tuple(planned.segment_ids[a:b] for a, b in packs))
+            pending.append(tuple(self._members(planned.segment_ids[a:b]) for a, b in packs))
             if number + 1 in ends:
                 done.append(list(pending))
                 pending.clear()
@@ -251,6 +271,11 @@ class StreamPlan:
             pending.clear()
         while len(done) > 1 or (ends_epoch and done):
             self._add_step(done.popleft(), ends_epoch=ends_epoch and not done)
+
+    def _members(self, heads: Ints) -> Ints:
+        """The occurrences of units, by the first of each."""
+        counts = self._epoch.occurrences.records["unit"][heads].astype(np.int64)
+        return np.repeat(heads, counts) + numbers_within(counts)
 
     def _add_step(self, batches: list[tuple[Ints, ...]], *, ends_epoch: bool) -> None:
         epoch = self._epoch
@@ -293,7 +318,7 @@ class StreamPlan:
             places["source"],
             len(self.rows.settings.sources),
             heads=taken["rows"] > 0,
-            lengths=places["stop"] - places["start"],
+            lengths=places["stop"] - places["start"] - places["held"] * self.settings.shared,
             targets=places["num_targets"],
         )
         if self._epoch.number == 0:

@@ -134,6 +134,10 @@ class LiveSegments:
         lengths: Ints = (places["stop"] - places["start"]).astype(np.int64)
         return lengths
 
+    def held(self, numbers: Ints) -> Ints:
+        """int64, of these segments how many of their first tokens are those of the segment before (`SegmentIndex`)."""
+        return self.places(numbers)["held"].astype(np.int64)
+
     def extra_costs(self, numbers: Ints) -> Ints:
         """int64, what these segments cost besides their tokens, as in `packing.SegmentTable`."""
         return PATCH_COST * self.places(numbers)["encoder"].astype(np.int64)

@@ -18,7 +18,7 @@ from luthier.records import Address, Sample, Segment
 # as in `layout.Window`; ``file`` and ``row`` say where its row was read, ``source`` from which data set. Where it is
 # compared, its first ``prompt`` tokens are the prompt. Where ``tail_stop`` is not 0, tokens ``tail_start:tail_stop`` of
 # the first leaf of sample ``tail`` follow: another row's completion. ``encoder`` is what encoders run through for its
-# media (`SegmentIndex.encoder_lengths`).
+# media (`SegmentIndex.encoder_lengths`). Its first ``held`` tokens are those of the segment before it.
 PLACE = np.dtype(
     [
         ("sample", "<i8"),
@@ -36,6 +36,7 @@ PLACE = np.dtype(
         ("tail_start", "<i4"),
         ("tail_stop", "<i4"),
         ("encoder", "<i4"),
+        ("held", "<i4"),
     ]
 )
 

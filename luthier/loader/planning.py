@@ -89,6 +89,7 @@ def places_of(index: SegmentIndex) -> Places:
     places["sample"], places["num_targets"] = index.sample_ids, index.num_targets
     places["leaf"], places["head"], places["start"], places["stop"], places["open_end"] = index.cuts()
     places["prompt"], places["encoder"] = index.prompt_lengths, index.encoder_lengths
+    places["held"] = index.held
     places["file"], places["row"] = rows.file_ids[index.row_ids], rows.row_numbers[index.row_ids]
     places["source"] = index.source_ids
     return places

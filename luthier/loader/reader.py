@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from luthier.collation import CollateSettings, Grid, MediaInputs, blank_grid, lay_out, lay_out_trees, to_batch
 from luthier.encoding.store import SampleStore
-from luthier.layout import prompt_tree, splice
+from luthier.layout import splice, tree_of_runs
 from luthier.loader.places import Places, PlannedMicroBatch, segment_at, tail_at
 from luthier.records import NOWHERE, Batch, Pack, Sample, Segment, Unit
 
@@ -17,7 +18,7 @@ class BatchReader:
     def __init__(
         self, store: SampleStore, how: CollateSettings, *, shared: bool = False, media: MediaInputs | None = None
     ) -> None:
-        """``shared``: what is compared holds its prompt once (`collation.lay_out_trees`); rows have to be packed.
+        """``shared``: segments that begin alike hold that once (`collation.lay_out_trees`); rows have to be packed.
         ``media``: what a multimodal model gets besides."""
         self.store, self.media = store, media
         self.how = how
@@ -38,9 +39,8 @@ class BatchReader:
         last = max(int(planned.places["sample"].max()), int(planned.places["tail"].max()))
         if last >= len(self.store):
             self.store = self.store.refresh()
-        if self.shared:
-            size = planned.units.size
-            return lay_out_trees([self._trees(places, size) for places in planned.packs()], self.how)
+        if self.shared and planned.places["held"].any():
+            return lay_out_trees([self._trees(places) for places in planned.packs()], self.how)
         return lay_out([Pack(segments=tuple(map(self._segment, places))) for places in planned.packs()], self.how)
 
     def packs(self, planned: PlannedMicroBatch) -> list[Pack]:
@@ -81,9 +81,8 @@ class BatchReader:
             return segment
         return splice(segment, tail_at(self.store.read(int(place["tail"]), NOWHERE), place))
 
-    def _trees(self, places: Places, size: int) -> list[Sample]:
+    def _trees(self, places: Places) -> list[Sample]:
         segments = [self._segment(place) for place in places]
-        return [
-            prompt_tree(segments[first : first + size], int(places["prompt"][first]))
-            for first in range(0, len(places), size)
-        ]
+        held = places["held"].tolist()
+        bounds = [*(number for number, count in enumerate(held) if not count), len(held)]
+        return [tree_of_runs(segments[start:stop], held[start:stop]) for start, stop in pairwise(bounds)]

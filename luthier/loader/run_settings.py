@@ -30,12 +30,15 @@ def media_of(config: RunConfig, tokenizer_folder: Path) -> MediaInputs | None:
 
 
 def shares_prompts(config: RunConfig) -> bool:
-    """Whether what is compared holds its prompt once. It follows from the run description alone, as all of a plan."""
+    """Whether segments of a row that begin alike hold that once: answers that are compared, and turns whose history the
+    template rewrites. It follows from the run description alone, as all of a plan.
+    """
     asked = config.train.shared_prompts
     if asked != "auto":
         return asked
     says_trees = not config.model.attn_implementation.startswith("flash")  # whose kernels know whole segments only
-    return units_of(config).size > 1 and config.train.packing.is_packed and says_trees
+    has_trees = units_of(config) is not Units.FEEDBACK and config.train.packing is not Packing.SPLIT
+    return has_trees and config.train.packing.is_packed and says_trees
 
 
 def train_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:

@@ -33,7 +33,8 @@ class LoaderOptions(TypedDict, total=False):
     units                        what of a row is compared and stays together: ``none`` (default), ``pairs``,
                                  ``feedback``, ``feedback_kl`` (`Batch.units`). A packed row has room for a whole unit,
                                  ``2 * max_length``; ``batch_size`` counts units where rows are padded
-    shared                       pairs hold their prompt once (False); see `Batch.branches`
+    shared                       sequences of a row hold once what they begin with in common (False): the prompt of a
+                                 pair, earlier turns; see `Batch.branches`
     media                        of a multimodal model: `luthier.media_inputs` (None)
     """
 
@@ -91,10 +92,10 @@ class LoaderSettings:
             raise UserError("varlen is for packed rows", hint="leave it out, or set packing='best_fit'")
         if self.units not in list(Units):
             raise UserError(f"units is one of {', '.join(Units)}, not {self.units!r}")
-        if self.shared and (Units(self.units).size == 1 or self.packing == Packing.NONE or self.varlen):
+        if self.shared and (self.units == Units.FEEDBACK or self.packing == Packing.NONE or self.varlen):
             raise UserError(
-                "shared is for two continuations of one prompt in a packed row, without varlen",
-                hint="set units='pairs' or 'feedback_kl' and packing='best_fit', or leave shared out",
+                "shared is for sequences that begin alike in a packed row, without varlen, and not for units of one",
+                hint="set packing='best_fit' and varlen=False, or leave shared out",
             )
 
     @property
@@ -128,7 +129,8 @@ class LoaderSettings:
             "max_length": self.max_length,
             "packing": self.packing,
             "overflow": self.overflow,
-            **({} if self.units == Units.NONE else {"units": self.units, "shared": self.shared}),
+            **({} if self.units == Units.NONE else {"units": self.units}),
+            **({"shared": self.shared} if self.shared or self.units != Units.NONE else {}),
             "batch_size": self.batch_size,
             "batches per step (gradient_accumulation_steps x world_size)": self.plan.micro_batches_per_step,
         }

@@ -30,6 +30,7 @@ class ChosenIsolation:
     needs      of a model that sees or hears
     mixers     classes of the recurrent layers that run segment by segment (`models.mixers`); () where there are none,
                or where rows hold one segment anyway
+    shared     branches of trees that share their beginnings are kept apart, too, and need not be taken apart for it
     notes      why ways before this one were not taken, for the run's log
     """
 
@@ -40,6 +41,7 @@ class ChosenIsolation:
     reach: BlockReach = BlockReach.NOWHERE
     needs: MediaNeeds = field(default_factory=MediaNeeds)
     mixers: tuple[str, ...] = ()
+    shared: bool = False
     notes: tuple[str, ...] = ()
 
     def arranged(self, batch: Batch, *, pad_token_id: int) -> Batch:

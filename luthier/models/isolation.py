@@ -85,6 +85,7 @@ def choose_isolation(
                 reach=reach,
                 needs=needs,
                 mixers=() if isolation is Isolation.PADDED else mixers,
+                shared=shared and isolation is not Isolation.PADDED,
                 notes=tuple(notes),
             )
             problem = trial.problem(chosen)

@@ -13,7 +13,7 @@ from luthier.packing.planned import MicroBatchPlan, Planned
 from luthier.packing.realised import SourceShare, count_by_source, realised_mixture, shares_of, source_counts
 from luthier.packing.settings import PATCH_COST, PlanSettings, Segments, SegmentTable, Units
 from luthier.packing.split import Pieces, split_segments
-from luthier.packing.units import completion_room, draw_partners
+from luthier.packing.units import completion_room, draw_partners, held_tokens, unit_table
 from luthier.packing.window import plan_packs
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "count_by_source",
     "describe",
     "draw_partners",
+    "held_tokens",
     "plan_epoch",
     "plan_packs",
     "realised_mixture",
@@ -43,4 +44,5 @@ __all__ = [
     "source_counts",
     "split_segments",
     "straggler_factor",
+    "unit_table",
 ]

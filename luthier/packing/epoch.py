@@ -24,7 +24,7 @@ from luthier.packing.packer import WindowPacker
 from luthier.packing.padded import pad_rows
 from luthier.packing.planned import MicroBatchPlan, Planned, bounds_of, join, sums
 from luthier.packing.settings import PlanSettings, SegmentTable
-from luthier.packing.units import epoch_lengths, unit_table, with_segments
+from luthier.packing.units import epoch_lengths, unit_bounds, unit_table, units_in, with_segments
 
 Ints = NDArray[np.int64]
 
@@ -150,8 +150,8 @@ def plan_epoch(table: SegmentTable, settings: PlanSettings, *, epoch: int, order
     if order is None:
         order = _choose(units, rng)
         order = order[rng.permutation(len(order))]
-    elif settings.units.size > 1:
-        order = order[:: settings.units.size] // settings.units.size
+    else:
+        order = units_in(order, unit_bounds(table, settings))
     extra_costs = None if units.extra_costs is None else units.extra_costs[order]
     match settings.packing:
         case Packing.BEST_FIT | Packing.WINDOW | Packing.SPLIT:

@@ -59,6 +59,8 @@ class SegmentTable:
     source_ids            int64[N], index into ``source_weights``, which say how often a row is seen per epoch
     extra_costs           int64[N], what a segment costs besides its tokens (images), in the unit of `segment_costs`
     prompt_lengths        int64[N], of segments that are compared: how many of their first tokens are the prompt
+    held                  int64[N], of segments that are not: how many of their first tokens are those of the segment
+                          before them, which is of the same row; 0 where a tree begins
     """
 
     lengths: Ints
@@ -68,6 +70,7 @@ class SegmentTable:
     source_weights: tuple[float, ...] = (1.0,)
     extra_costs: Ints | None = None
     prompt_lengths: Ints | None = None
+    held: Ints | None = None
 
     @classmethod
     def of_lengths(cls, lengths: NDArray[np.integer] | list[int]) -> SegmentTable:
@@ -96,7 +99,8 @@ class PlanSettings:
     units            segments that share a micro-batch and, where rows are packed, a pack. ``rows_per_micro_batch``
                      counts units where rows are padded, and ``capacity`` is that of a whole unit: a pair of segments
                      of at most ``max_length`` tokens each has ``2 * max_length``
-    shared           a unit's two segments hold their prompt once; for packed rows
+    shared           a unit's segments hold once what they share; for packed rows. Where nothing is compared, the
+                     segments of a row that begin alike (`SegmentTable.held`) are a unit
 
     Nothing of a plan but the number of dummies at its end depends on ``num_ranks``.
     """
@@ -122,7 +126,7 @@ class PlanSettings:
         assert self.capacity >= 1 and self.rows_per_micro_batch >= 1 and self.num_ranks >= 1
         assert self.window >= 1 and self.linear_cost >= 0 and (self.tokens_per_step or 1) >= 1
         assert self.units is Units.NONE or self.packing is not Packing.SPLIT, "what is compared is never cut"
-        assert not self.shared or (self.units.size > 1 and self.packing.is_packed), "nothing shares a prompt"
+        assert not self.shared or self.packing.is_packed, "padded rows share nothing"
         assert self.micro_batches_per_step % self.num_ranks == 0 and self.micro_batches_per_step > 0, (
             f"{self.micro_batches_per_step} micro-batches a step cannot be shared by {self.num_ranks} ranks"
         )

@@ -4,6 +4,8 @@
     units      0: 80           1: 30             (padded: 0: 2 x 50, 1: 2 x 20)
     a pack     units [1, 0]  ->  segments [2, 3, 0, 1]
 
+Where nothing is compared, the segments of a row that begin alike are a unit of any number, if they are to share.
+
 The KL continuation of feedback (KTO, https://arxiv.org/abs/2402.01306): the prompt of one row with the completion of
 another, an answer that nobody gave to this question. TRL takes it from the same batch, so that it depends on the batch
 size, and is the row itself in a batch of one. Here it comes from the whole set, by a permutation that leaves no row in
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 
 from luthier.config.schema import Packing
 from luthier.errors import UserError
-from luthier.packing.planned import Planned
+from luthier.packing.planned import Planned, sums, take_groups
 from luthier.packing.settings import PlanSettings, SegmentTable, Units, segment_costs
 
 Ints = NDArray[np.int64]
@@ -65,48 +67,82 @@ def epoch_lengths(table: SegmentTable, settings: PlanSettings, *, epoch: int) ->
     return lengths
 
 
+def unit_bounds(table: SegmentTable, settings: PlanSettings) -> Ints | None:
+    """int64[U + 1]: unit u is the segments ``bounds[u]:bounds[u + 1]``; None where each segment goes its own way."""
+    size = settings.units.size
+    if size > 1:
+        return np.arange(0, len(table.lengths) + size, size, dtype=np.int64)
+    if settings.shared and table.held is not None and table.held.any():
+        return np.append(np.flatnonzero(table.held == 0), len(table.held)).astype(np.int64)
+    return None
+
+
+def held_tokens(table: SegmentTable, settings: PlanSettings) -> Ints | None:
+    """int64[N]: how many of a segment's first tokens the one before it holds for both; None where each has its own."""
+    if not settings.shared:
+        return None
+    if settings.units.size > 1:
+        is_first = np.arange(len(table.lengths)) % settings.units.size == 0
+        return np.where(is_first, 0, _prompts(table))
+    return table.held
+
+
+def units_in(order: Ints, bounds: Ints | None) -> Ints:
+    """The units of segments that stand in some order, those of a unit side by side.
+
+    ``units_in([3, 0, 1, 2], [0, 3, 4]) -> [1, 0]``
+    """
+    if bounds is None:
+        return order
+    first = order[np.isin(order, bounds[:-1])]
+    return np.searchsorted(bounds, first).astype(np.int64)
+
+
 def unit_table(table: SegmentTable, lengths: Ints, settings: PlanSettings) -> SegmentTable:
     """The table with a line for each unit; ``lengths`` are those of `epoch_lengths`."""
-    size = settings.units.size
-    if size == 1:
+    bounds = unit_bounds(table, settings)
+    if bounds is None:
         return table
-    assert len(lengths) % size == 0 and (table.row_ids[::size] == table.row_ids[size - 1 :: size]).all(), (
+    first = bounds[:-1]
+    assert bounds[-1] == len(lengths) and (table.row_ids[first] == table.row_ids[bounds[1:] - 1]).all(), (
         "every row has all segments of a unit, side by side"
     )
-    by_unit = lengths.reshape(-1, size)
     extra = np.zeros_like(lengths) if table.extra_costs is None else table.extra_costs
     # padded, each segment of a micro-batch takes as much room as the longest
-    taken = size * by_unit.max(axis=1) if settings.packing is Packing.NONE else by_unit.sum(axis=1)
-    real_costs = segment_costs(lengths, settings, extra).reshape(-1, size).sum(axis=1)
-    if settings.shared:
-        prompts = _prompts(table)[::size]
-        taken = taken - prompts
-        real_costs = real_costs - segment_costs(prompts, settings)
+    padded = settings.packing is Packing.NONE
+    taken = np.diff(bounds) * np.maximum.reduceat(lengths, first) if padded else sums(lengths, bounds)
+    real_costs = sums(segment_costs(lengths, settings, extra), bounds)
+    held = held_tokens(table, settings)
+    if held is not None:
+        taken = taken - sums(held, bounds)
+        real_costs = real_costs - sums(segment_costs(held, settings), bounds)
     return replace(
         table,
         lengths=taken,
-        num_targets=table.num_targets.reshape(-1, size).sum(axis=1),
-        row_ids=table.row_ids[::size],
-        source_ids=table.source_ids[::size],
+        num_targets=sums(table.num_targets, bounds),
+        row_ids=table.row_ids[first],
+        source_ids=table.source_ids[first],
         extra_costs=real_costs - segment_costs(taken, settings),
         prompt_lengths=None,
+        held=None,
     )
 
 
 def with_segments(planned: Planned, table: SegmentTable, lengths: Ints, settings: PlanSettings) -> Planned:
     """A plan of units as a plan of their segments; ``lengths`` are those of `epoch_lengths`."""
-    size = settings.units.size
-    if size == 1:
+    bounds = unit_bounds(table, settings)
+    if bounds is None:
         return planned
-    segment_ids = (planned.segment_ids[:, None] * size + np.arange(size)).reshape(-1)
+    segment_ids, ends = take_groups(bounds, planned.segment_ids)
     drawn = settings.units is Units.FEEDBACK_KL
-    held = np.where(segment_ids % size == 0, 0, _prompts(table)[segment_ids]) if settings.shared else None
+    of_table = held_tokens(table, settings)
+    held = None if of_table is None else of_table[segment_ids]
     padded = settings.packing is Packing.NONE
     return replace(
         planned,
         segment_ids=segment_ids,
-        pack_bounds=np.arange(len(segment_ids) + 1, dtype=np.int64) if padded else planned.pack_bounds * size,
-        batch_bounds=planned.batch_bounds * size if padded else planned.batch_bounds,
+        pack_bounds=np.arange(len(segment_ids) + 1, dtype=np.int64) if padded else ends[planned.pack_bounds],
+        batch_bounds=planned.batch_bounds * settings.units.size if padded else planned.batch_bounds,
         starts=np.zeros_like(segment_ids) if drawn else None,
         stops=lengths[segment_ids] if drawn else None,
         held=held,

@@ -15,7 +15,7 @@ from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.schema import AdapterType, RunConfig, Strategy
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.live_plan import StreamPlan
-from luthier.loader.run_settings import eval_settings, media_of, shares_prompts
+from luthier.loader.run_settings import eval_settings, media_of, shares_prompts, units_of
 from luthier.models import adapters
 from luthier.models.model import LoadedModel, load_model
 from luthier.models.parts import text_attention
@@ -39,7 +39,7 @@ from luthier.train.result import ModelSummary
 from luthier.train.run_stream import World, loader_state, trained_segments
 from luthier.train.schedule import Schedule
 from luthier.train.step_losses import StepLosses
-from luthier.train.streams import EvalStream, TrainStream, train_stream
+from luthier.train.streams import EvalStream, sharing, train_stream
 from luthier.train.tower_features import AUTOCAST_DTYPES
 from luthier.train.trainer import LuthierTrainer, TrainerParts
 
@@ -130,17 +130,30 @@ def make_trainer(
     )
     evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
     meter = Meter()
-    collating = _collating(config, tokenizer, run_model.loaded)
+    shared = _shares(config, data, schedule)
+    collating = _collating(config, tokenizer, run_model.loaded, shared=shared)
     lost = LostRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
-    stream = _train_stream(config, data, run_model, schedule, collating, first_step=first_step or 0, hooks=hooks)
-    stream = replace(stream, watch=lost.watch)
+    stream = train_stream(
+        data.train,
+        schedule,
+        collating,
+        rank=world.rank,
+        first_step=first_step or 0,
+        num_workers=config.runtime.dataloader_num_workers,
+        shared=shared,
+        media=run_model.media,
+    )
     arguments = training_arguments(
         config,
         max_steps=stream.first_step if stream.is_over else schedule.horizon,  # the horizon may be an estimate
         evaluates=evaluates,
         evaluates_first=evaluates and first_step is None,
     )
-    losses, eval_losses = _losses(config, data, run_model, schedule, collating, device=arguments.device, hooks=hooks)
+    losses, eval_losses = _losses(
+        config, data, run_model, schedule, collating, shared=shared, device=arguments.device, hooks=hooks
+    )
+    keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
+    stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees))
     flow = Flow(config, schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed)
     callbacks: list[TrainerCallback] = [flow, Journal(meter, losses.measured, hooks.tell)]
     if evaluates and config.eval.early_stopping_patience is not None:
@@ -154,7 +167,7 @@ def make_trainer(
 
     parts = TrainerParts(
         stream=stream,
-        eval_stream=_eval_stream(config, data, run_model, collating, world, lost=lost),
+        eval_stream=_eval_stream(config, data, run_model, collating, world, shared=keeps_trees, lost=lost),
         sources=data.sources,
         eval_sources=data.eval_sources,
         losses=losses,
@@ -196,13 +209,23 @@ def _standing_notes(config: RunConfig, loaded: LoadedModel) -> tuple[str, ...]:
     return tuple(note for note in loaded.notes if not (is_tried and note.startswith("attention ")))
 
 
-def _collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel) -> CollateSettings:
+def _shares(config: RunConfig, data: RunData | LiveData, schedule: Schedule | StreamPlan) -> bool:
+    """Whether some rows of the run are to be trees whose branches share their beginnings."""
+    if not shares_prompts(config):
+        return False
+    tables = [data.eval_table, None if isinstance(data, LiveData) else data.train_table]
+    some = any(table is not None and table.held is not None for table in tables)
+    arriving = isinstance(schedule, StreamPlan) and schedule.has_trees
+    return units_of(config).are_compared or some or arriving
+
+
+def _collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel, *, shared: bool) -> CollateSettings:
     packed = config.train.packing.is_packed
     return CollateSettings(
         packed=packed,
         pad_token_id=tokenizer.pad_token_id,
         # trees are more than boundaries can say; where they are shared another attention is found for them
-        varlen=packed and loaded.varlen and not shares_prompts(config),
+        varlen=packed and loaded.varlen and not shared,
         pad_to_multiple_of=config.train.pad_to_multiple_of,
     )
 
@@ -214,6 +237,7 @@ def _losses(
     schedule: Schedule | StreamPlan,
     how: CollateSettings,
     *,
+    shared: bool,
     device: torch.device,
     hooks: Hooks,
 ) -> tuple[StepLosses, StepLosses]:
@@ -233,37 +257,16 @@ def _losses(
         device=device,
         train=data.train,
         held_out=data.eval,
-        passes=lambda index: _one_pass(config, index, index.table(), run_model, how, hooks.stop.world),
+        passes=lambda index: _one_pass(config, index, index.table(), run_model, how, hooks.stop.world, shared=shared),
         needed=lambda index: trained_segments(schedule, len(index)) if index is data.train else np.arange(len(index)),
         num_sources=(len(data.sources), len(data.eval_sources)),
         media=run_model.media,
         autocast=AUTOCAST_DTYPES.get(run_precision(config)),
+        shared=shared,
     )
     losses = make_losses(parts, model_pass(parts, tell), tell)
     give_up_gathered(run_model.model)  # the optimizer is to see parameters in parts
     return losses
-
-
-def _train_stream(
-    config: RunConfig,
-    data: RunData | LiveData,
-    run_model: RunModel,
-    schedule: Schedule | StreamPlan,
-    how: CollateSettings,
-    *,
-    first_step: int,
-    hooks: Hooks,
-) -> TrainStream:
-    return train_stream(
-        data.train,
-        schedule,
-        how,
-        rank=hooks.stop.world.rank,
-        first_step=first_step,
-        num_workers=config.runtime.dataloader_num_workers,
-        shared=shares_prompts(config),
-        media=run_model.media,
-    )
 
 
 def _eval_stream(
@@ -273,16 +276,24 @@ def _eval_stream(
     how: CollateSettings,
     world: World,
     *,
+    shared: bool,
     lost: LostRows,
 ) -> EvalStream | None:
     if data.eval is None or data.eval_table is None:
         return None
-    found = _one_pass(config, data.eval, data.eval_table, run_model, how, world)
+    found = _one_pass(config, data.eval, data.eval_table, run_model, how, world, shared=shared)
     return replace(found, watch=partial(lost.watch, counted=False))
 
 
 def _one_pass(
-    config: RunConfig, segments: Segments, table: SegmentTable, run_model: RunModel, how: CollateSettings, world: World
+    config: RunConfig,
+    segments: Segments,
+    table: SegmentTable,
+    run_model: RunModel,
+    how: CollateSettings,
+    world: World,
+    *,
+    shared: bool,
 ) -> EvalStream:
     return EvalStream.of_segments(
         segments,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.config.schema import RunConfig
-from luthier.loader.run_settings import shares_prompts
+from luthier.errors import ModelError
+from luthier.loader.run_settings import units_of
 from luthier.models.attention_inputs import Isolation
 from luthier.models.blank_media import run_blanks
 from luthier.models.chosen_isolation import ChosenIsolation
@@ -45,16 +47,7 @@ def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPas
         tell(f"model: {layers} decoder layers are compiled, in the first steps")
     model = HiddenStates(parts.model) if is_reward_model(parts.config) else parts.model
     if parts.how.packed:
-        isolation = choose_isolation(
-            model,
-            parts.train,
-            parts.how,
-            device=parts.device,
-            asked=parts.config.model.attn_implementation,
-            shared=shares_prompts(parts.config),
-            needs=_needs(parts),
-            num_rows=min(2, _rows_at_once(parts.config)),
-        )
+        isolation = _isolation(parts, model, tell)
     else:
         attention = text_attention(parts.loaded.model)
         isolation = ChosenIsolation(isolation=Isolation.PADDED, attention=attention, windows={})
@@ -81,6 +74,37 @@ def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPas
         autocast=parts.autocast,
         blanks=run_blanks(parts.model, parts.loaded.model, parts.media, device=parts.device, tell=tell),
     )
+
+
+def _isolation(parts: ObjectiveParts, model: nn.Module, tell: Callable[[str], None]) -> ChosenIsolation:
+    """What keeps segments apart, or branches of trees. Turns of a conversation, which are not compared, are unrolled
+    where the model cannot have them as trees; its way of isolation then has ``shared`` unset.
+    """
+    needs = _needs(parts)
+    choose = partial(
+        choose_isolation,
+        model,
+        parts.train,
+        parts.how,
+        device=parts.device,
+        asked=parts.config.model.attn_implementation,
+        needs=needs,
+        num_rows=min(2, _rows_at_once(parts.config)),
+    )
+    if not parts.shared or units_of(parts.config).are_compared:
+        return choose(shared=parts.shared)
+    why = "what it sees both ways before an answer is another for each answer" if needs.prefix else ""
+    if not why:
+        try:
+            found = choose(shared=True)
+        except ModelError as error:
+            why = str(error).partition("\n")[0]
+        else:
+            if found.shared:
+                return found
+            why = "; ".join(found.notes)
+    tell(f"attention: what turns of a row share is computed for each of them, in rows that are longer for it: {why}")
+    return choose(shared=False)
 
 
 def _rows_at_once(config: RunConfig) -> int:

@@ -35,6 +35,7 @@ class ObjectiveParts:
     needed    int64, ascending: which segments of each of these the run will read
     media     what makes features of media, of a model that sees or hears
     autocast  the type that training computes in; None: that of the weights
+    shared    rows hold token trees whose branches share their beginnings
     """
 
     config: RunConfig
@@ -50,6 +51,7 @@ class ObjectiveParts:
     num_sources: tuple[int, int]
     media: MediaInputs | None = None
     autocast: torch.dtype | None = None
+    shared: bool = False
 
 
 def first_inputs(parts: ObjectiveParts, isolation: ChosenIsolation) -> dict[str, Any]:

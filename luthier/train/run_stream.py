@@ -73,6 +73,7 @@ def loader_state(schedule: Schedule | StreamPlan, data: RunData | LiveData, step
         "train.per_device_train_batch_size": settings.rows_per_micro_batch,
         "micro-batches per step (gradient_accumulation_steps x ranks)": settings.micro_batches_per_step,
         "train.tokens_per_step": settings.tokens_per_step,
+        "sequences that begin alike are shared (train.shared_prompts)": settings.shared,
     }
     planned = schedule.step(step - 1) if isinstance(schedule, StreamPlan) and step else None
     return LoaderState(

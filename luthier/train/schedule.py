@@ -18,6 +18,7 @@ from luthier.packing import (
     PlanSettings,
     SegmentTable,
     Units,
+    held_tokens,
     plan_epoch,
     row_order,
     segments_of,
@@ -218,7 +219,9 @@ class Schedule:
         first_of_row = np.append(True, np.diff(table.row_ids) > 0)
         sources, rows = table.source_ids[first_of_row], table.row_ids[first_of_row]
         num_rows = np.bincount(sources, minlength=num_sources)
-        tokens = np.bincount(table.source_ids, weights=table.lengths, minlength=num_sources)
+        of_table = held_tokens(table, self.settings)
+        held = 0 if of_table is None else of_table
+        tokens = np.bincount(table.source_ids, weights=table.lengths - held, minlength=num_sources)
         order = row_order(
             num_rows.tolist(),
             self.mixture,

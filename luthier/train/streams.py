@@ -94,7 +94,7 @@ def train_stream(
     """The stream of a run; ``segments`` are those of a `Schedule`. ``shared`` and ``media`` as in `BatchReader`."""
     reader: ReadsBatches
     if isinstance(schedule, StreamPlan):
-        reader, live = BatchReader(schedule.rows.segments.store, how, media=media), schedule
+        reader, live = BatchReader(schedule.rows.segments.store, how, shared=shared, media=media), schedule
         planned = lambda: live.micro_batches(rank, first_step=first_step)  # noqa: E731
     else:
         reader, places, exact = (
@@ -146,6 +146,13 @@ class EvalStream:
     def __iter__(self) -> Iterator[Batch]:
         planned = (self.places.micro_batch(self.plan, number, step=0) for number in self.plan.of_rank(self.rank))
         return self.watch(iterate_batches(self.reader, planned, num_workers=self.num_workers))
+
+
+def sharing(reader: ReadsBatches, shared: bool) -> ReadsBatches:
+    """The same reader with segments that begin alike as trees, or each whole."""
+    if not isinstance(reader, BatchReader) or reader.shared == shared:
+        return reader
+    return BatchReader(reader.store, reader.how, shared=shared, media=reader.media)
 
 
 def iterate_batches(reader: ReadsBatches, planned: Iterator[PlannedMicroBatch], *, num_workers: int) -> Iterator[Batch]:

@@ -5,8 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from luthier.layout import Window, cut_prompt, prompt_tree, span_of, splice, take_window
-from luthier.records import Segment
+from luthier.layout import (
+    Window,
+    cut_prompt,
+    held_of_leaves,
+    leaf_segment,
+    prompt_tree,
+    span_of,
+    splice,
+    take_window,
+    tree_of_runs,
+)
+from luthier.records import Branch, Sample, Segment
 
 
 def segment(*ids: int, learned: int, weight: float | None = None) -> Segment:
@@ -59,3 +69,46 @@ def test_another_rows_answer_keeps_its_targets_and_the_prompt_has_none() -> None
     assert joined.input_ids.tolist() == [1, 2, 3, 8, 9]
     assert joined.target.tolist() == [False, False, False, True, True]
     assert joined.weight is not None and joined.weight.tolist() == [1, 1, 1, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------------- trees of runs
+
+
+def random_tree(rng: np.random.Generator, most: int) -> Sample:
+    """Depth first; no branch is continued by just one."""
+    branches: list[Branch] = []
+
+    def grow(parent: int, depth: int) -> None:
+        branches.append(Branch(parent=parent, length=int(rng.integers(1, 5))))
+        own = len(branches) - 1
+        if depth < 12 and len(branches) < most:
+            for _ in range(int(rng.choice([0, 2, 3, 5]))):
+                grow(own, depth + 1)
+
+    grow(-1, 0)
+    total = sum(branch.length for branch in branches)
+    return Sample(
+        input_ids=rng.integers(0, 5, total).astype(np.int32), target=rng.random(total) < 0.4, branches=tuple(branches)
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_leaves_and_what_each_shares_with_the_one_before_it_are_the_tree(seed: int) -> None:
+    sample = random_tree(np.random.default_rng(seed), most=50)
+    parents, lengths = zip(*((branch.parent, branch.length) for branch in sample.branches), strict=True)
+    bounds = np.array([0, len(parents), 2 * len(parents)])
+    held = held_of_leaves(np.array(2 * parents), np.array(2 * lengths), bounds)
+    half = len(held) // 2
+    assert held[:half].tolist() == held[half:].tolist(), "the trees of a store do not know of each other"
+    found = tree_of_runs([leaf_segment(sample, n) for n in range(half)], held[:half].tolist())
+    assert len(found.input_ids) == len(sample.input_ids), "each token once"
+    for mine, own in zip(found.segments(), sample.segments(), strict=True):
+        assert mine.input_ids.tolist() == own.input_ids.tolist()
+        assert mine.target.tolist() == own.target.tolist()
+
+
+def test_a_run_that_does_not_begin_as_the_one_before_it_is_refused() -> None:
+    one, other = (Segment(input_ids=np.array(ids), target=np.ones(3, np.bool_)) for ids in ([1, 2, 3], [1, 4, 5]))
+    assert len(tree_of_runs([one, other], [0, 1]).branches) == 3
+    with pytest.raises(AssertionError, match="does not begin with"):
+        tree_of_runs([one, other], [0, 2])

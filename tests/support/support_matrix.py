@@ -46,6 +46,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "freeze": {"adapter__type": "freeze", "adapter__freeze_trainable_layers": 1},
 }
 ROWS = range(3)
+ALL_TURNS: dict[str, Any] = {"data__max_length": 64, "train__gradient_accumulation_steps": 6}  # in one step
 ATTENTION = "attention: "
 HEAD = "head: "
 
@@ -79,12 +80,8 @@ class Outcome:
 
 
 def cells() -> list[Cell]:
-    """Every objective in every layout with every adapter, on every family. A row of ``sft`` has nothing to share."""
-    return [
-        Cell(family, objective, layout, adapter)
-        for family, objective, layout, adapter in product(FAMILIES, OBJECTIVES, LAYOUTS, ADAPTERS)
-        if (objective, layout) != ("sft", "shared")
-    ]
+    """Every objective in every layout with every adapter, on every family."""
+    return [Cell(*each) for each in product(FAMILIES, OBJECTIVES, LAYOUTS, ADAPTERS)]
 
 
 def support_matrix(root: Path, tokenizer: Tokenizer) -> dict[Cell, Outcome]:
@@ -104,10 +101,10 @@ def try_cell(root: Path, tokenizer: Tokenizer, cell: Cell, *, attention: str = "
             notes.append(event.text)
 
     config = _config(root, cell, attention)
+    turns = 3 if cell.objective == "sft" else None  # conversations whose history is rewritten: trees, too
     try:
-        result = fit_data(
-            config, tokenizer, run_data(root / f"rows for {cell.objective}", config, rows=ROWS), on_event=listen
-        )
+        data = run_data(root / f"rows for {cell.objective}", config, rows=ROWS, turns=turns)
+        result = fit_data(config, tokenizer, data, on_event=listen)
     except UserError as error:
         return Outcome(verdict=Verdict.REFUSED, reason=_stable(error.message))
     (step,) = result.steps
@@ -156,7 +153,8 @@ def _family_config(family: str) -> PretrainedConfig:
 def _config(root: Path, cell: Cell, attention: str) -> RunConfig:
     folder = root / "-".join((cell.family, cell.objective, cell.layout, cell.adapter))
     model = {"name_or_path": str(root / cell.family), "random_init": True, "attn_implementation": attention}
-    changes = {**LAYOUTS[cell.layout], **ADAPTERS[cell.adapter]}
+    more = ALL_TURNS if cell.objective == "sft" else {}
+    changes = {**LAYOUTS[cell.layout], **ADAPTERS[cell.adapter], **more}
     return make_config(
         folder,
         model=model,
@@ -200,7 +198,8 @@ compares them.
 
 - **padded**: `train.packing: none`, a row for each answer.
 - **packed**: `train.packing: best_fit`; answers share rows and do not see each other.
-- **shared**: the same, and answers to one prompt share it (`train.shared_prompts`; not for `sft`).
+- **shared**: the same, and what sequences of a row begin with in common is computed once (`train.shared_prompts`): the
+  prompt of two answers, and for `sft` the earlier turns of a conversation whose history the template rewrites.
 - **falls back**: it trains the same and costs more, for the reason named.
 - **refused**: it says so before the first step.
 

@@ -37,14 +37,42 @@ def make_row(number: int, *, continuations: int, weighted: bool = False, verdict
     return Sample(input_ids=ids, target=target, weight=weight, branches=branches, verdict=said, prompt_turns=turns)
 
 
-def make_rows(folder: Path, objective: str, numbers: range, *, weighted: bool = False) -> PreparedSet:
-    """Rows by number, in a store that may hold others already."""
+def make_turns(number: int, *, turns: int, weighted: bool = False) -> Sample:
+    """A conversation whose history is rewritten: each answer is a branch of what is before it, and so is what it is to
+    later turns. Every fourth row has two versions of a question besides, a branch off a branch."""
+    rng = np.random.default_rng([8, number])
+    branches = [(-1, int(rng.integers(2, 9)), False)]
+    trunk = 0
+    for turn in range(turns):
+        branches.append((trunk, int(rng.integers(2, 7)), True))
+        if turn + 1 < turns:
+            branches.append((trunk, int(rng.integers(3, 9)), False))
+            trunk = len(branches) - 1
+        if number % 4 == 0 and turn == turns // 2:
+            branches.append((trunk, 3, False))
+            branches += [(len(branches) - 1, 2, True), (len(branches) - 1, 4, True)]
+    ids = rng.integers(10, 2000, sum(length for _, length, _ in branches)).astype(np.int32)
+    target = np.concatenate([np.full(length, learned) for _, length, learned in branches])
+    ends = np.cumsum([length for _, length, _ in branches]) - 1
+    ids[[end for end, (_, _, learned) in zip(ends, branches, strict=True) if learned]] = STOP
+    weight = np.where(np.arange(len(ids)) % 3 == 0, 2.0, 1.0).astype(np.float32) if weighted else None
+    tree = tuple(Branch(parent=parent, length=length) for parent, length, _ in branches)
+    return Sample(input_ids=ids, target=target, weight=weight, branches=tree)
+
+
+def make_rows(
+    folder: Path, objective: str, numbers: range, *, weighted: bool = False, turns: int | None = None
+) -> PreparedSet:
+    """Rows by number, in a store that may hold others already; with ``turns`` they are those of `make_turns`."""
     count = CONTINUATIONS[objective]
-    kind = f"{objective in ('sft', 'pt')} {count} {weighted}"
+    kind = f"{objective in ('sft', 'pt')} {count} {weighted} {turns}"
     writer = StoreWriter(folder, fingerprint=FINGERPRINT)
     keys = [row_key(f"{kind} {number}".encode(), fingerprint=FINGERPRINT, conversion="") for number in numbers]
     for number, key in zip(numbers, keys, strict=True):
-        row = make_row(number, continuations=count, weighted=weighted, verdict=objective not in ("sft", "pt"))
+        if turns is None:
+            row = make_row(number, continuations=count, weighted=weighted, verdict=objective not in ("sft", "pt"))
+        else:
+            row = make_turns(number, turns=turns, weighted=weighted)
         writer.add(key, freeze_sample(row))
     writer.commit()
     store = SampleStore.open(folder, fingerprint=FINGERPRINT)
@@ -63,11 +91,17 @@ def make_rows(folder: Path, objective: str, numbers: range, *, weighted: bool = 
 
 
 def run_data(
-    store: Path, config: RunConfig, *, rows: range = range(12), held_out: range = range(0), weighted: bool = False
+    store: Path,
+    config: RunConfig,
+    *,
+    rows: range = range(12),
+    held_out: range = range(0),
+    weighted: bool = False,
+    turns: int | None = None,
 ) -> RunData:
     """The rows of a run of ``config``; those held out are in the same store."""
-    train = make_rows(store, config.objective.name, rows, weighted=weighted)
-    evaluated = make_rows(store, config.objective.name, held_out, weighted=weighted) if held_out else None
+    train = make_rows(store, config.objective.name, rows, weighted=weighted, turns=turns)
+    evaluated = make_rows(store, config.objective.name, held_out, weighted=weighted, turns=turns) if held_out else None
     if evaluated is not None:
         train = replace(
             train, store=evaluated.store, sample_ids=evaluated.store.lookup(train.store.keys_of(train.sample_ids))

@@ -1,0 +1,82 @@
+"""SFT on rows whose history is rewritten: the tree is computed once, with the loss and gradients of its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_rows import epoch_steps, run_data
+
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.train.events import Event, Note
+from luthier.train.fit import fit_data
+from luthier.train.result import RunResult
+
+ROWS, TURNS = 6, 5
+PLAIN = {"train__optim": "sgd", "train__learning_rate": 0.05}  # Adam would blow up the noise of tiny gradients
+Run = Callable[..., tuple[RunResult, dict[str, torch.Tensor]]]
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer: Tokenizer, notes: list[str]) -> Run:
+    """``run(shared, **changes)``: three steps on all rows, and the weights that they lead to."""
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    def train(shared: bool | str, *, weighted: bool = False, held_out: range = range(0), **changes: Any) -> Any:
+        changes = {"train__packing": "best_fit", "micro_batches": 40, "data__max_length": 96, **PLAIN, **changes}
+        folder = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
+        config = epoch_steps(folder, {"name": "sft"}, rows=ROWS, train__shared_prompts=shared, **changes)
+        data = run_data(tmp_path / "store", config, rows=range(ROWS), held_out=held_out, weighted=weighted, turns=TURNS)
+        result = fit_data(config, tokenizer, data, on_event=listen)
+        assert result.model_dir is not None
+        (weights,) = (result.path / result.model_dir).glob("*model.safetensors")
+        return result, load_file(weights)
+
+    return train
+
+
+def curve(result: RunResult) -> list[float]:
+    """The losses and gradient norms of all steps."""
+    return [number for step in result.steps for number in (step.loss, step.grad_norm)]
+
+
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weighted": {"weighted": True},
+    "window": {"train__packing": "window"},
+    "long enough for one sequence": {"data__max_length": 48},
+    "cut": {"data__max_length": 30, "data__overflow": "truncate"},
+    "dropped": {"data__max_length": 30, "data__overflow": "drop", "data__max_drop": 0.9},
+    "split": {"data__max_length": 30, "data__overflow": "split"},
+    "several rows": {"train__per_device_train_batch_size": 3, "micro_batches": 20},
+    "lora": {"adapter": {"type": "lora", "r": 4}},
+    "checkpointed": {"train__gradient_checkpointing": True},
+    "masks": {"model__attn_implementation": "sdpa"},
+    "workers": {"runtime__dataloader_num_workers": 1},
+}
+
+
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_turns_that_share_their_beginnings_train_as_their_sequences_do(run: Run, variation: str) -> None:
+    changes = VARIATIONS[variation]
+    (shared, weights), (unrolled, others) = run(True, **changes), run(False, **changes)
+    assert curve(shared) == pytest.approx(curve(unrolled), rel=1e-5)
+    assert len(shared.steps) == 3
+    if "data__max_length" not in changes:
+        assert shared.steps[0].tokens < 0.8 * unrolled.steps[0].tokens, "or nothing was shared"
+    assert shared.steps[0].target_tokens == unrolled.steps[0].target_tokens
+    assert weights.keys() == others.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, others[name], rtol=1e-5, atol=1e-6)
