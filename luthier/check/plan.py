@@ -115,7 +115,7 @@ def plan_run(
         max_length=config.data.max_length,
         overflow=config.data.overflow,
         units=settings.units,
-        shares_prompts=settings.shared,
+        shares_prompts=settings.shared and settings.units.are_compared,
         history=history,
         num_ranks=num_ranks,
         rows_per_micro_batch=settings.rows_per_micro_batch,
