@@ -130,7 +130,7 @@ def support_page(outcomes: Mapping[Cell, Outcome]) -> str:
         ]
         for family in FAMILIES:
             tried = {layout: _tried(outcomes, family, layout, adapter) for layout in LAYOUTS}
-            shown = [_cell_text(tried[layout], layout, reasons) for layout in LAYOUTS]
+            shown = [_cell_text(tried[layout], reasons) for layout in LAYOUTS]
             lines.append(f"| {family} | " + " | ".join(shown) + " |")
         tables.append("\n".join(lines))
     notes = "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))
@@ -214,7 +214,7 @@ def _tried(outcomes: Mapping[Cell, Outcome], family: str, layout: str, adapter: 
     return {objective: outcomes[cell] for objective, cell in keys.items() if cell in outcomes}
 
 
-def _cell_text(tried: Mapping[str, Outcome], layout: str, reasons: list[str]) -> str:
+def _cell_text(tried: Mapping[str, Outcome], reasons: list[str]) -> str:
     """``ok``; ``sft, dpo: ok; rm: refused (1)``. Adds to ``reasons``, where (1) is the first."""
     objectives: dict[str, list[str]] = defaultdict(list)
     for objective, outcome in tried.items():
@@ -224,7 +224,6 @@ def _cell_text(tried: Mapping[str, Outcome], layout: str, reasons: list[str]) ->
                 reasons.append(outcome.reason)
             mark += f" ({reasons.index(outcome.reason) + 1})"
         objectives[mark].append(objective)
-    everything = [name for name in OBJECTIVES if layout != "shared" or name != "sft"]
-    if len(objectives) == 1 and list(tried) == everything:
+    if len(objectives) == 1 and list(tried) == list(OBJECTIVES):
         return next(iter(objectives))
     return "; ".join(f"{', '.join(names)}: {mark}" for mark, names in objectives.items())
