@@ -39,7 +39,7 @@ from luthier.train.result import ModelSummary
 from luthier.train.run_stream import World, loader_state, trained_segments
 from luthier.train.schedule import Schedule
 from luthier.train.step_losses import StepLosses
-from luthier.train.streams import EvalStream, sharing, train_stream
+from luthier.train.streams import EvalStream, TrainStream, sharing, train_stream
 from luthier.train.tower_features import AUTOCAST_DTYPES
 from luthier.train.trainer import LuthierTrainer, TrainerParts
 
@@ -125,24 +125,14 @@ def make_trainer(
 ) -> LuthierTrainer:
     """The trainer, ready to run. ``first_step`` is where a resumed run goes on, None where a run begins."""
     world = hooks.stop.world
-    run_model = replace(
-        run_model, media=choose_media(config, data, run_model.loaded.model, run_model.media, schedule, hooks)
-    )
+    media = choose_media(config, data, run_model.loaded.model, run_model.media, schedule, hooks)
+    run_model = replace(run_model, media=media)
     evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
     meter = Meter()
     shared = _shares(config, data, schedule)
     collating = _collating(config, tokenizer, run_model.loaded, shared=shared)
     lost = LostRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
-    stream = train_stream(
-        data.train,
-        schedule,
-        collating,
-        rank=world.rank,
-        first_step=first_step or 0,
-        num_workers=config.runtime.dataloader_num_workers,
-        shared=shared,
-        media=run_model.media,
-    )
+    stream = _train_stream(config, data, run_model, schedule, collating, first_step or 0, world.rank, shared=shared)
     arguments = training_arguments(
         config,
         max_steps=stream.first_step if stream.is_over else schedule.horizon,  # the horizon may be an estimate
@@ -155,9 +145,9 @@ def make_trainer(
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
     stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees))
     flow = Flow(config, schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed)
+    stopping = evaluates and config.eval.early_stopping_patience is not None
     callbacks: list[TrainerCallback] = [flow, Journal(meter, losses.measured, hooks.tell)]
-    if evaluates and config.eval.early_stopping_patience is not None:
-        callbacks.append(EarlyStopping(config.eval, hooks.tell))
+    callbacks += [EarlyStopping(config.eval, hooks.tell)] if stopping else []
 
     def save_state(folder: Path, step: int) -> None:
         loader_state(schedule, data, step).save(folder)
@@ -267,6 +257,29 @@ def _losses(
     losses = make_losses(parts, model_pass(parts, tell), tell)
     give_up_gathered(run_model.model)  # the optimizer is to see parameters in parts
     return losses
+
+
+def _train_stream(
+    config: RunConfig,
+    data: RunData | LiveData,
+    run_model: RunModel,
+    schedule: Schedule | StreamPlan,
+    how: CollateSettings,
+    first_step: int,
+    rank: int,
+    *,
+    shared: bool,
+) -> TrainStream:
+    return train_stream(
+        data.train,
+        schedule,
+        how,
+        rank=rank,
+        first_step=first_step,
+        num_workers=config.runtime.dataloader_num_workers,
+        shared=shared,
+        media=run_model.media,
+    )
 
 
 def _eval_stream(
