@@ -27,7 +27,7 @@ from luthier.check.verify_template import PlainTemplate, Printer
 from luthier.check.verify_tokens import Ids, ReferenceTokenizer
 from luthier.check.verify_weights import Weights, token_weights
 from luthier.errors import RowError
-from luthier.records import Conversation, Message, Text, ToolCall
+from luthier.records import Conversation, Message, Text, Thinking, ToolCall
 
 MARK = "zqendqz"
 # What templates call the variable that opens or closes thinking.
@@ -46,6 +46,8 @@ class ExpectedTurn:
     ``weights``   what each token of ``completion`` counts, the stop as if it were learned; NaN where it cannot be told
     ``findings``  what is wrong with prompt and completion, read as an answer
     ``is_derived``  history renders the turn otherwise, so its completion was read from the sample
+    ``elsewhere``   it is learned where it stands in one rendering of the row, as the run asks for, and inference would
+                    show another context or expect another form
     """
 
     message: int | None
@@ -60,6 +62,7 @@ class ExpectedTurn:
     unfinished: bool = False
     findings: tuple[Finding, ...] = ()
     is_derived: bool = False
+    elsewhere: bool = False
 
     @property
     def ids(self) -> Ids:
@@ -141,6 +144,9 @@ def expected_row(
             if _is_unasked(row, index):
                 continue  # an answer before any question is context where the template cannot ask for it
             raise
+        if run_policy.one_rendering and (once := _cut_elsewhere(shown, index, cut, whole_text)) is not None:
+            turns.append(_turn_elsewhere(turn_policy, once, whole_text, shown))
+            continue
         if isinstance(cut, list):
             if not _is_unasked(row, index):
                 asked.append(_asked_turn(shown, index, cut, turn_policy, unfinished=unfinished))
@@ -270,6 +276,57 @@ def _cut(shown: _Shown, index: int) -> _Cut | list[tuple[str, Mapping[str, Any]]
         tail = rest  # nothing is known of where the answer ends
     cut = _Cut(message=index, prompt=prompt, completion=rest, stop=0, kwargs=kwargs)
     return _completion(shown, cut, tail)
+
+
+def _cut_elsewhere(
+    shown: _Shown, index: int, own: _Cut | list[tuple[str, Mapping[str, Any]]], whole_text: str
+) -> _Cut | None:
+    """The turn as one rendering of the row has it, where that is another text than inference's (``own``); None where it
+    is the same, or has no header there.
+
+    It begins behind its header, which is what the generation prompt adds to the history; of one that goes on (an opened
+    thought) as much as stands between the message before it and its own end, up to the end of a line or a tag.
+    """
+    if isinstance(own, _Cut) and whole_text.startswith(own.prompt + own.completion[: len(own.completion) - own.stop]):
+        return None
+    messages = shown.row.messages
+    tail = _behind_answer(shown, index, messages[index + 1 :], {})
+    if tail is None or not whole_text.endswith(tail):
+        return None
+    begin = 0
+    for before in range(index - 1, -1, -1):
+        behind = _behind_answer(shown, before, messages[before + 1 :], {})
+        if behind is not None and whole_text.endswith(behind):
+            begin = len(whole_text) - len(behind)
+            break
+    history = shown.printer.render(messages[:index], shown.row.tools) if index else ""
+    header = _added(history, shown.prompt(index))
+    for length in range(len(header), 0, -1):
+        if length < len(header) and header[length - 1] not in "\n>]":
+            continue
+        place = whole_text.find(header[:length], begin, len(whole_text) - len(tail))
+        if place >= 0 and header[:length].strip():
+            seam = place + length
+            cut = _Cut(message=index, prompt=whole_text[:seam], completion=whole_text[seam:], stop=0, kwargs={})
+            return _completion(shown, cut, tail)
+    return None
+
+
+def _turn_elsewhere(policy: TurnPolicy, cut: _Cut, whole_text: str, shown: _Shown) -> ExpectedTurn:
+    """Such a turn; thoughts that the template leaves out of it are not looked for."""
+    message = shown.row.messages[cut.message]
+    left_out = [part for part in message.parts if isinstance(part, Thinking) and part.text not in cut.completion]
+    if left_out:
+        kept = tuple(part for part in message.parts if part not in left_out)
+        messages = list(shown.row.messages)
+        messages[cut.message] = replace(message, parts=kept)
+        shown = replace(shown, row=replace(shown.row, messages=tuple(messages)))
+        policy = replace(
+            policy,
+            parts=tuple(part for part in policy.parts if not isinstance(part, Thinking)),
+            pieces=tuple(piece for piece in policy.pieces if not isinstance(piece[0], Thinking)),
+        )
+    return replace(_expected_turn(policy, cut, whole_text, shown), elsewhere=True)
 
 
 def _asked_turn(

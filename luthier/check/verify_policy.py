@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from luthier.check.verify_files import ReferenceFiles
 from luthier.check.verify_rules import ruled_conversation, ruled_document
 from luthier.check.verify_template import PlainTemplate
-from luthier.config.schema import TrainOn
+from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 
 Spoken = Text | Thinking | ToolCall
@@ -20,13 +20,16 @@ Spoken = Text | Thinking | ToolCall
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPolicy:
-    """The run's say on what is learned. ``allowed`` are control strings that are control tokens in rows' text too."""
+    """The run's say on what is learned. ``allowed`` are control strings that are control tokens in rows' text too.
+    ``one_rendering``: each answer where it stands in one rendering of its row, not in the context of inference.
+    """
 
     train_on: TrainOn
     train_stop: bool
     default_system: str | None
     rules: tuple[TargetRule, ...]
     allowed: frozenset[str]
+    one_rendering: bool = False
 
     @classmethod
     def of_files(cls, files: ReferenceFiles) -> RunPolicy:
@@ -38,6 +41,7 @@ class RunPolicy:
             default_system=options.default_system,
             rules=tuple(TargetRule(**rule.model_dump()) for rule in options.targets),
             allowed=frozenset() if isinstance(options.control, str) else frozenset(options.control),
+            one_rendering=options.history is HistoryRendering.ONE_RENDERING,
         )
 
 

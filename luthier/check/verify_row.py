@@ -172,6 +172,10 @@ class RowVerifier:
         turns = [*expected.turns, *(turn for turn in derived if isinstance(turn, ExpectedTurn))]
         expected = replace(expected, turns=tuple(sorted(turns, key=lambda turn: turn.message or 0)))
         notes["derived"] += sum(turn.is_derived for turn in expected.turns)
+        elsewhere = [turn for turn in expected.turns if turn.elsewhere]
+        notes["elsewhere_rows"] += bool(elsewhere)
+        notes["elsewhere_answers"] += len(elsewhere)
+        notes["elsewhere_tokens"] += sum(int((turn.weights > 0).sum()) for turn in elsewhere)
         homes = [find_home(turn, runs) for turn in expected.turns]
         for turn, home in zip(expected.turns, homes, strict=True):
             faults += turn_faults(turn, home, runs, train_stop=train_stop)
@@ -235,6 +239,8 @@ class RowVerifier:
         neutral = expected.neutral
         assert neutral is not None, "a conversation"
         for turn, home in zip(expected.turns, homes, strict=True):
+            if turn.elsewhere:
+                continue
             kwargs = {**self.kwargs, **turn.kwargs}
             served = server.prompt_ids(neutral.messages[: turn.message], neutral.tools, kwargs)
             notes["prompts_asked"] += 1

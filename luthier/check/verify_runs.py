@@ -72,7 +72,7 @@ def judged_faults(
     assert neutral is not None, "a conversation"
     for turn, home in zip(expected.turns, homes, strict=True):
         history = neutral.messages[: turn.message]
-        if not history:  # it renders no empty conversation
+        if not history or turn.elsewhere:  # it renders no empty conversation, and its prompts are inference's
             continue
         try:
             ids = judge.ids(judge.text(template, history, neutral.tools, prompt=True, **turn.kwargs))

@@ -29,6 +29,9 @@ _NOTES = {
     "seam": "answers whose first letters a tokenizer would merge with the prompt; training keeps them apart, as "
     "inference does",
     "derived": "answers that history shows otherwise than inference does, read in the sample after their prompt",
+    "elsewhere_rows": "rows learned in one rendering (template.history: one_rendering), which inference does not show",
+    "elsewhere_answers": "answers of these that inference would show another context, or expect in another form",
+    "elsewhere_tokens": "target tokens of these answers",
     "prompts_asked": "prompts compared with the server's",
     "decoded": "sequences whose media were decoded and given, with their text, to the model's processor",
     "media_not_asked": "rows with media, which are not compared with the server",

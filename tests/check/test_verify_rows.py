@@ -36,6 +36,7 @@ SWITCHES: list[dict[str, Any]] = [
     {"train_on": "completion"},
     {"train_on": "all"},
     {"train_stop": False},
+    {"history": "one_rendering"},
     {"default_system": "Be kind."},
     {"kwargs": {"enable_thinking": True}},
     {"targets": [{"part": "thinking", "train": False}]},
