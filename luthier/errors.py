@@ -44,6 +44,22 @@ class UserError(LuthierError, ValueError):
         return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
 
 
+def install_hint(extra: str) -> str:
+    """The line that installs what an extra of this package brings, wherever Luthier itself came from.
+
+    Luthier is on no package index yet, so ``pip install 'luthier[…]'`` would install nothing, or something else.
+    """
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        wanted = [line.partition(";") for line in requires("luthier") or ()]
+    except PackageNotFoundError:
+        wanted = []
+    packages = [f"'{name.strip()}'" for name, _, marker in wanted if f'extra == "{extra}"' in marker.replace("'", '"')]
+    in_clone = f"pip install -e '.[{extra}]' in a clone of Luthier"
+    return f"pip install {' '.join(packages)}; or {in_clone}" if packages else in_clone
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """One fault of a run description: where it stands, which key, what is wrong, and how to mend it."""

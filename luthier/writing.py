@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from luthier.errors import UserError
+
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def to_json(data: Any) -> str:
@@ -15,7 +18,17 @@ def to_json(data: Any) -> str:
 
     Raises ``TypeError`` where something is no JSON value.
     """
-    return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
+    # a control character can only stand inside of a string there, where its escape means the same
+    return printable(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def printable(text: str) -> str:
+    """The text with every character that could steer a terminal, or turn what is read around, written as ``\\u001b``.
+
+    These are the control characters of ASCII and Latin-1 (but line feed and tab), the marks for the direction of
+    writing, line and paragraph separators, and halves of surrogate pairs, as names of files that are no UTF-8 hold.
+    """
+    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import ConfigFile, Overrides, read_config
-from luthier.writing import to_json, write_text
+from luthier.terminal import stderr_terminal
+from luthier.writing import printable, to_json, write_text
 
 app = typer.Typer(no_args_is_help=True, help="Check a run description, or get its schema for your editor.")
 
@@ -29,7 +30,8 @@ def show(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = Non
         from luthier.config.dumping import dump_config
 
         if json is None:  # as plain text: colours or wrapped lines would not be YAML any more
-            typer.echo(dump_config(resolved), nl=False)
+            text = dump_config(resolved)
+            typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
         output.emit(resolved.model_dump(mode="json"))
 
 
@@ -50,4 +52,4 @@ def schema(
         typer.echo(text)
         return
     write_text(out, text + "\n")
-    Console(stderr=True).print(f"[dim]schema in[/] {out}", highlight=False)
+    stderr_terminal().print(f"[dim]schema in[/] {out}", highlight=False)

@@ -5,27 +5,30 @@ Nothing here imports torch or transformers; commands import what they need when 
 
 from __future__ import annotations
 
+import io
+import os
 import signal
 import sys
 import traceback
+from itertools import pairwise
 from types import FrameType
-from typing import NoReturn
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from luthier import __version__
 from luthier.cli import comparison, configuration, environment, inspection, quickstart, store, training, verification
+from luthier.cli.output import STDOUT, as_mistake, error_as_json
 from luthier.errors import ConfigError, RowError, UserError
+from luthier.terminal import stderr_terminal
+from luthier.writing import to_json
 
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPT, EXIT_TERMINATED = 0, 1, 2, 130, 143
-TRAIN_EXTRA = ("torch", "transformers", "peft", "accelerate", "safetensors", "matplotlib")
-HUB_EXTRA = ("datasets", "huggingface_hub")
 
 app = typer.Typer(
     name="luthier",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -39,8 +42,18 @@ app = typer.Typer(
 )
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def luthier() -> None:
+def luthier(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Print the version and leave.")
+    ] = False,
+) -> None:
     """Fine-tune language models, and see exactly what they are trained on."""
 
 
@@ -65,42 +78,98 @@ class Terminated(BaseException):
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and leave the process; `docs/errors.md` says what each exit code means."""
     signal.signal(signal.SIGTERM, _raise_terminated)
-    raise SystemExit(run(arguments))
+    sys.stdout = _guarded(sys.stdout)
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
+    try:
+        code = run(arguments)
+        sys.stdout.flush()
+    except (OSError, UserError):  # stderr cannot be written to, or what was left for stdout cannot
+        code = EXIT_USER
+        _point_at_nothing(1)
+    raise SystemExit(code)
 
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line and give the exit code; errors are told on stderr."""
     try:
-        app(args=arguments, prog_name="luthier")
-    except SystemExit as left:  # how click leaves, also when all is well
+        code = app(args=arguments, prog_name="luthier", standalone_mode=False)
+        return code if isinstance(code, int) else EXIT_OK
+    except SystemExit as left:  # how completion leaves
         return left.code if isinstance(left.code, int) else EXIT_OK if left.code is None else EXIT_BUG
-    except (UserError, RowError) as error:
-        _tell_mistake(error)
-        return EXIT_USER
-    except ModuleNotFoundError as error:
-        return _tell_missing_module(error)
     except KeyboardInterrupt:
-        _stderr().print("interrupted", style="yellow")
+        stderr_terminal().print("interrupted", style="yellow")
         return EXIT_INTERRUPT
     except Terminated:
-        _stderr().print("terminated", style="yellow")
+        stderr_terminal().print("terminated", style="yellow")
         return EXIT_TERMINATED
-    except Exception as error:  # noqa: BLE001 - the process edge: whatever is left is our bug
-        _tell_bug(error)
+    except Exception as raised:  # noqa: BLE001 - the process edge: whatever is left is our bug
+        error = as_mistake(raised)
+        if isinstance(error, (UserError, RowError)):
+            _tell_mistake(error)
+            return EXIT_USER
+        if hasattr(raised, "format_message"):  # typer's errors of usage have no class that all its versions export
+            return _tell_misuse(raised, sys.argv[1:] if arguments is None else arguments)
+        _tell_bug(raised)
         return EXIT_BUG
-    return EXIT_OK
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated
 
 
-def _stderr() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+class _Guarded(io.TextIOWrapper):
+    """Standard output, whose failures (a full disk, a pipe that was closed) are mistakes that a user can mend."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            raise _unwritable(error) from None
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            raise _unwritable(error) from None
+
+
+def _guarded(stream: TextIO) -> TextIO:
+    """The stream with failures told, and characters that its encoding lacks written as ``\\u2026``."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    is_terminal = stream.isatty()
+    return _Guarded(stream.detach(), encoding=stream.encoding, errors="backslashreplace", line_buffering=is_terminal)
+
+
+def _unwritable(error: OSError) -> UserError:
+    _point_at_nothing(1)  # or the interpreter would fail once more when it leaves
+    hint = "make room there, or keep the other end of the pipe open until all is written"
+    return UserError(f"standard output cannot be written to: {error.strerror or error}", hint=hint)
+
+
+def _point_at_nothing(descriptor: int) -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)
+
+
+def _tell_misuse(error: Any, arguments: list[str]) -> int:
+    """A command line that cannot be read: what is wrong with it, and where help is."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":  # a command without its arguments prints its help
+        error.show()
+        return EXIT_USER
+    where = "luthier" if context is None else context.command_path
+    mistake = UserError(error.format_message(), hint=f"{where} --help says what there is")
+    if "--json=-" in arguments or ("--json", STDOUT) in pairwise(arguments):
+        print(to_json({"error": error_as_json(mistake)}), flush=True)
+    _tell_mistake(mistake)
+    return EXIT_USER
 
 
 def _tell_mistake(error: UserError | RowError) -> None:
-    console = _stderr()
+    console = stderr_terminal(highlight=False, soft_wrap=True)
     match error:
         case ConfigError():
             count = len(error.problems)
@@ -120,19 +189,8 @@ def _tell_mistake(error: UserError | RowError) -> None:
             console.print(Text.assemble(("hint", "bold green"), ": docs/errors.md says what this reason means"))
 
 
-def _tell_missing_module(error: ModuleNotFoundError) -> int:
-    package = (error.name or "").partition(".")[0]
-    extra = "train" if package in TRAIN_EXTRA else "hub" if package in HUB_EXTRA else None
-    if extra is None:
-        _tell_bug(error)
-        return EXIT_BUG
-    missing = f"this needs the package {package!r}, which is not installed"
-    _tell_mistake(UserError(missing, hint=f"pip install 'luthier[{extra}]'"))
-    return EXIT_USER
-
-
 def _tell_bug(error: Exception) -> None:
-    console = _stderr()
+    console = stderr_terminal(highlight=False, soft_wrap=True)
     console.print(Text("".join(traceback.format_exception(error)), style="dim"))
     console.print(Text.assemble(("this is a bug", "bold red"), f" in luthier: {type(error).__name__}: {error}"))
     console.print("please report it with the lines above, the output of `luthier env`, and your config")

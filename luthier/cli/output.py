@@ -6,19 +6,30 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from luthier.errors import ConfigError, UserError
+from luthier.errors import ConfigError, UserError, install_hint
+from luthier.terminal import Terminal
 from luthier.writing import to_json, write_text
 
 STDOUT = "-"
+# What each extra of the package brings.
+EXTRAS = {
+    "train": ("torch", "transformers", "peft", "accelerate", "safetensors", "matplotlib"),
+    "hub": ("datasets", "huggingface_hub"),
+    "media": ("av", "PIL", "torchvision"),
+    "ray": ("ray",),
+    "kernels": ("liger_kernel",),
+}
 EXIT_UNTRUE = 3  # what was asked was answered, and the answer is no: it differs, it does not hold
 
 JsonTarget = Annotated[
@@ -34,37 +45,54 @@ class Output:
     console: Console
     json_target: str | None
     json_stream: TextIO  # stdout as it was before prints were sent to stderr
+    emitted: list[str] = field(default_factory=list)  # where the one document went, once it did
 
     def emit(self, data: dict[str, Any]) -> None:
         """Write ``data`` to the JSON target, if one was asked for. Not a number becomes null, as JSON wants it."""
-        match self.json_target:
-            case None:
-                return
-            case "-":
-                print(to_json(data), file=self.json_stream, flush=True)
-            case path:
-                write_text(Path(path), to_json(data) + "\n")
-                self.console.print(f"[dim]JSON in[/] {path}", highlight=False)
+        if self.json_target is None:
+            return
+        self.emitted.append(self.json_target)
+        if self.json_target == STDOUT:
+            print(to_json(data), file=self.json_stream, flush=True)
+        else:
+            write_text(Path(self.json_target), to_json(data) + "\n")
+            self.console.print(Text.assemble(("JSON in", "dim"), f" {self.json_target}"))
 
 
 @contextlib.contextmanager
 def reporting(json_target: str | None) -> Iterator[Output]:
-    """The output of a command that reports; a user's mistake is also told as JSON, ``{"error": {…}}``."""
+    """The output of a command that reports; whatever ends it early is also told as JSON, ``{"error": {…}}``."""
     stdout = sys.stdout
     with contextlib.ExitStack() as stack:
         if json_target == STDOUT:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        output = Output(console=Console(), json_target=json_target, json_stream=stdout)
+        output = Output(console=Terminal(), json_target=json_target, json_stream=stdout)
         try:
             yield output
-        except UserError as error:
-            output.emit({"error": error_as_json(error)})
+        except BaseException as error:
+            is_told = bool(output.emitted) or isinstance(error, (typer.Exit, GeneratorExit))
+            if not is_told and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+                output.emit({"error": error_as_json(error)})
             raise
 
 
-def error_as_json(error: UserError) -> dict[str, Any]:
+def as_mistake(error: BaseException) -> BaseException:
+    """The error itself; for a missing package of an extra, the `UserError` that says how to install it."""
+    if not isinstance(error, ModuleNotFoundError):
+        return error
+    package = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+    if extra is None:
+        return error
+    return UserError(f"this needs the package {package!r}, which is not installed", hint=install_hint(extra))
+
+
+def error_as_json(error: BaseException) -> dict[str, Any]:
     """An error for programs: its class, message, hint, and a config's problems one by one."""
-    told: dict[str, Any] = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+    error = as_mistake(error)
+    told: dict[str, Any] = {"type": type(error).__name__, "message": str(error), "hint": None}
+    if isinstance(error, UserError):
+        told |= {"message": error.message, "hint": error.hint}
     if isinstance(error, ConfigError):
         told["problems"] = [
             {"where": problem.where, "key": problem.key, "what": problem.what, "hint": problem.hint}

@@ -20,6 +20,7 @@ from luthier.cli.pipeline import (
     read_config,
     tell_preparation,
 )
+from luthier.terminal import Terminal
 
 if TYPE_CHECKING:
     from luthier.check.show import RowView
@@ -47,7 +48,7 @@ def train(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
     """
     with reporting(json) as output:
         run = read_config(config, overrides)
-        console = output.console if is_main_process() else Console(quiet=True)
+        console = output.console if is_main_process() else Terminal(quiet=True)
         report = run_and_report(run, console)
         if is_main_process():
             output.emit(report.to_json())

@@ -19,7 +19,7 @@ from luthier.encoding.sharing import UnitResolver, place_units
 from luthier.encoding.unit_results import decode_result
 from luthier.encoding.units import Units
 from luthier.encoding.workers import RowEncoder
-from luthier.errors import UserError
+from luthier.errors import UserError, install_hint
 from luthier.sources import Source
 
 TASKS_AHEAD = 2  # per actor: one at work, one waiting
@@ -140,7 +140,7 @@ def _import_ray() -> Any:
     try:
         return import_module("ray")
     except ImportError as error:
-        raise UserError("--ray: the package 'ray' is not installed", hint="pip install 'luthier[ray]'") from error
+        raise UserError("--ray: the package 'ray' is not installed", hint=install_hint("ray")) from error
 
 
 def _connect(ray: Any, address: str) -> None:

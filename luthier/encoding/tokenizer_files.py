@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from luthier.config.suggest import nearest
-from luthier.errors import TemplateError, TokenizerError
+from luthier.errors import TemplateError, TokenizerError, install_hint
 from luthier.media import PROCESSOR_FILES, decoder_of
 from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template, template_names
@@ -87,7 +87,7 @@ def _download(name: str, revision: str, cache_dir: Path | None) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
-        raise TokenizerError(f"{name} is a Hub id", hint="pip install 'luthier[hub]'") from error
+        raise TokenizerError(f"{name} is a Hub id", hint=install_hint("hub")) from error
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=[*FILES, CODE]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -11,13 +11,14 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.errors import ModelError, RowError, UserError
+from luthier.errors import ModelError, RowError, UserError, install_hint
 from luthier.media.area_limits import AreaLimits
 from luthier.media.call_options import Call, area_limits, call_options
 from luthier.media.calling import limited, media_arguments
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from luthier.media.decoding import Decoded
 
 # Files by which a model's folder says that it has a processor.
+_PACKAGES = ("PIL", "torchvision")  # what transformers' processors are made with
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -87,6 +89,10 @@ class MediaProcessor:
                 source, trust_remote_code=trust_remote_code, revision=revision, cache_dir=cache_dir
             )
         except (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
+            missing = [package for package in _PACKAGES if find_spec(package) is None]
+            if missing:
+                what = f"{source}: pictures, videos and sounds need {' and '.join(missing)}, not installed here"
+                raise ModelError(what, hint=install_hint("media")) from error
             raise ModelError(
                 f"{source}: the processor cannot be loaded: {error}",
                 hint="compare the folder's processor_config.json with the one of the model's hub page",

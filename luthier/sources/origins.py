@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from luthier.config.schema import SourceConfig
-from luthier.errors import RowError, SourceError
+from luthier.errors import RowError, SourceError, install_hint
 from luthier.records import Address
 from luthier.sources.columnar import count_columnar_rows, encode_row, read_columnar_file, table_rows
 from luthier.sources.files import DataFile, find_files
@@ -102,7 +102,7 @@ class HubRows:
         try:
             import datasets
         except ImportError as error:
-            hint = "pip install 'luthier[hub]', or download the data set and give its folder"
+            hint = f"{install_hint('hub')}; or download the data set and give its folder"
             raise SourceError(f"{HUB}{self.name}: the package 'datasets' is not installed", hint=hint) from error
         try:
             return datasets.load_dataset(

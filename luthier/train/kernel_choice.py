@@ -14,7 +14,7 @@ from torch import nn
 
 from luthier.config.schema import HeadKernel as Policy
 from luthier.config.schema import RunConfig
-from luthier.errors import ModelError
+from luthier.errors import ModelError, install_hint
 from luthier.models.head_tap import OutputHead, score_targets
 from luthier.objectives import TokenSettings, token_settings
 from luthier.objectives.head import AnyHead, Head
@@ -120,5 +120,5 @@ def _class_of(head: OutputHead) -> str:
 def _refused(asked: Policy, problem: str) -> ModelError:
     return ModelError(
         f"train.head_kernel is {asked}, but {problem}",
-        hint="set train.head_kernel: auto, or chunked; liger-kernel comes with pip install 'luthier[kernels]'",
+        hint=f"set train.head_kernel: auto, or chunked; or {install_hint('kernels')}",
     )

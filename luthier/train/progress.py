@@ -18,8 +18,10 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from luthier.terminal import stderr_terminal
 from luthier.train.events import Event, Finished, Note, Saved, Started, StepDone
 from luthier.train.result import ACCURACIES, MARGINS, EvalRecord, GenerationRound, StepRecord
+from luthier.writing import printable
 
 SECONDS_BETWEEN_LINES = 10.0  # often enough to see that it lives, seldom enough for a log file
 SHOWN = {ACCURACIES: "right", MARGINS: "margin", "kl": "kl"}  # of the measures, beside the loss
@@ -53,7 +55,7 @@ class PlainLines:
                 self._print(sentence(event))
 
     def _print(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+        print(printable(text), file=self.stream, flush=True)
 
     def _eta(self, step: int, now: float) -> str:
         if self._first is None or step <= self._first[0]:
@@ -67,7 +69,7 @@ class ProgressBar:
     """A listener that draws a bar with the latest numbers; everything else is printed above it."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or stderr_terminal()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 

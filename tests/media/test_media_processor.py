@@ -218,3 +218,14 @@ def test_with_other_settings_the_processor_makes_the_patches(setting: dict[str, 
     assert quick_patches(media.settings(MediaKind.IMAGE), [[picture(56, 56)]]) is None
     made = media.features([(ImageHeader(width=56, height=56), DecodedImage(pixels=picture(56, 56)))])
     np.testing.assert_array_equal(made["pixel_values"], images([picture(56, 56)], return_tensors="pt")["pixel_values"])
+
+
+def test_a_processor_without_its_packages_says_which_and_how_to_install_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "Qwen3VLProcessor"}')
+    monkeypatch.setattr("luthier.media.processor.find_spec", lambda name: None if name == "PIL" else name)
+    with pytest.raises(ModelError) as refused:
+        MediaProcessor.load(str(tmp_path), MediaConfig())
+    assert "PIL" in refused.value.message and "torchvision" not in refused.value.message
+    assert "pip install" in str(refused.value.hint) and "pillow" in str(refused.value.hint)
