@@ -140,6 +140,8 @@ def damage(checkpoint: Path, *, digests: bool = True) -> str | None:
         return f"no {MANIFEST}"
     except OSError as error:
         return f"{MANIFEST} cannot be read: {error.strerror or error}"
+    except CheckpointError:
+        raise
     except (ValueError, RecursionError):
         return f"{MANIFEST} cannot be read: it is not what was written"
     if more := sorted(present - files.keys()):

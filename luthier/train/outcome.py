@@ -21,6 +21,7 @@ from luthier.packing import shares_of
 from luthier.train import run_folder
 from luthier.train.assemble import RunModel
 from luthier.train.callbacks import EarlyStopping
+from luthier.train.checkpoint import broken_checkpoints
 from luthier.train.data import RunData, summarise
 from luthier.train.hooks import Hooks
 from luthier.train.journal import read_log
@@ -74,6 +75,7 @@ def result_of(run: Run, started_at: str) -> RunResult:
         max_steps=run.schedule.total_steps,
         world_size=world.size,
         resumed_from=None if run.resume is None else run.resume.name,
+        set_aside=tuple(broken_checkpoints(output)),
         steps=steps,
         evals=evals,
         # a finished run that is started again answers again

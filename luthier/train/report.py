@@ -74,6 +74,7 @@ class Report:
             "peak_memory_bytes": result.peak_memory_bytes,
             "world_size": result.world_size,
             "resumed_from": result.resumed_from,
+            "set_aside": list(result.set_aside),
             "fingerprints": dict(self.fingerprints),
             "versions": result.versions,
             "config": result.config,
@@ -195,6 +196,8 @@ def _facts(report: Report) -> list[tuple[str, RenderableType]]:
         facts.append(("data sets", _data_sets(result)))
     if result.resumed_from is not None:
         facts.append(("resumed from", result.resumed_from))
+    if result.set_aside:
+        facts.append(("set aside", f"{', '.join(result.set_aside)}: checkpoints that could not be used"))
     if result.ended is Ended.INTERRUPTED:
         begins_anew = result.config.get("output", {}).get("overwrite", False)
         again = "run it again with output.overwrite=false" if begins_anew else "run the same command again"

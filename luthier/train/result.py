@@ -180,6 +180,7 @@ class RunResult:
     max_steps: int  # planned
     world_size: int
     resumed_from: str | None = None  # "checkpoint-20"
+    set_aside: tuple[str, ...] = ()  # "checkpoint-40.broken": checkpoints that could not be used
     steps: tuple[StepRecord, ...] = ()
     evals: tuple[EvalRecord, ...] = ()
     generations: tuple[GenerationRound, ...] = ()
