@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from luthier.config.choices import AdapterType, Part
 from luthier.config.draft import Draft
 from luthier.config.media import MediaCache
+from luthier.config.schema import AdapterConfig
 from luthier.config.tree import get, plain
 from luthier.config.words import known_keys
 from luthier.errors import Problem
@@ -25,10 +26,20 @@ KEYS_OF_TYPE: dict[AdapterType, frozenset[str]] = {
     AdapterType.OFT: _SHARED | {"oft_block_size"},
 }
 
+# What an adapter that is gone on from has decided already, in its own adapter_config.json.
+DECIDED_BEFORE = (_LORA - {"loraplus_lr_ratio"}) | _PARTS | {"target_modules", "modules_to_save", "oft_block_size"}
+
+
+def keys_in_force(adapter: AdapterConfig) -> frozenset[str]:
+    """The keys of the section that decide something in this run, beside ``type``."""
+    own = KEYS_OF_TYPE[adapter.type]
+    return own if adapter.name_or_path is None else own - DECIDED_BEFORE
+
 
 def check_adapter(draft: Draft) -> Iterator[Problem]:
     """Problems between the keys of ``adapter``, and with the optimizer."""
     yield from _foreign_keys(draft)
+    yield from _decided_before(draft)
     yield from _nothing_trained(draft)
     yield from _pissa_with_dora(draft)
     yield from _loraplus_optimizer(draft)
@@ -44,6 +55,19 @@ def _foreign_keys(draft: Draft) -> Iterator[Problem]:
         what = f"this belongs to adapter.type {' or '.join(owners)}, and {draft.cite('adapter.type')} is {chosen}"
         hint = f"set adapter.type: {owners[0]}, or remove the key; the override adapter={chosen} replaces the section"
         yield draft.problem(f"adapter.{name}", what, hint)
+
+
+def _decided_before(draft: Draft) -> Iterator[Problem]:
+    adapter = draft.config.adapter
+    if adapter.name_or_path is None:
+        return
+    for name in sorted(DECIDED_BEFORE & KEYS_OF_TYPE[adapter.type]):
+        if draft.given(f"adapter.{name}"):
+            what = (
+                f"the adapter that {draft.cite('adapter.name_or_path')} names has decided this when it was made, and "
+                "nothing here changes it"
+            )
+            yield draft.problem(f"adapter.{name}", what, "remove the key, or begin a new adapter without name_or_path")
 
 
 def _nothing_trained(draft: Draft) -> Iterator[Problem]:

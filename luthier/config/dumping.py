@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from luthier.config.adapters import KEYS_OF_TYPE
+from luthier.config.adapters import keys_in_force
 from luthier.config.scalars import read_plain
 from luthier.config.schema import AdapterConfig, RunConfig
 
@@ -29,8 +29,8 @@ def dump_config(config: RunConfig) -> str:
 
 
 def _own_keys(adapter: AdapterConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """Without the keys of other adapter types, which the loader refuses; unless they were set all the same."""
-    foreign = values.keys() - KEYS_OF_TYPE[adapter.type] - {"type"}
+    """Without the keys that decide nothing, which the loader refuses; unless they were set all the same."""
+    foreign = values.keys() - keys_in_force(adapter) - {"type"}
     default = AdapterConfig.model_fields
     return {key: value for key, value in values.items() if key not in foreign or value != default[key].default}
 

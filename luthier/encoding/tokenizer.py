@@ -111,6 +111,14 @@ class Tokenizer:
         return max(self._whole.get_vocab_size(with_added_tokens=True), max(self._ids.values(), default=-1) + 1)
 
     @cached_property
+    def new_ids(self) -> tuple[int, ...]:
+        """Ids of added tokens that the model's own tokenizer does not have: nothing has trained their embeddings."""
+        spec = self.files.tokenizer
+        first = max([len(spec["model"].get("vocab", ())), *(token["id"] + 1 for token in spec["added_tokens"])])
+        names = dict.fromkeys([*self.added.ordinary, *self.added.special])
+        return tuple(self._ids[name] for name in names if self._ids[name] >= first)
+
+    @cached_property
     def control(self) -> ControlTokens:
         """The control vocabulary: special tokens, and tag-like added tokens that the template writes itself."""
         literals = "" if self.template is None else self.template.literals

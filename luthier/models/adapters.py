@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, OFTConfig, PeftConfig, PeftModel, get_peft_model
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,15 +23,23 @@ from luthier.errors import ModelError
 from luthier.models.model import REWARD_HEAD
 from luthier.models.parts import ModelParts, find_parts
 
+_ALWAYS_TOLD = ("r", "lora_alpha")
+_TOLD_FIRST = ("peft_type", *_ALWAYS_TOLD, "target_modules")
+_NO_FACTS = ("base_model_name_or_path", "auto_mapping", "inference_mode", "peft_version", "revision", "task_type")
 ALL_LINEAR = "all-linear"
 MUTATING = ("pissa", "olora")  # initialisations that move a part of the base weights into the adapter
 
 
 def apply_adapter(
-    model: PreTrainedModel, section: AdapterConfig, parts: ModelParts | None = None
+    model: PreTrainedModel,
+    section: AdapterConfig,
+    parts: ModelParts | None = None,
+    *,
+    new_ids: Sequence[int] = (),
 ) -> PreTrainedModel | PeftModel:
     """Mark what is trained. Frozen parameters have ``requires_grad`` False afterwards, and so have all in parts of the
-    model that ``adapter.train_parts`` leaves out. ``parts`` None: those that `find_parts` finds by itself.
+    model that ``adapter.train_parts`` leaves out. ``parts`` None: those that `find_parts` finds by itself. Under LoRA
+    the rows of ``new_ids`` are trained, and no others of the embedding (PEFT's trainable tokens).
 
     Raises `ModelError` where a pattern matches nothing (with the names there are), where nothing would be trained, and
     where an adapter to go on from is of another type.
@@ -47,9 +57,36 @@ def apply_adapter(
         case AdapterType.LORA | AdapterType.OFT:
             if section.name_or_path is not None:
                 return _continue_adapter(model, section, section.name_or_path)
-            return _new_adapter(model, section, parts)
+            return _new_adapter(model, section, parts, new_ids)
         case _:
             raise AssertionError(section.type)
+
+
+def rows_left_out(model: PreTrainedModel | PeftModel, new_ids: Sequence[int]) -> list[str]:
+    """Names of the embedding and the output layer, where rows of new tokens are not trained."""
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    return [name for name, end in _ends(plain).items() if new_ids and not _learns(end, new_ids)]
+
+
+def _learns(end: nn.Module, new_ids: Sequence[int]) -> bool:
+    if isinstance(end, TrainableTokensWrapper):
+        tokens = end.token_adapter
+        return all(set(new_ids) <= set(tokens.token_indices[name]) for name in tokens.active_adapters)
+    return any(parameter.requires_grad for parameter in end.parameters())
+
+
+def _ends(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The embedding, and the output layer if it has weights of its own, by their full names."""
+    names = {id(module): name for name, module in model.named_modules()}
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    found = {names[id(first)]: first}
+    if last is not None and _plain_weight(last) is not _plain_weight(first):
+        found[names[id(last)]] = last
+    return found
+
+
+def _plain_weight(end: nn.Module) -> object:
+    return (end.original_module if isinstance(end, AuxiliaryTrainingWrapper) else end).weight
 
 
 def parts_left_out(model: PreTrainedModel, section: AdapterConfig) -> tuple[Part, ...]:
@@ -65,6 +102,24 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     """``(all, trainable)`` numbers of parameters; tied ones count once."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def adapter_facts(model: nn.Module) -> dict[str, Any]:
+    """What PEFT's config of the adapter says, in JSON types: rank, scale and targets, and what differs from PEFT's
+    defaults; {} without an adapter."""
+    if not isinstance(model, PeftModel):
+        return {}
+    settings = model.peft_config[model.active_adapter]
+    usual = {each.name: each.default for each in dataclasses.fields(settings)}
+    found: dict[str, Any] = {}
+    for name, value in settings.to_dict().items():
+        said = getattr(value, "value", value)
+        if name not in _NO_FACTS and (name in _ALWAYS_TOLD or (said and said != usual.get(name))):
+            found[name] = sorted(said) if isinstance(said, set) else said
+    if isinstance(found.get("target_modules"), list):
+        found["target_modules"] = _collapse(found["target_modules"])
+    first = {name: found.pop(name) for name in _TOLD_FIRST if name in found}
+    return {**first, **dict(sorted(found.items()))}
 
 
 def mutates_base(section: AdapterConfig) -> bool:
@@ -86,6 +141,13 @@ def keep_initial_adapter(model: PeftModel, folder: Path) -> None:
     settings.init_lora_weights = named
 
 
+def saves_embeddings(model: PeftModel) -> bool | str:
+    """What PEFT calls ``save_embedding_layers``: a table that has grown is saved whole, unless the adapter has the rows
+    of new tokens by themselves."""
+    settings = model.peft_config[model.active_adapter]
+    return "auto" if getattr(settings, "trainable_token_indices", None) is None else False
+
+
 def save_adapter(
     model: PeftModel, folder: Path, *, initial: Path | None = None, weights: dict[str, torch.Tensor] | None = None
 ) -> None:
@@ -95,7 +157,7 @@ def save_adapter(
     (Meng et al. 2024, appendix C of arXiv:2404.02948).
     """
     if initial is None:
-        model.save_pretrained(str(folder), state_dict=weights)
+        model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=saves_embeddings(model))
         return
     settings = model.peft_config["default"]
     before = (settings.init_lora_weights, settings.r, settings.lora_alpha)
@@ -104,7 +166,11 @@ def save_adapter(
     shutil.copytree(initial, scratch, dirs_exist_ok=True)
     try:
         with _quiet_peft():
-            model.save_pretrained(str(folder), path_initial_model_for_weight_conversion=str(scratch))
+            model.save_pretrained(
+                str(folder),
+                path_initial_model_for_weight_conversion=str(scratch),
+                save_embedding_layers=saves_embeddings(model),
+            )
     finally:
         settings.init_lora_weights, settings.r, settings.lora_alpha = before
         shutil.rmtree(scratch)
@@ -190,7 +256,9 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
 # --------------------------------------------------------------------------------------------------------- PEFT
 
 
-def _new_adapter(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> PeftModel:
+def _new_adapter(
+    model: PreTrainedModel, section: AdapterConfig, parts: ModelParts, new_ids: Sequence[int]
+) -> PeftModel:
     targets = _targets(model, section, parts)
     _check_modules_to_save(model, section.modules_to_save)
     # a reward model's head is new, so it is trained as a whole, which PEFT knows by the kind of task
@@ -210,6 +278,7 @@ def _new_adapter(model: PreTrainedModel, section: AdapterConfig, parts: ModelPar
             use_rslora=section.use_rslora,
             use_dora=section.use_dora,
             init_lora_weights=section.init_lora_weights,
+            trainable_token_indices=_trainable_rows(model, section, targets, new_ids) or None,
             **common,
         )
     try:
@@ -217,6 +286,29 @@ def _new_adapter(model: PreTrainedModel, section: AdapterConfig, parts: ModelPar
             return get_peft_model(model, settings)
     except (ValueError, AssertionError) as error:  # ranks and block sizes that the layers do not allow
         raise ModelError(f"adapter.type {section.type}: {error}") from error
+
+
+def _trainable_rows(
+    model: PreTrainedModel, section: AdapterConfig, targets: str | list[str], new_ids: Sequence[int]
+) -> dict[str, list[int]]:
+    """Which rows of which layers PEFT is to train beside the matrices; a layer that is trained anyway is left out.
+
+    Raises `ModelError` for an output layer whose rows PEFT cannot train apart.
+    """
+    if not new_ids:
+        return {}
+    trained = [*section.modules_to_save, *(targets if isinstance(targets, list) else ())]
+    found = {}
+    for name, end in _ends(model).items():
+        if any(name == each or name.endswith(f".{each}") for each in trained):
+            continue
+        if not isinstance(end, nn.Embedding) and (type(end) is not nn.Linear or end.bias is not None):
+            raise ModelError(
+                f"{len(new_ids)} tokens are new, and their rows in {name} ({type(end).__name__}) cannot be trained",
+                hint=f"set adapter.modules_to_save: [{name.rpartition('.')[2]}]",
+            )
+        found[name] = list(new_ids)
+    return found
 
 
 @contextmanager

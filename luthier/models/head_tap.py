@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
 from luthier.errors import ModelError
@@ -145,6 +146,12 @@ def _logits_of(head: OutputHead) -> AnyHead:
     if isinstance(layer, ModulesToSaveWrapper):  # a trained copy beside the original
         trained = layer.active_adapters and not layer.disable_adapters
         layer = layer.modules_to_save[layer.active_adapters[0]] if trained else layer.original_module
+    if isinstance(layer, TrainableTokensWrapper):  # rows of new tokens beside frozen ones; PEFT leaves out any bias
+        trained = layer.active_adapters and not layer.disable_adapters
+        weight_VD = (
+            layer.token_adapter.get_merged_weights(layer.active_adapters) if trained else layer.original_module.weight
+        )
+        return Head(weight_VD=weight_VD, scale=head.scale, softcap=head.softcap)
     if type(layer) is nn.Linear:
         return Head(
             weight_VD=layer.weight, bias_V=layer.bias, scale=head.scale, softcap=head.softcap, kernel=head.kernel

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from luthier.errors import CheckpointError
+from luthier.models.adapters import saves_embeddings
 from luthier.models.sharding import unsharded_class
 
 _HINT = "go on from another checkpoint, with output.resume, or begin anew, with output.overwrite: true"
@@ -57,7 +58,7 @@ def _restore_model(model: Any, checkpoint: Path) -> None:
 
 def _restore_adapter(model: PeftModel, checkpoint: Path) -> None:
     saved = load_file(checkpoint / SAFETENSORS_WEIGHTS_NAME)
-    present = {name: tuple(weight.shape) for name, weight in get_peft_model_state_dict(model).items()}
+    present = {name: tuple(weight.shape) for name, weight in _saved_weights(model).items()}
     there = {name: tuple(weight.shape) for name, weight in saved.items()}
     differing = sorted(name for name in present.keys() | there.keys() if present.get(name) != there.get(name))
     if differing:
@@ -67,3 +68,8 @@ def _restore_adapter(model: PeftModel, checkpoint: Path) -> None:
             hint=_HINT,
         )
     set_peft_model_state_dict(model, saved)
+
+
+def _saved_weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=saves_embeddings(model))
+    return found

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -87,6 +88,12 @@ def shard(model: PreTrainedModel | PeftModel, device: torch.device) -> None:
         raise ModelError(
             f"runtime.sharding is fsdp, and no decoder layer of {name} is trained: there is next to nothing to divide",
             hint="set runtime.sharding: none, or train a layer (adapter.freeze_trainable_layers)",
+        )
+    if any(isinstance(module, TrainableTokensWrapper) for module in model.modules()):
+        raise ModelError(
+            f"runtime.sharding is fsdp, and rows of new tokens are trained beside the embedding of {name}, which "
+            "cannot be divided then",
+            hint="set runtime.sharding: none, or adapter.modules_to_save: [embed_tokens, lm_head]",
         )
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in layers:

@@ -15,12 +15,14 @@ VOCABULARY_MULTIPLE = 64  # round sizes multiply faster
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """What the model must know of the tokenizer. ``size`` is its highest id plus one, added tokens included."""
+    """What the model must know of the tokenizer. ``size`` is its highest id plus one, added tokens included;
+    ``new_ids`` are those that the model's own tokenizer does not have."""
 
     size: int
     eos_token_id: int
     pad_token_id: int
     stop_token_ids: tuple[int, ...] = ()  # all that end a turn
+    new_ids: tuple[int, ...] = ()
 
 
 def fit_unborn(model_config: PretrainedConfig, vocabulary: Vocabulary, notes: list[str]) -> None:
@@ -47,9 +49,12 @@ def check_padding(model_config: PretrainedConfig, section: ModelConfig) -> None:
 
 
 def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Vocabulary, notes: list[str]) -> None:
-    """Give the embedding a row for each added token. Raises `ModelError` if the tokenizer has others that it lacks."""
+    """Give the embedding a row for each added token: a new one, or one that it has had to spare. Rows of new tokens
+    start as the mean of the old ones. Raises `ModelError` if the tokenizer has others that it lacks."""
     rows = model.get_input_embeddings().weight.shape[0]
+    spare = [number for number in vocabulary.new_ids if number < rows]
     if vocabulary.size <= rows:
+        _begin_as_mean(model, spare, old=min(spare, default=rows))
         return  # more rows than ids is usual: tables are padded to round sizes
     if not (section.add_tokens or section.add_special_tokens):
         raise ModelError(
@@ -57,6 +62,12 @@ def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Voc
             hint="name the model's own tokenizer, or add tokens through model.add_tokens, which resizes the embedding",
         )
     model.resize_token_embeddings(vocabulary.size, mean_resizing=False)
+    _begin_as_mean(model, [*spare, *range(rows, vocabulary.size)], old=min(spare, default=rows))
+    notes.append(f"embedding resized from {rows} to {vocabulary.size} rows; each new one is the mean of the old ones")
+
+
+def _begin_as_mean(model: PreTrainedModel, numbers: list[int], *, old: int) -> None:
+    """Give these rows of the embedding and of the output layer the mean of the first ``old``."""
     tables = {
         id(module.weight): module.weight
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -64,8 +75,7 @@ def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Voc
     }
     with torch.no_grad():
         for table in tables.values():  # one, where they are tied
-            table[rows:] = table[:rows].mean(dim=0)
-    notes.append(f"embedding resized from {rows} to {vocabulary.size} rows; each new one is the mean of the old ones")
+            table[numbers] = table[:old].mean(dim=0)
 
 
 def fit_generation(model: PreTrainedModel, vocabulary: Vocabulary, notes: list[str]) -> None:

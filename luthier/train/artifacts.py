@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -142,7 +144,7 @@ def _data(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
-    train, adapter = config.train, config.adapter
+    train = config.train
     rows = [
         ("parameters", f"{result.model.parameters:,} ({result.model.trainable_parameters:,} trained)"),
         ("steps", f"{result.global_step:,} ({result.epochs:.3g} epoch{'' if result.epochs == 1 else 's'})"),
@@ -150,15 +152,33 @@ def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
         ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type}, warmup {train.warmup_steps:g}"),
         (
             "optimizer",
-            f"{train.optim}, weight decay {train.weight_decay:g}, gradients clipped at {train.max_grad_norm:g}",
+            f"{result.optimizer.get('name', train.optim)}, weight decay {_decay(result)}, "
+            f"gradients clipped at {train.max_grad_norm:g}",
         ),
         ("precision", f"{result.model.precision}, weights in {result.model.dtype}"),
         *_objective(config),
         ("seed", str(config.runtime.seed)),
     ]
-    if adapter.type is AdapterType.LORA:
-        rows.insert(1, ("LoRA", f"rank {adapter.r}, targets {', '.join(adapter.target_modules)}"))
+    if adapter := result.model.adapter:
+        rows.insert(1, ("adapter", _adapter(adapter)))
     return rows
+
+
+def _adapter(facts: Mapping[str, Any]) -> str:
+    """``LORA: r 8, lora_alpha 16, target_modules k_proj q_proj``, by the names of its adapter_config.json."""
+    told = {name: value for name, value in facts.items() if name != "peft_type"}
+    return f"{facts['peft_type']}: " + ", ".join(f"{name} {_plain(value)}" for name, value in told.items())
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _decay(result: RunResult) -> str:
+    """By the groups of weights: one number, or that of biases and norms and that of matrices."""
+    return " and ".join(f"{decay:g}" for decay in result.optimizer.get("weight_decay", ()))
 
 
 def _batch(result: RunResult, config: RunConfig) -> str:

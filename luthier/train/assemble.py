@@ -33,6 +33,7 @@ from luthier.train.hooks import Hooks
 from luthier.train.kernel_choice import kernel_name
 from luthier.train.live import LiveData
 from luthier.train.lost_rows import LostRows
+from luthier.train.numerics import check_in_force, computed_in, weight_types
 from luthier.train.objective import make_losses, model_pass
 from luthier.train.objective_parts import ObjectiveParts
 from luthier.train.result import ModelSummary
@@ -79,6 +80,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: List
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=tokenizer.stop_token_ids,
+        new_ids=tokenizer.new_ids,
     )
     loaded = load_model(config, vocabulary)
     for note in _standing_notes(config, loaded):
@@ -93,7 +95,10 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: List
         tell(Note(text=f"model: the random base weights are saved in {BASE_FOLDER}/, for the adapter to be used with"))
     loaded.model.config.get_text_config().use_cache = False  # from here on: a cache would be a graph for each layer
     set_seed(config.runtime.seed)  # the adapter's initial values
-    model = adapters.apply_adapter(loaded.model, config.adapter)
+    model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
+    if frozen := adapters.rows_left_out(model, vocabulary.new_ids):
+        rows = f"the rows of {len(vocabulary.new_ids)} new tokens in {' and '.join(frozen)}"
+        tell(Note(text=f"model: {rows} keep their first values, the mean of the others, as those layers are frozen"))
     if left := adapters.parts_left_out(loaded.model, config.adapter):
         tell(Note(text=f"model: {' and '.join(left)} keep their weights; adapter.train_parts names what is trained"))
     initial = None
@@ -172,7 +177,9 @@ def make_trainer(
         ),
         save_state=save_state,
     )
-    return LuthierTrainer(run_model.model, arguments, parts, callbacks)
+    trainer = LuthierTrainer(run_model.model, arguments, parts, callbacks)
+    check_in_force(trainer, run_precision(config))
+    return trainer
 
 
 def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrainer) -> ModelSummary:
@@ -184,11 +191,12 @@ def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrai
         architecture=unsharded_class(plain).__name__,
         parameters=total,
         trainable_parameters=trainable,
-        dtype=str(plain.dtype).removeprefix("torch."),
-        precision=run_precision(config).value,
+        dtype=weight_types(run_model.model),
+        precision=computed_in(trainer, plain),
         attn_implementation=text_attention(plain),  # that which keeps segments apart
         head_kernel=kernel_name(trainer.parts.losses.forward.head),
         device=str(trainer.args.device),
+        adapter=adapters.adapter_facts(run_model.model),
         notes=_standing_notes(config, run_model.loaded),
     )
 

@@ -49,6 +49,7 @@ from luthier.train.generate import Question, answer_all, choose_questions
 from luthier.train.hooks import Hooks, StopAgreement
 from luthier.train.journal import LogFile
 from luthier.train.live import LiveData, open_live_data
+from luthier.train.numerics import own_numerics
 from luthier.train.outcome import Run, result_of
 from luthier.train.progress import ProgressBar, make_view
 from luthier.train.result import LOG_FILE, RunResult
@@ -86,6 +87,18 @@ def fit_data(
     on_event: Listener | None = None,
 ) -> RunResult:
     """`fit` for segments from anywhere. Data that is still on its way is asked for when the ranks have met."""
+    refuse_other_ways(os.environ)
+    with own_numerics() as not_followed:
+        return _fit(config, tokenizer, data, on_event, not_followed)
+
+
+def _fit(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    data: RunData | Callable[[], LiveData],
+    on_event: Listener | None,
+    not_followed: list[str],
+) -> RunResult:
     begun, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
     _set_up_process(config)
     world = World.from_environment()
@@ -93,6 +106,8 @@ def fit_data(
     listeners: list[Listener] = [view] if on_event is None else [view, on_event]
     tell = tell_all(listeners) if world.is_main else _silent
     try:
+        if not_followed:
+            tell(Note(text=f"not followed: {', '.join(not_followed)}; the run description decides this"))
         config = _as_packed(config, tokenizer, tell)
         with StopSignals() as signals:
             found = data if isinstance(data, RunData) else _open(data)
@@ -129,7 +144,6 @@ def _open(data: Callable[[], LiveData]) -> LiveData:
 
 
 def _set_up_process(config: RunConfig) -> None:
-    refuse_other_ways(os.environ)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # of weights being loaded
     PartialState(cpu=run_device(config) == "cpu")  # joins the other ranks, under torchrun

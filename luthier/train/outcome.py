@@ -27,9 +27,11 @@ from luthier.train.hooks import Hooks
 from luthier.train.journal import read_log
 from luthier.train.live import LiveData
 from luthier.train.lost_rows import ledger_of_run
+from luthier.train.numerics import optimizer_facts
 from luthier.train.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
 from luthier.train.schedule import Schedule
 from luthier.train.trainer import LuthierTrainer
+from luthier.train.training_state import plain_optimizer
 
 REPORTED_VERSIONS = ("luthier", "torch", "transformers", "peft", "accelerate")
 
@@ -88,6 +90,7 @@ def result_of(run: Run, started_at: str) -> RunResult:
         else summarise(run.data.eval_table, eval_settings(config, num_ranks=world.size)),
         mixture=_mixture(run),
         model=run.summary,
+        optimizer=optimizer_facts(plain_optimizer(run.trainer.optimizer)),
         peak_memory_bytes=_peak_memory(),
         ledger=_ledger(run),
         versions={"python": platform.python_version(), **{name: version(name) for name in REPORTED_VERSIONS}},

@@ -152,11 +152,12 @@ class ModelSummary:
     architecture: str  # class name
     parameters: int
     trainable_parameters: int
-    dtype: str  # of the stored weights
-    precision: str  # of the computation
+    dtype: str  # of the stored weights, those of most numbers first
+    precision: str  # of the computation, as torch said it: autocast's type, else the weights'
     attn_implementation: str
     device: str
     head_kernel: str | None = "chunked"  # what computed the output head; None: a reward model has none
+    adapter: dict[str, Any] = field(default_factory=dict)  # PEFT's own config of it, what differs from its defaults
     notes: tuple[str, ...] = ()  # decisions taken at load, each with its reason
 
 
@@ -190,6 +191,7 @@ class RunResult:
     eval_data: DataSummary | None = None
     mixture: tuple[SourceSummary, ...] = ()  # what was trained on, of the part before a resume too
     model: ModelSummary
+    optimizer: dict[str, Any] = field(default_factory=dict)  # by the object that took the steps: name, weight_decay
     peak_memory_bytes: int  # of the device for CUDA, else of the process
     ledger: dict[str, Any] = field(
         default_factory=dict

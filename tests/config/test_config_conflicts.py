@@ -6,8 +6,11 @@ import itertools
 
 import pytest
 
+from luthier.config.adapters import DECIDED_BEFORE, KEYS_OF_TYPE, keys_in_force
 from luthier.config.choices import AdapterType
+from luthier.config.dumping import dump_config
 from luthier.config.loading import load_config_text
+from luthier.config.schema import AdapterConfig
 from luthier.errors import ConfigError
 
 GOOD = "model: preset:tiny-qwen3\ndata:\n  train: preset:skills\n"
@@ -235,3 +238,38 @@ def test_a_head_kernel_that_can_never_be_used_is_refused(line: str, says: str) -
         load_config_text(f"{text}liger\n", "run.yaml")
     for policy in ("auto", "chunked"):
         assert load_config_text(f"{text}{policy}\n", "run.yaml").train.head_kernel == policy
+
+
+VALUES = {
+    "train_parts": "[language_model]", "r": "16", "lora_alpha": "8", "lora_dropout": "0.0", "target_modules": "[q_proj]",
+    "modules_to_save": "[lm_head]", "use_rslora": "false", "use_dora": "false", "init_lora_weights": "true",
+    "oft_block_size": "32", "loraplus_lr_ratio": "16", "merge": "true",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["lora", "oft"])
+@pytest.mark.parametrize("name", VALUES)
+def test_beside_an_adapter_that_is_there_a_key_decides_something_or_is_refused_where_it_stands(
+    kind: str, name: str
+) -> None:
+    of_type = name in KEYS_OF_TYPE[AdapterType(kind)]
+    alone = told(f"adapter:\n  type: {kind}\n  {name}: {VALUES[name]}")
+    beside = told(f"adapter:\n  type: {kind}\n  name_or_path: x\n  {name}: {VALUES[name]}")
+    if name in ("merge", "loraplus_lr_ratio") and of_type:
+        assert alone == beside == []
+    elif of_type:
+        assert alone == [] and len(beside) == 1
+        assert beside[0].startswith(f"run.yaml:7 adapter.{name}: ") and "adapter.name_or_path (line 6)" in beside[0]
+    # where the value is a default, the key of another type says nothing
+
+
+def test_every_key_of_the_adapter_is_in_force_or_decided_before() -> None:
+    for kind in (AdapterType.LORA, AdapterType.OFT):
+        keys = keys_in_force(AdapterConfig(type=kind, name_or_path="x"))
+        assert keys | DECIDED_BEFORE >= KEYS_OF_TYPE[kind] and not keys & DECIDED_BEFORE
+
+
+def test_a_run_beside_an_adapter_is_dumped_without_what_it_decided() -> None:
+    lines = f"{GOOD}adapter:\n  type: lora\n  name_or_path: x\n"
+    config = load_config_text(lines, "run.yaml", check_paths=False)
+    assert load_config_text(dump_config(config), "dump.yaml", check_paths=False) == config
