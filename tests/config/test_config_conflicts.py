@@ -241,7 +241,8 @@ def test_a_head_kernel_that_can_never_be_used_is_refused(line: str, says: str) -
 
 
 VALUES = {
-    "train_parts": "[language_model]", "r": "16", "lora_alpha": "8", "lora_dropout": "0.0", "target_modules": "[q_proj]",
+    "train_parts": "[language_model]",
+    "r": "16", "lora_alpha": "8", "lora_dropout": "0.0", "target_modules": "[q_proj]",
     "modules_to_save": "[lm_head]", "use_rslora": "false", "use_dora": "false", "init_lora_weights": "true",
     "oft_block_size": "32", "loraplus_lr_ratio": "16", "merge": "true",
 }  # fmt: skip
