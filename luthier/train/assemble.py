@@ -177,9 +177,7 @@ def make_trainer(
         ),
         save_state=save_state,
     )
-    trainer = LuthierTrainer(run_model.model, arguments, parts, callbacks)
-    check_in_force(trainer, run_precision(config))
-    return trainer
+    return check_in_force(LuthierTrainer(run_model.model, arguments, parts, callbacks), run_precision(config))
 
 
 def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrainer) -> ModelSummary:

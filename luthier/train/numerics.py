@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,8 @@ _QUIET = {"", "no", "none", "false", "0", "1"}
 
 # oneDNN reads this when torch is imported, so it cannot be taken back: float32 products would be those of fewer bits
 _LOSSY = dict.fromkeys(("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"), ("", "strict"))
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
@@ -72,8 +74,8 @@ def refuse_lossy(environment: Mapping[str, str]) -> None:
             )
 
 
-def check_in_force(trainer: Trainer, asked: Precision) -> None:
-    """Raise `UserError` unless the trainer computes as the run description says."""
+def check_in_force(trainer: AnyTrainer, asked: Precision) -> AnyTrainer:
+    """The trainer. Raises `UserError` unless it computes as the run description says."""
     accelerator = trainer.accelerator
     wanted = {"mixed precision": "no" if asked is Precision.FP32 else asked.value, "compiler": "NO"}
     found = {
@@ -86,6 +88,7 @@ def check_in_force(trainer: Trainer, asked: Precision) -> None:
                 f"train.precision is {asked}, and accelerate's {name} is {found[name]}, not {value}",
                 hint="make no Accelerator before the run, or run it in a process of its own",
             )
+    return trainer
 
 
 def computed_in(trainer: Trainer, model: nn.Module) -> str:
