@@ -5,7 +5,7 @@ targets (or pairs) per second, and per CPU-second. Memory is the most that train
 `activations` is that without gradients and Adam's two states, 12 bytes a parameter, which nobody can do without.
 Before that, each tool makes one step on all of a few rows: its loss and gradient norm must be ours.
 
-python -m benchmarks.training [--rounds N] [--threads N …] [--only NAME …] [--peers VENV …]
+python -m benchmarks.training [--rounds N] [--threads N …] [--only NAME …] [--tools NAME …] [--peers VENV …]
 
 Trainers that are not installed here are looked for in the virtual environments that --peers or LUTHIER_PEERS name.
 """
@@ -44,6 +44,7 @@ from benchmarks.harness.training_runs import Contest, Measured, Tool, descriptio
 from luthier.presets import tokenizer_folder
 
 SMALL_VOCABULARY = 32_000  # Llama 2's and Mistral's: about the smallest of models that people fine-tune
+LIKE_LENGTHS = (230, 270)  # tokens of question and answer: a batch of such rows has hardly any padding
 TOLERANCE = 1e-4  # relative; other kernels differ by 1e-6, packing that cuts rows and leaks by 7e-3
 OPTIMIZER_BYTES = 12  # a parameter: gradient and two moments in float32
 
@@ -86,6 +87,16 @@ CONTESTS = (
         long_prompts=True,
     ),
     Contest(
+        name="sft-150k-alike",
+        objective="sft",
+        vocab_size=VOCAB_SIZE,
+        num_rows=8,
+        checked=4,
+        max_length=1024,
+        batch_tokens=2048,
+        text_tokens=LIKE_LENGTHS,
+    ),
+    Contest(
         name="sft-32k",
         objective="sft",
         vocab_size=SMALL_VOCABULARY,
@@ -93,6 +104,16 @@ CONTESTS = (
         checked=8,
         max_length=1024,
         batch_tokens=2048,
+    ),
+    Contest(
+        name="sft-32k-alike",
+        objective="sft",
+        vocab_size=SMALL_VOCABULARY,
+        num_rows=24,
+        checked=8,
+        max_length=1024,
+        batch_tokens=2048,
+        text_tokens=LIKE_LENGTHS,
     ),
     Contest(
         name="dpo-32k",
@@ -126,7 +147,7 @@ def main() -> int:
 
 def _hold(contest: Contest, folder: Path, threads: int, options: argparse.Namespace) -> bool:
     few, all_rows = (_material(contest, folder / str(number), number) for number in (contest.checked, contest.num_rows))
-    here = [tool for tool in TOOLS if contest.objective in tool.objectives]
+    here = [tool for tool in TOOLS if contest.objective in tool.objectives and _is_asked_for(tool, options.tools)]
     pythons = {tool: python for tool in here if (python := python_with(tool.package, options.peers))}
     checks = {
         tool: measure(tool, python, contest, few, threads=threads, one_step=True) for tool, python in pythons.items()
@@ -141,6 +162,10 @@ def _hold(contest: Contest, folder: Path, threads: int, options: argparse.Namesp
         if tool not in runs:
             print(f"left out: {tool.name}, which {'failed' if tool in pythons else 'is not installed'}")
     return any(check is not None and not _same(check, checks[OURS]) for check in checks.values())
+
+
+def _is_asked_for(tool: Tool, names: list[str] | None) -> bool:
+    return tool is OURS or names is None or tool.name in names
 
 
 def _same(found: Measured, ours: Measured | None) -> bool:
@@ -223,7 +248,7 @@ def _material(contest: Contest, folder: Path, num_rows: int) -> Material:
 
 def _rows(contest: Contest, num_rows: int, tokenizer: Path) -> Iterator[dict[str, Any]]:
     if contest.objective == "sft":
-        return exchanges(num_rows)
+        return exchanges(num_rows, tokenizer, contest.text_tokens)
     return long_prompts(num_rows, tokenizer) if contest.long_prompts else short_pairs(num_rows)
 
 
@@ -232,6 +257,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, nargs="+", default=[2], metavar="N")
     parser.add_argument("--only", nargs="+", choices=[contest.name for contest in CONTESTS], metavar="NAME")
+    parser.add_argument("--tools", nargs="+", choices=[tool.name for tool in TOOLS], metavar="NAME")
     parser.add_argument("--peers", type=Path, nargs="+", default=peer_environments(), metavar="VENV")
     parser.add_argument("--folder", type=Path, help="for temporary files")
     return parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -38,9 +39,15 @@ EXCUSED_FILES = {
 EXCUSED_FUNCTIONS: dict[str, str] = {}
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file, which several tests look at."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def modules(package: Path = PACKAGE) -> Iterator[tuple[str, ast.Module]]:
     for path in sorted(package.rglob("*.py")):
-        yield path.relative_to(package).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+        yield path.relative_to(package).as_posix(), parsed(path)
 
 
 def room_of(name: str) -> str:
@@ -249,7 +256,7 @@ def forking_files(root: Path) -> dict[str, list[str]]:
     found = {}
     rooms = [root / name for name in ("luthier", "tests", "examples", "scripts")]
     for path in sorted(path for room in rooms for path in room.rglob("*.py")):
-        if calls := list(forks(ast.parse(path.read_text(encoding="utf-8")))):
+        if calls := list(forks(parsed(path))):
             found[path.relative_to(root).as_posix()] = calls
     return found
 
@@ -287,7 +294,7 @@ def jumps(room: Path) -> list[str]:
     names = {name: path for name, path in files.items() if not name.endswith("__init__")}
     found = [f"{name}: not in the reading order" for name in names.keys() ^ set(order)]
     for place, name in enumerate(order):
-        for target in imports(ast.parse(names[name].read_text(encoding="utf-8"))) if name in names else ():
+        for target in imports(parsed(names[name])) if name in names else ():
             inner = target.removeprefix(f"luthier.{room.name}.")
             later = [other for other in order[place + 1 :] if inner == other or inner.startswith(f"{other}.")]
             found += [f"{name} needs {other}, which comes later" for other in later if inner != target]

@@ -77,11 +77,20 @@ def small_model(folder: Path, tokenizer: Path, vocab_size: int) -> Path:
     return folder
 
 
-def exchanges(num_rows: int) -> Iterator[dict[str, Any]]:
-    """The first question and answer of so many real conversations."""
-    for row in itertools.islice(conversations(alternating=True), num_rows):
-        question, answer = (turn["value"] for turn in row["conversations"][:2])
+def exchanges(num_rows: int, tokenizer: Path, text_tokens: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
+    """The first question and answer of so many real conversations, as they come or of like length."""
+    texts = ([turn["value"] for turn in row["conversations"][:2]] for row in conversations(alternating=True))
+    if text_tokens is not None:
+        texts = _of_length(texts, tokenizer, *text_tokens)
+    for question, answer in itertools.islice(texts, num_rows):
         yield {"messages": [_message("user", question), _message("assistant", answer)]}
+
+
+def _of_length(texts: Iterable[list[str]], tokenizer: Path, least: int, most: int) -> Iterator[list[str]]:
+    library = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    for both in texts:
+        if least <= sum(len(library.encode(text, add_special_tokens=False).ids) for text in both) <= most:
+            yield both
 
 
 def long_prompts(num_pairs: int, tokenizer: Path) -> Iterator[dict[str, Any]]:

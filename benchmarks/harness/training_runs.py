@@ -34,6 +34,8 @@ class Contest:
     """What is trained: ``rows`` in number, micro-batches of about ``batch_tokens``; ``checked`` rows are compared.
 
     long_prompts  of pairs: made of real texts; else those of a preset
+    text_tokens   of conversations: only those whose texts take so many tokens (from, to), so that rows are of like
+                  length and padding costs the others little
     """
 
     name: str
@@ -44,6 +46,7 @@ class Contest:
     max_length: int
     batch_tokens: int
     long_prompts: bool = False
+    text_tokens: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
