@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from luthier.errors import RowError
 from luthier.records import Thinking
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.media_slots import place_media
-from luthier.rendering.paths import Path, no_stop, require_every_part, stop_of_next_turn
+from luthier.rendering.paths import Path, ended_by_next_turn, no_stop, path_of, require_every_part, whole_row
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import Recording
 from luthier.rendering.turns import Context, Span, context_of, open_span, span_of
@@ -29,24 +28,26 @@ def one_path(
     the template leaves out of earlier turns is not learned. Raises `RowError` where a turn has no header or no stop.
     """
     messages = history.row.messages
-    recording = history.recording(len(messages))
-    media = place_media(recording.sketch, messages, history.template.slots)
-    path = Path(recording=recording, num_messages=len(messages), kwargs={}, media=media)
+    whole = whole_row(history)
+    recording = whole.recording
+    path = path_of(history, whole, len(messages))
     unfinished = len(messages) - 1 if history.row.continue_final_message else None
     differing = set()
     for index in turns:
-        context = _context(history, index)
+        context = _context(history, index, control)
         seam = _seam(history, recording, context, index)
         span = span_of(recording, control, index, seam)
         if index == unfinished:
             span = open_span(recording, index, seam, whole=False)
         if span is None:
             is_last = index == len(messages) - 1
-            kwargs = {} if context is None else context.kwargs
-            path.stop = stop_of_next_turn(history, control, kwargs, index) if is_last else None
-            if path.stop is None and needs_stop:
+            ended, path.stop = ended_by_next_turn(history, control, whole, index) if is_last else (None, None)
+            if ended is not None:
+                path.recording = recording = ended.recording
+                span = span_of(recording, control, index, seam)
+            elif path.stop is None and needs_stop:
                 raise no_stop(control, index)
-            span = open_span(recording, index, seam, whole=path.stop is not None)
+            span = span or open_span(recording, index, seam, whole=path.stop is not None)
             path.end = span.end if is_last else None
         path.spans.append(span)
         thoughts = {number for number, part in enumerate(messages[index].parts) if isinstance(part, Thinking)}
@@ -58,10 +59,10 @@ def one_path(
     return path, frozenset(differing)
 
 
-def _context(history: RowHistory, index: int) -> Context | None:
+def _context(history: RowHistory, index: int, control: ControlTokens) -> Context | None:
     """What inference shows before a message; None where the template has no prompt that the turn would continue."""
     try:
-        return context_of(history.template, history, index)
+        return context_of(history.template, history, index, control)
     except RowError as error:
         if error.reason != "prompt_not_reproduced":
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
 from typing import Any
@@ -13,11 +13,21 @@ from luthier.records import ControlPiece, Message, Piece, Text, TextPiece, Think
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.guards import Guard
 from luthier.rendering.media_slots import is_media, place_media
+from luthier.rendering.openings import Stretched, common_length, spliced
 from luthier.rendering.pieces import Weigh, cut_pieces
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import Recording
 from luthier.rendering.trace import Owner
-from luthier.rendering.turns import Context, Span, context_of, open_span, seam_is_safe, span_of, token_after
+from luthier.rendering.turns import (
+    Context,
+    Printed,
+    Span,
+    context_of,
+    open_span,
+    seam_is_safe,
+    span_of,
+    token_after,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,16 +35,22 @@ class Path:
     """A recording of the row's first messages, and the spans of the turns that are trained in it, in order.
 
     ``media`` says where which item of the row stands. ``end`` is where the path ends, ``stop`` a stop token that
-    follows there though the template printed none.
+    follows there though the template printed none. ``printed`` are the recordings that it is made of.
     """
 
     recording: Recording
     num_messages: int
     kwargs: Mapping[str, Any]
+    printed: tuple[Printed, ...]
     media: Mapping[int, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     end: int | None = None
     stop: str | None = None
+
+    @property
+    def sketches(self) -> tuple[str, ...]:
+        """Its own, and those that it is made of."""
+        return (self.recording.sketch, *(printed.recording.sketch for printed in self.printed))
 
 
 def cut_paths(paths: Sequence[tuple[Path, Weigh]], control: ControlTokens) -> list[tuple[Piece, ...]]:
@@ -58,7 +74,7 @@ def cut_paths(paths: Sequence[tuple[Path, Weigh]], control: ControlTokens) -> li
 
 def _common_pieces(pieces: tuple[Piece, ...], one: Path, other: Path) -> tuple[tuple[Piece, ...], int]:
     """The first of one path's pieces, up to a control token, that are the other's too, and where they end."""
-    limit = _common_length(one.recording.sketch[: one.end], other.recording.sketch[: other.end])
+    limit = common_length(one.recording.sketch[: one.end], other.recording.sketch[: other.end])
     for mine, theirs in zip_longest(one.spans, other.spans):
         if mine != theirs or not mine.is_history:
             limit = min(limit, *(span.seam for span in (mine, theirs) if span is not None))
@@ -70,14 +86,6 @@ def _common_pieces(pieces: tuple[Piece, ...], one: Path, other: Path) -> tuple[t
     return (), 0
 
 
-def _common_length(one: str, other: str) -> int:
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
-
-
 def paths_of(
     history: RowHistory, control: ControlTokens, turns: Sequence[int], *, needs_stop: bool
 ) -> tuple[Path, list[Path]]:
@@ -86,28 +94,33 @@ def paths_of(
     Raises `RowError` if a turn cannot be trained on as inference would see it.
     """
     num_messages = len(history.row.messages)
-    trunk = _path(history, history.recording(num_messages), num_messages, kwargs={})
+    trunk = path_of(history, whole_row(history), num_messages)
     unfinished = num_messages - 1 if history.row.continue_final_message else None
     branches: list[Path] = []
     contexts: dict[int, Context] = {}
     for index in reversed(turns):  # a later turn's path often holds the context of an earlier one
-        context = contexts[index] = context_of(history.template, history, index)
+        context = contexts[index] = context_of(history.template, history, index, control)
         home = _home(context, (trunk, *branches), control, history)
         if home is None:
-            home = _path(history, context.recording, index + 1, kwargs=context.kwargs)
+            home = path_of(history, context, index + 1)
             branches.append(home)
+        if index not in home.recording.stretches:
+            require_every_part(home.recording, _nothing(index), history)
         span = span_of(home.recording, control, index, context.seam)
         if index == unfinished:
             span = open_span(home.recording, index, context.seam, whole=False)
         if span is None:
-            stop = stop_of_next_turn(history, control, context.kwargs, index)
-            if stop is None and needs_stop:
+            ended, stop = ended_by_next_turn(history, control, context, index)
+            if ended is None and stop is None and needs_stop:
                 raise no_stop(control, index)
-            if stop is not None and index < home.num_messages - 1:  # what follows it here is not what ends it
-                home = _path(history, context.recording, index + 1, kwargs=context.kwargs)
+            if ended is not None or (stop is not None and index < home.num_messages - 1):
+                # what follows it here is not what ends it
+                branches = [branch for branch in branches if branch is not home or home.spans]
+                home = path_of(history, ended or context, index + 1)
                 branches.append(home)
             home.stop = stop or home.stop
-            span = open_span(home.recording, index, context.seam, whole=stop is not None)
+            span = None if ended is None else span_of(home.recording, control, index, context.seam)
+            span = span or open_span(home.recording, index, context.seam, whole=stop is not None)
         if (home is not trunk and not home.spans) or (home.stop is not None and home.end is None):
             home.end = span.end
         home.spans.insert(0, span)
@@ -119,15 +132,33 @@ def paths_of(
     return trunk, branches[::-1]
 
 
-def _path(history: RowHistory, recording: Recording, num_messages: int, *, kwargs: Mapping[str, Any]) -> Path:
-    media = place_media(recording.sketch, history.row.messages[:num_messages], history.template.slots)
-    return Path(recording=recording, num_messages=num_messages, kwargs=kwargs, media=media)
+def _nothing(index: int) -> Span:
+    return Span(message=index, seam=0, stop=0, end=0)
 
 
-def can_be_asked(history: RowHistory, index: int) -> bool:
+def whole_row(history: RowHistory) -> Context:
+    """The whole conversation as rendered, as a context of nothing."""
+    recording, num_messages = history.recording(len(history.row.messages)), len(history.row.messages)
+    printed = (Printed(recording=recording, num_messages=num_messages),)
+    return Context(recording=recording, seam=0, kwargs={}, printed=printed)
+
+
+def path_of(history: RowHistory, context: Context, num_messages: int) -> Path:
+    """The path of a context, without spans."""
+    media = place_media(context.recording.sketch, history.row.messages[:num_messages], history.template.slots)
+    return Path(
+        recording=context.recording,
+        num_messages=num_messages,
+        kwargs=context.kwargs,
+        printed=context.printed,
+        media=media,
+    )
+
+
+def can_be_asked(history: RowHistory, index: int, control: ControlTokens) -> bool:
     """Whether some prompt of the template leads to message ``index``: some know none before the first question."""
     try:
-        context_of(history.template, history, index)
+        context_of(history.template, history, index, control)
     except RowError as error:
         if error.reason not in ("template", "prompt_not_reproduced"):
             raise
@@ -158,15 +189,47 @@ def _home(context: Context, paths: Sequence[Path], control: ControlTokens, histo
     return None
 
 
-def stop_of_next_turn(history: RowHistory, control: ControlTokens, kwargs: Mapping[str, Any], index: int) -> str | None:
-    """Where the next turn's header ends this one, as in GLM: the header that would follow."""
+def ended_by_next_turn(
+    history: RowHistory, control: ControlTokens, context: Context, index: int
+) -> tuple[Context | None, str | None]:
+    """How this turn ends where another one follows: with a stop of its own, or, as in GLM, with the next header.
+
+    Gives the context with the turn ended as the template ends it in a history, or the token that follows the turn.
+    """
+    stretch = context.recording.stretches.get(index)
+    if stretch is None:
+        return None, None
+    for recording in _followed(history, context, index):
+        token = token_after(recording, control, index)
+        if token is not None and not recording.stretches[index].is_owned:
+            return None, token
+        span = span_of(recording, control, index, 0)
+        if span is None:
+            continue
+        content_end = recording.stretches[index].content_end
+        own = context.recording.sketch[stretch.content_end :].rstrip()
+        if own and not recording.sketch.startswith(own, content_end):
+            continue
+        ended = spliced(
+            Stretched(context.recording, 0, stretch.content_end),
+            Stretched(recording, content_end, span.end, index),
+        )
+        return replace(context, recording=ended), None
+    return None, None
+
+
+def _followed(history: RowHistory, context: Context, index: int) -> Iterator[Recording]:
+    """The turn as rendered where a result, a question or a prompt follows."""
     calls = any(isinstance(part, ToolCall) for part in history.row.messages[index].parts)
-    following = Message(role="tool" if calls else "user", parts=(Text(text="…"),))
+    for role in ("tool", "user") if calls else ("user",):
+        try:
+            yield history.recording_with(index + 1, Message(role=role, parts=(Text(text="…"),)), **context.kwargs)
+        except RowError:
+            continue
     try:
-        recording = history.recording_with(index + 1, following, **kwargs)
+        yield history.recording(index + 1, generation_prompt=True, **context.kwargs)
     except RowError:
-        return None
-    return token_after(recording, control, index)
+        return
 
 
 def no_stop(control: ControlTokens, index: int) -> RowError:

@@ -47,7 +47,8 @@ def cut_pieces(
                 pieces.append(MediaPiece(token=token, number=media[place], message=owner.scope))
                 continue
             weight = _weight(weigh, owner, span, place)
-            pieces.append(ControlPiece(token=token, by_model=span is not None, weight=weight, message=owner.scope))
+            message = span.message if owner.scope is None and span is not None else owner.scope
+            pieces.append(ControlPiece(token=token, by_model=span is not None, weight=weight, message=message))
         pieces.extend(_texts(recording, position, stop, spans, weigh))
     return tuple(pieces)
 
@@ -58,11 +59,12 @@ def _texts(recording: Recording, start: int, end: int, spans: Sequence[Span], we
     edges.update(edge for span in spans for edge in (span.seam, span.stop, span.end) if start < edge < end)
     for begin, stop in pairwise(sorted(edges)):
         owner, span = recording.owner(begin), _span_at(spans, begin)
+        own = None if span is None else span.message
         yield TextPiece(
             text=recording.sketch[begin:stop],
             by_model=span is not None,
             weight=_weight(weigh, owner, span, begin),
-            message=owner.scope if owner.field is None else owner.message,
+            message=owner.message if owner.field is not None else own if owner.scope is None else owner.scope,
             field=owner.field,
         )
 

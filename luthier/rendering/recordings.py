@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from luthier.records import Conversation, Message
+from luthier.records import Conversation, Message, Thinking
 from luthier.rendering.guards import Guard, compile_guards
 from luthier.rendering.messages import message_strings
 from luthier.rendering.references import Alphabet, Fixed, Reference, Slot, is_reference, value_of
@@ -67,6 +67,10 @@ class RowHistory:
         within = replace(within, parts=within.parts[:part], name=None, tool_call_id=None)
         number = sum(len(message_strings(earlier)) for earlier in (*before, within))
         return self.recordings.alphabet.char(Slot(number))
+
+    def thoughts(self, message: int) -> list[int]:
+        """Which parts of a message are thoughts."""
+        return [number for number, part in enumerate(self.row.messages[message].parts) if isinstance(part, Thinking)]
 
     def note(self, guard: Guard) -> None:
         """Note an answer that depends on the row's strings."""

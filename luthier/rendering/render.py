@@ -36,7 +36,7 @@ from luthier.rendering.kinds import RowKind
 from luthier.rendering.media_slots import MediaSlots, SlotsOnDemand, media_of, media_of_parts, no_slots
 from luthier.rendering.messages import message_strings
 from luthier.rendering.one_rendering import one_path
-from luthier.rendering.openings import as_printed
+from luthier.rendering.openings import ending_of
 from luthier.rendering.paths import Path, can_be_asked, cut_paths, paths_of
 from luthier.rendering.pieces import Weigh
 from luthier.rendering.recordings import Recordings, RowHistory
@@ -69,6 +69,7 @@ class Renderer:
         self._media = SlotsOnDemand(slots, control)
         self._recordings = Recordings()
         self._blueprints: dict[Hashable, list[_Known]] = {}
+        self._opens_thought: bool | None = None
 
     def render(self, row: Row) -> Rendered:
         """The paths of a row. Raises `RowError` if the row cannot be trained on as inference would see it."""
@@ -190,9 +191,22 @@ class Renderer:
             system = Message(role="system", parts=(Text(text=default),), train=False)
             row = replace(row, messages=(system, *row.messages))
         row = apply_rules(row, self.policy.rules)
-        if not template.reads_thinking and any(map(_has_written_thinking, row.messages)):
+        if any(map(_has_written_thinking, row.messages)) and not self._knows_thinking(template):
             row = replace(row, messages=tuple(map(_with_thinking_in_text, row.messages)))
         return row
+
+    def _knows_thinking(self, template: ChatTemplate) -> bool:
+        """Whether the template looks at a message's thinking, or opens a thought for the model in its prompts."""
+        if template.reads_thinking:
+            return True
+        if self._opens_thought is None:
+            try:
+                prompt = template.render([Message(role="user", parts=(Text(text="so"),))], generation_prompt=True)
+            except RowError:
+                prompt = ""
+            known = "\0".join((template.literals, *sorted(self.control.tokens)))
+            self._opens_thought = ending_of(prompt, known).is_open
+        return self._opens_thought
 
     def _build(
         self, row: Conversation, template: ChatTemplate, shapes: tuple[MessageShape, ...], strings: list[str]
@@ -208,7 +222,7 @@ class Renderer:
         media = media_of(row.messages)
         control = self.control.with_places(template.slots.printed_for(media))
         try:
-            has_unasked = bool(turns) and _is_unasked(row, turns[0]) and not can_be_asked(history, turns[0])
+            has_unasked = bool(turns) and _is_unasked(row, turns[0]) and not can_be_asked(history, turns[0], control)
             turns = turns[1:] if has_unasked else turns
             differing: frozenset[int] = frozenset()
             if self.policy.history is HistoryRendering.ONE_RENDERING:
@@ -226,7 +240,7 @@ class Renderer:
             is_learned = any(not span.is_history for span in trunk.spans)
             cut = cut_paths([*learned, (trunk, weights)] if is_learned else learned, control)
         paths = [*branches, trunk]
-        references = history.references(*(path.recording.sketch for path in paths))
+        references = history.references(*(sketch for path in paths for sketch in path.sketches))
         if not cut:
             raise RowDropped("no_target", "the only answer comes before any question")
         control = self.control.with_places(template.slots.tokens_of(media))
@@ -238,8 +252,11 @@ class Renderer:
         """Compare one text of a replayed row with what the template really prints."""
         path = known.paths[known.replays % len(known.paths)]
         texts = {ord(char): value for char, value in zip(known.blueprint.references, values, strict=True)}
-        replayed = as_printed(path.recording).translate(texts)
-        if replayed != template.render(row.messages[: path.num_messages], row.tools, **path.kwargs):
+        for printed in path.printed:
+            history = row.messages[: printed.num_messages]
+            text = template.render(history, row.tools, generation_prompt=printed.generation_prompt, **path.kwargs)
+            if printed.recording.sketch.translate(texts) == text:
+                continue
             raise TemplateError(
                 f"{row.address}: the chat template prints something else for this row than for others of its shape, "
                 f"and nothing that it asked tells why; rows before this one may be wrong too",

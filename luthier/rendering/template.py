@@ -47,11 +47,16 @@ THINKING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Where a message was rendered: its last run of characters ``[begin, end)``, and the end of the content in it."""
+    """Where a message was rendered: its last run of characters ``[begin, end)``, and the end of the content in it.
+
+    ``is_owned``: no loop of the template stood at the message, so the stretch begins with its content and ends where
+    another message's begins, with that one's header in it.
+    """
 
     begin: int
     end: int
     content_end: int
+    is_owned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,14 +64,12 @@ class Recording:
     """What a template printed, as a sketch, for all rows whose strings answer its ``guards`` alike.
 
     For each character of ``sketch`` the character of ``owners`` at the same place is a number in ``owner_table``.
-    What stands at ``added`` was printed for another prompt (`openings`).
     """
 
     sketch: str
     owners: str
     owner_table: Sequence[Owner]
     guards: tuple[Guard, ...]
-    added: tuple[int, int] = (0, 0)
 
     def owner(self, position: int) -> Owner:
         """Whose the character at ``position`` of the sketch is."""
@@ -74,10 +77,21 @@ class Recording:
 
     @functools.cached_property
     def stretches(self) -> dict[int, Stretch]:
-        """Where each message was rendered. Messages that left no trace are missing."""
+        """Where each message was rendered. Messages that left no trace are missing.
+
+        That is where the template's loop stood at the message, if it printed the message's own content there; else
+        from the first to the last character that the message owns, wherever it was printed (after a loop, in another
+        order, from a list of pairs).
+        """
         found: dict[int, Stretch] = {}
+        has_content: set[int] = set()
+        owned: dict[int, tuple[int, int]] = {}
         for start, stop in owner_runs(self.owners):
             owner = self.owner(start)
+            if owner.message is not None and owner.field is not None:
+                owned[owner.message] = (owned.get(owner.message, (start, stop))[0], stop)
+                if owner.scope == owner.message:
+                    has_content.add(owner.message)
             if owner.scope is None:
                 continue
             before = found.get(owner.scope)
@@ -85,7 +99,22 @@ class Recording:
                 before = Stretch(begin=start, end=start, content_end=start)
             content_end = before.content_end if owner.field is None else stop
             found[owner.scope] = Stretch(begin=before.begin, end=stop, content_end=content_end)
+        for message, (begin, end) in owned.items():
+            if message not in has_content:
+                found[message] = Stretch(
+                    begin=begin, end=self._next_owned(message, end), content_end=end, is_owned=True
+                )
         return found
+
+    def _next_owned(self, message: int, start: int) -> int:
+        """Where something of another message is printed next."""
+        scope = self.owner(start - 1).scope
+        for begin, _ in owner_runs(self.owners[start:]):
+            owner = self.owner(start + begin)
+            other = owner.field is not None and owner.message not in (message, None)
+            if other or (owner.scope is not None and owner.scope != scope):
+                return start + begin
+        return len(self.owners)
 
 
 def owner_runs(owners: str) -> Iterator[tuple[int, int]]:

@@ -13,11 +13,25 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from luthier.errors import RowError
+from luthier.records import Message, Text, Thinking
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.guards import Guard
-from luthier.rendering.openings import opened_turn
+from luthier.rendering.openings import (
+    Ending,
+    Stretched,
+    behind_closed,
+    behind_opened,
+    closes,
+    closing_text,
+    common_length,
+    ending_of,
+    header_end,
+    repeats,
+    spliced,
+)
 from luthier.rendering.references import is_reference
 from luthier.rendering.template import ChatTemplate, Recording, Stretch
+from luthier.rendering.trace import Owner
 
 # What templates call the variable that opens or closes thinking: Qwen, GLM, Nemotron; DeepSeek, Granite.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -36,6 +50,15 @@ class History(Protocol):
     def note(self, guard: Guard) -> None:
         """Note an answer that depends on the row's strings."""
 
+    def slot(self, message: int, part: int) -> str:
+        """The character that stands for the whole text of one part of a message."""
+
+    def thoughts(self, message: int) -> list[int]:
+        """Which parts of a message are thoughts."""
+
+    def recording_with(self, num_messages: int, following: Message, **kwargs: Any) -> Recording:
+        """The recording for ``messages[:num_messages]`` and one more message."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
@@ -52,42 +75,151 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Printed:
+    """A recording of which a context is made, and what the template was given: so that it can be printed again."""
+
+    recording: Recording
+    num_messages: int
+    generation_prompt: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
     """What inference sees before message ``k``, and the recording with its turn rendered last.
 
     ``kwargs`` are the template variables under which the one begins with the other; the seam lies where the prompt
-    ends.
+    ends. ``printed`` are the recordings that it is made of.
     """
 
     recording: Recording
     seam: int
     kwargs: Mapping[str, Any]
+    printed: tuple[Printed, ...]
 
 
-def context_of(template: ChatTemplate, history: History, index: int) -> Context:
+def context_of(template: ChatTemplate, history: History, index: int, control: ControlTokens) -> Context:
     """The inference context of message ``index``.
 
     Where the template has a thinking switch that the user left open, the first position that reproduces this turn is
-    taken; left open comes first, for that is what inference shows by default. An empty thought that the template writes
-    into its prompts alone, with the switch as the user has it, is put into the turn (`openings`).
-    Raises `RowError` if no generation prompt is the beginning of the rendered turn: it cannot be trained on what
-    inference will show.
+    taken; left open comes first, for that is what inference shows by default. A prompt that the rendered turn does not
+    begin with is still the context, as inference prints it, where what the model must emit after it can be told
+    (`openings`). Raises `RowError` if it cannot: the row cannot be trained on what inference will show.
     """
+    asked: list[_Asked] = []
     for kwargs in _switches(template):
-        asked = history.recording(index, generation_prompt=True, **kwargs)
-        prompt = asked.sketch
+        prompt = history.recording(index, generation_prompt=True, **kwargs)
         turn = history.recording(index + 1, **kwargs)
-        if turn.sketch.startswith(prompt):
-            return Context(recording=turn, seam=len(prompt), kwargs=kwargs)
-        if not kwargs and (opened := opened_turn(asked, turn)) is not None:
-            return Context(recording=opened, seam=len(prompt), kwargs=kwargs)
+        known = "\0".join((template.literals, *sorted(control.tokens)))
+        asked.append(_Asked(history, index, prompt, turn, kwargs, ending_of(prompt.sketch, known)))
+        found = asked[-1].rendered() or asked[-1].behind_header()
+        if found is not None:
+            return found
+    for one in asked:
+        found = one.behind_opened()
+        if found is not None:
+            return found
     switches = [name for name in THINKING_SWITCHES if name in template.variables]
     hint = f"; template.kwargs ({', '.join(switches)}) may contradict this row" if switches else ""
     raise RowError(
         "prompt_not_reproduced",
-        f"the generation prompt {_tail(prompt, history)!r} is not how the rendered turn begins{hint}",
+        f"the generation prompt {_tail(asked[-1].prompt.sketch, history)!r} is not how the rendered turn begins{hint}",
         field=f"messages[{index}]",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A turn and its prompt under one position of the template's switches."""
+
+    history: History
+    index: int
+    prompt: Recording
+    turn: Recording
+    kwargs: Mapping[str, Any]
+    ending: Ending
+
+    def rendered(self) -> Context | None:
+        """The turn as rendered, if it begins with the prompt and does not begin the prompt's thought anew."""
+        seam = len(self.prompt.sketch)
+        if not self.turn.sketch.startswith(self.prompt.sketch) or repeats(self.ending, self.turn.sketch, seam):
+            return None
+        printed = (Printed(recording=self.turn, num_messages=self.index + 1),)
+        return Context(recording=self.turn, seam=seam, kwargs=self.kwargs, printed=printed)
+
+    def behind_header(self) -> Context | None:
+        """The turn behind its header, where the prompt opens no thought that the model would have to close."""
+        start = None if self.ending.is_open else self._header_end()
+        if start is None or (self.ending.closing and self._thoughts()):
+            return None
+        if self.ending.closing:
+            start = behind_closed(self.ending, self.turn.sketch, start)
+        return self._spliced(start)
+
+    def behind_opened(self) -> Context | None:
+        """The thought that the prompt opens, the tag that closes it, and the turn behind its header."""
+        start = self._header_end() if self.ending.is_open else None
+        if start is None:
+            return None
+        own = behind_opened(self.ending, self.turn.sketch, start)
+        if own is not None:  # the turn has the whole thought
+            return self._spliced(own)
+        thoughts = self._thoughts()
+        if thoughts and self._prints_thought(start):  # with other tags than the prompt's
+            return None
+        if closes(self.ending, self.turn.sketch, start):
+            return self._spliced(start, *thoughts)
+        closing = closing_text(self.ending, self._with_thought(), self.index)
+        start += len(self.turn.sketch[start:]) - len(self.turn.sketch[start:].lstrip())
+        return self._spliced(start, *thoughts, (closing, Owner(scope=self.index)))
+
+    def _spliced(self, start: int, *between: tuple[str, Owner]) -> Context:
+        """The prompt as inference prints it, and behind it the turn from ``start`` on."""
+        begun = self._begun()
+        prompt, turn = self.prompt, self.turn
+        recording = spliced(
+            Stretched(prompt, 0, begun),
+            Stretched(prompt, begun, len(prompt.sketch), self.index),
+            *between,
+            Stretched(turn, start, len(turn.sketch)),
+        )
+        printed = (
+            Printed(recording=prompt, num_messages=self.index, generation_prompt=True),
+            Printed(recording=turn, num_messages=self.index + 1),
+        )
+        return Context(recording=recording, seam=len(prompt.sketch), kwargs=self.kwargs, printed=printed)
+
+    def _begun(self) -> int:
+        """Where the prompt goes on behind what the template prints without one."""
+        return common_length(self.history.recording(self.index, **self.kwargs).sketch, self.prompt.sketch)
+
+    def _header_end(self) -> int | None:
+        stretch = self.turn.stretches.get(self.index)
+        begins = [] if stretch is None else [stretch.begin]
+        return header_end(self.prompt.sketch, self.ending, self._begun(), self.turn.sketch, begins)
+
+    def _thoughts(self) -> list[tuple[str, Owner]]:
+        """The thoughts of the row's message that are not blank, each with its owner."""
+        found = []
+        for part in self.history.thoughts(self.index):
+            char = self.history.slot(self.index, part)
+            is_blank = not self.history.value(char).strip()
+            self.history.note(Guard("blank", (char,), (), is_blank))
+            if not is_blank:
+                owner = Owner(scope=self.index, message=self.index, field="reasoning_content", part=part)
+                found.append((char, owner))
+        return found
+
+    def _prints_thought(self, start: int) -> bool:
+        owners = (self.turn.owner(place) for place in range(start, len(self.turn.sketch)))
+        return any(owner.message == self.index and owner.field == "reasoning_content" for owner in owners)
+
+    def _with_thought(self) -> Recording | None:
+        """A turn of nobody's with a thought and an answer, in the place of this one."""
+        made_up = Message(role="assistant", parts=(Thinking(text="Hm"), Text(text="So")))
+        try:
+            return self.history.recording_with(self.index, made_up, **self.kwargs)
+        except RowError:
+            return None
 
 
 def span_of(recording: Recording, control: ControlTokens, message: int, seam: int) -> Span | None:
@@ -95,7 +227,7 @@ def span_of(recording: Recording, control: ControlTokens, message: int, seam: in
 
     The stop token is, in this order: the last one of the turn's scope after its content; one that follows the scope
     at once (the next header, as in GLM-like templates, or a closing token of the text); a special token at the end of
-    the scope. None if there is none.
+    the scope. None if there is none. Where no loop stood at the message, it is the first one after its content.
     """
     stretch = _stretch(recording, message)
     scope_end = stretch.end
@@ -109,7 +241,7 @@ def span_of(recording: Recording, control: ControlTokens, message: int, seam: in
     ]
     for candidates in (inside, following, special):
         if candidates:
-            stop, end = candidates[-1]
+            stop, end = candidates[0 if stretch.is_owned else -1]
             return Span(message=message, seam=seam, stop=stop, end=end)
     return None
 

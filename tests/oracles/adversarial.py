@@ -155,7 +155,6 @@ ADVERSARIES: dict[str, Adversary] = {
     "hides the message": Adversary(
         source="{% set ns = namespace(text='') %}{% for message in messages %}{% set ns.text = ns.text + "
         "'<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' %}{% endfor %}{{ ns.text }}" + ASK,
-        refused="not_rendered",
     ),
     "prompt of another kind": Adversary(
         source="{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{{ message.content }}"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import trl
 
-from luthier.errors import RowError
 from luthier.records import Conversation, Piece, Thinking
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.openings import empty_thought
@@ -84,11 +83,15 @@ def test_where_thinking_is_asked_for_nothing_is_written_before_the_answer() -> N
     assert whole(path) == template.render(TWO_TURNS.messages) and EMPTY not in whole(path)
 
 
-def test_a_thought_that_is_left_open_is_not_put_before_an_answer() -> None:
-    """DeepSeek-R1's prompt: the model would go on thinking, which this row does not show."""
+def test_a_thought_that_is_left_open_is_closed_by_the_model() -> None:
+    """DeepSeek-R1's prompt: what the model must emit begins with the end of its thought."""
     opens = SMALL + "{%- if add_generation_prompt -%}{{- '<|channel>thought\n' -}}{%- endif -%}"
-    with pytest.raises(RowError, match="prompt_not_reproduced"):
-        paths_of(opens, TWO_TURNS)
+    template, paths = paths_of(opens, TWO_TURNS)
+    found = {trained(path): whole(path) for path in paths}
+    assert set(found) == {"\n<channel|>hello<turn|>", "\n<channel|>bye<turn|>"}
+    for number, answer in ((1, "\n<channel|>hello<turn|>"), (3, "\n<channel|>bye<turn|>")):
+        prompt = template.render(TWO_TURNS.messages[:number], generation_prompt=True)
+        assert found[answer].startswith(prompt + answer)
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,20 @@ def test_what_the_generation_prompt_supplies_is_no_target() -> None:
 
 
 def test_a_turn_that_no_prompt_reproduces_is_refused_with_the_reason() -> None:
-    template = CHATML.replace("'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n<think>' }}")
+    template = CHATML.replace("'<|im_start|>assistant\n' }}", "'<|im_start|>bot\n' }}")
     with pytest.raises(RowError, match="prompt_not_reproduced") as caught:
         renderer(template).render(TWO_TURNS)
     assert caught.value.field == "messages[3]"
+
+
+def test_a_thought_that_the_prompt_opens_is_closed_in_the_completion() -> None:
+    template = CHATML.replace("'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n<think>' }}")
+    row = conversation(user("u1"), assistant(Thinking(text="t1"), "a1"), user("u2"), assistant("a2"))
+    first, second = renderer(template).render(row).paths
+    assert trained(first) == "t1</think>a1<|im_end|>"
+    assert trained(second) == "</think>a2<|im_end|>"
+    assert whole(first) == f"<|im_start|>user\nu1<|im_end|>\n<|im_start|>assistant\n<think>{trained(first)}"
+    assert "t1" not in whole(second) and whole(second).count("<think>") == 1
 
 
 THINKING_SWITCH = CHATML.replace(
@@ -161,8 +171,9 @@ def test_a_thinking_switch_left_open_is_set_per_turn(name: str) -> None:
 
 
 def test_a_thinking_switch_set_by_the_user_is_not_touched() -> None:
-    with pytest.raises(RowError, match="prompt_not_reproduced"):
-        renderer(THINKING_SWITCH, enable_thinking=True).render(TWO_TURNS)
+    paths = renderer(THINKING_SWITCH, enable_thinking=True).render(TWO_TURNS).paths
+    assert [trained(path) for path in paths] == ["</think>hello<|im_end|>", "</think>bye<|im_end|>"]
+    assert all("<think></think>" in whole(path) for path in paths)
 
 
 def test_an_answer_that_begins_with_white_space_does_not_leak_its_seam_into_later_turns() -> None:
