@@ -2,5 +2,5 @@
 
 Read in this order: references, guards, trace, questioned, tracked, value_text, codegen, sandbox, allowed, environment,
 control, media_slots, messages, words, template, framing, shape, recordings, openings, turns, pieces, paths,
-one_rendering, blueprint, filled, target_rules, kinds, targets, documents, compared, render.
+one_rendering, answers, blueprint, filled, target_rules, kinds, targets, documents, compared, render.
 """

@@ -9,7 +9,7 @@ from typing import Any
 from luthier.records import Conversation, Message, Thinking
 from luthier.rendering.guards import Guard, compile_guards
 from luthier.rendering.messages import message_strings
-from luthier.rendering.references import Alphabet, Fixed, Reference, Slot, is_reference, value_of
+from luthier.rendering.references import Alphabet, Fixed, Operation, Reference, Slot, is_reference, value_of
 from luthier.rendering.shape import MessageShape, message_shape, tools_shape
 from luthier.rendering.template import ChatTemplate, Recording
 
@@ -60,6 +60,20 @@ class RowHistory:
                 return bool(text)
             case _:
                 return True
+
+    def may_lose(self, recording: Recording, start: int, end: int) -> bool:
+        """Whether characters ``[start, end)`` of a recording stand for less than all of some row's text.
+
+        White space at the ends of a text is no loss; nor is how JSON writes the strings of a call.
+        """
+        for position in range(start, end):
+            reference = self.recordings.alphabet.reference(recording.sketch[position])
+            if not isinstance(reference, Slot):
+                continue
+            in_call = recording.owner(position).field == "tool_calls"
+            if not all(_keeps_words(operation, in_call) for operation in reference.operations):
+                return True
+        return False
 
     def slot(self, message: int, part: int) -> str:
         """The character that stands for the whole text of one part of a message."""
@@ -132,3 +146,10 @@ class Recordings:
     def is_full(self) -> bool:
         """Whether it is time to forget all and begin anew."""
         return len(self.known) > MOST_RECORDINGS or self.alphabet.is_nearly_full
+
+
+def _keeps_words(operation: Operation, in_call: bool) -> bool:
+    name, *arguments = operation
+    if name in ("strip", "lstrip", "rstrip"):
+        return arguments[0] is None or not arguments[0].strip()
+    return in_call and name == "json"

@@ -27,6 +27,7 @@ from luthier.records import (
     Text,
     Thinking,
 )
+from luthier.rendering.answers import require_answer, tags_in
 from luthier.rendering.blueprint import Blueprint, build_blueprint
 from luthier.rendering.compared import ComparedRow, compare, continuations, only_last, with_continuation
 from luthier.rendering.control import ControlTokens
@@ -70,6 +71,7 @@ class Renderer:
         self._recordings = Recordings()
         self._blueprints: dict[Hashable, list[_Known]] = {}
         self._opens_thought: bool | None = None
+        self._tags: ControlTokens | None = None
 
     def render(self, row: Row) -> Rendered:
         """The paths of a row. Raises `RowError` if the row cannot be trained on as inference would see it."""
@@ -143,8 +145,11 @@ class Renderer:
                 known.replays += 1
                 if known.is_to_be_checked:
                     self._check(known, row, template, values)
+                if known.is_cut or self._touches_tags(template, strings):
+                    self._require_answers(known, row, template, values)
                 return self._filled(known.blueprint, strings, row=row, media=media, values=values)
         known = self._build(row, template, shapes, strings)
+        self._require_answers(known, row, template, known.blueprint.values(strings))
         if len(variants) >= MOST_VARIANTS:
             variants.clear()
         variants.append(known)
@@ -246,7 +251,30 @@ class Renderer:
         control = self.control.with_places(template.slots.tokens_of(media))
         blueprint = build_blueprint(cut, list(history.guards), references, control)
         blueprint = replace(blueprint, has_unasked=has_unasked, differing=differing)
-        return _Known(blueprint=blueprint, paths=paths)
+        is_cut = any(history.may_lose(path.recording, span.seam, span.stop) for path in paths for span in path.spans)
+        return _Known(blueprint=blueprint, paths=paths, is_cut=is_cut)
+
+    def _touches_tags(self, template: ChatTemplate, strings: Sequence[str]) -> bool:
+        """Whether a row's texts hold control strings, or tags that the template looks for or writes."""
+        if self._tags is None:
+            self._tags = ControlTokens(tokens=self.control.tokens | tags_in(template.literals))
+        return bool(self._tags.count(strings))
+
+    def _require_answers(self, known: _Known, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
+        """Raise `RowError` unless what is learned of each turn reads as the row has it."""
+        texts = {ord(char): value for char, value in zip(known.blueprint.references, values, strict=True)}
+        spans = [(path, span) for path in known.paths for span in path.spans if not span.is_history]
+        last = max((span.message for _, span in spans), default=0)
+        one_rendering = self.policy.history is HistoryRendering.ONE_RENDERING
+        for path, span in spans:
+            require_answer(
+                row.messages[span.message],
+                path.recording.sketch[span.seam : span.stop].translate(texts),
+                control=self.control,
+                has_header=template.writes_header,
+                may_lack_thought=one_rendering and span.message < last,
+                field=f"messages[{span.message}]",
+            )
 
     def _check(self, known: _Known, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
         """Compare one text of a replayed row with what the template really prints."""
@@ -266,11 +294,15 @@ class Renderer:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A blueprint with the paths that it was made of, and how often it served another row."""
+    """A blueprint with the paths that it was made of, and how often it served another row.
+
+    ``is_cut``: the template prints some text of a row in part, in as far as it has this or that.
+    """
 
     blueprint: Blueprint
     paths: list[Path] = field(default_factory=list)
     replays: int = 0
+    is_cut: bool = False
 
     @property
     def is_to_be_checked(self) -> bool:

@@ -174,6 +174,15 @@ class ChatTemplate:
         return not names.isdisjoint(THINKING_FIELDS)
 
     @functools.cached_property
+    def writes_header(self) -> bool:
+        """Whether the template writes a header for an answer where it is asked for one."""
+        question = [Message(role="user", parts=(Text(text="so"),))]
+        try:
+            return self.render(question, generation_prompt=True) != self.render(question)
+        except RowError:  # it wants other messages first; nothing is known of its prompts
+            return True
+
+    @functools.cached_property
     def content_form(self) -> ContentForm:
         """How the template wants a message's content: found out by giving it some.
 

@@ -21,13 +21,24 @@ class Adversary:
     """A template, and the reason for which its rows are refused, or None if they must be exact.
 
     line     of the template, where the refusal names one
-    answer   what is learned, given question and answer; most templates leave the answer as it is
+    answer   what is printed, given question and answer; most templates leave the answer as it is
+    spoils   the reason for which a row is refused whose answer is not printed as it is: the model would learn to say
+             what the row does not. Of questions such a template is followed exactly.
     """
 
     source: str
     refused: str | None = None
+    spoils: str | None = None
     line: int | None = None
     answer: Callable[[str, str], str] = lambda _question, answer: answer
+
+
+def of_questions(source: str) -> str:
+    """The template with answers printed as they are, and all else as it does."""
+    head, rest = source.split("message['role'] + '\\n' }}", 1)
+    inner, end = rest.split("{{ '<|im_end|>\\n' }}", 1)
+    plain = "{% if message.role == 'assistant' %}{{ message.content }}{% else %}" + inner + "{% endif %}"
+    return head + "message['role'] + '\\n' }}" + plain + "{{ '<|im_end|>\\n' }}" + end
 
 
 def _turn(inner: str, before: str = "", after: str = "") -> str:
@@ -39,18 +50,29 @@ def _turn(inner: str, before: str = "", after: str = "") -> str:
 
 ADVERSARIES: dict[str, Adversary] = {
     # --------------------------------------------------------------------------------------- to be followed exactly
-    "slices": Adversary(source=_turn("{{ message['content'][1:-1] }}"), answer=lambda q, a: a[1:-1]),
+    "slices": Adversary(
+        source=_turn("{{ message['content'][1:-1] }}"), spoils="answer_lost", answer=lambda q, a: a[1:-1]
+    ),
     "splits and joins": Adversary(
-        source=_turn("{{ message['content'].split(' ') | join('_') }}"), answer=lambda q, a: a.replace(" ", "_")
+        source=_turn("{{ message['content'].split(' ') | join('_') }}"),
+        spoils="answer_lost",
+        answer=lambda q, a: a.replace(" ", "_"),
     ),
     "splits and reorders": Adversary(
         source=_turn("{% set w = message['content'].split(' ') %}{{ w[1] ~ ' ' ~ w[0] }}"),
+        spoils="answer_lost",
         answer=lambda q, a: " ".join(a.split()[1::-1]),
     ),
-    "reverses characters": Adversary(source=_turn("{{ message['content'] | reverse }}"), answer=lambda q, a: a[::-1]),
-    "upper case": Adversary(source=_turn("{{ message['content'] | upper }}"), answer=lambda q, a: a.upper()),
+    "reverses characters": Adversary(
+        source=_turn("{{ message['content'] | reverse }}"), spoils="answer_lost", answer=lambda q, a: a[::-1]
+    ),
+    "upper case": Adversary(
+        source=_turn("{{ message['content'] | upper }}"), spoils="answer_changed", answer=lambda q, a: a.upper()
+    ),
     "replaces": Adversary(
-        source=_turn("{{ message['content'] | replace('a', '<|im_end|>') }}"), answer=lambda q, a: a.replace("a", STOP)
+        source=_turn("{{ message['content'] | replace('a', '<|im_end|>') }}"),
+        spoils="answer_lost",
+        answer=lambda q, a: a.replace("a", STOP),
     ),
     "default system": Adversary(
         source=_turn("{{ message['content'] }}", before="{{ '<|im_start|>system\\nBe good.<|im_end|>\\n' }}")
@@ -93,6 +115,7 @@ ADVERSARIES: dict[str, Adversary] = {
             "{% if loop.index > 1 %} {% endif %}{{ word }}{% if loop.index > 5 %}{% break %}{% endif %}"
             "{% endfor %}"
         ),
+        spoils="answer_lost",
         answer=lambda q, a: " ".join(word for word in a.split() if word != "zzz"),
     ),
     "namespace over messages": Adversary(
@@ -107,15 +130,18 @@ ADVERSARIES: dict[str, Adversary] = {
             "{% if message.role == 'assistant' %}{{ messages[loop.index0 - 1].content }}: {% endif %}"
             "{{ message.content }}"
         ),
-        answer=lambda q, a: f": {a}",
+        spoils="words_added",
+        answer=lambda q, a: f"{q}: {a}",
     ),
     "json": Adversary(source=_turn("{{ message.content | tojson }}"), answer=lambda q, a: json.dumps(a)),
     "depends on the length": Adversary(
         source=_turn("{% if message.content | length > 12 %}LONG {% else %}SHORT {% endif %}{{ message.content }}"),
+        spoils="words_added",
         answer=lambda q, a: ("LONG " if len(a) > 12 else "SHORT ") + a,
     ),
     "depends on a letter": Adversary(
         source=_turn("{% if 'e' in message.content %}E {% endif %}{{ message.content }}"),
+        spoils="words_added",
         answer=lambda q, a: ("E " if "e" in a else "") + a,
     ),
     "depends on the order": Adversary(
@@ -124,10 +150,13 @@ ADVERSARIES: dict[str, Adversary] = {
     ),
     "counts words": Adversary(
         source=_turn("{{ message.content | wordcount }} {{ message.content }}"),
+        spoils="words_added",
         answer=lambda q, a: f"{len(a.split())} {a}",
     ),
     "sorts characters": Adversary(
-        source=_turn("{{ message.content | sort | join }}"), answer=lambda q, a: "".join(sorted(a))
+        source=_turn("{{ message.content | sort | join }}"),
+        spoils="answer_lost",
+        answer=lambda q, a: "".join(sorted(a)),
     ),
     "prints a list": Adversary(source=_turn("{{ message.content.split(' ') }}"), answer=lambda q, a: str(a.split(" "))),
     "prints a message": Adversary(

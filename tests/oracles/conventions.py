@@ -31,13 +31,15 @@ class Convention:
     equal: int = 0
     seam: int = 0
     other_text: int = 0
+    prompt: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
     odd: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def verdicts(self) -> Counter[str]:
         """How many turns got which verdict."""
-        own = {"equal": self.equal, "seam": self.seam, "other text": self.other_text, **self.refused}
+        own = {"equal": self.equal, "seam": self.seam, "other text": self.other_text, "prompt": self.prompt}
+        own |= self.refused
         return Counter({verdict: count for verdict, count in own.items() if count})
 
     def explains(self, edges: tuple[str, str]) -> bool:
@@ -90,10 +92,8 @@ CONVENTIONS: dict[str, Convention] = {
     "cohere": Convention(equal=5, refused=ALTERNATING),
     "cohere2": Convention(equal=5, refused=ALTERNATING),
     # Its prompt opens `<think>\n`, which no rendered answer begins with; after a tool result it asks without.
-    "deepseek_r1_distill": _header(
-        "<｜tool▁outputs▁end｜>", equal=2, refused={"prompt_not_reproduced": 13, "dropped_by_template": 1}
-    ),
-    "deepseekv3": _header("<｜Assistant｜>", refused={"prompt_not_reproduced": 8, "template": 8}),
+    "deepseek_r1_distill": _header("<｜tool▁outputs▁end｜>", equal=2, prompt=8, refused={"dropped_by_template": 6}),
+    "deepseekv3": _header("<｜Assistant｜>", prompt=8, refused={"template": 8}),
     # A call ends with <|tool_response>, which is a stop of the model and which TRL never trains; after a tool result
     # the prompt is empty, so the header is sampled, and TRL does not train it.
     "diffusion_gemma": _newline(equal=16, odd={("", "-<|tool_response>"): 5, ("-<|turn>model\n", "\n"): 3}),
@@ -101,7 +101,7 @@ CONVENTIONS: dict[str, Convention] = {
     "gemma3": _newline(equal=5, refused=ALTERNATING),
     # Nothing ends a turn but the next header, which both write after the last turn as its stop.
     "glm4moe": Convention(equal=16),
-    "gptoss": _header("<|start|>assistant", equal=14, refused={"dropped_by_template": 1, "prompt_not_reproduced": 1}),
+    "gptoss": _header("<|start|>assistant", equal=14, prompt=1, refused={"dropped_by_template": 1}),
     "idefics3": _newline(equal=5, refused=EMPTY_CALLS),
     "lfm2": _newline(equal=7, refused=CALLS_AND_THOUGHTS),
     "lfm2_v2": _newline(equal=11, refused=THOUGHTS),

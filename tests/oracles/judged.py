@@ -20,7 +20,10 @@ from tests.oracles.refusals import TROUBLE, is_true, switches_of
 TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]+\]|◁/?think▷")
 THINKING = re.compile(r"think|thought|reason|channel|cot", re.IGNORECASE)
 # A name between control tokens, such as gpt-oss's channels; Gemma's thoughts have one behind their tag.
-CHANNEL = re.compile(r"(<\|channel\|>(final|analysis|commentary)( to=\S+)?|<\|channel>thought|<\|constrain\|>json)")
+CHANNEL = re.compile(
+    r"<\|channel\|>(final|analysis|commentary)( to=\S+)?|<\|channel>thought|<\|constrain\|>json|<\|start\|>assistant"
+    r"| to=user(?=<\|message\|>)"
+)
 
 
 class NotTheTurn(AssertionError):

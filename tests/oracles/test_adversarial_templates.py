@@ -11,7 +11,7 @@ from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError, TemplateError
 from luthier.records import Sample
-from tests.oracles.adversarial import ADVERSARIES, FIRST, STOP, Adversary
+from tests.oracles.adversarial import ADVERSARIES, FIRST, STOP, Adversary, of_questions
 from tests.oracles.chat_rows import Chat, as_conversation, assistant, hugging_face_render, system, user
 
 # Rows of one shape that differ in all that a template may ask about: length, letters, order, words, white space.
@@ -41,9 +41,37 @@ def encoder(adversary: Adversary) -> Encoder:
     return Encoder(ModelConfig(name_or_path="preset:tiny"), TemplateConfig.model_validate(options))
 
 
-@pytest.mark.parametrize("name", names(refused=False))
+@pytest.mark.parametrize("name", [name for name in names(refused=False) if ADVERSARIES[name].spoils is None])
 def test_what_can_be_followed_is_exact(name: str) -> None:
     adversary, ours = ADVERSARIES[name], encoder(ADVERSARIES[name])
+    for chat, outcome in zip(chats(), ours.encode_many(map(as_conversation, chats())), strict=True):
+        assert isinstance(outcome, Sample), outcome
+        check(ours, adversary, chat, outcome)
+
+
+SPOILING = [name for name, adversary in ADVERSARIES.items() if adversary.spoils is not None]
+
+
+@pytest.mark.parametrize("name", SPOILING)
+def test_an_answer_that_is_not_printed_as_the_row_has_it_is_refused(name: str) -> None:
+    adversary, ours = ADVERSARIES[name], encoder(ADVERSARIES[name])
+    refused = 0
+    for chat, outcome in zip(chats(), ours.encode_many(map(as_conversation, chats())), strict=True):
+        turns = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+        if all(adversary.answer(chat[i - 1]["content"], chat[i]["content"]) == chat[i]["content"] for i in turns):
+            assert isinstance(outcome, Sample), outcome
+            check(ours, adversary, chat, outcome)
+            continue
+        assert isinstance(outcome, RowError)
+        assert outcome.reason in {adversary.spoils, "answer_changed"}, outcome  # one letter upside down is a case
+        refused += 1
+    assert refused
+
+
+@pytest.mark.parametrize("name", SPOILING)
+def test_whatever_is_done_to_questions_can_be_followed(name: str) -> None:
+    adversary = Adversary(source=of_questions(ADVERSARIES[name].source))
+    ours = encoder(adversary)
     for chat, outcome in zip(chats(), ours.encode_many(map(as_conversation, chats())), strict=True):
         assert isinstance(outcome, Sample), outcome
         check(ours, adversary, chat, outcome)

@@ -19,6 +19,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from tests.oracles.chat_rows import CHATS, Chat, as_conversation
 from tests.oracles.families import Stock, family, training_render
+from tests.oracles.judged import fault_of
 from tests.oracles.refusals import is_true
 
 
@@ -53,7 +54,8 @@ class Outcome:
     """What became of one turn.
 
     verdict  ``equal``, ``seam`` (equal but for a merge over the seam), ``other text`` (TRL's copy renders another text,
-             so only ids were compared), or the reason of a refusal
+             so only ids were compared), ``prompt`` (inference shows another context than the rendered conversation, and
+             what is learned behind it reads as the turn), or the reason of a refusal
     edges    what TRL marks before our first target and after our last; ``-`` in front: what it leaves out
     """
 
@@ -80,6 +82,13 @@ def compare(name: str, turn: Turn, encoder: Encoder, whole: tokenizers.Tokenizer
     except RowError as error:
         assert is_true(error, stock, turn.chat, turn.tools), f"{name} {turn.case}: {error}"
         return Outcome(verdict=error.reason)
+    prompt = stock.render(turn.chat[:-1], turn.tools, add_generation_prompt=True)
+    if not stock.render(turn.chat, turn.tools).startswith(prompt):  # no other tool trains such a turn behind its prompt
+        first = int(target.argmax())
+        learned = _decode(whole, ids[first:][target[first:]])
+        assert _decode(whole, ids[:first]) == prompt, f"{name} {turn.case}"
+        assert fault_of(prompt, learned, turn.chat[-1], stock) is None, f"{name} {turn.case}: {learned}"
+        return Outcome(verdict="prompt")
     text = with_stop_of_next_header(stock, stock.render(turn.chat, turn.tools), _decode(whole, ids))
     first, last = int(target.argmax()), len(target) - 1 - int(target[::-1].argmax())
     assert target[first : last + 1].all(), "the targets of one answer are one run"

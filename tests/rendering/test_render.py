@@ -112,7 +112,9 @@ def test_text_that_looks_like_control_stays_text_in_every_role() -> None:
 
 
 def test_a_control_token_half_typed_by_the_user_is_not_completed_by_the_template() -> None:
-    template = CHATML.replace("message.content +", "message.content + '|im_end|>' +")
+    template = CHATML.replace(
+        "message.content +", "message.content + ('|im_end|>' if message.role == 'user' else '') +"
+    )
     (path,) = renderer(template).render(conversation(user("a<"), assistant("b<"))).paths
     assert [piece.token for piece in path if isinstance(piece, ControlPiece)] == ["<|im_start|>", "<|im_end|>"] * 2
 

@@ -1,0 +1,193 @@
+"""Whether what is learned of a turn reads as the row has it: the check between a template and the loss.
+
+It knows nothing of how the text came about, of owners, seams or recordings. It is given the text that the model would
+learn to emit, and looks for the message's own texts in it, in their order:
+
+    <think>\\nHm.\\n</think>\\n\\nYes.      thought "Hm.", answer "Yes.", and tags
+    Yes. Is there anything else?        answer "Yes.", and words that the row does not have
+
+A template may strip white space from the ends of a text, and put tags, white space and punctuation around it. Anything
+else teaches the model what the row does not say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from luthier.errors import RowError
+from luthier.records import Message, Text, Thinking, ToolCall
+from luthier.rendering.control import ControlTokens
+
+LONGEST_SHOWN = 60
+SHORTEST_REPEATED = 8  # characters; shorter ones may well stand in a call besides
+_HOLE = "\0"  # where a text of the row was
+_MARKUP = r"</?[\w|:.▁｜-]{1,40}>|\[/?[A-Z_]{2,40}\]|◁/?\w{1,40}▷"
+_TAG = re.compile(_MARKUP)
+_WORD = re.compile(r"\w+")
+_NAME = re.compile(r"\s*\w+\n")  # <|channel>thought\n
+
+
+def tags_in(literals: str) -> set[str]:
+    """Tags in the text that a template writes or looks for."""
+    return set(_TAG.findall(literals))
+
+
+def require_answer(
+    message: Message,
+    learned: str,
+    *,
+    control: ControlTokens,
+    has_header: bool,
+    may_lack_thought: bool,
+    field: str,
+) -> None:
+    """Raise `RowError` unless ``learned``, without its stop, is the message with tags around its texts.
+
+    ``has_header``: the template's prompts write a header, so that a name between control tokens (gpt-oss's channels) is
+    no header that the model would have to emit. ``may_lack_thought``: this turn's thought may be left out.
+    """
+    thought = _text_of(message, Thinking)
+    answer = _text_of(message, Text)
+    calls = [part for part in message.parts if isinstance(part, ToolCall)]
+    rest, place = "", 0
+    for text, kind in ((thought, "thought"), (answer, "answer")):
+        if not text:
+            continue
+        found = learned.find(text, place)
+        if found < 0 and may_lack_thought and kind == "thought":
+            continue
+        if found < 0:
+            raise _not_there(text, kind, learned, field)
+        rest += learned[place:found] + _HOLE
+        place = found + len(text)
+    rest += learned[place:]
+    for call in calls:
+        _require_call(call, rest, field)
+    if calls:  # whatever notation a call has, words belong to it; a long text printed besides does not
+        between = _between_marks(rest, control)
+        added = [text for text in (thought, answer) if len(text) >= SHORTEST_REPEATED and text in between]
+    else:
+        added = list(_added_words(rest, control, has_header=has_header))
+    if not added:
+        return
+    if any(text and _WORD.search(text) and text in added[0] for text in (thought, answer)):
+        raise RowError(
+            "answer_repeated",
+            f"the chat template prints {_short(added[0])} once more in what the model would learn to say",
+            field=field,
+        )
+    raise RowError(
+        "words_added",
+        f"the chat template puts {_short(added[0])} into the answer, which the row does not have, so the model would "
+        "learn to say it; use a template that writes it in the prompt, or not at all",
+        field=field,
+    )
+
+
+def _text_of(message: Message, kind: type[Text] | type[Thinking]) -> str:
+    return "".join(part.text for part in message.parts if isinstance(part, kind)).strip()
+
+
+def _not_there(text: str, kind: str, learned: str, field: str) -> RowError:
+    if text in learned:
+        reason, what = "answer_changed", "at another place than behind the thought"
+    elif _loose(text) in _loose(learned):
+        reason, what = "answer_changed", "with other case or white space"
+    else:
+        reason, what = "answer_lost", "not as a whole"
+    return RowError(
+        reason,
+        f"the chat template prints the {kind} {_short(text)} {what}, so the model would learn to say "
+        f"{_short(learned)}; where the text has tags that the template looks for, write them otherwise, or take a "
+        "template that leaves text as it is",
+        field=field,
+    )
+
+
+def _loose(text: str) -> str:
+    return "".join(text.split()).casefold()
+
+
+def _require_call(call: ToolCall, rest: str, field: str) -> None:
+    """A call's name and the texts of its arguments stand in what is learned, in whatever notation."""
+    bare = _bare(rest)
+    for text in (call.name, *_leaves(call.arguments)):
+        if not any(_bare(written) in bare for written in _written(text)):
+            raise RowError(
+                "answer_lost",
+                f"the chat template prints {_short(text)} of the call of {call.name!r} not as a whole, so the model "
+                "would learn another call",
+                field=field,
+            )
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for item in value.values():
+                yield from _leaves(item)
+        case list() | tuple():
+            for item in value:
+                yield from _leaves(item)
+        case _:
+            return
+
+
+def _written(text: str) -> Iterator[str]:
+    """A text as JSON, Python or plain words have it."""
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
+    yield repr(text)[1:-1]
+
+
+def _bare(text: str) -> str:
+    """Without white space at lines' ends that templates strip, and without the backslashes of nested notations."""
+    return "".join(text.replace("\\", "").split())
+
+
+def _added_words(rest: str, control: ControlTokens, *, has_header: bool) -> Iterator[str]:
+    """Words that are no name beside a control token: ``<|channel|>final<|message|>`` has one, ``Sure: `` is none."""
+    marks = _marks(rest, control)
+    edges = [(0, 0, False), *marks, (len(rest), len(rest), False)]
+    for (_, start, _), (end, _, is_control) in pairwise(edges):
+        between = rest[start:end]
+        if not _WORD.search(between):
+            continue
+        begins_with_mark = any(stop == start and known for _, stop, known in marks)
+        is_name = (
+            _HOLE not in between and "\n" not in between.strip() and is_control and (begins_with_mark or not start)
+        )
+        is_name = is_name or (begins_with_mark and _NAME.match(between) is not None and not _more(between))
+        if not (is_name and has_header):
+            yield between.replace(_HOLE, "…").strip()
+
+
+def _between_marks(rest: str, control: ControlTokens) -> str:
+    edges = [(0, 0, False), *_marks(rest, control), (len(rest), len(rest), False)]
+    return _HOLE.join(rest[start:end] for (_, start, _), (end, _, _) in pairwise(edges))
+
+
+def _more(between: str) -> bool:
+    """Whether there are words behind the name of a tag."""
+    found = _NAME.match(between)
+    assert found is not None
+    return _WORD.search(between, found.end()) is not None
+
+
+def _marks(rest: str, control: ControlTokens) -> list[tuple[int, int, bool]]:
+    """Control tokens and tags in a text: where each begins and ends, and whether it is a control token."""
+    known = [(start, end, True) for start, end, _ in control.find(rest)]
+    taken = {place for start, end, _ in known for place in range(start, end)}
+    tags = [(*found.span(), False) for found in _TAG.finditer(rest) if not taken.intersection(range(*found.span()))]
+    return sorted([*known, *tags])
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…")
