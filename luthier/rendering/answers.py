@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -53,18 +53,26 @@ def require_answer(
     thought = _text_of(message, Thinking)
     answer = _text_of(message, Text)
     calls = [part for part in message.parts if isinstance(part, ToolCall)]
-    rest, place = "", 0
-    for text, kind in ((thought, "thought"), (answer, "answer")):
+    marks = [(start, end) for start, end, _ in _marks(learned, control)]
+    end = len(learned)
+    holes: list[tuple[int, int]] = []
+    # from the end on, as marks and names stand before a text; with calls from the beginning, as they stand behind
+    for text, kind in ((answer, "answer"), (thought, "thought")):
         if not text:
             continue
-        found = learned.find(text, place)
-        if found < 0 and may_lack_thought and kind == "thought":
+        places = _places(text, learned, marks, end)
+        if not places and may_lack_thought and kind == "thought":
             continue
-        if found < 0:
+        if not places:
             raise _not_there(text, kind, learned, field)
-        rest += learned[place:found] + _HOLE
-        place = found + len(text)
-    rest += learned[place:]
+        place = places[0] if calls else places[-1]
+        if calls and kind == "answer" and thought:  # behind the thought
+            behind = [p for p in places if learned.find(thought, 0, p) >= 0]
+            place = behind[0] if behind else place
+        holes.insert(0, (place, place + len(text)))
+        end = place
+    edges = [0, *(edge for hole in holes for edge in hole), len(learned)]
+    rest = _HOLE.join(learned[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True))
     for call in calls:
         _require_call(call, rest, field)
     if calls:  # whatever notation a call has, words belong to it; a long text printed besides does not
@@ -86,6 +94,27 @@ def require_answer(
         "learn to say it; use a template that writes it in the prompt, or not at all",
         field=field,
     )
+
+
+def _places(text: str, learned: str, marks: Sequence[tuple[int, int]], end: int) -> list[int]:
+    """Where a text stands before ``end``, and cuts no tag or control token in two."""
+    found, place = [], learned.find(text, 0, end)
+    while place >= 0:
+        stop = place + len(text)
+        if not any(
+            (start < place < last)
+            or (start < stop < last)
+            or (start <= place and stop <= last and last - start > len(text))
+            for start, last in marks
+        ):
+            found.append(place)
+        place = learned.find(text, place + 1, end)
+    whole = [place for place in found if not _cuts_word(learned, place) and not _cuts_word(learned, place + len(text))]
+    return whole or found
+
+
+def _cuts_word(text: str, place: int) -> bool:
+    return 0 < place < len(text) and text[place - 1].isalnum() and text[place].isalnum()
 
 
 def _text_of(message: Message, kind: type[Text] | type[Thinking]) -> str:

@@ -109,14 +109,17 @@ def header_end(prompt: str, ending: Ending, begun: int, turn: str, begins: Seque
     return None
 
 
-def behind_closed(ending: Ending, turn: str, start: int) -> int:
-    """Where a turn goes on behind a thought that its prompt has closed, and that the turn may have once more."""
+def behind_closed(ending: Ending, turn: str, start: int) -> int | None:
+    """Where a turn goes on behind a thought that its prompt has closed, and that the turn may have once more.
+
+    None if it has a thought with something in it.
+    """
     while True:
         place = _after_space(turn, start)
         if ending.opening and turn.startswith(ending.opening, place):
             inner = _after_space(turn, place + len(ending.opening))
             if not turn.startswith(ending.closing, inner):
-                return start
+                return None
             place = inner
         if not turn.startswith(ending.closing, place):
             return start
@@ -191,21 +194,6 @@ def spliced(*pieces: Stretched | tuple[str, Owner]) -> Recording:
     return Recording(sketch="".join(sketches), owners="".join(owners), owner_table=tuple(numbers), guards=tuple(guards))
 
 
-def empty_thought(prompt: str, turn: str) -> tuple[int, str] | None:
-    """Where a prompt goes on behind what it has in common with the rendered turn, and with what; None unless that is a
-    thought, opened and closed with nothing in it, and the turn has none of its own there.
-
-    ``"<m><think></think>"``, ``"<m>Yes."`` -> ``(3, "<think></think>")``
-    """
-    ending = ending_of(prompt, "")
-    at = ending.header_end
-    if not ending.opening or ending.is_open or not prompt.startswith(ending.opening, at):
-        return None
-    if not turn.startswith(prompt[:at]) or turn.startswith(ending.opening, at):
-        return None
-    return at, prompt[at:]
-
-
 def common_length(one: str, other: str) -> int:
     """How many characters two texts begin with in common."""
     low, high = 0, min(len(one), len(other))
@@ -216,19 +204,19 @@ def common_length(one: str, other: str) -> int:
 
 
 def _closings(opening: str) -> list[str]:
-    """Tags that would close what a tag opens: ``<think>`` -> ``</think>``, ``<|channel>`` -> ``<channel|>``."""
+    """Tags that would close what a tag opens, the likeliest first: ``<think>`` -> ``</think>``, ``<|channel>`` ->
+    ``<channel|>``.
+    """
     left, name, right = opening[0], opening[1:-1], opening[-1]
-    found = []
-    if not name.startswith(("/", "|/")):
-        found = [f"{left}/{name}{right}"]
-        if name.startswith("|") and name.endswith("|"):
-            found += [f"{left}|/{name[1:]}{right}", f"{left}/{name[1:-1]}{right}"]
-        elif name.startswith("|"):
-            found += [f"{left}{name[1:]}|{right}"]
-    for begin, end in (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", "end"), ("open", "close")):
-        if begin in name:
-            found.append(left + name.replace(begin, end) + right)
-    return found
+    pairs = (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", "end"), ("open", "close"))
+    found = [left + name.replace(begin, end) + right for begin, end in pairs if begin in name]
+    if name.startswith(("/", "|/")):
+        return found
+    if name.startswith("|") and name.endswith("|"):
+        return [*found, f"{left}|/{name[1:]}{right}", f"{left}/{name[1:-1]}{right}", f"{left}/{name}{right}"]
+    if name.startswith("|"):
+        return [*found, f"{left}{name[1:]}|{right}", f"{left}/{name}{right}"]
+    return [*found, f"{left}/{name}{right}"]
 
 
 def _opened_by(closing: str, known: Collection[str] | str) -> str:

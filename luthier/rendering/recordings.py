@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from luthier.records import Conversation, Message, Thinking
+from luthier.records import Conversation, Message, Text, Thinking
 from luthier.rendering.guards import Guard, compile_guards
 from luthier.rendering.messages import message_strings
 from luthier.rendering.references import Alphabet, Fixed, Operation, Reference, Slot, is_reference, value_of
@@ -85,6 +85,10 @@ class RowHistory:
     def thoughts(self, message: int) -> list[int]:
         """Which parts of a message are thoughts."""
         return [number for number, part in enumerate(self.row.messages[message].parts) if isinstance(part, Thinking)]
+
+    def texts(self, message: int) -> list[int]:
+        """Which parts of a message are texts."""
+        return [number for number, part in enumerate(self.row.messages[message].parts) if isinstance(part, Text)]
 
     def note(self, guard: Guard) -> None:
         """Note an answer that depends on the row's strings."""

@@ -56,6 +56,9 @@ class History(Protocol):
     def thoughts(self, message: int) -> list[int]:
         """Which parts of a message are thoughts."""
 
+    def texts(self, message: int) -> list[int]:
+        """Which parts of a message are texts."""
+
     def recording_with(self, num_messages: int, following: Message, **kwargs: Any) -> Recording:
         """The recording for ``messages[:num_messages]`` and one more message."""
 
@@ -149,11 +152,11 @@ class _Asked:
     def behind_header(self) -> Context | None:
         """The turn behind its header, where the prompt opens no thought that the model would have to close."""
         start = None if self.ending.is_open else self._header_end()
-        if start is None or (self.ending.closing and self._thoughts()):
+        if start is None or (self.ending.closing and (self._thoughts() or self._mentions_tags())):
             return None
         if self.ending.closing:
             start = behind_closed(self.ending, self.turn.sketch, start)
-        return self._spliced(start)
+        return None if start is None else self._spliced(start)
 
     def behind_opened(self) -> Context | None:
         """The thought that the prompt opens, the tag that closes it, and the turn behind its header."""
@@ -163,6 +166,8 @@ class _Asked:
         own = behind_opened(self.ending, self.turn.sketch, start)
         if own is not None:  # the turn has the whole thought
             return self._spliced(own)
+        if self._mentions_tags():
+            return None
         thoughts = self._thoughts()
         if thoughts and self._prints_thought(start):  # with other tags than the prompt's
             return None
@@ -207,6 +212,17 @@ class _Asked:
             if not is_blank:
                 owner = Owner(scope=self.index, message=self.index, field="reasoning_content", part=part)
                 found.append((char, owner))
+        return found
+
+    def _mentions_tags(self) -> bool:
+        """Whether the answer's text has the thought's tags in it: what the template would do with them is not known."""
+        found = False
+        for part in self.history.texts(self.index):
+            char = self.history.slot(self.index, part)
+            for tag in filter(None, (self.ending.opening, self.ending.closing)):
+                has_tag = tag in self.history.value(char)
+                self.history.note(Guard("contains", (char, tag), (), has_tag))
+                found = found or has_tag
         return found
 
     def _prints_thought(self, start: int) -> bool:

@@ -158,9 +158,13 @@ ADVERSARIES: dict[str, Adversary] = {
         spoils="answer_lost",
         answer=lambda q, a: "".join(sorted(a)),
     ),
-    "prints a list": Adversary(source=_turn("{{ message.content.split(' ') }}"), answer=lambda q, a: str(a.split(" "))),
+    "prints a list": Adversary(
+        source=_turn("{{ message.content.split(' ') }}"), spoils="answer_lost", answer=lambda q, a: str(a.split(" "))
+    ),
     "prints a message": Adversary(
-        source=_turn("{{ message }}"), answer=lambda q, a: str({"role": "assistant", "content": a})
+        source=_turn("{{ message }}"),
+        spoils="words_added",
+        answer=lambda q, a: str({"role": "assistant", "content": a}),
     ),
     # ------------------------------------------------------------------------------------ to be refused, and why
     "drops answers": Adversary(

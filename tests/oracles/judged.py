@@ -38,7 +38,8 @@ def judge(stock: Stock, outcome: Sample | RowError, decode: Any, chat: Chat, too
     turns = [index for index, message in enumerate(chat) if message["role"] == "assistant"]
     for index in turns:
         prompts = _prompts(stock, chat[:index], tools)
-        faults = [fault for run in runs for fault in _faults(run, prompts, chat[index], stock)]
+        history = stock.render(chat[:index], tools)
+        faults = [fault for run in runs for fault in _faults(run, prompts, history, chat[index], stock)]
         if None not in faults:
             raise NotTheTurn(f"turn {index}: {faults or 'no completion stands behind its prompt'}")
     if len(runs) > len(turns):
@@ -46,7 +47,9 @@ def judge(stock: Stock, outcome: Sample | RowError, decode: Any, chat: Chat, too
     return "exact"
 
 
-def _faults(run: tuple[str, str], prompts: set[str], message: dict[str, Any], stock: Stock) -> Iterator[str | None]:
+def _faults(
+    run: tuple[str, str], prompts: set[str], history: str, message: dict[str, Any], stock: Stock
+) -> Iterator[str | None]:
     """What is wrong with a run of targets as this turn, for each stop in it that may be the turn's; None: nothing.
 
     Two turns in a row may be one run, where no header stands between them.
@@ -56,14 +59,15 @@ def _faults(run: tuple[str, str], prompts: set[str], message: dict[str, Any], st
         if len(prompt) < len(before) or not (before + learned).startswith(prompt):
             continue
         rest = (before + learned)[len(prompt) :]
+        begun = common_length(prompt, history)
         stops = "|".join(re.escape(stop) for stop in (*stock.stops.all, "<|call|>", "<|eom|>"))
         for found in re.finditer(stops, rest):
-            fault = fault_of(prompt, rest[: found.end()], message, stock)
+            fault = fault_of(prompt[begun:], rest[: found.end()], message, stock)
             yield None if fault is None else f"{fault}: {rest[: found.end()]!r} behind {prompt[-40:]!r}"
 
 
 def fault_of(before: str, learned: str, message: dict[str, Any], stock: Stock) -> str | None:
-    """What is wrong with a completion, or None."""
+    """What is wrong with a completion, or None; ``before`` is what its prompt adds to the history."""
     stop = next((stop for stop in (*stock.stops.all, "<|call|>", "<|eom|>") if learned.endswith(stop)), None)
     if stop is None:
         return "no stop"
@@ -102,6 +106,11 @@ def _thought_fault(before: str, bare: str, has_thought: bool, has_answer: bool) 
     if has_thought and has_answer and mine and bare.find("\0") > bare.find(mine[-1]):
         return "the thought is not inside its tags"
     return None
+
+
+def common_length(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _runs(ids: list[int], target: list[bool], decode: Any) -> list[tuple[str, str]]:

@@ -30,6 +30,8 @@ def is_true(error: RowError, stock: Stock, chat: Chat, tools: Sequence[dict[str,
         case "dropped_by_template":
             text = stock.render(until, tools)
             return any(stock.render(changed, tools) == text for changed in _with_one_part_changed(until))
+        case "answer_lost" | "answer_changed":
+            return not _holds_every_text(stock.render(until, tools), stock.render(history, tools), chat[number])
         case "prompt_not_reproduced":
             return not any(_reproduces(stock, history, until, tools, switch) for switch in _switches())
         case "no_stop":
@@ -51,6 +53,17 @@ def _switches() -> Iterator[dict[str, bool]]:
     yield {}
     for name in THINKING_SWITCHES:
         yield from ({name: value} for value in (False, True))
+
+
+def _holds_every_text(text: str, before: str, message: Any) -> bool:
+    """Whether a turn, as rendered, has the message's texts as they are: the thought in tags, the answer behind it."""
+    turn = text[len(before) :] if text.startswith(before) else text
+    thought, answer = message.get("reasoning_content", "").strip(), message["content"].strip()
+    place = turn.find(thought) if thought else 0
+    if place < 0 or turn.find(answer, place + len(thought)) < 0:
+        return False
+    # a tag in the text that the template takes for its own: a thought before it that the row does not have
+    return not any(tag in answer or tag in thought for tag in ("<think>", "</think>"))
 
 
 def _raises(stock: Stock, chat: Chat, tools: Sequence[dict[str, Any]], **kwargs: Any) -> bool:

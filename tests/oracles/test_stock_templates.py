@@ -23,6 +23,7 @@ from tests.oracles.catalogue import catalogue
 from tests.oracles.chat_rows import Chat, as_conversation
 from tests.oracles.families import Stock, Stops
 from tests.oracles.hostile import hostile_chats
+from tests.oracles.judged import common_length, fault_of
 from tests.oracles.refusals import is_true, switches_of
 from tests.oracles.text_is_text import TextIsText
 from tests.oracles.training_masks import with_stop_of_next_header
@@ -30,8 +31,7 @@ from tests.oracles.vocabulary import encoder_of, whole_tokenizer
 
 CHATS = hostile_chats()
 FEWEST_EXACT = 25  # of 47 conversations; most of the others need tools or thinking
-# Their prompt opens a thought that no rendered answer begins with, so nearly nothing can be trained.
-PROMPT_NEVER_REPRODUCED = {"trl/deepseek_r1_distill", "trl/deepseekv3"}
+MOST_SPOILED = 6  # answers and thoughts with thought tags in them, which the template takes for a thought
 
 
 @pytest.mark.parametrize("name", sorted(catalogue()))
@@ -39,10 +39,12 @@ def test_hostile_conversations_are_exact_or_truly_refused(tmp_path: Path, name: 
     stock, whole = catalogue()[name], whole_tokenizer(tokenizer_folder("tiny"))
     encoder = encoder_of(tokenizer_folder("tiny"), tmp_path, stock, train_on="last_assistant")
     verdicts = verdicts_of(stock, encoder, TextIsText(stock, whole))
-    assert verdicts["exact"] >= FEWEST_EXACT or name in PROMPT_NEVER_REPRODUCED
+    assert verdicts["exact"] + verdicts["prompt of inference"] >= FEWEST_EXACT
     assert verdicts.keys() <= {
         "exact", "template reads control strings", "template", "dropped_by_template", "prompt_not_reproduced",
+        "answer_lost", "answer_changed", "prompt of inference",
     }  # fmt: skip
+    assert verdicts["answer_lost"] + verdicts["answer_changed"] <= MOST_SPOILED
 
 
 @pytest.mark.shared
@@ -87,6 +89,19 @@ def verdict_of(sample: Sample, oracle: TextIsText, chat: Chat, tools: Sequence[d
     """``exact``, or that the template looks for control strings in the text; then only the text is compared."""
     [(ids, target)] = sample.unroll()
     text = decoded(oracle, ids.tolist())
+    if not is_rendered_so(oracle.stock, chat, tools):
+        first = target.tolist().index(True)
+        before = decoded(oracle, ids[:first].tolist())
+        history = chat[:-1]
+        assert before in {
+            nfc(oracle.stock.render(history, tools, add_generation_prompt=True, **switch))
+            for switch in switches_of(oracle.stock)
+        }, where
+        begun = common_length(before, nfc(oracle.stock.render(history, tools)))
+        last = {**chat[-1], "content": nfc(chat[-1]["content"])}
+        fault = fault_of(before[begun:], decoded(oracle, ids[target].tolist()), last, oracle.stock)
+        assert fault is None, f"{where}: {fault}"
+        return "prompt of inference"
     assert text == with_stop_of_next_header(oracle.stock, nfc(oracle.stock.render(chat, tools)), text), where
     check_targets(oracle, chat, tools, ids.tolist(), target.tolist(), where)
     allowed = oracle.expected(chat, tools)
@@ -94,6 +109,16 @@ def verdict_of(sample: Sample, oracle: TextIsText, chat: Chat, tools: Sequence[d
         return "template reads control strings"
     assert ids.tolist() in allowed, where
     return "exact"
+
+
+def is_rendered_so(stock: Stock, chat: Chat, tools: Sequence[dict[str, Any]]) -> bool:
+    """Whether the conversation is rendered as some prompt of inference for its last answer begins."""
+    return any(
+        stock.render(chat, tools, **switch).startswith(
+            stock.render(chat[:-1], tools, add_generation_prompt=True, **switch)
+        )
+        for switch in switches_of(stock)
+    )
 
 
 def check_targets(

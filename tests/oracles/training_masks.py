@@ -19,7 +19,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from tests.oracles.chat_rows import CHATS, Chat, as_conversation
 from tests.oracles.families import Stock, family, training_render
-from tests.oracles.judged import fault_of
+from tests.oracles.judged import common_length, fault_of
 from tests.oracles.refusals import is_true
 
 
@@ -87,7 +87,8 @@ def compare(name: str, turn: Turn, encoder: Encoder, whole: tokenizers.Tokenizer
         first = int(target.argmax())
         learned = _decode(whole, ids[first:][target[first:]])
         assert _decode(whole, ids[:first]) == prompt, f"{name} {turn.case}"
-        assert fault_of(prompt, learned, turn.chat[-1], stock) is None, f"{name} {turn.case}: {learned}"
+        begun = common_length(prompt, stock.render(turn.chat[:-1], turn.tools))
+        assert fault_of(prompt[begun:], learned, turn.chat[-1], stock) is None, f"{name} {turn.case}: {learned}"
         return Outcome(verdict="prompt")
     text = with_stop_of_next_header(stock, stock.render(turn.chat, turn.tools), _decode(whole, ids))
     first, last = int(target.argmax()), len(target) - 1 - int(target[::-1].argmax())

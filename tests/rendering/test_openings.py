@@ -10,7 +10,7 @@ import trl
 
 from luthier.records import Conversation, Piece, Thinking
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.openings import empty_thought
+from luthier.rendering.openings import ending_of
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
@@ -95,17 +95,24 @@ def test_a_thought_that_is_left_open_is_closed_by_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt, turn, found",
+    "prompt, opening, closing, is_open",
     [
-        ("<m><think></think>", "<m>Yes.", (3, "<think></think>")),
-        ("<m><think>\n\n</think>\n\n", "<m>Yes.", (3, "<think>\n\n</think>\n\n")),
-        ("[M][THINK][/THINK]", "[M]Yes.", (3, "[THINK][/THINK]")),
-        ("<m><think></think>", "<m><think></think>Yes.", None),  # it has its own
-        ("<m><think>", "<m>Yes.", None),  # not closed
-        ("<m><a></b>", "<m>Yes.", None),  # no pair
-        ("<m><think></think>", "<n>Yes.", None),  # another turn
-        ("<m><think>Hm.</think>", "<m>Yes.", None),  # not empty: what is in it is more than a word
+        ("<m><think></think>", "<think>", "</think>", False),
+        ("<m><think>\n\n</think>\n\n", "<think>", "</think>", False),
+        ("[M][THINK][/THINK]", "[THINK]", "[/THINK]", False),
+        ("<m><|channel>thought\n<channel|>", "<|channel>thought", "<channel|>", False),
+        ("<m><|START_THOUGHT|>", "<|START_THOUGHT|>", "<|END_THOUGHT|>", True),
+        ("<m><think>\n", "<think>", "</think>", True),
+        ("<m></think>", "<think>", "</think>", False),
+        ("<m><scratch>", "", "", False),  # nobody knows of </scratch>
+        ("<m><a></b>", "", "", False),  # no pair
+        ("[INST] so [/INST]", "", "", False),  # closes a question
+        ("<assistant>", "", "", False),  # begins a turn
     ],
 )
-def test_empty_thoughts_are_told_by_their_tags(prompt: str, turn: str, found: tuple[int, str] | None) -> None:
-    assert empty_thought(prompt, turn) == found
+def test_a_prompt_tells_by_its_tags_what_it_opens_and_closes(
+    prompt: str, opening: str, closing: str, is_open: bool
+) -> None:
+    ending = ending_of(prompt, "</assistant>")
+    assert (ending.opening, ending.closing, ending.is_open) == (opening, closing, is_open)
+    assert bool(closing) == (ending.header_end < len(prompt))
