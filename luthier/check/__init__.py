@@ -4,7 +4,7 @@ Read in this order: tokens, owners, origins, facts, show_media, show_columns, sh
 show_blocks, show_html, diff, diff_pairs, diff_settings, diff_runs, diff_repeats, diff_terminal, diff_html,
 media_counts, history, plan, stats, tables, devices, model_shape, estimate, estimate_terminal, environment,
 verify_records, verify_files, verify_tokens, verify_template, verify_neutral, verify_rules, verify_policy,
-verify_compared, verify_weights, verify_slots, verify_reading, verify_expected, verify_document, verify_answer,
+verify_compared, verify_weights, verify_slots, verify_answer, verify_reading, verify_expected, verify_document,
 verify_learned, verify_derived, verify_runs, verify_media, verify_structure, verify_server, verify_row, verify_kwargs,
 verify_samples, verify, verify_terminal.
 """

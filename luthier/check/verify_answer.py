@@ -43,20 +43,20 @@ def missing_of_part(part: Spoken, learned: LearnedText, tokenizer: ReferenceToke
             kind = "answer" if isinstance(part, Text) else "thinking"
             if learned.holds(text, loosely=loosely):
                 return None
-            return f"the {kind} {_short(text)} is not what is learned: {_short(learned.learned)}"
+            return f"the {kind} {short(text)} is not what is learned: {short(learned.learned)}"
         case ToolCall():
             if not learned.holds(tokenizer.normalised(part.name).strip()):
                 return f"the tool's name {part.name!r} is not learned"
-            if any(_holds(value, part.arguments) for value in _json_values(learned.learned)):
+            if any(holds_arguments(value, part.arguments) for value in json_values(learned.learned)):
                 return None
             texts = [tokenizer.normalised(text).strip() for text in _leaves(part.arguments)]
             lost = [text for text in texts if not learned.holds(text)]
-            return f"the argument {_short(lost[0])} of {part.name!r} is not learned" if lost else None
+            return f"the argument {short(lost[0])} of {part.name!r} is not learned" if lost else None
         case _:
             raise AssertionError(f"unknown part {part!r}")
 
 
-def _json_values(text: str) -> Iterator[Any]:
+def json_values(text: str) -> Iterator[Any]:
     """Every JSON object that begins somewhere in a text, outermost first."""
     decoder, place = json.JSONDecoder(), 0
     while (place := text.find("{", place)) >= 0:
@@ -69,10 +69,10 @@ def _json_values(text: str) -> Iterator[Any]:
         place = end
 
 
-def _holds(value: Any, arguments: Mapping[str, Any]) -> bool:
+def holds_arguments(value: Any, arguments: Mapping[str, Any]) -> bool:
     """Whether a JSON value is the arguments, or an object that has them under some key."""
     return isinstance(value, Mapping) and (
-        value == arguments or any(_holds(inner, arguments) for inner in value.values())
+        value == arguments or any(holds_arguments(inner, arguments) for inner in value.values())
     )
 
 
@@ -97,5 +97,6 @@ def _dense(text: str) -> str:
     return "".join(text.split())
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """A text as messages quote it."""
     return repr(text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…")

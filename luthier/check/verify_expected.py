@@ -12,8 +12,9 @@ prints no completion to compare with: the turn is *asked* only, and `verify_deri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class ExpectedTurn:
     ``is_derived``  history renders the turn otherwise, so its completion was read from the sample
     ``elsewhere``   it is learned where it stands in one rendering of the row, as the run asks for, and inference would
                     show another context or expect another form
+    ``otherwise``   the turn under other positions of the thinking switch, which inference may have as well
     """
 
     message: int | None
@@ -63,6 +65,7 @@ class ExpectedTurn:
     findings: tuple[Finding, ...] = ()
     is_derived: bool = False
     elsewhere: bool = False
+    otherwise: Callable[[], Iterator[ExpectedTurn]] = lambda: iter(())
 
     @property
     def ids(self) -> Ids:
@@ -152,9 +155,10 @@ def expected_row(
                 asked.append(_asked_turn(shown, index, cut, turn_policy, unfinished=unfinished))
             continue
         if unfinished:
-            cut = replace(cut, completion=cut.completion[: len(cut.completion) - cut.stop], stop=0, unfinished=True)
+            cut = replace(cut, completion=cut.completion[: cut.words], stop=0, unfinished=True)
             whole_text = cut.prompt + cut.completion
-        turns.append(_expected_turn(turn_policy, cut, whole_text, shown))
+        otherwise = partial(_otherwise, shown, cut, turn_policy, whole_text)
+        turns.append(replace(_expected_turn(turn_policy, cut, whole_text, shown), otherwise=otherwise))
     (text,) = neutral.readable([whole_text], tokenizer)
     return ExpectedRow(
         neutral=neutral,
@@ -178,7 +182,10 @@ def answer_weights(policy: TurnPolicy, ids: Ids, text: str, tokenizer: Reference
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cut:
-    """A turn as rendered, ``prompt + completion + rest``; ``completion`` ends with a stop of ``stop`` characters."""
+    """A turn as rendered, ``prompt + completion + rest``; ``completion`` ends with a stop of ``stop`` characters.
+
+    ``words``: the characters of ``completion`` up to the end of the row's own.
+    """
 
     message: int
     prompt: str
@@ -186,6 +193,7 @@ class _Cut:
     stop: int
     kwargs: Mapping[str, Any]
     unfinished: bool = False
+    words: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +221,21 @@ class _Shown:
         return self.tokenizer.hide(_added(history, prompt))
 
     def reading(self, index: int, prompt: str, completion: str, **kwargs: Any) -> Reading:
-        """A completion that was rendered, to be read as message ``index``."""
+        """A completion that was rendered, to be read as message ``index``.
+
+        Some templates print no header behind the result of a tool, where inference goes on, and one in the history.
+        The model has to write it then, and does: it is part of the prompt that other turns have.
+        """
+        header, shown = self.header(index, prompt, **kwargs), self.tokenizer.hide(completion)
+        if not header.strip() and index and self.row.messages[index - 1].role == "tool":
+            question = next((i for i, message in enumerate(self.row.messages) if message.role == "user"), None)
+            if question is not None and question + 1 < index:
+                usual = self.header(question + 1, self.prompt(question + 1, **kwargs), **kwargs)
+                if usual.strip() and shown.startswith(usual):
+                    header, shown = usual, shown[len(usual) :]
         return Reading(
-            header=self.header(index, prompt, **kwargs),
-            completion=self.tokenizer.hide(completion),
+            header=header,
+            completion=shown,
             said=Said.of(self.row.messages[index].parts, self.tokenizer.hide),
             loosely=self.row.method is Method.READ_BY_TEMPLATE,
         )
@@ -260,21 +279,28 @@ def _cut(shown: _Shown, index: int) -> _Cut | list[tuple[str, Mapping[str, Any]]
     prompts: list[tuple[str, Mapping[str, Any]]] = []
     for kwargs in _switches(shown.printer):
         try:
-            prompt, text = shown.prompt(index, **kwargs), shown.turn(index, **kwargs)
+            prompt = shown.prompt(index, **kwargs)
+            found = _cut_under(shown, index, prompt, kwargs)
         except RowError:
             if not kwargs:
                 raise
             continue
+        if found is not None:
+            return found
         prompts.append((prompt, kwargs))
-        if text.startswith(prompt):
-            break
-    else:
-        return prompts
+    return prompts
+
+
+def _cut_under(shown: _Shown, index: int, prompt: str, kwargs: Mapping[str, Any]) -> _Cut | None:
+    """The turn under one switch; None if it does not begin with its prompt. Raises `RowError`."""
+    text = shown.turn(index, **kwargs)
+    if not text.startswith(prompt):
+        return None
     tail = _behind_answer(shown, index, (), kwargs)
     rest = text[len(prompt) :]
     if tail is None or not rest.endswith(tail):
         tail = rest  # nothing is known of where the answer ends
-    cut = _Cut(message=index, prompt=prompt, completion=rest, stop=0, kwargs=kwargs)
+    cut = _Cut(message=index, prompt=prompt, completion=rest, stop=0, kwargs=kwargs, words=len(rest) - len(tail))
     return _completion(shown, cut, tail)
 
 
@@ -329,6 +355,19 @@ def _turn_elsewhere(policy: TurnPolicy, cut: _Cut, whole_text: str, shown: _Show
     return replace(_expected_turn(policy, cut, whole_text, shown), elsewhere=True)
 
 
+def _otherwise(shown: _Shown, first: _Cut, policy: TurnPolicy, whole_text: str) -> Iterator[ExpectedTurn]:
+    """The turn under every other position of the switch that its prompt begins under."""
+    for kwargs in _switches(shown.printer):
+        if kwargs == first.kwargs or first.unfinished:
+            continue
+        try:
+            cut = _cut_under(shown, first.message, shown.prompt(first.message, **kwargs), kwargs)
+        except RowError:
+            continue
+        if cut is not None:
+            yield _expected_turn(policy, cut, whole_text, shown)
+
+
 def _asked_turn(
     shown: _Shown,
     index: int,
@@ -345,7 +384,7 @@ def _asked_turn(
 
     said = Said.of(row.messages[index].parts, as_decoded)
     text = shown.turn(index)
-    stops = [end for start, end in _control_spans(tokenizer, text, 0) if text[start:end] in tokenizer.files.stops]
+    stops = [end for start, end in _control_spans(tokenizer, text, 0) if text[start:end] in tokenizer.stops]
     return AskedTurn(
         message=index,
         prompts=tuple(ids),
@@ -393,11 +432,11 @@ def _completion(shown: _Shown, cut: _Cut, tail: str) -> _Cut:
     files, rest = shown.tokenizer.files, cut.completion
     found = _control_spans(shown.tokenizer, rest, len(rest) - len(tail))
     for start, end in found:
-        if rest[start:end] in files.stops:
+        if rest[start:end] in shown.tokenizer.stops:
             return replace(cut, completion=rest[:end], stop=end - start)
     following = _stop_before_next(shown, cut, tail)
     if following is not None:
-        stop = following.rstrip() if following.strip() in files.stops else following
+        stop = following.rstrip() if following.strip() in shown.tokenizer.stops else following
         before = len(following) - len(following.lstrip())
         return replace(cut, completion=rest + stop, stop=len(stop) - before)
     special = [(start, end) for start, end in found if rest[start:end] in files.special]
@@ -417,7 +456,7 @@ def _stop_before_next(shown: _Shown, cut: _Cut, tail: str) -> str | None:
         if behind is None or not behind.startswith(tail):
             continue
         spans = _control_spans(tokenizer, behind, len(tail))
-        if spans and not behind[len(tail) : spans[0][0]].strip() and behind[slice(*spans[0])] in tokenizer.files.stops:
+        if spans and not behind[len(tail) : spans[0][0]].strip() and behind[slice(*spans[0])] in tokenizer.stops:
             return behind[len(tail) : spans[0][1]]
     return None
 

@@ -113,16 +113,19 @@ class ReferenceFiles:
         return self.special | tags
 
     @cached_property
-    def stops(self) -> frozenset[str]:
-        """Tokens on which inference stops."""
+    def generation_stops(self) -> list[int]:
+        """Ids on which inference stops, of the generation config."""
         ids = self._read("generation_config.json").get("eos_token_id") or []
-        ids = ids if isinstance(ids, list) else [ids]
-        names = {entry["content"] for entry in self.added_entries if entry["id"] in ids}
-        names |= {self.special_tokens[name] for name in ("eos_token",) if name in self.special_tokens}
+        return list(ids) if isinstance(ids, list) else [ids]
+
+    @cached_property
+    def named_stops(self) -> frozenset[str]:
+        """Tokens on which inference stops: the end of a sequence, and those of a template that the run names."""
+        names = {self.special_tokens[name] for name in ("eos_token",) if name in self.special_tokens}
         given = self.options.chat_template
         if given is not None and named_template(given) is not None:
             names |= stop_tokens(given, self.special_tokens)
-        return frozenset(names) & self.control
+        return frozenset(names)
 
     @cached_property
     def plain(self) -> frozenset[str]:

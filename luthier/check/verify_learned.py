@@ -153,7 +153,7 @@ def _stop_faults(turn: ExpectedTurn, home: Home, runs: Runs, *, train_stop: bool
     if turn.open_end:
         yield runs.fault(Check.STOP_TRAINED, "the template ends this turn with no stop token", message=turn.message)
     elif turn.num_stop and int(turn.completion[-1]) not in runs.tokenizer.stop_ids:
-        stops = ", ".join(sorted(runs.tokenizer.files.stops)) or "none"
+        stops = ", ".join(sorted(runs.tokenizer.stops)) or "none"
         token = runs.tokenizer.decode(turn.completion[-turn.num_stop :])
         what = f"the turn ends with {token!r}; inference stops on {stops} (eos_token, generation_config.json)"
         yield runs.fault(Check.STOP_TRAINED, what, message=turn.message, run=home.run)

@@ -12,10 +12,12 @@ read like a reader would: the thought inside its tags, the answer behind it, and
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
+from luthier.check.verify_answer import holds_arguments, json_values, short
 from luthier.check.verify_records import Check
 from luthier.check.verify_tokens import SECRET_BEGIN, SECRET_END
 from luthier.records import Audio, Image, Part, Text, Thinking, ToolCall, Video
@@ -37,12 +39,12 @@ Finding = tuple[Check, str]
 class Said:
     """What a message says, as templates print it.
 
-    ``thought`` and ``texts`` are stripped (texts between media are several); ``calls`` is how many tools it calls.
+    ``thought`` and ``texts`` are stripped (texts between media are several); ``calls`` are the arguments of its calls.
     """
 
     thought: str
     texts: tuple[str, ...]
-    calls: int
+    calls: tuple[Mapping[str, Any], ...]
 
     @classmethod
     def of(cls, parts: Sequence[Part], shown: Callable[[str], str]) -> Said:
@@ -57,7 +59,7 @@ class Said:
         return cls(
             thought=shown("".join(thoughts)).strip(),
             texts=tuple(text for text in (shown(text).strip() for text in texts) if text),
-            calls=sum(isinstance(part, ToolCall) for part in parts),
+            calls=tuple(part.arguments for part in parts if isinstance(part, ToolCall)),
         )
 
     @property
@@ -153,12 +155,20 @@ def _faults_of(text: str, header: str, said: Said, places: Sequence[tuple[int, i
     for name, item in said.items:
         if len(item) >= SHORTEST_REPEATED and any(item in gap for gap in gaps):
             yield Check.ANSWER_DECODES, f"the {name} is learned twice: {short(_shown(text))}"
+    values = list(json_values(text))
+    for arguments in said.calls:
+        wanted = sum(other == arguments for other in said.calls)
+        if arguments and sum(holds_arguments(value, arguments) for value in values) > wanted:
+            yield Check.ANSWER_DECODES, f"a tool call is learned twice: {short(_shown(text))}"
+            return
 
 
 def _header_faults(gap: str, header: str, said: Said) -> Iterator[Finding]:
     """Whether the model is taught to write the header that its prompt should have given it."""
-    tags = re.findall(_TAG, gap)
-    words = set(re.findall(r"[a-z]+", _shown(gap).lower()))
+    lead = re.match(rf"[^{SECRET_BEGIN}<\[]*(?:(?:{_TAG})[^\s{SECRET_BEGIN}<\[]*)?", gap)
+    beginning = "" if lead is None else lead[0]
+    tags = re.findall(_TAG, beginning)
+    words = set(re.findall(r"[a-z]+", _shown(beginning).lower()))
     opens_anew = [tag for tag in tags if tag.startswith(SECRET_BEGIN) and tag in header]
     if not header.strip() and not said.calls:
         opens_anew += [tag for tag in tags if _turn_of_thought(tag) is None]
@@ -217,6 +227,7 @@ def _turn_of_thought(tag: str) -> bool | None:
 def _words(gap: str, *, has_label: bool) -> str:
     """What is left of a gap without markup."""
     rest = _CHANNEL.sub(lambda match: match[1] or match[2], gap)
+    rest = re.sub(rf"[\w.-]+=[\w.-]+(?={SECRET_BEGIN})", "", rest)  # whom it is for: `to=user` before a control token
     rest = re.sub(_TAG, " ", rest)
     return (_LABEL.sub("", rest) if has_label else rest).strip()
 
@@ -227,8 +238,3 @@ def _shown(text: str) -> str:
 
 def _dense(text: str) -> str:
     return "".join(text.split())
-
-
-def short(text: str, limit: int = 60) -> str:
-    """A text as messages quote it."""
-    return repr(text if len(text) <= limit else f"{text[:limit]}…")

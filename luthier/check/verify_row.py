@@ -171,6 +171,7 @@ class RowVerifier:
         faults += [turn for turn in derived if isinstance(turn, Violation)]
         turns = [*expected.turns, *(turn for turn in derived if isinstance(turn, ExpectedTurn))]
         expected = replace(expected, turns=tuple(sorted(turns, key=lambda turn: turn.message or 0)))
+        expected = replace(expected, turns=tuple(_best_position(turn, runs) for turn in expected.turns))
         notes["derived"] += sum(turn.is_derived for turn in expected.turns)
         elsewhere = [turn for turn in expected.turns if turn.elsewhere]
         notes["elsewhere_rows"] += bool(elsewhere)
@@ -251,6 +252,14 @@ class RowVerifier:
                 yield runs.fault(
                     Check.SERVED_TOKENS, what, message=turn.message, run=home.run, index=index, expected=served
                 )
+
+
+def _best_position(turn: ExpectedTurn, runs: Runs) -> ExpectedTurn:
+    """The turn under the position of the thinking switch that the sample has, if it has one that leads to this turn."""
+    if find_home(turn, runs).agree >= len(turn.prompt):
+        return turn
+    others = (other for other in turn.otherwise() if find_home(other, runs).agree >= len(other.prompt))
+    return next(others, turn)
 
 
 def _is_drawn(number: int, first: int) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import jinja2
+import tokenizers
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
@@ -198,11 +199,15 @@ class HuggingFace:
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # it warns of model types and missing weights; neither is ours to mend
         try:
-            self._tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+            loaded: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+            if added or added_special:  # numbered behind the file's own, before any that the configuration names
+                backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+                backend.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in added])
+                backend.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in added_special])
+                loaded = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **loaded.special_tokens_map)
         finally:
             logging.set_verbosity(level)
-        self._tokenizer.add_tokens(list(added))
-        self._tokenizer.add_tokens(list(added_special), special_tokens=True)
+        self._tokenizer: Any = loaded
         self.name = f"transformers {transformers.__version__}"
 
     def text(

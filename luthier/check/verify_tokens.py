@@ -32,7 +32,9 @@ class ReferenceTokenizer:
         self.files = files
         self._whole = self._load(json.loads(files.tokenizer_json), rename=False)
         self.control_ids = {token: self._id(token) for token in sorted(files.control)}
-        self.stop_ids = frozenset(self.control_ids[token] for token in files.stops)
+        told = {str(self._whole.id_to_token(number)) for number in files.generation_stops}
+        self.stops = frozenset((files.named_stops | told) & files.control)
+        self.stop_ids = frozenset(self.control_ids[token] for token in self.stops)
         bos = files.special_tokens.get("bos_token")
         self.bos_id = None if bos is None else self._whole.token_to_id(bos)
         self._anchor = self._find_anchor()
@@ -175,7 +177,7 @@ class ReferenceTokenizer:
 
     def _find_anchor(self) -> str | None:
         """A control token that a completion may stand behind without being changed by it."""
-        stops = sorted(self.files.plain & self.files.stops) or sorted(self.files.plain & self.files.special)
+        stops = sorted(self.files.plain & self.stops) or sorted(self.files.plain & self.files.special)
         return stops[0] if stops else None
 
 

@@ -141,7 +141,7 @@ def test_refused_rows_are_counted_under_their_reasons(tmp_path: Path) -> None:
     assert report.ok and ledger.read == ledger.prepared + ledger.lost == 4
     assert dict(ledger.quarantined) == {"truncated_json": 1} and dict(ledger.dropped) == {"no_target": 1}
     text = words_of(report_table(report))
-    assert "4 rows read = 2 trained + 1 dropped + 1 quarantined" in text and "truncated_json" in text
+    assert "4 rows read = 2 prepared + 1 dropped + 1 quarantined" in text and "truncated_json" in text
 
 
 def test_nothing_verified_is_not_ok(tmp_path: Path) -> None:

@@ -330,3 +330,88 @@ def an_id_is_beyond_the_vocabulary(sample: Sample, encoder: Encoder) -> Sample:
 @fault("plain", Check.IDS_IN_VOCABULARY)
 def an_id_is_negative(sample: Sample, encoder: Encoder) -> Sample:
     return spliced(sample, 3, 4, [-100])
+
+
+# ------------------------------------------------------------------------------------------------ rows mixed up
+
+
+@fault("plain", Check.PROMPT_TOKENS)
+def tokens_are_another_rows(sample: Sample, encoder: Encoder) -> Sample:
+    return encoder.encode(chat(message("user", "who is it"), message("assistant", "It is I.")))
+
+
+@fault("plain", Check.COMPLETION_TOKENS)
+def a_replay_fills_in_another_rows_answer(sample: Sample, encoder: Encoder) -> Sample:
+    return encoder.encode(chat(*PLAIN.messages[:-1], message("assistant", "[[5, 6], [7, 8]]")))
+
+
+@fault("plain", Check.PROMPT_TOKENS)
+def a_replay_fills_in_another_rows_question(sample: Sample, encoder: Encoder) -> Sample:
+    return encoder.encode(chat(*PLAIN.messages[:3], message("user", "good"), *PLAIN.messages[4:]))
+
+
+@fault("plain", Check.ANSWER_DECODES)
+def answers_are_swapped(sample: Sample, encoder: Encoder) -> Sample:
+    system, first, second, third, fourth = PLAIN.messages
+    return encoder.encode(chat(system, first, fourth, third, second))
+
+
+@fault("tools", Check.PROMPT_TOKENS)
+def a_tools_result_is_another(sample: Sample, encoder: Encoder) -> Sample:
+    messages = list(TOOLS.messages)
+    messages[2] = message("tool", '{"sky": "grey"}')
+    return encoder.encode(Conversation(messages=tuple(messages), tools=(WEATHER,), address=AT))
+
+
+# ------------------------------------------------------------------------------------------- ends and beginnings
+
+
+@fault("plain", Check.PROMPT_TOKENS)
+def the_sequence_is_cut_off_on_its_left(sample: Sample, encoder: Encoder) -> Sample:
+    return spliced(sample, 0, 6, [])
+
+
+@fault("plain", Check.NOTHING_SUPPLIED_TRAINED)
+def a_second_end_token_is_learned(sample: Sample, encoder: Encoder) -> Sample:
+    end = last_target(sample)
+    return spliced(sample, end + 1, end + 1, [int(sample.input_ids[end])], target=True)
+
+
+@fault("plain", Check.COMPLETION_TOKENS)
+def the_first_word_of_an_answer_is_context(sample: Sample, encoder: Encoder) -> Sample:
+    return retargeted(sample, first_target(sample), False)
+
+
+@fault("plain", Check.STOP_TRAINED)
+def the_stop_of_the_first_answer_is_context(sample: Sample, encoder: Encoder) -> Sample:
+    stops = np.flatnonzero(np.isin(sample.input_ids, encoder.tokenizer.stop_token_ids) & sample.target)
+    return retargeted(sample, stops[0], False)
+
+
+@fault("plain", Check.ANSWER_DECODES)
+def an_answer_is_in_lower_case(sample: Sample, encoder: Encoder) -> Sample:
+    return encoder.encode(chat(*PLAIN.messages[:2], message("assistant", "hello! how are you?"), *PLAIN.messages[3:]))
+
+
+@fault("plain", Check.COMPLETION_TOKENS)
+def an_answer_is_said_twice(sample: Sample, encoder: Encoder) -> Sample:
+    said = "Hello! How are you?" * 2
+    return encoder.encode(chat(*PLAIN.messages[:2], message("assistant", said), *PLAIN.messages[3:]))
+
+
+@fault("thinking", Check.NOTHING_SUPPLIED_TRAINED)
+def an_earlier_answer_is_learned_again_in_the_history_of_a_later_one(sample: Sample, encoder: Encoder) -> Sample:
+    history = sample.branches[0].length + sample.branches[1].length
+    return retargeted(sample, history + 1, True)
+
+
+@fault("tools", Check.ANSWER_DECODES)
+def an_argument_of_a_call_is_another(sample: Sample, encoder: Encoder) -> Sample:
+    messages = list(TOOLS.messages)
+    messages[1] = message("assistant", ToolCall(name="weather", arguments={"city": "Oslo", "days": 2}))
+    return encoder.encode(Conversation(messages=tuple(messages), tools=(WEATHER,), address=AT))
+
+
+@fault("hostile", Check.NO_FORGED_CONTROL)
+def one_end_token_is_forged_in_a_question(sample: Sample, encoder: Encoder) -> Sample:
+    return spliced(sample, 4, 5, [encoder.tokenizer.control_id("<|im_end|>")])

@@ -1,0 +1,135 @@
+"""Broken templates are found by name, completions that no rendering has are read, stock templates raise no alarm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from verify_broken_templates import (
+    BROKEN,
+    CLOSED,
+    OPENED,
+    RIGHT,
+    SAID,
+    Broken,
+    believing_sample,
+    last_only,
+    prompt_of,
+    run_with,
+    sample_of,
+    template,
+)
+from verify_cases import THINKING, chat, message
+from verify_chats import CHATS
+
+from luthier.check.verify_records import Check
+from luthier.check.verify_row import RowVerifier
+from luthier.errors import RowError
+from luthier.presets import tokenizer_folder
+from luthier.records import Conversation
+from tests.oracles.catalogue import catalogue
+from tests.oracles.vocabulary import encoder_of
+
+
+def broken(source: str, row: Conversation, completion: str | None = None) -> dict[Check, str]:
+    """What is found wrong with a row's last answer; ``completion`` is what is learned, if not what the template has."""
+    row = last_only(row)
+    if completion is None:
+        sample = believing_sample(source, row)
+    else:
+        sample = sample_of(prompt_of(source, row, len(row.messages) - 1), completion)
+    return {
+        violation.check: violation.what for violation in RowVerifier(run_with(source)).verify(row, sample).violations
+    }
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=str)
+def test_a_broken_template_is_found_by_its_check(case: Broken) -> None:
+    assert case.found_by in broken(case.source, case.row)
+
+
+@pytest.mark.parametrize("case", RIGHT, ids=str)
+def test_a_template_that_prints_a_row_in_its_own_way_is_right(case: Broken) -> None:
+    assert broken(case.source, case.row) == {}
+
+
+def test_broken_templates_are_many() -> None:
+    assert len({case.name for case in BROKEN}) == len(BROKEN) >= 40
+
+
+# --------------------------------------------------------------------------- completions that no rendering has
+
+DROPS = template(SAID, ask=OPENED)  # the prompt opens a thought, history shows none
+EMPTY = template(SAID, ask=CLOSED)  # the prompt writes an empty thought, history shows none
+REOPENS = template("</think>" + SAID, ask=CLOSED)  # T3: history begins with the closing tag
+PLAIN = chat(message("user", "Hi"), message("assistant", "Yes, it is."))
+THOUGHT = chat(*THINKING.messages[:2])
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "completion"),
+    [
+        (DROPS, PLAIN, "\n</think>\n\nYes, it is.<|im_end|>"),
+        (DROPS, PLAIN, "</think>\n\nYes, it is.<|im_end|>"),
+        (DROPS, PLAIN, "</think>Yes, it is.<|im_end|>"),
+        (DROPS, THOUGHT, "add them\n</think>\n\ntwo<|im_end|>"),
+        (EMPTY, PLAIN, "Yes, it is.<|im_end|>"),
+        (REOPENS, PLAIN, "Yes, it is.<|im_end|>"),
+    ],
+)
+def test_what_the_model_must_emit_after_its_prompt_is_accepted(source: str, row: Conversation, completion: str) -> None:
+    assert broken(source, row, completion) == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "completion", "found_by"),
+    [
+        (REOPENS, PLAIN, "</think>Yes, it is.<|im_end|>", Check.ANSWER_DECODES),
+        (EMPTY, PLAIN, "\n</think>\n\nYes, it is.<|im_end|>", Check.ANSWER_DECODES),
+        (EMPTY, PLAIN, "<think>\n\n</think>\n\nYes, it is.<|im_end|>", Check.ANSWER_DECODES),
+        (EMPTY, PLAIN, "<|im_start|>assistant\nYes, it is.<|im_end|>", Check.NOTHING_SUPPLIED_TRAINED),
+        (EMPTY, PLAIN, "yes, it is.<|im_end|>", Check.ANSWER_DECODES),
+        (EMPTY, PLAIN, "Yes, it<|im_end|>", Check.ANSWER_DECODES),
+        (EMPTY, PLAIN, "Yes, it is. Yes, it is.<|im_end|>", Check.ANSWER_DECODES),
+        (EMPTY, PLAIN, "Well: Yes, it is.<|im_end|>", Check.ANSWER_DECODES),
+        (EMPTY, PLAIN, "Yes, it is.", Check.STOP_TRAINED),
+        (EMPTY, PLAIN, "Yes, it is.<|im_end|><|im_end|>", Check.NOTHING_SUPPLIED_TRAINED),
+        (EMPTY, PLAIN, "Yes, it is.<|im_end|>\n", Check.NOTHING_SUPPLIED_TRAINED),
+        (DROPS, PLAIN, "Yes, it is.<|im_end|>", Check.ANSWER_DECODES),
+        (DROPS, PLAIN, "<think>\n</think>\n\nYes, it is.<|im_end|>", Check.ANSWER_DECODES),
+        (DROPS, PLAIN, "</think>\n</think>\n\nYes, it is.<|im_end|>", Check.ANSWER_DECODES),
+        (DROPS, THOUGHT, "</think>\n\ntwo<|im_end|>", Check.ANSWER_DECODES),
+        (DROPS, THOUGHT, "add them\n</think>\n\n<|im_end|>", Check.ANSWER_DECODES),
+        (DROPS, THOUGHT, "two\n</think>\n\nadd them<|im_end|>", Check.ANSWER_DECODES),
+        (DROPS, THOUGHT, "<think>\nadd them\n</think>\n\ntwo<|im_end|>", Check.ANSWER_DECODES),
+        (DROPS, THOUGHT, "add them\n</think>\n\nadd them\n\ntwo<|im_end|>", Check.ANSWER_DECODES),
+        (DROPS, THOUGHT, "add them\n\ntwo\n</think><|im_end|>", Check.ANSWER_DECODES),
+        (DROPS, THOUGHT, "add\n</think>\n\ntwo<|im_end|>", Check.ANSWER_DECODES),
+    ],
+)  # fmt: skip
+def test_what_the_model_must_not_emit_after_its_prompt_is_found(
+    source: str, row: Conversation, completion: str, found_by: Check
+) -> None:
+    assert found_by in broken(source, row, completion)
+
+
+def test_a_context_without_what_the_prompt_opens_is_found() -> None:
+    row = last_only(PLAIN)
+    sample = sample_of(prompt_of(template(SAID), row, 1), "Yes, it is.<|im_end|>")
+    found = RowVerifier(run_with(DROPS)).verify(row, sample).violations
+    assert Check.PROMPT_TOKENS in {violation.check for violation in found}
+
+
+# ------------------------------------------------------------------------------------------------- no false alarms
+
+PART = 10  # of the conversations one in so many, others for each template; all of them take minutes
+
+
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_stock_and_named_templates_raise_no_alarm(tmp_path: Path, name: str) -> None:
+    encoder = encoder_of(tokenizer_folder("tiny"), tmp_path, catalogue()[name])
+    verifier, offset = RowVerifier(encoder), sorted(catalogue()).index(name) % PART
+    drawn = list(CHATS.items())[offset::PART]
+    for (case, row), sample in zip(drawn, encoder.encode_many([row for _, row in drawn]), strict=True):
+        if not isinstance(sample, RowError):
+            assert [str(violation) for violation in verifier.verify(row, sample).violations] == [], case
