@@ -350,7 +350,7 @@ def a_replay_fills_in_another_rows_question(sample: Sample, encoder: Encoder) ->
     return encoder.encode(chat(*PLAIN.messages[:3], message("user", "good"), *PLAIN.messages[4:]))
 
 
-@fault("plain", Check.ANSWER_DECODES)
+@fault("plain", Check.COMPLETION_TOKENS)
 def answers_are_swapped(sample: Sample, encoder: Encoder) -> Sample:
     system, first, second, third, fourth = PLAIN.messages
     return encoder.encode(chat(system, first, fourth, third, second))
