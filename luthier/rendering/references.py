@@ -9,9 +9,10 @@ get the text from another row's strings:
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
 
 FIRST_CHAR = 0xF0000  # the private planes 15 and 16
@@ -91,7 +92,7 @@ OPERATIONS: dict[str, Callable[..., str]] = {
     "rsplit": lambda text, sep, maxsplit, index: _part(text.rsplit(sep, maxsplit), index),
     "partition": lambda text, sep, index: text.partition(sep)[index],
     "rpartition": lambda text, sep, index: text.rpartition(sep)[index],
-    "json": lambda text, ensure_ascii: json.dumps(text, ensure_ascii=ensure_ascii)[1:-1],
+    "json": lambda text, ensure_ascii: (encode_basestring_ascii if ensure_ascii else encode_basestring)(text)[1:-1],
     "repr": between_quotes,
 }
 
@@ -137,6 +138,16 @@ class AlphabetFull(Exception):
 def is_reference(char: str) -> bool:
     """Whether a character of a sketch stands for a reference."""
     return ord(char) >= FIRST_CHAR
+
+
+def filled_in(sketch: str, value: Callable[[str], str]) -> str:
+    """A sketch with the text of each of its references in its place."""
+    if not has_reference(sketch):
+        return sketch
+    return _REFERENCE.sub(lambda match: value(match[0]), sketch)
+
+
+_REFERENCE = re.compile(f"[{chr(FIRST_CHAR)}-{chr(LAST_CHAR)}]")
 
 
 def has_reference(sketch: str) -> bool:

@@ -30,7 +30,7 @@ from luthier.rendering.messages import (
     other_tools,
     plain_messages,
 )
-from luthier.rendering.references import Alphabet
+from luthier.rendering.references import Alphabet, filled_in
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.rendering.words import OtherWords
@@ -269,7 +269,7 @@ class ChatTemplate:
             raise RowError(
                 "untraceable", f"{where}the template prints something else when the origin of text is followed"
             )
-        if "".join(map(trace.value, output._sketch)) != text:
+        if filled_in(output._sketch, trace.value) != text:
             raise AssertionError(f"the sketch {output._sketch!r} is not what was printed, {text!r}")
         self._prove(
             trace, output, messages, tools, num_own=num_own, generation_prompt=generation_prompt, kwargs=kwargs or {}
@@ -305,7 +305,7 @@ class ChatTemplate:
             raise RowError(
                 "untraceable", f"{_line(error)}the template fails where other words are put in for the row's: {error}"
             ) from error
-        claimed = "".join(map(words.value, output._sketch))
+        claimed = filled_in(output._sketch, words.value)
         if printed != claimed:
             where = self._place_of_difference(trace, claimed, printed, output=output, values=words.value)
             raise RowError(
@@ -330,7 +330,7 @@ class ChatTemplate:
             lengths = itertools.accumulate(len(values(char)) for char in output._sketch)
             index = sum(1 for length in lengths if length <= at)
             text = str.__str__(output)
-            at = len("".join(map(trace.value, output._sketch[:index])))
+            at = len(filled_in(output._sketch[:index], trace.value))
         around = text[max(0, at - 3) : at + 1]
         printed = [
             (len(what), line) for line, what in trace.prints if str.__contains__(what, around[-1:]) and what.strip()

@@ -105,7 +105,7 @@ class Trace:
 
     def closed(self, sketch: str) -> tuple[str, tuple[Guard, ...]]:
         """A sketch, and the guards, with the constants of the shape as fixed text."""
-        chars = {char for text in (sketch, *(one for guard in self.guards for one in guard.sketches)) for char in text}
+        chars = set(sketch).union(*(one for guard in self.guards for one in guard.sketches))
         constant = {char for char in chars if isinstance(self.alphabet.reference(char), Constant)}
         table = {ord(char): self.fix(self.value(char)) for char in constant}
         guards: dict[Guard, None] = {}

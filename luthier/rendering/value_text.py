@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from itertools import groupby
 from typing import Any, NoReturn
 
 from jinja2 import Undefined
@@ -38,7 +39,8 @@ def text_of(value: Any, trace: Trace) -> Tracked:
         case list() | tuple() | dict():
             owner = _owner(value, trace)
             if owner is not None:
-                return concatenate(_ReprWriter(trace, owner).write(value), trace)
+                writer = _ReprWriter(trace, owner)
+                return writer.gathered(writer.write(value))
             if not is_own(value):
                 refuse_to_print(value)
             return own_text(str(settled(value, trace)), trace)
@@ -70,7 +72,7 @@ def dump_json(
         return own_text(text, trace)
     step = " " * indent if isinstance(indent, int) else indent
     writer = _JsonWriter(trace, owner, ensure_ascii=ensure_ascii, step=step, separators=(item, key), sort=sort_keys)
-    return concatenate(writer.write(value, "\n"), trace)
+    return writer.gathered(writer.write(value, "\n"))
 
 
 def refuse_to_print(value: Any) -> NoReturn:
@@ -108,14 +110,20 @@ class _Writer:
     def __init__(self, trace: Trace, owner: str) -> None:
         self.trace, self.owner = trace, owner
 
-    def mark(self, text: str) -> Tracked:
-        """Text between the strings: a bracket, a comma, a number."""
-        return row_text(text, self.owner, self.trace)
+    def gathered(self, parts: Iterable[str]) -> Tracked:
+        """What was written, in one: strings of the value, which are tracked, and what stands between them."""
+        tracked: list[Tracked] = []
+        for is_string, run in groupby(parts, key=lambda part: isinstance(part, Tracked)):
+            if is_string:
+                tracked += [part for part in run if isinstance(part, Tracked)]
+            else:
+                tracked.append(row_text("".join(run), self.owner, self.trace))
+        return concatenate(tracked, self.trace)
 
     def quoted(self, text: str, quote: str, operation: tuple[Any, ...]) -> Iterator[str]:
         """A string between quotes, each of its characters escaped as ``operation`` does it."""
         own = traced(text, self.trace)
-        yield self.mark(quote)
+        yield quote
         runs = (
             [(own._sketch, self.owner)]
             if not has_reference(own._sketch)
@@ -125,7 +133,7 @@ class _Writer:
             char = text if is_reference(text[:1] or " ") else self.trace.fix(text)
             derived = self.trace.derive(char, *operation)
             yield Tracked(self.trace.value(derived), derived, owner, self.trace)
-        yield self.mark(quote)
+        yield quote
 
 
 class _ReprWriter(_Writer):
@@ -137,27 +145,27 @@ class _ReprWriter(_Writer):
                 self.trace.ask("quote", own._sketch, answer=quote)
                 yield from self.quoted(own, quote, ("repr", quote))
             case dict():
-                yield self.mark("{")
+                yield "{"
                 for index, (name, item) in enumerate(value.items()):
                     yield from self._comma(index)
                     yield from self.write(name)
-                    yield self.mark(": ")
+                    yield ": "
                     yield from self.write(item)
-                yield self.mark("}")
+                yield "}"
             case list() | tuple():
-                yield self.mark("[" if isinstance(value, list) else "(")
+                yield "[" if isinstance(value, list) else "("
                 for index, item in enumerate(value):
                     yield from self._comma(index)
                     yield from self.write(item)
-                yield self.mark("]" if isinstance(value, list) else ",)" if len(value) == 1 else ")")
+                yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
             case None | bool() | int() | float() | complex() | range() | Undefined():
-                yield self.mark(repr(value))
+                yield repr(value)
             case _:
                 refuse_to_print(value)
 
     def _comma(self, index: int) -> Iterator[str]:
         if index:
-            yield self.mark(", ")
+            yield ", "
 
 
 class _JsonWriter(_Writer):
@@ -185,23 +193,23 @@ class _JsonWriter(_Writer):
             case list() | tuple() if value:
                 yield from self._block("[]", newline, ((None, item) for item in value))
             case _:
-                yield self.mark(json.dumps(value, ensure_ascii=self.ensure_ascii))
+                yield json.dumps(value, ensure_ascii=self.ensure_ascii)
 
     def _block(self, brackets: str, newline: str, items: Iterable[tuple[Any, Any]]) -> Iterator[str]:
         inner = newline + self.step if self.step is not None else ""
         before = brackets[0] + inner
         for name, item in items:
-            yield self.mark(before)
+            yield before
             if brackets == "{}":
                 yield from self._name(name)
-                yield self.mark(self.key)
+                yield self.key
             yield from self.write(item, inner)
             before = self.item + inner
-        yield self.mark((newline if self.step is not None else "") + brackets[1])
+        yield (newline if self.step is not None else "") + brackets[1]
 
     def _name(self, name: Any) -> Iterator[str]:
         if isinstance(name, str):
             yield from self.quoted(name, '"', ("json", self.ensure_ascii))
         else:
             text = json.dumps({name: 0}, ensure_ascii=self.ensure_ascii)  # 1 -> "1", true -> "true", as json does it
-            yield self.mark(text[1 : text.rindex(":")])
+            yield text[1 : text.rindex(":")]

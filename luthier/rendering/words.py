@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from luthier.rendering.guards import QUESTIONS, Guard
-from luthier.rendering.references import Constant, Slot, operated
+from luthier.rendering.references import Constant, Slot, filled_in, is_reference, operated
 from luthier.rendering.trace import Trace
 
 Source = int | str  # the number of a string of the row, or a text of its shape
@@ -36,7 +36,8 @@ class OtherWords:
         guards: dict[Source, list[Guard]] = {}
         words = cls(trace, texts, guards, [])
         for guard in trace.guards:
-            for source in dict.fromkeys(words._source(char) for sketch in guard.sketches for char in sketch):
+            chars = {char for sketch in guard.sketches for char in set(sketch) if is_reference(char)}
+            for source in {words._source(char): None for char in sorted(chars)}:
                 if source is not None:
                     guards.setdefault(source, []).append(guard)
         stubborn: dict[str, list[Source]] = {}
@@ -78,7 +79,7 @@ class OtherWords:
         return False
 
     def _holds(self, guard: Guard) -> bool:
-        operands = ["".join(map(self.value, sketch)) for sketch in guard.sketches]
+        operands = [filled_in(sketch, self.value) for sketch in guard.sketches]
         return bool(QUESTIONS[guard.question](*operands, *guard.arguments) == guard.answer)
 
     def _source(self, char: str) -> Source | None:
