@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -146,8 +147,10 @@ class ChatTemplate:
         self._now = datetime.now()  # one time for all rows, local as chat templates expect it
         self._environment = TrackingEnvironment(self._now)
         try:
-            self._recorded = self._environment.from_string(source)
-            self._plain = plain_environment(self._now).from_string(source)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)  # of Python, on what Jinja made of `true.x`
+                self._recorded = self._environment.from_string(source)
+                self._plain = plain_environment(self._now).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"chat template, line {error.lineno}: {error.message}",
@@ -196,7 +199,7 @@ class ChatTemplate:
                         trace, [Message(role=role, parts=(Text(text="so"),))], (), form=MessageForm(content=form)
                     )
                 except EndlessTemplate as error:
-                    raise TemplateError(f"chat template, {_line(error)}{error}") from error
+                    raise TemplateError(f"chat template, {_line(error)}{_words(error)}") from error
                 except TEMPLATE_ERRORS:
                     continue
                 except LostProvenance:  # it did something to it, so this is what it wanted
@@ -259,7 +262,9 @@ class ChatTemplate:
                 kwargs=kwargs,
             )
         except LostProvenance as error:
-            raise RowError("untraceable", f"{self._place(error)}{error} loses track of where text came from") from error
+            raise RowError(
+                "untraceable", f"{self._place(error)}{_words(error)} loses track of where text came from"
+            ) from error
         except TEMPLATE_ERRORS as error:
             raise _refusal(error) from error
         text = str.__str__(output)
@@ -303,7 +308,8 @@ class ChatTemplate:
             )
         except TEMPLATE_ERRORS as error:
             raise RowError(
-                "untraceable", f"{_line(error)}the template fails where other words are put in for the row's: {error}"
+                "untraceable",
+                f"{_line(error)}the template fails where other words are put in for the row's: {_words(error)}",
             ) from error
         claimed = filled_in(output._sketch, words.value)
         if printed != claimed:
@@ -317,7 +323,7 @@ class ChatTemplate:
     def _place(self, error: Exception) -> str:
         """Where in the template an error was raised: the line, and what stands there."""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-        return self._expression(lines[-1], re.findall(r"\w+|%", str(error))) if lines and lines[-1] else ""
+        return self._expression(lines[-1], re.findall(r"\w+|%", _words(error))) if lines and lines[-1] else ""
 
     def _place_of_difference(
         self, trace: Trace, text: str, other: str, *, output: Tracked | None = None, values: Callable[[str], str] = str
@@ -333,7 +339,7 @@ class ChatTemplate:
             at = len(filled_in(output._sketch[:index], trace.value))
         around = text[max(0, at - 3) : at + 1]
         printed = [
-            (len(what), line) for line, what in trace.prints if str.__contains__(what, around[-1:]) and what.strip()
+            (len(what), line) for line, what in trace.prints if str.__contains__(what, around[-1:]) and str.strip(what)
         ]
         close = [(length, line) for length, line in printed if length >= len(around)] or printed
         return self._expression(min(close)[1], ()) if close else ""
@@ -427,7 +433,12 @@ def _refusal(error: Exception) -> RowError:
         return error
     if isinstance(error, RecursionError):
         return RowError("template", "the chat template refuses this row: it calls itself without end")
-    return RowError("template", f"the chat template refuses this row: {_line(error)}{error}")
+    return RowError("template", f"the chat template refuses this row: {_line(error)}{_words(error)}")
+
+
+def _words(error: Exception) -> str:
+    """The message of an error, which may be text of the row."""
+    return str.__str__(str(error))
 
 
 def _line(error: Exception) -> str:

@@ -1,0 +1,224 @@
+"""Whatever a template is made of, a row's text stays the row's, no row gets another's, or the row is refused."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from chat import CHATML, assistant, conversation, user
+from expressions import HOSTILE, PLACES, composed, template_of
+
+from luthier.errors import RowError, TemplateError
+from luthier.records import ControlPiece, Conversation, MediaPiece, Message, Text, ToolCall
+from luthier.rendering.control import ControlTokens
+from luthier.rendering.render import Renderer
+from luthier.rendering.targets import TargetPolicy
+from luthier.rendering.template import ChatTemplate
+from luthier.rendering.tracked import own_text
+
+TOKENS = ("<|im_start|>", "<|im_end|>", "<eos>")
+CONTROL = ControlTokens(tokens=frozenset(TOKENS), special=frozenset(TOKENS), stops=frozenset({"<|im_end|>"}))
+ANY_TOKEN = re.compile("|".join(map(re.escape, TOKENS)))
+# Stands in for a control string while a template runs, so that whatever is left of them is the template's own.
+STAND_IN = {token: f"{chr(0xE100 + number)}zq{chr(0xE200 + number)}" for number, token in enumerate(TOKENS)}
+EXPRESSIONS_TRIED = 150
+
+
+def row(question: str, answer: str, value: str) -> Conversation:
+    arguments = {"a": value, "l": [value, "x"], "d": {"k": {"m": value}}, "n": 3, "f": 0.5, "b": True, "z": None,
+                 "e": [], "<eos>": value}  # fmt: skip
+    parameters = {"type": "object", "properties": {"<eos>": {"type": "string", "description": "<|im_end|>"}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "a <|im_end|>", "parameters": parameters}}
+    return conversation(
+        user(question), assistant(answer, ToolCall(name=f"f{value}", arguments=arguments)), tools=(tool,)
+    )
+
+
+ROWS = (
+    row("hi there", "abc", "red"),
+    row("hi there", "abc", "blue"),
+    row("we <|im_end|>", "x <eos> e", "<eos>"),
+    row("<|im_end|>", "<eos>", "<|im_end|>"),
+    row("HEY it's", "", ""),
+    row(" \"e'\n", "Yes", "Blue <x>"),
+    row("7", "7", "7"),
+)
+
+
+@dataclass
+class Findings:
+    """What became of some rows: ``wrong`` has each that was forged or mixed, ``placeless`` refusals without a place."""
+
+    wrong: list[tuple[str, str, Any]] = field(default_factory=list)
+    placeless: list[str] = field(default_factory=list)
+    rows: Counter[str] = field(default_factory=Counter)
+
+
+def try_out(source: str, findings: Findings, renderer: Renderer | None = None) -> None:
+    """Render rows of one shape one after another, and compare each with what the template prints for it alone."""
+    try:
+        template = ChatTemplate(source)
+    except TemplateError:
+        return
+    one = Renderer(template, CONTROL, TargetPolicy()) if renderer is None else renderer
+    for each in ROWS:
+        try:
+            alone: str | None = template.render(each.messages, each.tools)
+        except RowError:
+            alone = None
+        try:
+            path = one.render(each).paths[-1]
+        except RowError as error:
+            findings.rows["refused" if alone is not None else "refused by the template"] += 1
+            if error.reason == "untraceable" and "line " not in error.detail:
+                findings.placeless.append(str(error))
+            continue
+        findings.rows["rendered"] += 1
+        tokens = [piece.token for piece in path if isinstance(piece, ControlPiece | MediaPiece)]
+        text = "".join(piece.token if isinstance(piece, ControlPiece | MediaPiece) else piece.text for piece in path)
+        if text != alone:
+            findings.wrong.append(("mixed", source, text))
+        elif (expected := own_tokens(template, each, text)) is not None and tokens != expected:
+            findings.wrong.append(("forged", source, text))
+
+
+def own_tokens(template: ChatTemplate, each: Conversation, text: str) -> list[str] | None:
+    """The control tokens that the template itself prints; None where hiding the row's changes what it prints."""
+    hidden = tuple(map(hide_message, each.messages))
+    try:
+        printed = template.render(hidden, hide(each.tools))
+    except RowError:
+        return None
+    shown = printed
+    for token, stand_in in STAND_IN.items():
+        shown = shown.replace(stand_in, token)
+    return ANY_TOKEN.findall(printed) if shown == text else None
+
+
+def hide_message(message: Message) -> Message:
+    parts = [
+        Text(text=hide(part.text)) if isinstance(part, Text) else ToolCall(
+            name=hide(part.name), arguments=hide(part.arguments)
+        )
+        for part in message.parts if isinstance(part, Text | ToolCall)
+    ]  # fmt: skip
+    return Message(role=message.role, parts=tuple(parts))
+
+
+def hide(value: Any) -> Any:
+    match value:
+        case str():
+            return ANY_TOKEN.sub(lambda match: STAND_IN[match[0]], value)
+        case dict():
+            return {hide(key): hide(item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(map(hide, value))
+        case _:
+            return value
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_hostile_expressions_forge_nothing_and_mix_no_rows(part: int) -> None:
+    assert len(HOSTILE) >= 122
+    findings = Findings()
+    for expression in HOSTILE[part::6]:
+        try_out(template_of(expression), findings)
+    assert (findings.wrong, findings.placeless) == ([], [])
+    assert findings.rows["rendered"] > findings.rows["refused"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_composed_expressions_forge_nothing_and_mix_no_rows(seed: int) -> None:
+    rng, findings = random.Random(seed), Findings()
+    for _ in range(EXPRESSIONS_TRIED // 3):
+        try_out(template_of(composed(rng, rng.choice((1, 2, 2, 3))), rng.choice(PLACES)), findings)
+    assert (findings.wrong, findings.placeless) == ([], [])
+    assert findings.rows["rendered"] > 20
+
+
+@pytest.mark.parametrize("kind", ["forged", "mixed"])
+def test_the_check_sees_what_is_forged_or_mixed(kind: str) -> None:
+    source, findings = template_of("text"), Findings()
+    one = Renderer(ChatTemplate(source), CONTROL, TargetPolicy())
+    rendered = one.render
+
+    def broken(each: Any) -> Any:
+        result = rendered(each if kind == "forged" else ROWS[0])
+        (path,) = result.paths
+        stop = next(piece for piece in path if isinstance(piece, ControlPiece) and piece.token == "<|im_end|>")
+        forged = tuple(stop if getattr(piece, "text", "") == "<|im_end|>" else piece for piece in path)
+        object.__setattr__(result, "paths", (forged if kind == "forged" else path,))
+        return result
+
+    one.render = broken  # type: ignore[method-assign]
+    try_out(source, findings, one)
+    assert {what for what, _, _ in findings.wrong} == {kind}
+
+
+# --------------------------------------------------------------------------------- a recording proves itself
+
+
+def recorded(source: str, question: str = "<tool> hello", change: Any = None, replay: bool = True) -> None:
+    template = ChatTemplate(source)
+    if change is not None:
+        change(template)
+    Renderer(template, CONTROL, TargetPolicy(), replay=replay).render(conversation(user(question), assistant("answer")))
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("text", ["hello", "x", " y ", "<|im_end|>", "\U000f0000", "assistant", "7"])
+def test_an_operation_that_takes_text_of_a_row_for_the_templates_own_is_found_out(text: str, replay: bool) -> None:
+    def launder(template: ChatTemplate) -> None:
+        environment = template._environment
+        environment.filters["string"] = lambda value: own_text(str.__str__(value), environment.trace)
+
+    source = CHATML.replace("message.content", "(message.content | string)")
+    recorded(source, text, replay=replay)
+    with pytest.raises(RowError, match=r"untraceable.*line 2: .*string"):
+        recorded(source, text, launder, replay)
+
+
+def test_a_question_that_nobody_noted_is_found_out() -> None:
+    source = CHATML.replace("message.content", "(message.content ~ ('!' if message.content is upper else '?'))")
+    recorded(source)
+
+    def silent(template: ChatTemplate) -> None:
+        template._environment.tests["upper"] = lambda value: str.isupper(str.__str__(value))
+
+    with pytest.raises(RowError, match="untraceable"):
+        recorded(source, "HELLO", silent)
+
+
+def test_a_filter_that_does_not_do_what_it_does_at_inference_is_found_out() -> None:
+    source = CHATML.replace("message.content", "(message.content | trim)")
+    recorded(source, " hello ")
+
+    def idle(template: ChatTemplate) -> None:
+        template._environment.filters["trim"] = lambda value: value
+
+    with pytest.raises(RowError, match=r"untraceable.*line 2: .*trim"):
+        recorded(source, " hello ", idle)
+
+
+def test_a_role_that_nobody_knows_is_text() -> None:
+    row = Conversation(messages=(Message(role="<|im_end|>", parts=(Text(text="a"),)), assistant("b")))
+    source = CHATML.replace("{{ '<|im_start|>' + message.role", "{{ '<|im_start|>' ~ message.role")
+    (path,) = Renderer(ChatTemplate(source), CONTROL, TargetPolicy()).render(row).paths
+    assert [piece.token for piece in path if isinstance(piece, ControlPiece)] == [*TOKENS[:2]] * 2
+
+
+def test_numbers_and_brackets_of_a_row_make_no_control_token() -> None:
+    control = ControlTokens(tokens=frozenset({"<3>", "[3]", "<|im_end|>"}), stops=frozenset({"<|im_end|>"}))
+    source = CHATML.replace(
+        "message.content +", "message.content ~ '<' ~ message.tool_calls[0].function.arguments.n ~ '>' ~ "
+        "(message.tool_calls[0].function.arguments.l if message.tool_calls else '') ~ ",
+    ).replace("message.tool_calls[0].function.arguments.n", "(message.tool_calls or [{'function': {'arguments': "
+              "{'n': ''}}}])[0].function.arguments.n")  # fmt: skip
+    row = conversation(user("go"), assistant("a", ToolCall(name="f", arguments={"n": 3, "l": [3]})))
+    one = Renderer(ChatTemplate(source), control, TargetPolicy())
+    (path,) = one.render(row).paths
+    assert [piece.token for piece in path if isinstance(piece, ControlPiece)] == ["<|im_end|>"] * 2
