@@ -302,7 +302,9 @@ class StreamPlan:
             self._note_first_step(taken["segment"])
             self._steps.append(step)
             self._num_planned += 1
-        enough_rows = self._rows_used >= self._rows_per_epoch * self._num_epochs
+        # a row counts with its first segment, so a whole epoch goes on to the last segment of its rows
+        is_part = self._num_epochs % 1 > 0
+        enough_rows = is_part and self._rows_used >= self._rows_per_epoch * self._num_epochs
         self._finished = self.num_planned == self._max_steps or (enough_rows and not ends_epoch)
 
     def _note_first_step(self, segments: Ints) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from luthier.collation import CollateSettings
 from luthier.config.schema import Overflow, Packing
 from luthier.encoding.portions import LostRow, ResolvedPortion
 from luthier.encoding.prepared import SourceInfo
@@ -18,6 +20,7 @@ from luthier.errors import BudgetError, RowError
 from luthier.ledger import Ledger
 from luthier.loader.live_plan import StreamPlan
 from luthier.loader.live_rows import LiveRows, LiveSettings
+from luthier.loader.reader import BatchReader
 from luthier.loader.run_order import RunOrder
 from luthier.packing import PlanSettings
 from luthier.packing.mixture import MixtureSettings
@@ -102,6 +105,7 @@ def plan_of(
     held_out: Ints | None = None,
     ranks: int = 1,
     weight: float = 1.0,
+    shared: bool = False,
 ) -> StreamPlan:
     settings = LiveSettings(
         num_rows=num_rows,
@@ -121,6 +125,7 @@ def plan_of(
         num_ranks=ranks,
         seed=3,
         window=256,
+        shared=shared,
     )
     return StreamPlan(rows, plan, order, num_epochs=num_epochs, max_steps=max_steps)
 
@@ -290,3 +295,73 @@ def test_too_many_lost_rows_stop_the_run_on_the_way(store: SampleStore) -> None:
 def test_a_state_is_small(store: SampleStore) -> None:
     step = plan_of(store).step(100)
     assert step is not None and len(str(step.waiting)) < 2000
+
+
+# ---------------------------------------------------------------------------------------------------------- trees
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> SampleStore:
+    """Every third row is one sequence, the others go on in two to six ways, some of them off another."""
+    folder: Path = tmp_path_factory.mktemp("trees")
+    writer = StoreWriter(folder, fingerprint=FINGERPRINT)
+    for row in range(NUM_ROWS):
+        rng = np.random.default_rng(row)
+        branches = [Branch(parent=-1, length=int(rng.integers(4, 12)))]
+        trunk = 0
+        for _ in range(row % 3 * 2):
+            branches.append(Branch(parent=trunk, length=int(rng.integers(2, 9))))
+            branches.append(Branch(parent=trunk, length=int(rng.integers(2, 9))))
+            trunk = len(branches) - 1
+        total = sum(branch.length for branch in branches)
+        sample = Sample(
+            input_ids=rng.integers(0, 2**20, total).astype(np.int32),
+            target=np.arange(total) % 2 == 1,
+            branches=tuple(branches),
+        )
+        writer.add(key_of(row), freeze_sample(sample))
+    writer.commit()
+    return SampleStore.open(folder, fingerprint=FINGERPRINT)
+
+
+def places_of_steps(plan: StreamPlan) -> list[NDArray[Any]]:
+    """Those of every pack, in order."""
+    found, step = [], 0
+    while (planned := plan.step(step)) is not None:
+        found += [plan.rows.segments.places(pack) for packs in planned.micro_batches for pack in packs]
+        step += 1
+    return found
+
+
+def test_trees_are_planned_whole_with_each_token_counted_once(trees: SampleStore) -> None:
+    plan = plan_of(trees, num_epochs=1, shared=True)
+    assert plan.has_trees
+    packs = places_of_steps(plan)
+    for pack in packs:
+        assert pack["held"][0] == 0, "a tree is in one row"
+        assert int((pack["stop"] - pack["held"]).sum()) <= CAPACITY
+    unrolled = plan_of(trees, num_epochs=1)
+    alone = places_of_steps(unrolled)
+    one, other = (sorted((p["row"], p["leaf"]) for pack in each for p in pack) for each in (packs, alone))
+    assert one == other and len(one) == len(set(one)) > NUM_ROWS
+    assert len(packs) < 0.8 * len(alone)
+    tokens = sum(int((pack["stop"] - pack["held"]).sum()) for pack in packs)
+    steps = [plan.step(number) for number in range(plan.num_planned - 60, plan.num_planned)]
+    assert steps[-1] is not None and int(steps[-1].taken[:, 2].sum()) == tokens
+
+
+def test_trees_are_planned_the_same_however_they_arrive_and_on_any_number_of_ranks(trees: SampleStore) -> None:
+    whole = all_rows(plan_of(trees, shared=True))
+    assert all_rows(plan_of(trees, shared=True, sizes=[1, 2, 3, 50, 70, 500])) == whole
+    assert all_rows(plan_of(trees, shared=True, ranks=2)) == whole
+
+
+def test_arriving_trees_are_read_as_trees(trees: SampleStore) -> None:
+    plan = plan_of(trees, num_epochs=1, shared=True)
+    how = CollateSettings(packed=True, pad_token_id=0)
+    for planned, _ in zip(plan.micro_batches(0), range(20), strict=False):
+        shared = BatchReader(trees, how, shared=True).read(planned)
+        unrolled = BatchReader(trees, how).read(planned)
+        assert shared.num_targets == unrolled.num_targets and shared.addresses == unrolled.addresses
+        assert shared.targets.ids_K.tolist() == unrolled.targets.ids_K.tolist()
+        assert shared.targets.segments_K.tolist() == unrolled.targets.segments_K.tolist()
