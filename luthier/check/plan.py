@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ from luthier.check.history import HistoryCost
 from luthier.check.media_counts import MediaCount, MediaItems, packing_refusal
 from luthier.config.schema import Overflow, Packing, RunConfig
 from luthier.encoding.segments import SegmentIndex
-from luthier.loader.run_settings import eval_settings, train_settings
+from luthier.loader.run_settings import eval_settings, train_settings, warmup_steps
 from luthier.packing import (
     EpochPlan,
     PlanSettings,
@@ -68,9 +67,10 @@ class DataPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """The whole run on ``num_ranks`` devices. ``no_packing``: why segments of this model cannot share a row, though
-    the run packs them. ``shares_prompts``: tokens of a prompt that two answers share are counted once. ``history``:
-    what a template that rewrites it costs in training; None: nothing.
+    """The whole run on ``num_ranks`` devices. ``more_steps``: of a run of few steps, settings that would each give it
+    more. ``no_packing``: why segments of this model cannot share a row, though the run packs them.
+    ``shares_prompts``: tokens of a prompt that two answers share are counted once. ``history``: what a template that
+    rewrites it costs in training; None: nothing.
     """
 
     train: DataPlan
@@ -86,6 +86,7 @@ class RunPlan:
     max_steps: int | None
     total_steps: int
     warmup_steps: int
+    more_steps: tuple[str, ...] = ()
     no_packing: str | None = None
     shares_prompts: bool = False
     history: HistoryCost | None = None
@@ -100,6 +101,7 @@ def plan_run(
     num_ranks: int = 1,
     first_epoch: EpochPlan | None = None,
     history: HistoryCost | None = None,
+    more_steps: tuple[str, ...] = (),
 ) -> RunPlan:
     """The plan of a run over segments cut by `SegmentIndex`.
 
@@ -107,7 +109,6 @@ def plan_run(
     source comes as often as its weight says.
     """
     settings = train_settings(config, num_ranks=num_ranks)
-    warmup = config.train.warmup_steps
     return RunPlan(
         train=plan_data(train, settings, first_epoch),
         eval=None if held_out is None else plan_data(held_out, eval_settings(config, num_ranks=num_ranks)),
@@ -123,7 +124,8 @@ def plan_run(
         epochs=config.train.num_train_epochs,
         max_steps=config.train.max_steps,
         total_steps=total_steps,
-        warmup_steps=math.ceil(warmup * total_steps) if warmup < 1 else int(warmup),
+        more_steps=more_steps,
+        warmup_steps=warmup_steps(config.train, total_steps),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -162,7 +162,18 @@ def _steps(plan: RunPlan) -> Table:
     length = epochs if plan.max_steps is None else f"train.max_steps={plan.max_steps}"
     in_all = Text.assemble((f"{plan.total_steps:,}", "bold"), f"  ({length}, {plan.warmup_steps} of warm-up)")
     table.add_row("steps in all", in_all)
+    for note in _step_notes(plan):
+        table.add_row("", Text(note, style="yellow"))
     return table
+
+
+def _step_notes(plan: RunPlan) -> Iterator[str]:
+    if plan.more_steps:
+        yield f"So few steps teach next to nothing. Enough come of {', or of '.join(plan.more_steps)}."
+    if plan.warmup_steps >= plan.total_steps > 0:
+        yield f"All {plan.total_steps} steps are warm-up: the rate never gets to its height; set train.warmup_steps: 0"
+    elif 2 * plan.warmup_steps > plan.total_steps:
+        yield f"Warm-up takes {plan.warmup_steps} of {plan.total_steps} steps; train.warmup_steps: 0.03 is usual."
 
 
 def _counted(number: int, noun: str, ending: str = "s") -> str:

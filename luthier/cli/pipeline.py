@@ -50,6 +50,21 @@ def read_config(path: str, overrides: Sequence[str] | None) -> RunConfig:
     return load_config(path, overrides or ())
 
 
+def read_to_train(path: str, overrides: Sequence[str] | None, console: Console) -> RunConfig:
+    """The run description, checked against this machine, the model, the optimizer and the folders that it names.
+
+    Raises `ConfigError` with all that would stop the run later, before a row is encoded.
+    """
+    from luthier.config.loading import load_draft
+
+    draft = load_draft(path, overrides or (), to_train=True)
+    from luthier.train.preflight import check_run
+
+    for note in check_run(draft):
+        console.print(Text(note, style="yellow"))
+    return draft.config
+
+
 def prepare_data(config: RunConfig, console: Console, *, ray_address: str | None = None) -> Loaded:
     """Render and encode the run's rows, with a line of progress; raises what `encoding.prepare` raises."""
     from luthier.encoding.encoder import Encoder
@@ -101,16 +116,20 @@ def plan_of(loaded: Loaded, schedule: Schedule | None = None) -> RunPlan:
     """The run's plan; raises what `schedule_of` raises."""
     from luthier.check.history import history_cost
     from luthier.check.plan import plan_run
+    from luthier.train.schedule import FEW_STEPS, ways_to_more_steps
 
     schedule = schedule or schedule_of(loaded)
+    ranks, mixture, is_short = schedule.settings.num_ranks, schedule.mixture, schedule.total_steps < FEW_STEPS
+    ways = ways_to_more_steps(loaded.config, schedule.table, num_ranks=ranks, mixture=mixture) if is_short else ()
     return plan_run(
         loaded.config,
         loaded.train,
         loaded.held_out,
         total_steps=schedule.total_steps,
-        num_ranks=schedule.settings.num_ranks,
+        num_ranks=ranks,
         first_epoch=schedule.plan(0),
         history=history_cost(loaded.config, loaded.train, loaded.encoder.tokenizer.decode),
+        more_steps=ways,
     )
 
 

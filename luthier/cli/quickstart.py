@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from luthier.cli.output import JsonTarget, reporting
-from luthier.cli.pipeline import read_config
+from luthier.cli.pipeline import read_to_train
 
 
 class Senses(StrEnum):
@@ -47,7 +47,7 @@ def quickstart(
     """
     with reporting(json) as output:
         with as_file(files("luthier.cli") / senses.file) as config:
-            run = read_config(str(config), [f"output.dir={out}", "output.overwrite=true"])
+            run = read_to_train(str(config), [f"output.dir={out}", "output.overwrite=true"], output.console)
         from luthier.cli.training import run_and_report
 
         report = run_and_report(run, output.console, quickstart=True)

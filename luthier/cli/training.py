@@ -17,7 +17,7 @@ from luthier.cli.pipeline import (
     is_main_process,
     plan_of,
     prepare_data,
-    read_config,
+    read_to_train,
     tell_preparation,
 )
 from luthier.terminal import Terminal
@@ -47,8 +47,8 @@ def train(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
     [dim]Example[/]   torchrun --nproc-per-node 8 -m luthier.cli.main train run.yaml
     """
     with reporting(json) as output:
-        run = read_config(config, overrides)
         console = output.console if is_main_process() else Terminal(quiet=True)
+        run = read_to_train(config, overrides, console)
         report = run_and_report(run, console)
         if is_main_process():
             output.emit(report.to_json())

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 
 class Overflow(StrEnum):
@@ -215,6 +215,29 @@ LARGEST_SEED = 2**32 - 1  # numpy's generators take 32 bits
 MAX_WEIGHT = 1e6  # more is a slip of the pen, and would drown every other row of its step
 MIN_WEIGHT = 1e-6  # less is 0
 
+# Beyond these bounds a number is a slip of the pen. They are far above what anybody trains with.
+LARGEST_NUMBER = 1e9
+LARGEST_COUNT = 10**12  # of steps, tokens, bytes
+LARGEST_SIZE = 2**16  # of a rank, a block, rows of a micro-batch
+LONGEST_SEQUENCE = 2**24  # tokens: 16 million
+LARGEST_RATE, SMALLEST_RATE = 10.0, 1e-12
+MOST_PROCESSES = 4096
+
+
+def _at_most(limit: float) -> AfterValidator:
+    def check(value: float) -> float:
+        if value > limit:
+            raise ValueError(f"is more than {limit:.15g}, the most that is taken for what was meant")
+        return value
+
+    return AfterValidator(check)
+
+
+def _check_rate(value: float) -> float:
+    if value < SMALLEST_RATE:
+        raise ValueError(f"is so small that it changes no weight (at least {SMALLEST_RATE:g})")
+    return value
+
 
 def _int_as_float(value: Any) -> Any:
     if not isinstance(value, int) or isinstance(value, bool):
@@ -253,18 +276,26 @@ def as_enum(kind: type[StrEnum]) -> BeforeValidator:
 
 
 # Bounds stand before the converters, so that they reach the JSON schema as minimum and maximum.
-Positive = Annotated[float, Field(gt=0), BeforeValidator(_int_as_float)]
-NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_int_as_float)]
+Positive = Annotated[float, Field(gt=0), _at_most(LARGEST_NUMBER), BeforeValidator(_int_as_float)]
+NonNegative = Annotated[float, Field(ge=0), _at_most(LARGEST_NUMBER), BeforeValidator(_int_as_float)]
+Epochs = Annotated[float, Field(gt=0), _at_most(LARGEST_COUNT), BeforeValidator(_int_as_float)]
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_int_as_float)]
 Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_int_as_float)]
 ShareOrCount = Annotated[
-    Annotated[float, Field(ge=0)] | Annotated[int, Field(ge=0)],
+    Annotated[float, Field(ge=0), _at_most(LARGEST_COUNT)] | Annotated[int, Field(ge=0), _at_most(LARGEST_COUNT)],
     BeforeValidator(_share_or_count),
 ]
 Whole = Annotated[int, BeforeValidator(_float_as_int)]
-Count = Annotated[int, Field(ge=1), BeforeValidator(_float_as_int)]
-TwoOrMore = Annotated[int, Field(ge=2), BeforeValidator(_float_as_int)]
-Natural = Annotated[int, Field(ge=0), BeforeValidator(_float_as_int)]
+Count = Annotated[int, Field(ge=1), _at_most(LARGEST_COUNT), BeforeValidator(_float_as_int)]
+Tokens = Annotated[int, Field(ge=1), _at_most(LONGEST_SEQUENCE), BeforeValidator(_float_as_int)]
+TwoTokens = Annotated[int, Field(ge=2), _at_most(LONGEST_SEQUENCE), BeforeValidator(_float_as_int)]
+Natural = Annotated[int, Field(ge=0), _at_most(LARGEST_COUNT), BeforeValidator(_float_as_int)]
+Size = Annotated[int, Field(ge=1), _at_most(LARGEST_SIZE), BeforeValidator(_float_as_int)]
+Processes = Annotated[int, Field(ge=0), _at_most(MOST_PROCESSES), BeforeValidator(_float_as_int)]
+Threads = Annotated[int, Field(ge=1), _at_most(MOST_PROCESSES), BeforeValidator(_float_as_int)]
+Rate = Annotated[
+    float, Field(gt=0), _at_most(LARGEST_RATE), AfterValidator(_check_rate), BeforeValidator(_int_as_float)
+]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED), BeforeValidator(_float_as_int)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 PathLike = Annotated[Path, BeforeValidator(_as_path)]

@@ -79,7 +79,7 @@ def _needs_evaluation(draft: Draft) -> Iterator[Problem]:
     wanting = [
         ("eval.load_best_model_at_end", config.eval.load_best_model_at_end),
         ("eval.early_stopping_patience", config.eval.early_stopping_patience is not None),
-        ("train.lr_scheduler_type", config.train.lr_scheduler_type == "reduce_lr_on_plateau"),
+        ("train.lr_scheduler_type", config.train.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")),
     ]
     for key in (key for key, wants in wanting if wants):
         if config.eval.strategy is Strategy.NO:

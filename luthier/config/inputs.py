@@ -15,12 +15,12 @@ from luthier.config.choices import (
     HistoryRendering,
     MixtureBy,
     MixtureStop,
-    Natural,
     NonEmpty,
     NonNegative,
     Overflow,
     PathLike,
     Positive,
+    Processes,
     Role,
     SameRole,
     ShareOrCount,
@@ -30,7 +30,7 @@ from luthier.config.choices import (
     TokenizerBackend,
     TrainOn,
     Turn,
-    TwoOrMore,
+    TwoTokens,
     as_enum,
     as_list,
 )
@@ -226,7 +226,7 @@ class DataConfig(Section):
     """Names from the registry to evaluate on."""
     eval_split: ShareOrCount = 0
     """Rows held out of the training data, when no eval data is named: a share below 1, or a number of rows."""
-    max_length: TwoOrMore = 4096
+    max_length: TwoTokens = 4096
     """Longest sequence in tokens, and the capacity of a pack. One token alone has nothing to predict."""
     overflow: Annotated[Overflow, as_enum(Overflow)] = Overflow.DROP
     """Sequences over ``max_length``: ``error`` stops, ``drop`` leaves them out, ``truncate`` cuts the end off,
@@ -239,7 +239,7 @@ class DataConfig(Section):
     text_limit: Count | None = 1_000_000
     """A row with a text (a message, a thought, a document) of so many characters or more is quarantined before it is
     tokenized. ``null``: no limit but that of the row, 10 MB."""
-    workers: Natural | Literal["auto"] = "auto"
+    workers: Processes | Literal["auto"] = "auto"
     """Processes that render and encode. ``auto``: the number of cores, and none for small data."""
     prepare: Literal["auto", "before", "meanwhile"] = "auto"
     """When rows are rendered and encoded: all of them ``before`` training, or ``meanwhile``, so that training begins

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from luthier.config.conflicts import check_conflicts
-from luthier.config.draft import read_draft
+from luthier.config.draft import Draft, read_draft
 from luthier.config.files import check_files
+from luthier.config.machine import check_machine
 from luthier.config.overrides import apply_overrides
 from luthier.config.reading import parse_text, read_text
 from luthier.config.schema import RunConfig
@@ -29,18 +30,29 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, check_paths:
     Raises ConfigError with every problem of the file and of the overrides. ``check_paths=False`` leaves the file
     system alone, for descriptions of runs that were made elsewhere.
     """
+    return load_draft(path, overrides, check_paths=check_paths).config
+
+
+def load_draft(
+    path: Path | str, overrides: Sequence[str] = (), *, check_paths: bool = True, to_train: bool = False
+) -> Draft:
+    """`load_config` with the places of all values, for checks that come later. Its ``config`` is whole and sound.
+
+    ``to_train``: the run is to be trained on this machine, now; problems with that are raised with the others.
+    """
     path = Path(os.path.expanduser(path))
-    return _build(parse_text(read_text(path), str(path)), str(path), overrides, check_paths=check_paths)
+    parsed = parse_text(read_text(path), str(path))
+    return _build(parsed, str(path), overrides, check_paths=check_paths, to_train=to_train)
 
 
 def load_config_text(
     text: str, name: str = "<text>", overrides: Sequence[str] = (), *, check_paths: bool = True
 ) -> RunConfig:
     """`load_config` for a text; ``name`` stands for the file in messages, and one in .json makes it JSON."""
-    return _build(parse_text(text.removeprefix("\ufeff"), name), name, overrides, check_paths=check_paths)
+    return _build(parse_text(text.removeprefix("\ufeff"), name), name, overrides, check_paths=check_paths).config
 
 
-def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: bool) -> RunConfig:
+def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: bool, to_train: bool = False) -> Draft:
     problems = list(parsed.problems)
     tree = parsed.tree
     if tree is not None and not isinstance(tree, Mapping):
@@ -56,8 +68,10 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
         problems += check_conflicts(draft)
         if check_paths:
             problems += check_files(draft)
+        if to_train:
+            problems += check_machine(draft)
         if not problems:
-            return draft.config
+            return draft
     assert problems, "a description without a draft has problems"
     raise ConfigError(sorted(problems, key=_line))
 

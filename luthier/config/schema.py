@@ -19,6 +19,7 @@ from luthier.config.choices import (
     TRACKERS,
     AdapterType,
     Count,
+    Epochs,
     Format,
     HeadKernel,
     HistoryRendering,
@@ -32,12 +33,17 @@ from luthier.config.choices import (
     PathLike,
     Positive,
     Precision,
+    Processes,
+    Rate,
     Seed,
     Sharding,
     Share,
     ShareOrCount,
+    Size,
     Strategy,
     Texts,
+    Threads,
+    Tokens,
     TrainOn,
     Whole,
     as_enum,
@@ -95,7 +101,7 @@ class AdapterConfig(Section):
     """``freeze``: train the last n layers (negative: the first n)."""
     freeze_trainable_modules: Texts = []
     """``freeze``: patterns (``fnmatch`` on parameter names) of what is trained besides, such as ``*lm_head*``."""
-    r: Count = 16
+    r: Size = 16
     """Rank of LoRA's matrices."""
     lora_alpha: Positive | None = None
     """Scale of LoRA's update; default twice the rank."""
@@ -113,7 +119,7 @@ class AdapterConfig(Section):
     """``pissa`` starts from the principal singular directions; converted to a plain LoRA when saved."""
     loraplus_lr_ratio: Positive | None = None
     """LoRA+: learning rate of B over that of A."""
-    oft_block_size: Count = 32
+    oft_block_size: Size = 32
     """``oft``: size of the orthogonal blocks."""
     name_or_path: NonEmpty | None = None
     """An existing adapter to go on from."""
@@ -124,7 +130,7 @@ class AdapterConfig(Section):
 class TrainConfig(Section):
     """How it is learned; Hugging Face's names and meanings."""
 
-    num_train_epochs: Positive = 3.0
+    num_train_epochs: Epochs = 3.0
     """Passes over the training data; 0.5 is half a pass."""
     max_steps: Count | None = None
     """Stop after this many optimizer steps; overrides ``num_train_epochs``."""
@@ -136,16 +142,16 @@ class TrainConfig(Section):
     """Compute once what sequences of a row have in common: the prompt of two answers that are compared (``rm``,
     ``dpo``, ``kto``), and the turns before an answer where the template rewrites history (``sft``). ``auto``: wherever
     rows are packed, unless the attention is FlashAttention's own."""
-    per_device_train_batch_size: Count = 1
+    per_device_train_batch_size: Size = 1
     """Rows (packs, or padded sequences) per device and micro-batch."""
-    pad_to_multiple_of: Count = 1
+    pad_to_multiple_of: Tokens = 1
     """Rows of a batch, packed or padded, are filled up to a multiple of this many tokens. With the value of
     ``data.max_length`` all have one length, as pipelines and compiled models want it."""
-    gradient_accumulation_steps: Count = 1
+    gradient_accumulation_steps: Size = 1
     """Micro-batches per optimizer step."""
     tokens_per_step: Count | None = None
     """Instead: a step goes on until it has at least this many tokens, on all devices together."""
-    learning_rate: Positive = 2e-5
+    learning_rate: Rate = 2e-5
     """Highest learning rate of the schedule. LoRA usually wants about ten times the rate of full training."""
     lr_scheduler_type: Literal[SCHEDULERS] = "cosine"  # type: ignore[valid-type]
     """How the learning rate falls after the warmup."""
@@ -189,11 +195,11 @@ class EvalConfig(Section):
     """When to evaluate, if there is eval data."""
     steps: Count = 500
     """Optimizer steps between evaluations, for ``strategy: steps``."""
-    per_device_eval_batch_size: Count = 1
+    per_device_eval_batch_size: Size = 1
     """Rows per device in evaluation."""
     generate_rows: Natural = 0
     """Answer this many held-out rows by greedy generation, before and after training, and report exact match."""
-    max_new_tokens: Count = 256
+    max_new_tokens: Tokens = 256
     """Longest answer in such a generation, in tokens."""
     early_stopping_patience: Count | None = None
     """Stop when ``metric_for_best_model`` has not improved for this many evaluations."""
@@ -244,9 +250,9 @@ class RuntimeConfig(Section):
     """Fixes the order of rows, samples of rows, and random weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: a GPU if there is one."""
-    dataloader_num_workers: Natural = 0
+    dataloader_num_workers: Processes = 0
     """Processes that collate batches. Text batches cost less than a message between processes."""
-    threads: Count | None = None
+    threads: Threads | None = None
     """CPU threads for torch; default: all cores."""
     sharding: Annotated[Sharding, as_enum(Sharding)] = Sharding.NONE
     """What several processes hold of the model: ``none``, all of it each; ``fsdp``, a share of weights, gradients and

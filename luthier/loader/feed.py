@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
@@ -19,19 +20,24 @@ import msgspec
 
 from luthier.encoding.portions import ResolvedPortion
 from luthier.errors import UserError
-from luthier.loader.feed_files import FACTS, FAILED, Failure, FeedFacts, FeedJob, portion_file
+from luthier.loader.feed_files import ALIVE, FACTS, FAILED, Failure, FeedFacts, FeedJob, portion_file
 from luthier.loader.feeding import run_feed
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.05  # seconds between two looks
+SECONDS_WITHOUT_SIGN = 60.0  # of a feed that another machine has started: thirty of its beats
 SECONDS_TO_END = 8.0  # more than it gives itself
 
 
 class FeedReader:
-    """Reads what a feed leaves in its folder. ``alive`` says whether the feed may still be at work."""
+    """Reads what a feed leaves in its folder. ``alive`` says whether the feed may still be at work.
 
-    def __init__(self, folder: Path, *, alive: Callable[[], bool] = lambda: True) -> None:
+    Without it, as on a machine that did not start the feed, no sign of life for `SECONDS_WITHOUT_SIGN` is its end.
+    """
+
+    def __init__(self, folder: Path, *, alive: Callable[[], bool] | None = None) -> None:
         self.folder = folder
         self._alive = alive
+        self._sign: tuple[bytes | None, float] | None = None  # the last one, and when it was seen first
         self._facts: FeedFacts | None = None
 
     def facts(self) -> FeedFacts:
@@ -48,12 +54,15 @@ class FeedReader:
     def _wait_for(self, name: str) -> bytes:
         path, wait = self.folder / name, SHORTEST_WAIT
         while True:
-            is_alive = self._alive()  # asked first: what a feed wrote before it ended counts
+            # asked first: what a feed wrote before it ended counts
+            is_alive = self._gives_signs() if self._alive is None else self._alive()
             if path.exists():
                 return path.read_bytes()
             failed = self.folder / FAILED
             if failed.exists():
                 raise msgspec.json.decode(failed.read_bytes(), type=Failure).error()
+            if not is_alive and self._alive is None:
+                raise self._no_sign()
             if not is_alive:
                 raise UserError(
                     "the process that prepares rows ahead of training died without a word",
@@ -61,6 +70,25 @@ class FeedReader:
                 )
             time.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT)
+
+    def _gives_signs(self) -> bool:
+        try:
+            sign = (self.folder / ALIVE).read_bytes()
+        except OSError:
+            sign = None
+        now = time.monotonic()
+        if self._sign is None or sign != self._sign[0]:
+            self._sign = (sign, now)
+        return now - self._sign[1] < SECONDS_WITHOUT_SIGN
+
+    def _no_sign(self) -> UserError:
+        state = "has not changed" if self.folder.is_dir() else "is not there"
+        return UserError(
+            f"no sign for {SECONDS_WITHOUT_SIGN:.0f} seconds of the process that prepares rows: on "
+            f"{socket.gethostname()} {self.folder} {state}",
+            hint="data.store has to be a folder that all machines see; or set data.prepare: before. If the first "
+            "process of the run has died, what it printed says why",
+        )
 
 
 class Feed:

@@ -4,6 +4,7 @@
     <folder>/eval-00000.bin     portions of the held-out rows
     <folder>/train-00000.bin    portions of the training rows, in the order in which they are needed
     <folder>/failed.json        why the feed had to stop
+    <folder>/alive              a number that grows every `BEAT_SECONDS`, for readers that cannot see the process
 
 A file appears under its name when it is whole.
 """
@@ -20,7 +21,8 @@ from luthier.encoding.disk import Disk
 from luthier.encoding.prepared import SourceInfo
 from luthier.errors import BudgetError, SourceError, StoreError, TemplateError, TokenizerError, UserError
 
-FACTS, FAILED = "facts.json", "failed.json"
+FACTS, FAILED, ALIVE = "facts.json", "failed.json", "alive"
+BEAT_SECONDS = 2.0
 _KINDS: dict[str, type[UserError]] = {
     kind.__name__: kind for kind in (SourceError, TemplateError, TokenizerError, StoreError, BudgetError)
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import signal
 import threading
@@ -25,8 +26,18 @@ from luthier.encoding.prepare import QUARANTINE_FILE
 from luthier.encoding.quarantine import Quarantine
 from luthier.encoding.resolver import resolve_portions
 from luthier.encoding.store import store_folder
-from luthier.errors import UserError
-from luthier.loader.feed_files import FACTS, FAILED, Failure, FeedFacts, FeedJob, portion_file, publish
+from luthier.errors import StoreError, UserError
+from luthier.loader.feed_files import (
+    ALIVE,
+    BEAT_SECONDS,
+    FACTS,
+    FAILED,
+    Failure,
+    FeedFacts,
+    FeedJob,
+    portion_file,
+    publish,
+)
 from luthier.loader.run_order import RunOrder, held_out_rows, mixture_of
 from luthier.sources import RowIndex, Source, open_sources, resolve_sources
 
@@ -60,13 +71,21 @@ class _Feeding:
         self.quarantine = Quarantine(config.output.dir / QUARANTINE_FILE)
 
     def watch(self, lifeline: Connection) -> None:
-        """Wait for the parent to let go, or to die; then there is little time left."""
+        """Give signs of life until the parent lets go, or dies; then there is little time left."""
+        beats = itertools.count()
         with suppress(EOFError, OSError):
+            self._beat(next(beats))
+            while not lifeline.poll(BEAT_SECONDS):
+                self._beat(next(beats))
             lifeline.recv_bytes()
         self.stop.set()
         time.sleep(SECONDS_TO_END)
         self.quarantine.close()
         os._exit(0)  # in the midst of a portion; whatever it encodes in other processes ends with it
+
+    def _beat(self, number: int) -> None:
+        with suppress(StoreError):  # what cannot be written will be told of a portion
+            publish(self.folder / ALIVE, str(number).encode())
 
     def run(self) -> None:
         config = self.config

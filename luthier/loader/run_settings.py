@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from luthier.collation import MediaInputs
-from luthier.config.schema import Packing, RunConfig
+from luthier.config.schema import Packing, RunConfig, TrainConfig
 from luthier.errors import UserError
 from luthier.media import MediaSource
 from luthier.packing import PlanSettings, Units
@@ -74,6 +75,17 @@ def eval_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
         units=units,
         shared=shares_prompts(config),
     )
+
+
+def warmup_steps(train: TrainConfig, total_steps: int) -> int:
+    """Steps of warm-up in a run of so many steps. A share that is less than a step is none.
+
+    The first step of a warm-up has the rate 0, which would be the only step, or one of few, of a tiny run.
+    """
+    if train.warmup_steps >= 1:
+        return int(train.warmup_steps)
+    share = train.warmup_steps * total_steps
+    return math.ceil(share) if share >= 1 else 0
 
 
 def _plannable(config: RunConfig) -> Units:

@@ -32,6 +32,7 @@ from luthier.presets import model_folder
 
 PRESET = "preset:"
 FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
+FLASH_CAPABILITY = (8, 0)  # Ampere
 REWARD_HEAD = "score"  # transformers' name for the module that makes a reward of a hidden state
 
 
@@ -111,6 +112,13 @@ def build_weightless(config: RunConfig, vocabulary: Vocabulary) -> PreTrainedMod
     fit_unborn(model_config, vocabulary, [])
     with torch.device("meta"):
         return _build(config, model_config, None, _dtype(config, model_config, []))
+
+
+def check_choices(config: RunConfig) -> None:
+    """Raise `ModelError` where the model's config, or attention and kernels as the run names them, cannot be had."""
+    source, _ = _source(config.model)
+    _attention(config.model, _model_config(config.model, source), [])
+    use_liger(config.model)
 
 
 def use_liger(section: ModelConfig) -> bool:
@@ -213,6 +221,12 @@ def _attention(section: ModelConfig, model_config: PretrainedConfig, notes: list
         # flex_attention has no backward on the CPU
         raise ModelError(
             f"model.attn_implementation {asked} trains on a GPU only, and torch sees none",
+            hint="set model.attn_implementation: auto",
+        )
+    if asked in FLASH and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
+        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        raise ModelError(
+            f"model.attn_implementation {asked} needs a GPU of compute capability 8.0, {name} has {major}.{minor}",
             hint="set model.attn_implementation: auto",
         )
     return asked

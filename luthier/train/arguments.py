@@ -10,6 +10,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 from luthier.config.schema import Precision, RunConfig, TrainConfig
 from luthier.errors import ConfigError, Problem
+from luthier.loader.run_settings import warmup_steps
 from luthier.models.model import run_device, use_liger
 from luthier.train.callbacks import is_greater_better
 
@@ -31,7 +32,7 @@ def training_arguments(
         # the whole run is one pass over our stream; epochs are the schedule's affair
         "num_train_epochs": 1,
         "max_steps": max_steps,
-        **_optimization(train),
+        **optimization(train, warmup_steps=warmup_steps(train, max_steps)),
         "bf16": precision is Precision.BF16,
         "fp16": precision is Precision.FP16,
         "neftune_noise_alpha": train.neftune_noise_alpha,
@@ -70,12 +71,13 @@ def training_arguments(
         raise ConfigError([Problem(where="run", key="train", what=str(error).strip())]) from error
 
 
-def _optimization(train: TrainConfig) -> dict[str, Any]:
+def optimization(train: TrainConfig, *, warmup_steps: int) -> dict[str, Any]:
+    """What transformers is told of the optimizer and its schedule."""
     return {
         "learning_rate": train.learning_rate,
         "lr_scheduler_type": train.lr_scheduler_type,
         "lr_scheduler_kwargs": dict(train.lr_scheduler_kwargs) or None,
-        "warmup_steps": train.warmup_steps,
+        "warmup_steps": warmup_steps,
         "optim": train.optim,
         "optim_args": train.optim_args,
         "weight_decay": train.weight_decay,

@@ -16,6 +16,8 @@ from luthier.train.losses import by_source
 from luthier.train.result import EvalRecord, StepRecord
 from luthier.train.schedule import Steps
 
+NO_NORM = ("lomo", "adalomo")  # they update within the backward pass, and no gradient is left to be measured
+
 
 @dataclass(kw_only=True, slots=True)
 class Meter:
@@ -124,7 +126,7 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         """A logging step, or an evaluation; other logs of the trainer are its own affair."""
         logs = logs or {}
         if "loss" in logs:
-            self.tell(self._step_record(state, logs))
+            self.tell(self._step_record(state, logs, has_norm=args.optim not in NO_NORM))
         elif "eval_loss" in logs:
             self.tell(eval_record(state, logs, self.measured))
 
@@ -132,9 +134,9 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         """A checkpoint stands."""
         self.tell(Saved(step=state.global_step, name=f"checkpoint-{state.global_step}"))
 
-    def _step_record(self, state: TrainerState, logs: dict[str, Any]) -> StepRecord:
+    def _step_record(self, state: TrainerState, logs: dict[str, Any], *, has_norm: bool = True) -> StepRecord:
         tokens, targets, seconds = self.meter.drain()
-        norm = logs.get("grad_norm")
+        norm = logs.get("grad_norm") if has_norm else None
         return StepRecord(
             step=state.global_step,
             epoch=round(state.epoch, 6),

@@ -52,8 +52,10 @@ from luthier.train.live import LiveData, open_live_data
 from luthier.train.numerics import own_numerics
 from luthier.train.outcome import Run, result_of
 from luthier.train.progress import ProgressBar, make_view
+from luthier.train.ranks import naming_lost_ranks
 from luthier.train.result import LOG_FILE, RunResult
 from luthier.train.run_stream import World, check_rows, loader_state, make_schedule
+from luthier.train.schedule import FEW_STEPS
 from luthier.train.signals import StopSignals
 from luthier.train.trainer import taking_over
 
@@ -109,7 +111,7 @@ def _fit(
         if not_followed:
             tell(Note(text=f"not followed: {', '.join(not_followed)}; the run description decides this"))
         config = _as_packed(config, tokenizer, tell)
-        with StopSignals() as signals:
+        with StopSignals() as signals, naming_lost_ranks(config.output.dir, world):
             found = data if isinstance(data, RunData) else _open(data)
             hooks = Hooks(tell=tell, stop=StopAgreement(signals, world))
             run = _begun(lambda: _set_up(config, tokenizer, found, hooks, listeners))
@@ -156,6 +158,8 @@ def _set_up(
 ) -> Run:
     world = hooks.stop.world
     schedule = make_schedule(config, data, world)
+    if isinstance(schedule, StreamPlan) and schedule.horizon < FEW_STEPS:  # a run whose rows are all there has told it
+        hooks.tell(Note(text=f"about {schedule.horizon} steps: so few teach next to nothing; {_longer(config)}"))
     resume = _open_folder(config, loader_state(schedule, data, 0), hooks)
     if world.is_main:
         step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training
@@ -178,6 +182,10 @@ def _set_up(
         trainer=trainer,
         summary=summarise_model(config, run_model, trainer),
     )
+
+
+def _longer(config: RunConfig) -> str:
+    return "raise " + ("train.num_train_epochs" if config.train.max_steps is None else "train.max_steps")
 
 
 def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | None:

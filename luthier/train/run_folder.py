@@ -25,6 +25,8 @@ FREE = (
     "train.per_device_train_batch_size", "runtime.seed", "data.max_length", "train.packing",
 )  # fmt: skip
 
+LENGTHS = ("train.max_steps", "train.num_train_epochs")  # a run may be made longer, also once it has finished
+
 
 def open_run_folder(config: RunConfig, report: Callable[[str], None]) -> Path | None:
     """Prepare ``output.dir`` (main process only) and return the checkpoint to go on from, if any.
@@ -52,6 +54,17 @@ def open_run_folder(config: RunConfig, report: Callable[[str], None]) -> Path | 
     return found
 
 
+def check_run_folder(config: RunConfig) -> None:
+    """Raise `CheckpointError` where the folder holds a run that this one may not go on from. Nothing is written."""
+    run, output = config.output.dir, config.output
+    if output.overwrite or not run.is_dir():
+        return
+    if output.resume == "never":
+        _refuse_existing(run)
+    elif output.resume == "auto" and (checkpoints.checkpoints(run) or (run / RESULT_FILE).exists()):
+        _refuse_another(run, config)
+
+
 def write_run_config(config: RunConfig, folder: Path) -> None:
     """Write the resolved run description."""
     checkpoints.write_json(folder / RUN_CONFIG, config.model_dump(mode="json"))
@@ -62,21 +75,35 @@ def _resume_auto(config: RunConfig, run: Path, report: Callable[[str], None]) ->
     finished = (run / RESULT_FILE).exists()
     if newest is None and not finished:
         return None  # a run that failed or was killed before its first checkpoint holds nothing worth keeping
-    differing = differences(_read_run_config(run), config.model_dump(mode="json"))
-    if differing:
-        lines = "\n".join(f"  {key}: {there!r} there, {here!r} here" for key, there, here in differing)
-        raise CheckpointError(
-            f"{run} holds a run with another configuration:\n{lines}",
-            hint="output.overwrite: true starts anew there (its checkpoints are deleted); or choose another "
-            "output.dir; or name the checkpoint to go on from in output.resume",
-        )
+    longer = _refuse_another(run, config)
     if newest is None:
         raise CheckpointError(
             f"{run} holds a finished run and no checkpoint to go on from",
             hint="output.overwrite: true starts anew there; or choose another output.dir",
         )
     _check_resumable(newest)
+    for key, there, here in longer:
+        report(f"{key} was {there}, it is {here}: going on, with the learning rate of a run of that length")
     return newest
+
+
+def _refuse_another(run: Path, config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """Raise `CheckpointError` if the folder's run had another configuration; being longer is none, and is given."""
+    differing = differences(_read_run_config(run), config.model_dump(mode="json"))
+    longer = [each for each in differing if each[0] in LENGTHS and _is_more(*each[1:])]
+    others = [each for each in differing if each not in longer]
+    if others:
+        lines = "\n".join(f"  {key}: {there!r} there, {here!r} here" for key, there, here in others)
+        raise CheckpointError(
+            f"{run} holds a run with another configuration:\n{lines}",
+            hint="output.overwrite: true starts anew there (its checkpoints are deleted); or choose another "
+            "output.dir; or name the checkpoint to go on from in output.resume",
+        )
+    return longer
+
+
+def _is_more(there: Any, here: Any) -> bool:
+    return isinstance(there, int | float) and isinstance(here, int | float) and here > there
 
 
 def _resume_named(checkpoint: Path, run: Path, report: Callable[[str], None]) -> Path:

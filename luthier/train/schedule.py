@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import OrderedDict
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.choices import MixtureBy
-from luthier.config.schema import Packing
+from luthier.config.schema import Packing, RunConfig
+from luthier.loader.run_settings import train_settings
 from luthier.packing import (
     EpochPlan,
     MixtureSettings,
@@ -26,6 +27,52 @@ from luthier.packing import (
 )
 
 _PLANS_KEPT = 2  # an epoch and its neighbour: workers near a border look at both
+
+
+FEW_STEPS = 20  # fewer teach next to nothing, whatever the rate
+
+
+def ways_to_more_steps(
+    config: RunConfig, table: SegmentTable, *, num_ranks: int, mixture: MixtureSettings | None = None
+) -> tuple[str, ...]:
+    """Settings of which each gives a run at least `FEW_STEPS` steps, as ``key: value``; none, where it has as many.
+
+    Each is tried: what is given is what the changed run would do.
+    """
+
+    def total(**changes: Any) -> int:
+        changed = config.model_copy(update={"train": config.train.model_copy(update=changes)})
+        return Schedule(
+            table,
+            train_settings(changed, num_ranks=num_ranks),
+            num_epochs=changed.train.num_train_epochs,
+            max_steps=changed.train.max_steps,
+            mixture=mixture,
+        ).total_steps
+
+    train = config.train
+    if total() >= FEW_STEPS:
+        return ()
+    found: list[dict[str, Any]] = []
+    if train.max_steps is not None:
+        found.append({"max_steps": FEW_STEPS})
+    else:
+        epochs = math.ceil(train.num_train_epochs * FEW_STEPS / total())
+        while total(num_train_epochs=float(epochs)) < FEW_STEPS:
+            epochs += 1
+        found.append({"num_train_epochs": epochs})
+    if train.packing.is_packed and train.packing is not Packing.SPLIT and train.shared_prompts is not True:
+        found += [{"packing": Packing.NONE, "per_device_train_batch_size": size} for size in (16, 8, 4, 2, 1)]
+    elif train.per_device_train_batch_size > 1:
+        found.append({"per_device_train_batch_size": 1})
+    if train.gradient_accumulation_steps > 1:
+        found.append({"gradient_accumulation_steps": 1})
+    if train.tokens_per_step is not None:
+        found.append({"tokens_per_step": max(1, int(table.lengths.sum() * train.num_train_epochs) // (2 * FEW_STEPS))})
+    enough = [found[0], *(changes for changes in found[1:] if total(**changes) >= FEW_STEPS)]
+    unpacked = [changes for changes in enough if "packing" in changes]
+    kept = [changes for changes in enough if "packing" not in changes] + unpacked[:1]
+    return tuple(" and ".join(f"train.{key}: {value}" for key, value in changes.items()) for changes in kept)
 
 
 class Steps(Protocol):

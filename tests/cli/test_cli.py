@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import luthier
 from luthier.cli import main as edge
 from luthier.cli.main import app, run
-from luthier.cli.pipeline import read_config
+from luthier.cli.pipeline import read_to_train
 from luthier.cli.quickstart import Senses
 from luthier.errors import ModelError, RowError
 
@@ -317,7 +317,8 @@ def test_quickstart_reports_exact_answers_before_and_after(
         f"train.max_steps={num_steps}", "train.warmup_steps=0", "tracking.logging_steps=1", "eval.generate_rows=2",
         "eval.max_new_tokens=3", "runtime.threads=1", "tracking.progress=false",
     )  # fmt: skip
-    monkeypatch.setattr("luthier.cli.quickstart.read_config", lambda path, given: read_config(path, [*given, *short]))
+    shorter = lambda path, given, console: read_to_train(path, [*given, *short], console)  # noqa: E731
+    monkeypatch.setattr("luthier.cli.quickstart.read_to_train", shorter)
     assert run(["quickstart", senses, "--out", str(tmp_path / "out"), "--json", "-"]) == 0
     out, err = capsys.readouterr()
     told = json.loads(out)

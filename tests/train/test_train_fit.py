@@ -378,3 +378,22 @@ def test_steps_by_tokens_have_enough_of_them_and_the_same_loss(train: Train, pac
     mean = sum(step.loss * step.target_tokens for step in result.steps) / targets
     assert mean == pytest.approx(result.evals[-1].loss, rel=1e-5)
     assert len({step.tokens for step in result.steps[:-1]}) > 1  # steps are not all of one size
+
+
+def test_a_finished_run_that_is_made_longer_goes_on_from_its_last_checkpoint(
+    train: Train, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    saving = {"output__save_strategy": "steps", "output__save_steps": 2}
+    first = train(DATA, train__max_steps=4, **saving)
+    assert first.global_step == 4
+    notes: list[str] = []
+    longer = fit_data(
+        make_config(tmp_path / "run", train__max_steps=6, **saving),
+        tokenizer,
+        DATA,
+        on_event=lambda event: notes.append(event.text) if isinstance(event, Note) else None,
+    )
+    assert longer.resumed_from == "checkpoint-4" and longer.global_step == 6
+    assert any("train.max_steps was 4, it is 6" in note for note in notes)
+    with pytest.raises(CheckpointError, match="another configuration"):
+        fit_data(make_config(tmp_path / "run", train__max_steps=5, **saving), tokenizer, DATA)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +20,7 @@ from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.train.fit import fit_data
+from luthier.train.ranks import lost_ranks
 from luthier.train.result import RunResult
 
 Train = Callable[..., RunResult]
@@ -32,6 +37,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "kill_while_saving": {"changes": SAVING},
     "one_signal": {"changes": {"train__max_steps": 7}},
     "two_signals": {"changes": {"train__max_steps": 7}},
+    "lose_rank_1": {"changes": {**RANKS, "train__gradient_accumulation_steps": 2}, "ranks": 2},
     "quiet": {"changes": {**RANKS, "train__gradient_accumulation_steps": 2}, "ranks": 2},
 }
 
@@ -78,6 +84,31 @@ def test_sigterm_exits_with_143_and_a_second_one_does_not_wait(
     assert ended[mode].codes == [143], ended[mode].errors
     assert "SIGTERM: finishing the step, then saving" in ended[mode].errors
     assert len(list(ended[mode].folder.glob("checkpoint-*"))) == checkpoints
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_a_rank_that_is_gone_is_named_by_the_other(ended: dict[str, Ended]) -> None:
+    lost = ended["lose_rank_1"]
+    assert lost.codes == [1, -signal.SIGKILL], lost.errors  # the CLI makes 2 of it: it is no fault of ours
+    (told,) = [line for line in lost.errors.splitlines() if line.startswith("luthier.errors.TrainingError")]
+    assert "rank 0 has lost rank 1 (process " in told and "gone without a word" in told
+
+
+def test_a_rank_is_lost_that_said_so_or_whose_process_is_gone(tmp_path: Path) -> None:
+    host, gone = socket.gethostname(), subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    signs: list[dict[str, Any]] = [
+        {"host": host, "pid": os.getpid()},
+        {"host": host, "pid": gone.pid},
+        {"host": host, "pid": gone.pid, "done": True},
+        {"host": "another", "pid": gone.pid},  # nobody can see from here
+        {"host": "another", "pid": 7, "error": "out of memory"},
+    ]
+    for rank, sign in enumerate(signs):
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(sign))
+    (tmp_path / "rank-5.json").write_text("{")
+    found = lost_ranks(tmp_path, 7)
+    assert set(found) == {1, 4} and "out of memory" in found[4] and "another" in found[4]
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")

@@ -6,12 +6,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+import yaml
 
-from luthier.config.schema import Packing
+from luthier.config.schema import Packing, RunConfig, TrainConfig
+from luthier.loader.run_settings import train_settings, warmup_steps
 from luthier.packing import PlanSettings, SegmentTable, plan_epoch
 from luthier.train import schedule as schedules
 from luthier.train.run_stream import trained_segments
-from luthier.train.schedule import Schedule
+from luthier.train.schedule import FEW_STEPS, Schedule, ways_to_more_steps
 
 
 def _schedule(
@@ -144,3 +146,40 @@ def test_epochs_of_other_lengths_are_counted_one_by_one(monkeypatch: pytest.Monk
     assert len(set(counts)) > 1
     monkeypatch.setattr(Schedule, "_is_constant", lambda self, first: True)
     assert Schedule(table, settings, num_epochs=30).total_steps != sum(counts)
+
+
+TINY = np.random.default_rng(0).integers(20, 120, size=60)
+CHANGES: list[dict[str, object]] = [
+    {"packing": packing, "per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulated, **length}
+    for packing in ("window", "best_fit", "none", "split")
+    for rows in (1, 16)
+    for accumulated in (1, 8)
+    for length in ({}, {"num_train_epochs": 0.5}, {"max_steps": 7}, {"max_steps": 500})
+] + [{"packing": packing, "tokens_per_step": 5000} for packing in ("window", "none")]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_way_to_more_steps_gives_enough_of_them(changes: dict[str, object], ranks: int) -> None:
+    def config_of(changes: dict[str, object]) -> RunConfig:
+        sections = {"model": "preset:tiny-qwen3", "data": {"train": ["preset:skills"]}, "objective": {"name": "pt"}}
+        return RunConfig.model_validate({**sections, "train": changes})
+
+    def total(config: RunConfig) -> int:
+        lengths = {"num_epochs": config.train.num_train_epochs, "max_steps": config.train.max_steps}
+        return Schedule(table, train_settings(config, num_ranks=ranks), **lengths).total_steps
+
+    table, config = SegmentTable.of_lengths(TINY), config_of(changes)
+    ways = ways_to_more_steps(config, table, num_ranks=ranks)
+    assert bool(ways) == (total(config) < FEW_STEPS)
+    for way in ways:
+        settings = dict(part.removeprefix("train.").split(": ") for part in way.split(" and "))
+        assert total(config_of({**changes, **{key: yaml.safe_load(value) for key, value in settings.items()}})) >= 20
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total", "steps"), [(0.03, 3, 0), (0.03, 33, 0), (0.03, 34, 2), (5, 3, 5), (0, 9, 0)]
+)
+def test_a_share_of_warmup_below_one_step_is_none(warmup: float, total: int, steps: int) -> None:
+    """The first step of a warm-up has the rate 0, which would be the only step of a run of one."""
+    assert warmup_steps(TrainConfig(warmup_steps=warmup), total) == steps

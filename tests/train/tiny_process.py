@@ -22,6 +22,7 @@ from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.models.passes import ModelPass
+from luthier.train.callbacks import Flow
 from luthier.train.events import Event, Saved, StepDone
 from luthier.train.fit import fit_data
 
@@ -42,6 +43,8 @@ def run_job(job: dict[str, Any]) -> int:
     else:
         data = make_data(make_segments(13), make_segments(5, seed=8), weights=(1.0, 1.0))
     passes = count_passes() if job.get("counted") else None
+    if job["mode"] == "lose_rank_1" and os.environ.get("RANK") == "1":
+        Flow.on_step_end = die_after_step_2  # type: ignore[method-assign]
     code = fit_data(config, load_tokenizer("preset:tiny-qwen3"), data, on_event=LISTENERS[job["mode"]]).exit_code
     if passes is not None:
         Path(f"{job['folder']}.passes-{os.environ.get('RANK', '0')}").write_text(json.dumps(passes))
@@ -84,6 +87,12 @@ def kill_while_saving(event: Event) -> None:
         os.fsync = die
 
 
+def die_after_step_2(self: Flow, args: Any, state: Any, control: Any, **_: Any) -> None:
+    """A machine that is switched off, or a process that has taken too much memory."""
+    if state.global_step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def two_signals(event: Event) -> None:
     """An impatient user."""
     if isinstance(event, StepDone) and event.step == 1:
@@ -99,6 +108,7 @@ def one_signal(event: Event) -> None:
 
 LISTENERS = {
     "quiet": None,
+    "lose_rank_1": None,
     "kill_in_step_5": kill_in_step_5,
     "kill_while_saving": kill_while_saving,
     "two_signals": two_signals,

@@ -1,0 +1,257 @@
+"""What can be known of a run before its first row is encoded: all that would stop it later, told at once.
+
+`luthier.config.machine` has looked for packages, devices and folders; here the model's config is read and its modules
+are built without weights, the optimizer takes a step on a small matrix, and the tokenizer and template are loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer, get_scheduler
+
+from luthier.config.draft import Draft
+from luthier.config.machine import EXTRA, is_installed
+from luthier.config.schema import Precision, RunConfig
+from luthier.encoding.encoder import Encoder
+from luthier.errors import ConfigError, ModelError, Problem, TemplateError, TokenizerError, UserError
+from luthier.media import MediaSource
+from luthier.models.adapters import apply_adapter
+from luthier.models.model import build_weightless, check_choices, run_device
+from luthier.models.parts import decoder_family
+from luthier.models.sharding import refuse_other_ways
+from luthier.models.vocabulary import Vocabulary
+from luthier.train.arguments import optimization
+from luthier.train.run_folder import check_run_folder
+
+TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
+FOLLOWS_MEASURE = ("reduce_lr_on_plateau", "greedy")
+TAKES_NOTHING = ("constant", "constant_with_warmup")
+UPDATES_IN_BACKWARD = ("lomo", "adalomo")
+_FAULTS = (
+    ImportError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, KeyError, AssertionError,
+    OSError, ZeroDivisionError, IndexError,
+)  # fmt: skip
+_KEY = re.compile(r"(?:model|adapter|train|runtime|data|template|media|objective)\.[a-z_]+(?:\.[a-z_]+)*")
+
+
+def check_run(draft: Draft) -> list[str]:
+    """Check a run description that is whole and sound against model, tokenizer, device and output folder.
+
+    Gives what is odd and no fault, for the user to hear. Raises `ConfigError` with all faults, each at its line.
+    """
+    problems = [*_environment(draft), *_media_packages(draft)]
+    notes: list[str] = []
+    if not problems:  # of what is missing here, all else would be a consequence
+        problems += _devices(draft)
+        problems += _told(draft, "output.dir", lambda: check_run_folder(draft.config))
+        problems += _schedule(draft)
+        problems += _optimizer(draft)
+        encoder, more = _encoder(draft)
+        problems += more
+        if encoder is not None:
+            problems += _model(draft, encoder, notes)
+    if problems:
+        raise ConfigError(sorted(problems, key=_line))
+    return notes
+
+
+def _told(draft: Draft, key: str, check: Callable[[], object]) -> Iterator[Problem]:
+    """What a check raises, as a problem: at the key that its message begins with, else at this one."""
+    try:
+        check()
+    except ConfigError as error:
+        yield from error.problems
+    except UserError as error:
+        named = _KEY.match(error.message)
+        at = named[0] if named else key
+        yield draft.problem(at, error.message.removeprefix(f"{at}: "), error.hint or "see docs/config.md")
+
+
+def _environment(draft: Draft) -> Iterator[Problem]:
+    try:
+        refuse_other_ways(os.environ)
+    except UserError as error:
+        yield Problem(where="environment", key="", what=error.message, hint=error.hint)
+
+
+def _media_packages(draft: Draft) -> Iterator[Problem]:
+    model = draft.config.model
+    own = Path(model.name_or_path).expanduser()
+    source = MediaSource.of_model(own, model.model_copy(update={"tokenizer_name_or_path": None}), draft.config.media)
+    missing = [name for module, name in (("PIL", "pillow"), ("torchvision", "torchvision")) if not is_installed(module)]
+    if source.folder is not None and missing:
+        what = f"a model that sees or hears needs {' and '.join(missing)}, not installed here"
+        yield draft.problem("model.name_or_path", what, EXTRA.format(extra="media"))
+
+
+def _devices(draft: Draft) -> Iterator[Problem]:
+    config = draft.config
+    try:
+        device = run_device(config)
+    except ModelError as error:
+        yield draft.problem("runtime.device", error.message, error.hint or "set runtime.device: auto")
+        return
+    precision = config.train.precision
+    if device == "cpu":
+        if precision is Precision.FP16:
+            what = "fp16 needs a GPU, and torch sees none"
+            yield draft.problem("train.precision", what, "set train.precision: auto, bf16 or fp32")
+        return
+    if precision is Precision.BF16 and not torch.cuda.is_bf16_supported():
+        what = f"{torch.cuda.get_device_name()} does not compute in bf16"
+        yield draft.problem("train.precision", what, "set train.precision: fp16, or auto")
+    rank, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= there:
+        what = f"process {rank} of this machine has no GPU of its own: there are {there}"
+        yield draft.problem("runtime.device", what, f"start {there} processes on a machine (--nproc-per-node {there})")
+
+
+def _schedule(draft: Draft) -> Iterator[Problem]:
+    """A schedule of another length tries the names and values of ``lr_scheduler_kwargs``."""
+    train = draft.config.train
+    if train.lr_scheduler_kwargs and train.lr_scheduler_type in TAKES_NOTHING:
+        what = (
+            f"{train.lr_scheduler_type} takes no settings, and would pass over {', '.join(train.lr_scheduler_kwargs)}"
+        )
+        yield draft.problem("train.lr_scheduler_kwargs", what, "remove it, or choose another train.lr_scheduler_type")
+        return
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=train.learning_rate)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            schedule = get_scheduler(
+                train.lr_scheduler_type,
+                optimizer=optimizer,
+                num_warmup_steps=2,
+                num_training_steps=1000,
+                scheduler_specific_kwargs=dict(train.lr_scheduler_kwargs),
+            )
+            for _ in range(3):
+                optimizer.step()
+                schedule.step(*([1.0] if train.lr_scheduler_type in FOLLOWS_MEASURE else []))
+    except _FAULTS as error:
+        what = f"{train.lr_scheduler_type} does not take {dict(train.lr_scheduler_kwargs)}: {_first_line(error)}"
+        yield draft.problem("train.lr_scheduler_kwargs", what, "names and values are those of transformers' schedules")
+
+
+def _optimizer(draft: Draft) -> Iterator[Problem]:
+    """The optimizer takes a step on a small matrix, on the device of the run."""
+    train = draft.config.train
+    given = SimpleNamespace(**optimization(train, warmup_steps=0), optim_target_modules=None)
+    try:
+        matrix = nn.Linear(TRIAL_WIDTH, TRIAL_WIDTH, device=_device_of(draft.config))
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(given, matrix)
+        if (unread := _unread_arguments(given, matrix, settings)) and train.optim_args:
+            what = f"{train.optim} does not read {', '.join(unread)}"
+            hint = "leave it out; rate, decay and betas have keys of their own in train"
+            yield draft.problem("train.optim_args", what, hint)
+            return
+        if train.optim in UPDATES_IN_BACKWARD:
+            return
+        optimizer = kind(matrix.parameters(), **settings)
+        if hasattr(optimizer, "train"):  # schedule-free ones want to be told
+            optimizer.train()
+        for parameter in matrix.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer.step()
+    except _FAULTS as error:
+        key = "train.optim_args" if train.optim_args and not isinstance(error, ImportError) else "train.optim"
+        with_what = f" with {train.optim_args}" if key == "train.optim_args" else ""
+        what = f"{train.optim}{with_what} takes no step on this machine: {_first_line(error)}"
+        by_name = "as key=value,key=value, by the optimizer's own names"
+        yield draft.problem(key, what, by_name if key == "train.optim_args" else "set train.optim: adamw_torch")
+
+
+def _unread_arguments(given: SimpleNamespace, matrix: nn.Module, settings: dict[str, Any]) -> list[str]:
+    """Names of ``optim_args`` without which the optimizer would be made with the same settings."""
+    arguments = [text for text in str(given.optim_args or "").replace(" ", "").split(",") if text]
+    unread = []
+    for left_out in arguments:
+        others = ",".join(text for text in arguments if text != left_out) or None
+        fewer = SimpleNamespace(**{**vars(given), "optim_args": others})
+        if Trainer.get_optimizer_cls_and_kwargs(fewer, matrix)[1] == settings:
+            unread.append(left_out.partition("=")[0])
+    return unread
+
+
+def _encoder(draft: Draft) -> tuple[Encoder | None, list[Problem]]:
+    """Tokenizer and template, loaded and tried as for the rows."""
+    model = draft.config.model
+    try:
+        return Encoder.from_config(draft.config), []
+    except ConfigError as error:
+        return None, error.problems
+    except UserError as error:
+        key = "model.tokenizer_name_or_path" if model.tokenizer_name_or_path else "model.name_or_path"
+        if isinstance(error, TemplateError) and draft.config.template.chat_template is not None:
+            key = "template.chat_template"
+        elif not isinstance(error, TemplateError | TokenizerError):
+            key = "model.name_or_path"
+        return None, [draft.problem(key, error.message, error.hint or "see docs/templates.md")]
+
+
+def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem]:
+    """The model without weights: what is trained of it, and what it is asked to do."""
+    config, tokenizer = draft.config, encoder.tokenizer
+    choices = list(_told(draft, "model.attn_implementation", lambda: check_choices(config)))
+    yield from choices
+    vocabulary = Vocabulary(
+        size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    try:
+        model = build_weightless(config, vocabulary)
+    except UserError as error:
+        if not choices:  # it has been told already
+            yield draft.problem("model.name_or_path", error.message, error.hint or "name another model")
+        return
+    yield from _positions(draft, model, notes)
+    if config.eval.generate_rows and (family := decoder_family(model.config)) is not None:
+        what = f"answers of {family.name} are not generated in training"
+        yield draft.problem(
+            "eval.generate_rows", what, "set eval.generate_rows: 0; held-out rows still have their loss"
+        )
+    # an adapter to go on from is taken for a new one, and no weights are there for one to be made of
+    fresh = config.adapter.model_copy(update={"name_or_path": None, "init_lora_weights": True})
+    yield from _told(draft, "adapter.type", lambda: apply_adapter(model, fresh))
+
+
+def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterator[Problem]:
+    asked = draft.config.data.max_length
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(known, int) or known < 1 or asked <= known:
+        return
+    is_said = draft.given("data.max_length")
+    learned = any(
+        isinstance(module, nn.Embedding) and known <= module.num_embeddings <= known + 8 and re.search("pos|wpe", name)
+        for name, module in model.named_modules()
+    )
+    what = f"data.max_length is {asked:,}, and the model has {known:,} positions"
+    if learned:
+        yield draft.problem("data.max_length", f"{what}, each learned", f"set data.max_length: {known}")
+    elif is_said:  # the default is a bound that few rows come near
+        notes.append(f"{what}: longer rows, if there are any, train positions that it has never seen")
+
+
+def _device_of(config: RunConfig) -> str:
+    try:
+        return run_device(config)
+    except ModelError:
+        return "cpu"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _line(problem: Problem) -> tuple[bool, int]:
+    line = problem.where.rpartition(":")[2]
+    return problem.where.startswith("override "), int(line) if line.isdecimal() else 0

@@ -1,0 +1,233 @@
+"""What would stop a run is told before a row is encoded, at the line of the key, all of it at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from luthier.config import machine
+from luthier.config.choices import OPTIMIZERS, SCHEDULERS, TRACKERS
+from luthier.config.draft import Draft
+from luthier.config.loading import load_draft
+from luthier.encoding.encoder import Encoder
+from luthier.errors import ConfigError, Problem
+from luthier.train import preflight
+from luthier.train.preflight import check_run
+from luthier.train.run_folder import RUN_CONFIG
+
+GOOD = """\
+model: {name_or_path: preset:tiny-qwen3}
+data: {train: preset:skills#20}
+output: {dir: out}
+"""
+RUNS = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"}  # with torch and nothing else
+
+
+@pytest.fixture
+def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Draft]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(GOOD)
+
+    def describe(*overrides: str, to_train: bool = True) -> Draft:
+        return load_draft("run.yaml", overrides, to_train=to_train)
+
+    return describe
+
+
+def problems_of(check: Callable[[], object]) -> list[Problem]:
+    try:
+        check()
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_a_run_with_nothing_wrong_passes_without_a_word(described: Callable[..., Draft]) -> None:
+    assert check_run(described()) == []
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_every_optimizer_takes_a_step_or_is_refused_at_its_key(optim: str, described: Callable[..., Draft]) -> None:
+    found = problems_of(lambda: described(f"train.optim={optim}"))
+    if not found:
+        found = list(preflight._optimizer(described(f"train.optim={optim}")))
+    assert {problem.key for problem in found} <= {"train.optim"}
+    assert all(problem.hint and "bug" not in str(problem) for problem in found)
+    if optim in RUNS:
+        assert found == []
+    missing = [package for names, module, package in machine.OPTIMIZER_PACKAGES if optim in names
+               if not machine.is_installed(module)]  # fmt: skip
+    for package in missing:
+        assert f"pip install {package}" in str(found[0].hint)
+
+
+def test_every_optimizer_that_needs_a_package_has_one_named() -> None:
+    named = {name for names, _, _ in machine.OPTIMIZER_PACKAGES for name in names}
+    assert named <= set(OPTIMIZERS)
+    # refused for other reasons
+    foreign = ("galore", "apollo", "adamw_torch_xla", "adamw_torch_npu", "adamw_anyprecision")
+    assert {name for name in OPTIMIZERS if not name.startswith(foreign)} - named == RUNS
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_every_tracker_that_is_not_there_is_told_with_what_to_install(
+    tracker: str, described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "is_installed", lambda module: module in machine.TRAINING)
+    monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL", raising=False)
+    (problem,) = problems_of(lambda: described(f"tracking.report_to=[{tracker}]"))
+    assert problem.key == "tracking.report_to[0]" and (problem.hint or "").startswith(("pip install", "start the run"))
+    monkeypatch.setattr(machine, "is_installed", lambda module: True)
+    assert tracker == "kubeflow" or problems_of(lambda: described(f"tracking.report_to=[{tracker}]")) == []
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_settings_that_a_schedule_does_not_know_are_told(scheduler: str, described: Callable[..., Draft]) -> None:
+    needed = {"cosine_with_min_lr": "min_lr_rate: 0.1", "cosine_warmup_with_min_lr": "min_lr_rate: 0.1",
+              "warmup_stable_decay": "num_decay_steps: 10"}.get(scheduler, "")  # fmt: skip
+    for more, is_fault in (("", False), ("no_such_setting: 1", True)):
+        kwargs = ", ".join(each for each in (needed, more) if each)
+        given = (f"train.lr_scheduler_type={scheduler}", f"train.lr_scheduler_kwargs={{{kwargs}}}", "data.eval_split=2")
+        draft = described(*given)
+        found = list(preflight._schedule(draft))
+        assert bool(found) == is_fault, found
+        assert {problem.key for problem in found} <= {"train.lr_scheduler_kwargs"}
+
+
+WRONG = {
+    "adapter.target_modules": ["adapter.type=lora", "adapter.target_modules=[q_prj]"],
+    "adapter.modules_to_save": ["adapter.type=lora", "adapter.modules_to_save=[lm_haed]"],
+    "adapter.freeze_trainable_layers": ["adapter.type=freeze", "adapter.freeze_trainable_layers=99"],
+    "adapter.freeze_trainable_modules": ["adapter.type=freeze", "adapter.freeze_trainable_modules=[nothing*]"],
+    "adapter.train_parts": ["adapter.train_parts=[tower]"],
+    "model.config_overrides": ["model.config_overrides={no_such_entry: 1}"],
+    "train.optim_args": ["train.optim_args=no_such_argument=1"],
+    "train.lr_scheduler_kwargs": ["train.lr_scheduler_kwargs={no_such: 1}"],
+    "template.chat_template": ["template.chat_template=no_such_template"],
+}
+
+
+def encoded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a row is encoded")
+
+    monkeypatch.setattr(Encoder, "encode_many", refuse)
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_each_fault_is_told_at_its_key_before_a_row_is_encoded(
+    key: str, described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded_nothing(monkeypatch)
+    found = problems_of(lambda: check_run(described(*WRONG[key])))
+    assert [problem.key for problem in found] == [key], found
+    assert all(problem.hint and problem.where.startswith(("run.yaml:", "override ")) for problem in found)
+
+
+def test_faults_of_model_optimizer_and_schedule_are_told_together(described: Callable[..., Draft]) -> None:
+    keys = ["adapter.target_modules", "train.optim_args", "train.lr_scheduler_kwargs"]
+    given = dict.fromkeys(text for key in keys for text in WRONG[key])
+    assert sorted(problem.key for problem in problems_of(lambda: check_run(described(*given)))) == sorted(keys)
+
+
+def test_a_machine_without_a_gpu_refuses_what_needs_one(
+    described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    wishes = {
+        "runtime.device": "cuda",
+        "train.precision": "fp16",
+        "model.attn_implementation": "flash_attention_2",
+        "model.use_liger_kernel": "true",
+    }
+    for key, value in wishes.items():
+        found = problems_of(lambda key=key, value=value: described(f"{key}={value}"))
+        assert [problem.key for problem in found] == [key], found
+    found = problems_of(lambda: described(*(f"{key}={value}" for key, value in wishes.items())))
+    assert sorted(problem.key for problem in found) == sorted(wishes)
+
+
+def test_a_gpu_that_lacks_what_is_asked_is_told(
+    described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "is_available": True, "is_bf16_supported": False, "device_count": 1, "get_device_name": "An Old One",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    found = list(preflight._devices(described("train.precision=bf16", to_train=False)))
+    assert [problem.key for problem in found] == ["train.precision", "runtime.device"]
+    assert "An Old One" in found[0].what and "--nproc-per-node 1" in str(found[1].hint)
+
+
+def test_a_folder_that_takes_no_file_is_told(described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(machine.tempfile, "TemporaryFile", full)
+    (problem,) = problems_of(described)
+    assert problem.key == "output.dir" and "No space left" in problem.what
+
+
+def test_a_model_that_sees_is_told_what_its_pictures_need(
+    described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "is_installed", lambda module: module != "torchvision")
+    (problem,) = problems_of(lambda: check_run(described("model.name_or_path=preset:tiny-qwen3-vl")))
+    assert problem.key == "model.name_or_path" and "torchvision" in problem.what and "[media]" in str(problem.hint)
+
+
+def test_a_length_beyond_the_models_positions_is_told(described: Callable[..., Draft]) -> None:
+    (note,) = check_run(described("data.max_length=1000000"))
+    assert "1,000,000" in note and "positions" in note
+    found = problems_of(lambda: described("data.max_length=100000000"))
+    assert [problem.key for problem in found] == ["data.max_length"]
+
+
+def test_a_folder_with_another_run_is_told_and_a_longer_run_is_not(described: Callable[..., Draft]) -> None:
+    draft = described("train.max_steps=4")
+    folder = draft.config.output.dir
+    (folder / "checkpoint-4").mkdir(parents=True)
+    (folder / RUN_CONFIG).write_text(json.dumps(draft.config.model_dump(mode="json")))
+    assert check_run(draft) == []
+    assert check_run(described("train.max_steps=8")) == []
+    for other in ("train.max_steps=2", "train.learning_rate=1e-3"):
+        found = problems_of(lambda other=other: check_run(described("train.max_steps=4", other)))
+        assert [problem.key for problem in found] == ["output.dir"], other
+    assert check_run(described("train.max_steps=2", "output.overwrite=true")) == []
+
+
+HUGE = [
+    "train.learning_rate=1e300", "train.learning_rate=1e-300", "train.num_train_epochs=1e300", "train.max_steps=1e30",
+    "train.per_device_train_batch_size=1e9", "train.gradient_accumulation_steps=1e9", "train.weight_decay=1e300",
+    "train.adam_epsilon=1e300", "train.max_grad_norm=1e300", "train.neftune_noise_alpha=1e300", "adapter.r=1e9",
+    "adapter.lora_alpha=1e300", "data.max_length=100000000", "data.workers=1000000", "runtime.threads=1000000",
+    "runtime.dataloader_num_workers=1000000", "eval.max_new_tokens=1e12", "objective.beta=1e300",
+    "train.pad_to_multiple_of=1e12", "train.warmup_steps=1e300", "objective.z_loss=1e300", "media.fps=1e300",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("override", HUGE)
+def test_a_number_beyond_all_sense_is_told_at_its_key(override: str, described: Callable[..., Draft]) -> None:
+    key = override.partition("=")[0]
+    found = problems_of(lambda: described(override, to_train=False))
+    assert [problem.key for problem in found if problem.key == key], found
+    assert all(problem.hint for problem in found)
+
+
+def test_what_no_torch_is_needed_for_is_told_without_it(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(GOOD)
+    code = (
+        "import sys; from luthier.cli.main import run\n"
+        "code = run(['train', 'run.yaml', 'tracking.report_to=[neptune]', 'train.optim=grokadamw'])\n"
+        "sys.exit(code + 10 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "pip install neptune" in done.stderr and "pip install grokadamw" in done.stderr
