@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "luthier"
 # except for the records of line one.
 LINES = (
     "records errors ledger writing terminal",
-    "config presets",
+    "config presets templating",
     "sources rendering layout",
     "media packing",
     "encoding",

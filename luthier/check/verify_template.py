@@ -6,24 +6,22 @@ installed, its ``apply_chat_template`` renders the same messages once more (`Hug
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import jinja2
 import tokenizers
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from luthier.check.verify_files import ReferenceFiles
 from luthier.errors import RowError
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
+from luthier.templating.limits import TemplateLimits
+from luthier.templating.plain import plain_environment
 
 Tools = Sequence[Mapping[str, Any]]
 KINDS = {Image: "image", Video: "video", Audio: "audio"}
@@ -71,8 +69,9 @@ class PlainTemplate:
     ) -> None:
         self.source, self.special_tokens, self._kwargs = source, dict(special_tokens), dict(kwargs)
         self.opening = "".join(opening)
-        self._environment = _environment()
-        self._template = self._environment.from_string(source)
+        self._environment = plain_environment(datetime.now(), TemplateLimits())
+        self._tree = self._environment.tree(source)
+        self._template = self._environment.compiled(source)
         self.takes_parts = not self._prints(WORD) and self._prints([{"type": "text", "text": WORD}])
         taken = {kind for kind, token in (tokens or {}).items() if self._takes(kind, token)}
         self.inline = {kind: text for kind, text in (inline or {}).items() if kind not in taken}
@@ -105,12 +104,9 @@ class PlainTemplate:
         """Messages as the template is given them."""
         return [plain_message(message, parts=self.takes_parts, inline=self.inline) for message in messages]
 
-    @cached_property
-    def _tree(self) -> nodes.Template:
-        return self._environment.parse(self.source)
-
     def _run(self, messages: list[dict[str, Any]], tools: Tools = (), *, generation_prompt: bool, **kwargs: Any) -> str:
         given = {**self.special_tokens, "documents": None, **self.kwargs, **kwargs}
+        self._environment.meter.start()
         try:
             return self._template.render(
                 **given, messages=messages, tools=list(tools) or None, add_generation_prompt=generation_prompt
@@ -246,37 +242,3 @@ def _hugging_face(folder: Path, added: tuple[str, ...], added_special: tuple[str
     except Exception as error:  # noqa: BLE001  its loaders raise anything; verification goes on with its own rendering
         first = str(error).strip().splitlines() or [type(error).__name__]
         return f"transformers cannot load this tokenizer: {first[0]}"
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-class _Generation(Extension):
-    """``{% generation %}``, which says what an answer is and prints it as it stands."""
-
-    tags = {"generation"}  # noqa: RUF012  Jinja's own form
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
-
-    def _inside(self, caller: Any) -> str:
-        return str(caller())
-
-
-def _json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(str(message))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from luthier import encoding, media, rendering
+from luthier import encoding, media, rendering, templating
 from luthier.config.schema import MediaConfig, ModelConfig, RunConfig, TemplateConfig
 from luthier.encoding.continuations import join, parts_of
 from luthier.encoding.measuring import Measurer
@@ -213,6 +213,7 @@ def _code_version() -> str:
     """Digest of the source of the rooms that decide a sample: a change of code never meets samples of the old one."""
     digest = hashlib.sha256()
     files = [
+        *Path(templating.__path__[0]).glob("*.py"),
         *Path(rendering.__path__[0]).glob("*.py"),
         *Path(media.__path__[0]).glob("*.py"),
         *(Path(encoding.__path__[0]) / f"{name}.py" for name in DECIDING),

@@ -147,7 +147,7 @@ def _template(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> ChatTemplate |
             f"template_kwargs: the chat template of {tokenizer.files.origin} reads no variable {unknown[0]!r}",
             hint=f"it reads {', '.join(sorted(template.variables))}",
         )
-    return ChatTemplate(template.source, special_tokens=template.special_tokens, kwargs={**template.kwargs, **kwargs})
+    return template.changed(kwargs={**template.kwargs, **kwargs})
 
 
 def _records(rows: Iterable[Mapping[str, Any] | Row], tools: tuple[Mapping[str, Any], ...]) -> Iterator[Row | RowError]:

@@ -31,4 +31,4 @@ def opened(template: ChatTemplate, opening: Sequence[str], *, processor_class: s
     if printed.startswith(opening[0]):
         return template
     before = "".join(f"{{{{ {token!r} }}}}" for token in opening)
-    return ChatTemplate(before + template.source, special_tokens=template.special_tokens, kwargs=template.kwargs)
+    return template.changed(source=before + template.source)

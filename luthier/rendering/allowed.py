@@ -18,10 +18,11 @@ from jinja2.ext import Extension
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro
 from jinja2.utils import Cycler, Joiner
 
-from luthier.rendering.sandbox import TemplateDict, TemplateNamespace, raise_exception
 from luthier.rendering.trace import Trace
 from luthier.rendering.tracked import Marked, Tracked, concatenate, is_own, own_text, pin, refuse, settled
 from luthier.rendering.value_text import dump_json, text_of
+from luthier.templating.plain import TemplateDict, raise_exception
+from luthier.templating.sandbox import TemplateNamespace
 
 # Filters that hand on what they are given, or only use operators and methods, which `Tracked` has with track.
 PASSING_FILTERS = frozenset(

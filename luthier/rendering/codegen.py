@@ -6,16 +6,16 @@ release of Jinja moves them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+
+from luthier.templating.codegen import BoundedCodeGenerator, announce
 
 
-class TrackingCodeGenerator(CodeGenerator):
+class TrackingCodeGenerator(BoundedCodeGenerator):
     """Compiles constants, output, ``~`` and loops so that the environment sees them."""
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
@@ -48,16 +48,16 @@ class TrackingCodeGenerator(CodeGenerator):
             super().visit_Compare(node, frame)
             return
         self.write("(not " if node.ops[0].op == "notin" else "(")
-        self.write("environment.contains(")
+        self.write("environment.contains(environment.compared(")
         self.visit(node.ops[0].expr, frame)
-        self.write(", ")
+        self.write("), environment.compared(")
         self.visit(node.expr, frame)
-        self.write("))")
+        self.write(")))")
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         node.body.insert(0, _announce("enter", node.target))
         self.writeline("environment.open_loop()")
-        super().visit_For(node, frame)
+        CodeGenerator.visit_For(self, node, frame)  # `enter` takes the step
         self.writeline("environment.close_loop()")
 
     def visit_Assign(self, node: nodes.Assign, frame: Frame) -> None:
@@ -81,22 +81,6 @@ class TrackingCodeGenerator(CodeGenerator):
         self.write(f", {node.lineno})")
 
 
-class GenerationBlock(Extension):
-    """``{% generation %}``: other tools mark trained text with it; here ownership is known without, so it passes on."""
-
-    tags = {"generation"}  # noqa: RUF012  declared so by Jinja
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_pass_on"), [], [], body).set_lineno(line)
-
-    def _pass_on(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
 def _announce(hook: str, target: nodes.Node) -> nodes.ExprStmt:
     targets = [target] if isinstance(target, nodes.Name) else target.find_all(nodes.Name)
-    names: list[nodes.Expr] = [nodes.Name(name.name, "load") for name in targets]
-    call = nodes.Call(nodes.EnvironmentAttribute(hook), names, [], None, None)
-    return nodes.ExprStmt(call, lineno=target.lineno)
+    return announce(hook, [name.name for name in targets], target.lineno)

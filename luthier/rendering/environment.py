@@ -10,53 +10,42 @@ It is the sandbox that transformers uses (same options, globals and filters), wi
   with other text, nor printed.
 - Filters, functions and methods keep track of a row's text, or raise `LostProvenance` where it takes part (`allowed`);
   those that look at it in ways that cannot be repeated pin it.
-- Loops, repetitions and recursion have an end.
+- What all of it may use up is limited (`luthier.templating`).
 """
 
 from __future__ import annotations
 
-import json
 import types
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
-import jinja2
-from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from luthier.rendering.allowed import may_be_called, restrict
-from luthier.rendering.codegen import GenerationBlock, TrackingCodeGenerator
-from luthier.rendering.sandbox import Sandbox, TemplateDict, TemplateNamespace, raise_exception
+from luthier.rendering.codegen import TrackingCodeGenerator
 from luthier.rendering.trace import Loop, Trace
 from luthier.rendering.tracked import Tracked, concatenate, is_own, pin, refuse, settled, traced
 from luthier.rendering.value_text import text_of
+from luthier.templating.limits import TemplateLimits
+from luthier.templating.plain import TemplateDict, furnish
+from luthier.templating.sandbox import Sandbox
 
-MAX_ROUNDS = 300_000  # of all loops of one render together
-MAX_POWER = 1_000
-MAX_REPEATED = 10_000_000  # characters that one `*` may make
 HIDDEN = ("_block_vars", "_loop_vars")  # what a compiled template adds to every call
-
-
-class EndlessTemplate(jinja2.TemplateError):
-    """A template that would not come to an end."""
 
 
 class TrackingEnvironment(Sandbox):
     """The sandbox of chat templates, with provenance. One environment renders one conversation at a time."""
 
     code_generator_class = TrackingCodeGenerator
-    intercepted_binops = frozenset({"%", "*", "**"})
 
-    def __init__(self, now: datetime) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols], optimized=False
-        )
+    def __init__(self, now: datetime, limits: TemplateLimits) -> None:
+        super().__init__(limits)
         self.trace = Trace()
-        _furnish(self, now)
+        furnish(self, now)
         restrict(self, lambda: self.trace)
         self.tests["in"] = lambda item, container: self.contains(container, item)
+        self.seal()
 
     # ------------------------------------------------------------------------- called by the compiled template
 
@@ -66,11 +55,14 @@ class TrackingEnvironment(Sandbox):
 
     def concat(self, parts: Iterable[Any]) -> Tracked:
         """Join what was printed, or stands around ``~``."""
-        return concatenate([text_of(part, self.trace) for part in parts], self.trace)
+        if isinstance(parts, tuple):
+            self.check_join(parts)
+        return concatenate(self.collected(text_of(part, self.trace) for part in parts), self.trace)
 
     def emit(self, value: Any, line: int | None = None) -> Tracked:
         """Print a value. ``line`` of the template is None for its own text."""
-        text = text_of(value, self.trace)
+        text = text_of(self.printed(value), self.trace)
+        self.collected([text])
         if line is not None:
             self.trace.prints.append((line, text))
         return Tracked(text, text._sketch, self.trace.stamp(text._owners), self.trace)
@@ -88,9 +80,7 @@ class TrackingEnvironment(Sandbox):
     def enter(self, *items: Any) -> None:
         """A loop stands at these items now."""
         trace, loop = self.trace, self.trace.loops[-1]
-        trace.rounds += 1
-        if trace.rounds > MAX_ROUNDS:
-            raise EndlessTemplate(f"its loops run on and on: stopped after {MAX_ROUNDS:,} rounds")
+        self.step()
         trace.scope, loop.assigned, loop.at_message = loop.outer_scope, False, False
         for item in items:
             if id(item) in trace.message_of:
@@ -142,45 +132,3 @@ class TrackingEnvironment(Sandbox):
 
         formatted.keeps_track = True  # type: ignore[attr-defined]
         return formatted
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        match operator:
-            case "**":
-                if isinstance(right, int) and abs(right) > MAX_POWER:
-                    raise jinja2.TemplateError(f"it raises a number to the power {right:,}, which is too much")
-            case "*":
-                size, times = (left, right) if isinstance(right, int) else (right, left)
-                if isinstance(times, int) and isinstance(size, str | list | tuple):
-                    length = str.__len__(size) if isinstance(size, str) else len(size)
-                    if length * times > MAX_REPEATED:
-                        raise jinja2.TemplateError(f"it repeats something {times:,} times, which is too much")
-        return super().call_binop(context, operator, left, right)
-
-
-def plain_environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    """The sandbox that chat templates run in everywhere, without provenance. ``now`` is the time for it."""
-    environment = _PlainEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
-    _furnish(environment, now)
-    return environment
-
-
-class _PlainEnvironment(Sandbox):
-    intercepted_binops = frozenset({"*", "**"})  # worked out when the template runs, not when it is read
-
-
-def _furnish(environment: ImmutableSandboxedEnvironment, now: datetime) -> None:
-    environment.filters["tojson"] = _plain_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = now.strftime  # local time, as chat templates expect
-    environment.globals["dict"] = TemplateDict()
-    environment.globals["namespace"] = TemplateNamespace
-
-
-def _plain_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

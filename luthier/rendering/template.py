@@ -9,7 +9,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -17,9 +17,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
 
-from luthier.errors import RowError, TemplateError
+from luthier.errors import LuthierError, RowError, TemplateError
 from luthier.records import Audio, Image, Media, Message, Part, Text, Video
-from luthier.rendering.environment import EndlessTemplate, TrackingEnvironment, plain_environment
+from luthier.rendering.environment import TrackingEnvironment
 from luthier.rendering.guards import Guard
 from luthier.rendering.media_slots import NO_SLOTS, MediaSlots, kind_of_media
 from luthier.rendering.messages import (
@@ -27,6 +27,7 @@ from luthier.rendering.messages import (
     MessageForm,
     marked_messages,
     marked_tools,
+    message_strings,
     other_messages,
     other_tools,
     plain_messages,
@@ -35,6 +36,8 @@ from luthier.rendering.references import Alphabet, filled_in
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.rendering.words import OtherWords
+from luthier.templating.limits import OverLimit, TemplateLimits
+from luthier.templating.plain import plain_environment
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -43,6 +46,7 @@ TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError,
 )  # fmt: skip
 SOME_MEDIA: tuple[Media, ...] = (Image(source="somewhere"), Video(source="somewhere"), Audio(source="somewhere"))
+SMALL_ROW, SMALL_CONVERSATION = 200_000, 1_000  # characters, messages: no template needs its limits for so few
 THINKING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 
 
@@ -126,11 +130,19 @@ def owner_runs(owners: str) -> Iterator[tuple[int, int]]:
 _RUN = re.compile(r"(.)\1*", re.DOTALL)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateSettings:
+    """Under which circumstances a template runs: the time that it is told (None: the present), and its limits."""
+
+    now: datetime | None = None
+    limits: TemplateLimits = field(default_factory=TemplateLimits)
+
+
 class ChatTemplate:
     """One Jinja chat template with the variables it is given.
 
     ``special_tokens`` are the variables that a tokenizer provides (``bos_token`` …), ``kwargs`` the user's
-    (``enable_thinking`` …). Raises `TemplateError` if the template is no valid Jinja.
+    (``enable_thinking`` …). Raises `TemplateError` if the template is no valid Jinja, or too large to be read.
     """
 
     def __init__(
@@ -140,10 +152,12 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         slots: MediaSlots = NO_SLOTS,
+        settings: TemplateSettings | None = None,
     ) -> None:
-        self.source, self.slots = source, slots
+        self.source, self.slots, self.settings = source, slots, settings or TemplateSettings()
         self.special_tokens = dict(special_tokens or {})
         self.kwargs = dict(kwargs or {})
+<<<<<<< HEAD
         self._now = datetime.now()  # one time for all rows, local as chat templates expect it
         self._environment = TrackingEnvironment(self._now)
         try:
@@ -156,6 +170,24 @@ class ChatTemplate:
                 f"chat template, line {error.lineno}: {error.message}",
                 hint="template.chat_template must be valid Jinja",
             ) from error
+=======
+        self._now = self.settings.now or datetime.now()  # one time for all rows, local as chat templates expect it
+        self._environment = TrackingEnvironment(self._now, self.settings.limits)
+        self._plain_environment = plain_environment(self._now, self.settings.limits)
+        self._tree = self._environment.tree(source)
+        self._recorded = self._environment.compiled(source)
+        self._plain = self._plain_environment.compiled(source)
+
+    def changed(self, *, source: str | None = None, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
+        """The same template with another text, or with other variables of the user's."""
+        return ChatTemplate(
+            self.source if source is None else source,
+            special_tokens=self.special_tokens,
+            kwargs=self.kwargs if kwargs is None else kwargs,
+            slots=self.slots,
+            settings=self.settings,
+        )
+>>>>>>> c277ccf (Run chat templates under limits of time, steps, memory and text: no operation begins that would make too much)
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
@@ -198,8 +230,13 @@ class ChatTemplate:
                     output = self._run_recorded(
                         trace, [Message(role=role, parts=(Text(text="so"),))], (), form=MessageForm(content=form)
                     )
+<<<<<<< HEAD
                 except EndlessTemplate as error:
                     raise TemplateError(f"chat template, {_line(error)}{_words(error)}") from error
+=======
+                except OverLimit as error:
+                    raise _over_limit(error) from error
+>>>>>>> c277ccf (Run chat templates under limits of time, steps, memory and text: no operation begins that would make too much)
                 except TEMPLATE_ERRORS:
                     continue
                 except LostProvenance:  # it did something to it, so this is what it wanted
@@ -216,7 +253,9 @@ class ChatTemplate:
 
     def with_slots(self, slots: MediaSlots) -> ChatTemplate:
         """The same template for a model that takes media."""
-        return ChatTemplate(self.source, special_tokens=self.special_tokens, kwargs=self.kwargs, slots=slots)
+        return ChatTemplate(
+            self.source, special_tokens=self.special_tokens, kwargs=self.kwargs, slots=slots, settings=self.settings
+        )
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -227,11 +266,17 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: Any
     ) -> str:
-        """The text that inference sees. Raises `RowError` if the template refuses the conversation."""
+        """The text that inference sees.
+
+        Raises `RowError` if the template refuses the conversation or needs more for it than it may have, and
+        `TemplateError` if it needs that for a small one.
+        """
         try:
             return self._run_plain(
                 messages, tools, self.message_form, generation_prompt=generation_prompt, kwargs=kwargs
             )
+        except OverLimit as error:
+            raise _too_much(error, messages, tools) from error
         except TEMPLATE_ERRORS as error:
             raise _refusal(error) from error
 
@@ -249,6 +294,7 @@ class ChatTemplate:
 
         Raises `RowError` where track is lost, `AlphabetFull`.
         """
+        expected = self.render(messages, tools, generation_prompt=generation_prompt, **(kwargs or {}))
         form = self.message_form
         trace = Trace(alphabet=alphabet)
         try:
@@ -262,13 +308,18 @@ class ChatTemplate:
                 kwargs=kwargs,
             )
         except LostProvenance as error:
+<<<<<<< HEAD
             raise RowError(
                 "untraceable", f"{self._place(error)}{_words(error)} loses track of where text came from"
             ) from error
+=======
+            raise RowError("untraceable", f"{self._place(error)}{error} loses track of where text came from") from error
+        except OverLimit as error:
+            raise _too_much(error, messages, tools) from error
+>>>>>>> c277ccf (Run chat templates under limits of time, steps, memory and text: no operation begins that would make too much)
         except TEMPLATE_ERRORS as error:
             raise _refusal(error) from error
         text = str.__str__(output)
-        expected = self.render(messages, tools, generation_prompt=generation_prompt, **(kwargs or {}))
         if text != expected:
             where = self._place_of_difference(trace, text, expected)
             raise RowError(
@@ -299,6 +350,7 @@ class ChatTemplate:
         that no guard tells.
         """
         words = OtherWords.of(trace)
+        self._plain_environment.meter.start()
         try:
             printed = self._plain.render(
                 **self._arguments(kwargs),
@@ -382,10 +434,6 @@ class ChatTemplate:
                 return False
         return True
 
-    @functools.cached_property
-    def _tree(self) -> nodes.Template:
-        return self._environment.parse(self.source)
-
     def _run_plain(
         self,
         messages: Sequence[Message],
@@ -395,6 +443,7 @@ class ChatTemplate:
         generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> str:
+        self._plain_environment.meter.start()
         return self._plain.render(
             **self._arguments(kwargs),
             messages=plain_messages(messages, form),
@@ -413,8 +462,8 @@ class ChatTemplate:
         generation_prompt: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> Tracked:
-        # Loops and repetitions have an end here, so this comes before the plain template runs on the same row.
         self._environment.trace = trace
+        self._environment.meter.start()
         output = self._recorded.render(
             **self._environment.own(self._arguments(kwargs or {})),
             messages=marked_messages(messages, trace, form, num_own=num_own),
@@ -428,8 +477,21 @@ class ChatTemplate:
         return {**self.special_tokens, "documents": None, **self.kwargs, **kwargs}
 
 
-def _refusal(error: Exception) -> RowError:
-    if isinstance(error, RowError):
+def _too_much(error: OverLimit, messages: Sequence[Message], tools: Tools) -> RowError | TemplateError:
+    """A small conversation cannot be at fault, and time is not the same everywhere: these stop the run."""
+    chars = sum(len(string) for message in messages for string in message_strings(message)) + len(repr(tools))
+    if error.depends_on_machine or (chars < SMALL_ROW and len(messages) < SMALL_CONVERSATION):
+        return _over_limit(error)
+    what = f"{len(messages):,} messages and {chars:,} characters are too much for the chat template: {_line(error)}"
+    return RowError("template_limit", f"{what}{error}; {error.hint}")
+
+
+def _over_limit(error: OverLimit) -> TemplateError:
+    return TemplateError(f"chat template, {_line(error)}{error}", hint=error.hint)
+
+
+def _refusal(error: Exception) -> LuthierError:
+    if isinstance(error, LuthierError):
         return error
     if isinstance(error, RecursionError):
         return RowError("template", "the chat template refuses this row: it calls itself without end")

@@ -47,7 +47,6 @@ class Trace:
     guards: dict[Guard, None] = field(default_factory=dict)  # in the order in which they were asked
     scope: int | None = None
     loops: list[Loop] = field(default_factory=list)
-    rounds: int = 0  # of all loops together
     stamps: dict[int | None, dict[int, str]] = field(default_factory=dict)
     constants: dict[str, None] = field(default_factory=dict)  # texts of the row that belong to its shape
     is_marking: bool = False  # the row's strings are being put together: what is asked of them now is no template's

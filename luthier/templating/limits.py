@@ -1,0 +1,146 @@
+"""What a chat template may use up, and the meter that counts it while a template runs.
+
+A template comes with a model from anywhere, and a few characters of it can ask for more than any machine has. Nothing
+that is done in a template is interrupted from outside; instead no single operation is begun that would make too much
+(`luthier.templating.sizes`), and between operations the meter looks at the steps, the time and the memory so far.
+
+Steps and sizes are the same on every machine. Time and memory are the last resort: they stop the run, they never
+decide what becomes of a row.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+MAX_ITEMS = 1_000_000  # of one list
+MAX_BITS = 200_000  # of one whole number
+MAX_HEAVY_CHARS = 100_000  # of a text given to what is slow, such as `wordwrap`
+STEPS_BETWEEN_LOOKS = 64
+CHARS_BETWEEN_LOOKS = 1_000_000
+LOOKS_BETWEEN_MEMORY = 32
+CHARS_BETWEEN_MEMORY = 8_000_000
+
+_STATM = Path("/proc/self/statm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateLimits:
+    """What one render of a template may use up; the section ``template.limits`` of a run.
+
+    max_seconds       of processor time
+    max_steps         rounds of loops, and calls of macros, filters, tests and methods, together
+    max_output_chars  characters of any one text that it makes: its output, or a string on the way
+    max_memory_mb     growth of the process's memory
+    max_source_chars  characters of the template itself
+    """
+
+    max_seconds: float = 3.0
+    max_steps: int = 500_000
+    max_output_chars: int = 16_000_000
+    max_memory_mb: int = 250
+    max_source_chars: int = 100_000
+
+
+class OverLimit(jinja2.TemplateError):
+    """A template asked for more than it may have. ``key`` is the limit in the section ``template.limits``, if one is
+    in the way; ``depends_on_machine`` whether another machine might have finished.
+    """
+
+    def __init__(self, what: str, *, key: str | None = None) -> None:
+        super().__init__(what)
+        self.key = key
+
+    @property
+    def depends_on_machine(self) -> bool:
+        """Whether it was stopped for its time or memory."""
+        return self.key in ("max_seconds", "max_memory_mb")
+
+    @property
+    def hint(self) -> str:
+        """The way out."""
+        if self.key is None:
+            return "no chat template needs that; take another one (template.chat_template)"
+        return f"if the template is meant to, raise template.limits.{self.key}; else take another (chat_template)"
+
+
+class Meter:
+    """What one render has used up so far."""
+
+    def __init__(self, limits: TemplateLimits) -> None:
+        self.limits = limits
+        self.start()
+
+    def start(self) -> None:
+        """A render begins."""
+        self.steps = self._looks = self._chars = self._chars_of_memory = 0
+        self._began, self._memory = time.thread_time(), -1.0
+
+    def step(self) -> None:
+        """One more round of a loop, or one more call. Raises `OverLimit`."""
+        self.steps += 1
+        if not self.steps % STEPS_BETWEEN_LOOKS:
+            self._look()
+
+    def make(self, chars: float, what: str) -> None:
+        """``what`` is about to make a text of ``chars`` characters. Raises `OverLimit`."""
+        if chars > self.limits.max_output_chars:
+            most = self.limits.max_output_chars
+            raise OverLimit(f"{what} would make {_number(chars)} characters, and {most:,} are allowed",
+                            key="max_output_chars")  # fmt: skip
+        self._chars += int(chars)
+        if self._chars > CHARS_BETWEEN_LOOKS:
+            self._look()
+
+    def hold(self, items: float, what: str) -> None:
+        """``what`` is about to make a list of so many items. Raises `OverLimit`."""
+        if items > MAX_ITEMS:
+            raise OverLimit(f"{what} would make {_number(items)} items, and {MAX_ITEMS:,} are allowed")
+        self.make(4 * items, what)
+
+    def _look(self) -> None:
+        limits = self.limits
+        if self.steps > limits.max_steps:
+            raise OverLimit(f"it goes on and on: stopped after {limits.max_steps:,} steps", key="max_steps")
+        seconds = time.thread_time() - self._began
+        if seconds > limits.max_seconds:
+            raise OverLimit(
+                f"it takes too long: stopped after {seconds:.1f} of {limits.max_seconds:g} seconds of processor time",
+                key="max_seconds",
+            )
+        self._chars_of_memory += self._chars
+        self._chars = 0
+        self._looks += 1
+        if self._looks % LOOKS_BETWEEN_MEMORY == 0 or self._chars_of_memory > CHARS_BETWEEN_MEMORY:
+            self._chars_of_memory = 0
+            self._look_at_memory()
+
+    def _look_at_memory(self) -> None:
+        now = _resident_mb()
+        if self._memory < 0:
+            self._memory = now  # small renders never come here, so they need not know where they began
+        grown = now - self._memory
+        if grown > self.limits.max_memory_mb:
+            raise OverLimit(
+                f"it takes too much memory: stopped after {grown:,.0f} of {self.limits.max_memory_mb:,} MB",
+                key="max_memory_mb",
+            )
+
+
+def _resident_mb() -> float:
+    """Memory of this process; where the system does not tell it, the most it ever had."""
+    try:
+        return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
+    except OSError:
+        unit = 1e6 if sys.platform == "darwin" else 1e3
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e15 else "more than 10^15"

@@ -1,0 +1,292 @@
+"""The sandbox that chat templates run in, under limits, and how a template is compiled for it.
+
+Whatever a template does comes through here: operators, what is joined, compared, printed and cut, and every call of a
+filter, a test, a method or a function. Each is asked first what it would make (`luthier.templating.sizes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import loopcontrols
+from jinja2.filters import make_attrgetter
+from jinja2.runtime import Context, LoopContext, Macro, markup_join, str_join
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace, pass_environment
+
+from luthier.errors import TemplateError
+from luthier.templating.codegen import BoundedCodeGenerator, GenerationBlock
+from luthier.templating.limits import MAX_ITEMS, Meter, OverLimit, TemplateLimits
+from luthier.templating.sizes import (
+    FREE_FILTERS,
+    FREE_METHODS,
+    FREE_TESTS,
+    Call,
+    check_call,
+    check_operator,
+    check_tuples,
+    is_flat,
+    size,
+    weigh,
+)
+
+DICT_ATTRIBUTES = frozenset(dir(dict))
+STRING_METHODS = frozenset(
+    "endswith lower lstrip partition removeprefix removesuffix replace rpartition rsplit rstrip split splitlines "  # noqa: SIM905
+    "startswith strip title upper".split()
+)
+LOOP_ATTRIBUTES = frozenset("depth depth0 first index index0 last length revindex revindex0".split())  # noqa: SIM905
+SMALL = 10_000  # characters that are joined without asking
+MAX_NESTING = 100  # of expressions and blocks in the source of a template
+MAX_NODES = 20_000  # of them all; the largest template that we know has 1,404, and 22 in each other
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox with a meter, which takes no detour where the answer is known: one line asks ten times."""
+
+    code_generator_class = BoundedCodeGenerator
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})  # worked out when run, not when read
+
+    def __init__(self, limits: TemplateLimits) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols], optimized=False
+        )
+        self.meter = Meter(limits)
+        self.filters["sum"] = _sum
+
+    def seal(self) -> None:
+        """Have the meter look at all filters and tests; to be called when there are no more to come."""
+        for table, free in ((self.filters, FREE_FILTERS), (self.tests, FREE_TESTS)):
+            for name, function in list(table.items()):
+                table[name] = _metered(self.meter, name, function, is_free=name in free)
+
+    def tree(self, source: str) -> nodes.Template:
+        """The template as a tree. Raises `TemplateError` with the line if it is no valid Jinja, or too large."""
+        limit = self.meter.limits.max_source_chars
+        if len(source) > limit:
+            raise TemplateError(
+                f"the chat template has {len(source):,} characters; template.limits.max_source_chars is {limit:,}",
+                hint="if the template is meant to, raise template.limits.max_source_chars",
+            )
+        with _reading():
+            tree = self.parse(source)
+        _check_tree(tree)
+        return tree
+
+    def compiled(self, source: str) -> jinja2.Template:
+        """The template, ready to run; `tree` comes first. Raises `TemplateError`."""
+        with _reading():
+            return self.from_string(source)
+
+    # ------------------------------------------------------------------------- called by the compiled template
+
+    def step(self) -> None:
+        """A loop goes round."""
+        self.meter.step()
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """What was printed, joined."""
+        return "".join(self.collected(parts))
+
+    def collected(self, parts: Iterable[str]) -> list[str]:
+        """Texts that are about to be joined."""
+        kept, chars, next_look = [], 0, SMALL
+        for part in parts:
+            kept.append(part)
+            chars += str.__len__(part)
+            if chars > next_look:
+                self.meter.make(chars, "the output")
+                next_look = chars + SMALL
+        return kept
+
+    def joined(self, escapes: bool, parts: tuple[Any, ...]) -> str:
+        """``one ~ other``."""
+        self.check_join(parts)
+        return markup_join(parts) if escapes else str_join(parts)
+
+    def check_join(self, parts: Iterable[Any]) -> None:
+        """Raise `OverLimit` if parts are too much together."""
+        chars = sum(size(part) if isinstance(part, str) else weigh(part) for part in parts)
+        if chars > SMALL:
+            self.meter.make(chars, "the operator ~")
+
+    def compared(self, value: Any) -> Any:
+        """An operand of a comparison, as it is."""
+        if not is_flat(value):
+            self.meter.make(weigh(value), "a comparison")
+        return value
+
+    def printed(self, value: Any) -> Any:
+        """What is about to be printed, as it is."""
+        if not isinstance(value, str):
+            self.meter.make(weigh(value), "printing a value")
+        return value
+
+    def cut(self, value: Any) -> Any:
+        """``value[start:stop]``, as it is."""
+        if isinstance(value, str):
+            self.meter.make(str.__len__(value), "a slice")
+        elif isinstance(value, list | tuple):
+            self.meter.hold(len(value), "a slice")
+        return value
+
+    def held(self, value: Any) -> Any:
+        """A tuple or dict that the template has just written down, as it is."""
+        check_tuples((value,) if isinstance(value, tuple) else value.values())
+        return value
+
+    # -------------------------------------------------------------------------------------- hooks of the sandbox
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """``obj.attribute``: keys of dicts, methods of strings, what loops and namespaces have."""
+        if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if isinstance(obj, str) and attribute in STRING_METHODS:
+            return getattr(obj, attribute)
+        if type(obj) is LoopContext and attribute in LOOP_ATTRIBUTES:
+            return getattr(obj, attribute)
+        if type(obj) is TemplateNamespace and attribute[:1] != "_":
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """``left operator right``."""
+        check_operator(self.meter, operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls from the template: of methods, macros and functions."""
+        self.meter.step()
+        if isinstance(obj, Macro | LoopContext):
+            return super().call(context, obj, *args, **kwargs)
+        given = {name: value for name, value in kwargs.items() if name not in ("_block_vars", "_loop_vars")}
+        args, given = _drained(self.meter, args), dict(zip(given, _drained(self.meter, given.values()), strict=True))
+        inner = getattr(obj, "__wrapped__", obj)  # jinja2 wraps str.format, and luthier what reads text
+        owner, name = getattr(inner, "__self__", None), getattr(inner, "__name__", type(inner).__name__)
+        check_tuples((*args, *given.values()))
+        if name not in FREE_METHODS or not isinstance(owner, str | dict):
+            check_call(self.meter, Call(name, owner, args, given), is_method=True)
+        if type(obj) is types.BuiltinMethodType and isinstance(owner, str) and name in STRING_METHODS:
+            made = obj(*args, **given)
+        else:
+            made = super().call(context, obj, *args, **{**kwargs, **given})
+        return _measured(self.meter, name, made)
+
+
+def _metered(meter: Meter, name: str, function: Callable[..., Any], *, is_free: bool) -> Callable[..., Any]:
+    """A filter or test, asked first what it would make."""
+    first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0  # an environment, or the like
+
+    @functools.wraps(function)
+    def metered(*args: Any, **kwargs: Any) -> Any:
+        meter.step()
+        if is_free:
+            return function(*args, **kwargs)
+        context, given = args[:first], _drained(meter, args[first:])
+        if given:
+            check_call(meter, Call(name, given[0], given[1:], kwargs))
+        return _measured(meter, name, function(*context, *given, **kwargs))
+
+    return metered
+
+
+def _measured(meter: Meter, name: str, made: Any) -> Any:
+    """What a call made, as it is."""
+    if isinstance(made, str):
+        meter.make(str.__len__(made), repr(name))
+    elif isinstance(made, list):
+        meter.hold(len(made), repr(name))
+    return made
+
+
+def _drained(meter: Meter, values: Iterable[Any]) -> tuple[Any, ...]:
+    """Values with lists in the place of what gives items one by one, so that they can be weighed."""
+    return tuple(_drain(meter, value) if isinstance(value, Iterator) else value for value in values)
+
+
+def _drain(meter: Meter, items: Iterator[Any]) -> Any:
+    if isinstance(items, LoopContext):
+        return items
+    kept = []
+    for item in items:
+        kept.append(item)
+        meter.step()
+        if len(kept) > MAX_ITEMS:
+            raise OverLimit(f"a list of more than {MAX_ITEMS:,} items")
+    return kept
+
+
+@pass_environment
+def _sum(environment: Sandbox, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+    take: Callable[[Any], Any] = (lambda item: item) if attribute is None else make_attrgetter(environment, attribute)
+    total = start
+    for item in iterable:
+        environment.meter.step()
+        value = take(item)
+        if isinstance(value, str):
+            raise TypeError("sum() can't sum strings")
+        check_operator(environment.meter, "+", total, value)
+        total = total + value
+    return total
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateError(
+            f"chat template, line {error.lineno}: {error.message}", hint="template.chat_template must be valid Jinja"
+        ) from error
+    except (RecursionError, MemoryError, SyntaxError, SystemError) as error:  # the last three are Python's compiler's
+        raise TemplateError(
+            f"chat template: it is nested too deeply to be read ({type(error).__name__})",
+            hint=f"at most {MAX_NESTING} expressions and blocks may stand in each other",
+        ) from error
+    except (ValueError, OverflowError) as error:  # a number of too many digits
+        raise TemplateError(f"chat template: it cannot be read: {str(error)[:200]}") from error
+
+
+def _check_tree(tree: nodes.Template) -> None:
+    """Raise `TemplateError` for a template of too many parts, or with too many in each other."""
+    left: list[tuple[nodes.Node, int, int]] = [(tree, 0, 1)]
+    seen = 0
+    while left:
+        node, depth, line = left.pop()
+        line = node.lineno or line
+        seen += 1
+        if depth > MAX_NESTING or seen > MAX_NODES:
+            what = f"more than {MAX_NESTING} expressions and blocks in each other"
+            what = what if depth > MAX_NESTING else f"more than {MAX_NODES:,} expressions and blocks"
+            raise TemplateError(f"chat template, line {line}: {what}", hint="no chat template needs so many")
+        left += [(child, depth + 1, line) for child in node.iter_child_nodes()]
+
+
+class TemplateNamespace(Namespace):
+    """``namespace`` for templates, closed to names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may name an attribute `self`
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            _refuse_private(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(
+            f"a namespace cannot hold {name!r}: names may not begin with an underscore"
+        )

@@ -1,0 +1,108 @@
+"""No template, whatever it asks for, takes more than its limits; what templates really do is not in their way."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from luthier.errors import RowError, TemplateError
+from luthier.presets.named_templates import named_template, template_names
+from luthier.records import Message, Text
+from luthier.rendering.references import Alphabet
+from luthier.rendering.template import ChatTemplate, TemplateSettings
+from luthier.templating.limits import Meter, OverLimit, TemplateLimits
+from luthier.templating.plain import plain_environment
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bombs import BOMBS, HARMLESS, PARSE_BOMBS, REFUSED_ROW
+
+# A fifth of the limits of a run, so that all of them take a fifth of the time; which limit stops what is the same.
+LIMITS = TemplateLimits(
+    max_seconds=0.6, max_steps=100_000, max_output_chars=3_000_000, max_memory_mb=100, max_source_chars=100_000
+)
+ROW = (Message(role="user", parts=(Text(text="so"),)), Message(role="assistant", parts=(Text(text="no"),)))
+
+
+@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("way", ["plain", "recorded"])
+def test_a_bomb_ends_soon_with_the_limit_and_its_place(name: str, way: str) -> None:
+    began, memory = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises((TemplateError, RowError) if name in REFUSED_ROW else TemplateError) as refused:
+        template = ChatTemplate(BOMBS[name], settings=TemplateSettings(limits=LIMITS))
+        template.render(ROW) if way == "plain" else template.record(ROW, alphabet=Alphabet.empty())
+    if isinstance(refused.value, TemplateError):
+        assert refused.value.message.startswith("chat template, ")
+        assert refused.value.hint
+    assert time.thread_time() - began < 5
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1e3 < 500
+
+
+@pytest.mark.parametrize("name", PARSE_BOMBS)
+def test_what_is_too_much_to_read_is_a_template_error(name: str) -> None:
+    began = time.thread_time()
+    with pytest.raises(TemplateError):
+        ChatTemplate(PARSE_BOMBS[name], settings=TemplateSettings(limits=LIMITS))
+    assert time.thread_time() - began < 5
+
+
+@pytest.mark.parametrize("source", HARMLESS)
+def test_what_stays_within_its_limits_is_not_in_their_way(source: str) -> None:
+    assert (
+        plain_environment(datetime(2026, 1, 1), LIMITS).compiled(source).render(words="so it is " * 9).startswith("ok")
+    )
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_named_templates_need_a_hundredth_of_the_limits(name: str) -> None:
+    limits = TemplateLimits(max_steps=5_000, max_output_chars=160_000, max_source_chars=20_000)
+    template = ChatTemplate(
+        named_template(name) or "", special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+        settings=TemplateSettings(limits=limits),
+    )  # fmt: skip
+    assert "no" in template.render(ROW * 10)
+
+
+@pytest.mark.parametrize(
+    ("key", "source"),
+    [
+        ("max_steps", "{% for i in range(9999) %}{% endfor %}"),
+        ("max_output_chars", "{{ 'a' * 99999 }}"),
+        ("max_seconds", "{% for i in range(9999) %}{% set a = range(999) | list | sort %}{% endfor %}"),
+        ("max_source_chars", "{# " + "a" * 9999 + " #}"),
+    ],
+)
+def test_a_refusal_names_the_key_that_lifts_it(key: str, source: str) -> None:
+    low = {"max_steps": 100, "max_output_chars": 1000, "max_seconds": 0.01, "max_source_chars": 1000}
+    with pytest.raises(TemplateError) as refused:
+        ChatTemplate(source, settings=TemplateSettings(limits=TemplateLimits(**{key: low[key]}))).render(ROW)
+    assert f"template.limits.{key}" in (refused.value.hint or "")
+    if key != "max_seconds":
+        ChatTemplate(source).render(ROW)
+
+
+def test_a_large_row_is_put_aside_where_a_small_one_stops_the_run() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        settings=TemplateSettings(limits=TemplateLimits(max_output_chars=500_000)),
+    )
+    large = (Message(role="user", parts=(Text(text="so " * 200_000),)),)
+    with pytest.raises(RowError) as refused:
+        template.render(large)
+    assert refused.value.reason == "template_limit"
+    assert template.render(ROW) == "sono"
+
+
+def test_memory_is_looked_at() -> None:
+    meter = Meter(TemplateLimits(max_memory_mb=20))
+    kept = []
+    with pytest.raises(OverLimit) as refused:
+        for _ in range(100):
+            meter.make(5_000_000, "a test")
+            kept.append(bytearray(5_000_000))
+    assert refused.value.key == "max_memory_mb"
+    assert refused.value.depends_on_machine
