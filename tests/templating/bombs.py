@@ -30,8 +30,8 @@ BOMBS: dict[str, str] = {
     "doubling by a macro": "{% macro m(x, n) %}{% if n %}{{ m(x ~ x, n - 1) }}{% else %}{{ x }}{% endif %}{% endmacro %}"
     "{{ m('ab', 60) }}",
     "doubling by tojson": _doubling("ns.x | tojson | tojson | tojson"),
-    "doubling by escape": _doubling("(ns.x ~ '&<') | escape | forceescape"),
-    "doubling by urlencode": _doubling("(ns.x ~ '%') | urlencode"),
+    "doubling by escape": _doubling("(ns.x ~ ns.x ~ '&<') | escape | forceescape"),
+    "doubling by urlencode": _doubling("(ns.x ~ ns.x ~ '%') | urlencode"),
     "doubling a list": "{% set ns = namespace(l=[1, 2]) %}{% for i in range(64) %}{% set ns.l = ns.l + ns.l %}{% endfor %}"
     "{{ ns.l | length }}",
     "doubling a tuple": "{% set ns = namespace(l=(1, 2)) %}{% for i in range(64) %}{% set ns.l = ns.l * 3 %}{% endfor %}",
@@ -133,9 +133,10 @@ BOMBS: dict[str, str] = {
 
 # What ends by itself, as too deep a recursion does, is the row's refusal.
 REFUSED_ROW = {
-    "doubling by escape", "doubling by urlencode", "loops that call themselves", "macros that call themselves",
+    "loops that call themselves",
+    "macros that call themselves",
     "blocks that call themselves",
-}  # fmt: skip
+}
 
 # What looks like one and is none.
 HARMLESS = [
