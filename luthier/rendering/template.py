@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import re
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -157,20 +156,6 @@ class ChatTemplate:
         self.source, self.slots, self.settings = source, slots, settings or TemplateSettings()
         self.special_tokens = dict(special_tokens or {})
         self.kwargs = dict(kwargs or {})
-<<<<<<< HEAD
-        self._now = datetime.now()  # one time for all rows, local as chat templates expect it
-        self._environment = TrackingEnvironment(self._now)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SyntaxWarning)  # of Python, on what Jinja made of `true.x`
-                self._recorded = self._environment.from_string(source)
-                self._plain = plain_environment(self._now).from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(
-                f"chat template, line {error.lineno}: {error.message}",
-                hint="template.chat_template must be valid Jinja",
-            ) from error
-=======
         self._now = self.settings.now or datetime.now()  # one time for all rows, local as chat templates expect it
         self._environment = TrackingEnvironment(self._now, self.settings.limits)
         self._plain_environment = plain_environment(self._now, self.settings.limits)
@@ -187,7 +172,6 @@ class ChatTemplate:
             slots=self.slots,
             settings=self.settings,
         )
->>>>>>> c277ccf (Run chat templates under limits of time, steps, memory and text: no operation begins that would make too much)
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
@@ -230,13 +214,8 @@ class ChatTemplate:
                     output = self._run_recorded(
                         trace, [Message(role=role, parts=(Text(text="so"),))], (), form=MessageForm(content=form)
                     )
-<<<<<<< HEAD
-                except EndlessTemplate as error:
-                    raise TemplateError(f"chat template, {_line(error)}{_words(error)}") from error
-=======
                 except OverLimit as error:
                     raise _over_limit(error) from error
->>>>>>> c277ccf (Run chat templates under limits of time, steps, memory and text: no operation begins that would make too much)
                 except TEMPLATE_ERRORS:
                     continue
                 except LostProvenance:  # it did something to it, so this is what it wanted
@@ -308,15 +287,11 @@ class ChatTemplate:
                 kwargs=kwargs,
             )
         except LostProvenance as error:
-<<<<<<< HEAD
             raise RowError(
                 "untraceable", f"{self._place(error)}{_words(error)} loses track of where text came from"
             ) from error
-=======
-            raise RowError("untraceable", f"{self._place(error)}{error} loses track of where text came from") from error
         except OverLimit as error:
             raise _too_much(error, messages, tools) from error
->>>>>>> c277ccf (Run chat templates under limits of time, steps, memory and text: no operation begins that would make too much)
         except TEMPLATE_ERRORS as error:
             raise _refusal(error) from error
         text = str.__str__(output)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -81,7 +82,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def compiled(self, source: str) -> jinja2.Template:
         """The template, ready to run; `tree` comes first. Raises `TemplateError`."""
-        with _reading():
+        with _reading(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of Python, on what Jinja made of `true.x`
             return self.from_string(source)
 
     # ------------------------------------------------------------------------- called by the compiled template
