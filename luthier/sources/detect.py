@@ -31,6 +31,7 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, Any]]) -> La
     given_columns = _known(config.columns, COLUMN_NAMES, COLUMN_ALIASES, what="column", path=config.path)
     given_tags = _known(config.tags, TAG_NAMES, _TAG_ALIASES, what="tag", path=config.path)
     seen = _columns_with_values(rows)
+    _check_given(config.path, given_columns, rows)
     kind = config.format
     if kind is Format.AUTO:
         kind = _detect_format(config.path, rows, seen, given_columns, given_tags)
@@ -98,7 +99,7 @@ def _detect_format(
             return kind
     if set(given_columns) == {"prompt"} and given_columns["prompt"] in seen:
         return Format.TEXT
-    raise _unrecognised(path, seen)
+    raise _tokenized(path, seen) if "input_ids" in seen else _unrecognised(path, seen)
 
 
 def _resolve_columns(rule: FormatRule, given: Mapping[str, str], seen: Iterable[str]) -> dict[str, str]:
@@ -155,6 +156,17 @@ def _is_verdict(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str]) -> 
     return all(isinstance(value, str) and value.strip().lower() in _VERDICTS for value in values)
 
 
+def _check_given(path: str, given: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `SourceError` for a column that the config names and no row has."""
+    there = list(dict.fromkeys(name for row in rows for name in row))
+    for ours, theirs in given.items():
+        if theirs not in there:
+            close = nearest_names(theirs, there)
+            hint = f"did you mean {close}?" if close else f"leave {ours!r} out, or name a column that is there"
+            what = f"none of the first {len(rows)} rows has a column {theirs!r}, which columns names for {ours!r}"
+            raise SourceError(f"{path}: {what}; there are: {', '.join(there)[:500]}", hint=hint)
+
+
 def _known(
     given: Mapping[str, str], names: Iterable[str], aliases: Mapping[str, str], *, what: str, path: str
 ) -> dict[str, str]:
@@ -166,6 +178,19 @@ def _known(
             hint = f"did you mean {close}?" if close else f"there are: {', '.join(names)}"
             raise SourceError(f"{path}: there is no {what} called {name!r}", hint=hint)
     return resolved
+
+
+def _tokenized(path: str, seen: Iterable[str]) -> SourceError:
+    columns = ", ".join(name for name in ("input_ids", "labels", "attention_mask", "loss_mask") if name in seen)
+    hint = (
+        "give the rows that the ids were made of: messages, or a prompt and its completion, or text. Where only the "
+        "ids are left, decode them with their own tokenizer into a column text, and set rendered: true"
+    )
+    what = (
+        f"{path}: the rows hold token ids ({columns}). Which text they are, whether this model's tokenizer made them, "
+        "and whether inference would see the same cannot be proven, so they are not trained"
+    )
+    return SourceError(what, hint=hint)
 
 
 def _unrecognised(path: str, seen: Iterable[str]) -> SourceError:

@@ -63,3 +63,64 @@ def test_columns_and_tags_that_do_not_exist_are_refused_with_the_nearest(tmp_pat
         source_of(path, columns={"respons": "text"})
     with pytest.raises(SourceError, match=r"no tag called 'roletag'[\s\S]*did you mean role_tag"):
         source_of(path, tags={"roletag": "x"})
+
+
+# ------------------------------------------------------------------------------------- transcripts, ids, wrong columns
+
+
+def pair_of(tmp_path: Path, row: dict[str, Any], **settings: Any) -> Any:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (source,) = open_sources([SourceConfig(path=str(path), **settings)], seed=0)
+    (raw,) = source.rows()
+    return source.convert(raw)
+
+
+def said(messages: Any) -> list[tuple[str, str]]:
+    return [(message.role, message.text) for message in messages]
+
+
+def test_two_transcripts_are_a_pair_whose_prompt_is_what_both_begin_with(tmp_path: Path) -> None:
+    start = "\n\nHuman: Hi: there\n\nAssistant: Hello!\n\nHuman: What is\n\n2 + 2?"
+    row = {"chosen": f"{start}\n\nAssistant: 4\n\nof course.", "rejected": f"{start}\n\nAssistant: Human: 5"}
+    pair = pair_of(tmp_path, row)
+    assert said(pair.prompt) == [("user", "Hi: there"), ("assistant", "Hello!"), ("user", "What is\n\n2 + 2?")]
+    assert said(pair.chosen) == [("assistant", "4\n\nof course.")]
+    assert said(pair.rejected) == [("assistant", "Human: 5")]
+
+
+def test_a_transcript_is_an_answer_where_the_row_has_its_question(tmp_path: Path) -> None:
+    text = "Human: hi\n\nAssistant: hello"
+    pair = pair_of(tmp_path, {"prompt": "Write a dialogue.", "chosen": text, "rejected": "No."})
+    assert said(pair.chosen) == [("assistant", text)]
+
+
+@pytest.mark.parametrize("side", ["Assistant: first", "just words", ""])
+def test_pairs_without_any_question_are_refused(tmp_path: Path, side: str) -> None:
+    with pytest.raises(RowError) as refused:
+        pair_of(tmp_path, {"chosen": side, "rejected": "Human: hi\n\nAssistant: You"}, format="preference")
+    assert refused.value.reason in {"missing_column", "no_common_prompt", "not_an_answer", "empty_prompt"}
+
+
+@pytest.mark.parametrize("more", [{}, {"labels": [-100, 2]}, {"attention_mask": [1, 1], "length": 2}])
+def test_rows_of_token_ids_are_refused_with_the_reason_and_the_way_out(tmp_path: Path, more: dict[str, Any]) -> None:
+    with pytest.raises(SourceError, match="token ids") as refused:
+        pair_of(tmp_path, {"input_ids": [1, 2], **more})
+    assert refused.value.hint is not None
+
+
+def test_ids_beside_a_text_are_left_alone(tmp_path: Path) -> None:
+    document = pair_of(tmp_path, {"input_ids": [1, 2], "text": "words"})
+    assert document.parts[0].text == "words"
+
+
+@pytest.mark.parametrize("settings", [{}, {"format": "alpaca"}])
+def test_a_column_that_the_config_names_and_no_row_has_is_named_with_those_there_are(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    row = {"question": "Hi", "reply": "You"}
+    columns = {"prompt": "qestion", "response": "reply"}
+    with pytest.raises(SourceError) as refused:
+        pair_of(tmp_path, row, columns=columns, **settings)
+    assert "'qestion'" in refused.value.message and "question, reply" in refused.value.message
+    assert "question" in str(refused.value.hint)

@@ -17,6 +17,7 @@ from luthier.sources.formats.odd_turns import settle_compared, settle_turns
 from luthier.sources.formats.targets import read_weight
 from luthier.sources.formats.thinking import split_thinking
 from luthier.sources.formats.tools import check_tool_results, read_tools
+from luthier.sources.formats.transcripts import read_transcript
 from luthier.sources.formats.turns import read_message, read_messages
 from luthier.sources.rows import RawRow, json_kind, refuse_unreadable
 from luthier.sources.strict_json import decode_text
@@ -89,7 +90,7 @@ class Reading:
         """What an assistant says, in our column ``name``: text, one message, or a list of messages."""
         value = self.column(name)
         if type(value) is str and not _is_message_list(value):
-            return [self._answer(value)]
+            return self._transcript(value, media) or [self._answer(value)]
         if type(value) is dict:
             queue = self.media if media is None else media
             try:
@@ -238,6 +239,16 @@ class Reading:
 
     def _answer(self, text: str) -> Message:
         return Message(role="assistant", parts=tuple(split_thinking(text, self.layout.tags.thinking)))
+
+    def _transcript(self, text: str, media: MediaQueue | None) -> list[Message]:
+        """The turns of a dialogue in one text; none if it is an answer, as it is wherever the row has its question."""
+        if any(map(self.has, ("prompt", "query", "messages"))):
+            return []
+        queue = self.media if media is None else media
+        return [
+            self._answer(said) if role == "assistant" else Message(role=role, parts=tuple(queue.split(said)))
+            for role, said in read_transcript(text)
+        ]
 
     def _no_prompt(self) -> RowError:
         if not (self.has("prompt") or self.has("query")):
