@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_POINTS = 800  # of a curve on the page: more than a screen has pixels to show it
+_LOG_FROM = 20  # from this ratio of the largest value to the smallest on, the page begins with a logarithmic axis
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -63,15 +64,20 @@ class Chart:
     lines: tuple[Line, ...]
 
 
-def chart(title: str, curves: Sequence[Curve], *, width: int = 720, height: int = 240) -> Chart | None:
-    """Lay curves out on common axes; values that are no numbers are left out. None if nothing is left."""
-    finite = [_finite_part(curve) for curve in curves]
+def chart(
+    title: str, curves: Sequence[Curve], *, width: int = 720, height: int = 240, log: bool = False
+) -> Chart | None:
+    """Lay curves out on common axes; values that are no numbers are left out. None if nothing is left.
+
+    ``log``: a tenth of a value is as far below it everywhere; values that are not above 0 are left out.
+    """
+    finite = [_finite_part(curve, above=0.0 if log else -math.inf) for curve in curves]
     points = [point for curve in finite for point in zip(curve.steps, curve.values, strict=True)]
     if not points:
         return None
     x_low, x_high = _range([x for x, _ in points])
     y_low, y_high = _range([y for _, y in points])
-    y_marks = ticks(y_low, y_high)
+    y_marks = log_ticks(y_low, y_high) if log else ticks(y_low, y_high)
     y_low, y_high = min(y_low, y_marks[0]), max(y_high, y_marks[-1])
     left, right, top, bottom = 62, 14, 12, 26
 
@@ -79,7 +85,8 @@ def chart(title: str, curves: Sequence[Curve], *, width: int = 720, height: int 
         return round(left + (step - x_low) / (x_high - x_low) * (width - left - right), 2)
 
     def y_of(value: float) -> float:
-        return round(height - bottom - (value - y_low) / (y_high - y_low) * (height - top - bottom), 2)
+        share = math.log(value / y_low) / math.log(y_high / y_low) if log else (value - y_low) / (y_high - y_low)
+        return round(height - bottom - share * (height - top - bottom), 2)
 
     lines = []
     for curve in finite:
@@ -108,6 +115,22 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(nice * magnitude for nice in (1, 2, 2.5, 5, 10) if nice * magnitude >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [float(f"{number * step:.10g}") for number in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers that cover ``low … high``, both above 0: ``(0.03, 4) -> [0.02, 0.05, 0.1, … 2, 5]``; over more than
+    three powers of ten these alone."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = (1, 2, 5) if last - first <= 3 else (1,)
+    marks = [float(f"{step}e{power}") for power in range(first, last + 1) for step in steps]
+    inner = [mark for mark in marks if low < mark < high]
+    return [max(mark for mark in marks if mark <= low), *inner, min(mark for mark in marks if mark >= high)]
+
+
+def spans_decades(curves: Sequence[Curve]) -> bool:
+    """Whether the values of curves differ so much that their small ones are one line at the bottom of a linear axis."""
+    values = [value for curve in curves for value in _finite_part(curve).values]
+    return bool(values) and min(values) > 0 and max(values) > _LOG_FROM * min(values)
 
 
 def smoothed(values: Sequence[float], radius: int) -> list[float]:
@@ -182,8 +205,8 @@ def _plot(axes: Axes, training: Sequence[tuple[int, float]], held_out: Sequence[
     axes.legend(frameon=False)
 
 
-def _finite_part(curve: Curve) -> Curve:
-    pairs = [(s, v) for s, v in zip(curve.steps, curve.values, strict=True) if math.isfinite(v)]
+def _finite_part(curve: Curve, above: float = -math.inf) -> Curve:
+    pairs = [(s, v) for s, v in zip(curve.steps, curve.values, strict=True) if math.isfinite(v) and v > above]
     return replace(curve, steps=[s for s, _ in pairs], values=[v for _, v in pairs])
 
 

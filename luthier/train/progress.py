@@ -24,6 +24,7 @@ from luthier.train.result import ACCURACIES, MARGINS, EvalRecord, GenerationRoun
 from luthier.writing import printable
 
 SECONDS_BETWEEN_LINES = 10.0  # often enough to see that it lives, seldom enough for a log file
+WIDE = 130  # columns that all the numbers need beside a bar
 SHOWN = {ACCURACIES: "right", MARGINS: "margin", "kl": "kl"}  # of the measures, beside the loss
 
 
@@ -82,11 +83,14 @@ class ProgressBar:
                     self._bar.update(self._task, completed=event.step)
             case StepRecord():
                 if self._bar is not None and self._task is not None:
-                    self._bar.update(self._task, completed=event.step, numbers=_numbers(event))
+                    self._bar.update(self._task, completed=event.step, numbers=self._words(event))
             case Finished():
                 self.close()
             case _:
                 self.console.print(sentence(event), highlight=False, markup=False)
+
+    def _words(self, event: StepRecord) -> str:
+        return _numbers(event) if self.console.width >= WIDE else _short_numbers(event)
 
     def close(self) -> None:
         """Give the terminal back; also after an error."""
@@ -95,13 +99,15 @@ class ProgressBar:
             self._bar = None
 
     def _open(self, event: Started) -> None:
+        # The bar takes what the others leave of 80 columns; what is too wide is cut at the end of the numbers.
         self._bar = Progress(
-            BarColumn(bar_width=12),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TextColumn("ETA"),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
             TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
+            TextColumn("left", table_column=Column(no_wrap=True)),
             console=self.console,
+            expand=True,
         )
         self._task = self._bar.add_task("train", total=event.max_steps, completed=event.step, numbers="")
         self._bar.start()
@@ -128,6 +134,12 @@ def sentence(event: Event) -> str:
             return f"saved {event.name}"
         case _:
             raise AssertionError(event)
+
+
+def _short_numbers(event: StepRecord) -> str:
+    """What stands beside the bar: what one looks at first; the rest is in the log and the report."""
+    right = f"  right {event.measures[ACCURACIES]:.2f}" if ACCURACIES in event.measures else ""
+    return f"loss {event.loss:.4f}{right}  {event.tokens_per_second:,.0f} tok/s"
 
 
 def _numbers(event: StepRecord) -> str:

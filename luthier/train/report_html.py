@@ -9,10 +9,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from luthier.train.plots import Chart, Curve, chart, smoothed, smoothing_radius
+from luthier.train.plots import Chart, Curve, chart, smoothed, smoothing_radius, spans_decades
 from luthier.train.result import ACCURACIES, MARGINS, REWARDS, GenerationRound, RunResult
 
-MAX_EXAMPLES = 12  # answers on the page; report.json has all
+MAX_RIGHT, MAX_WRONG = 12, 300  # answers on the page; report.json has all
 MAX_SOURCE_CHARTS = 12
 # Title, measure, and the one beside it; where there is none, held-out rows are.
 MEASURE_CHARTS = (
@@ -35,12 +35,15 @@ def report_page(result: RunResult, told: Mapping[str, Any], *, sample: Markup) -
     return environment.get_template("report.html.jinja").render(
         result=result,
         told=told,
-        loss_chart=_loss_chart(result),
+        loss_charts=_loss_charts(result),
+        starts_with_log=spans_decades(_loss_curves(result)),
         small_charts=[*_measure_charts(result), *_small_charts(result)],
         sources=_sources(result),
         source_charts=_source_charts(result),
-        answers=_answers(result.generations),
-        num_answers=len(result.generations[-1].records) if result.generations else 0,
+        wrong=_answers(result.generations, equal=False),
+        right=_answers(result.generations, equal=True),
+        max_right=MAX_RIGHT,
+        max_wrong=MAX_WRONG,
         sample=sample,
         config=json.dumps(told["config"], indent=2, ensure_ascii=False),
     )
@@ -51,19 +54,30 @@ def _time(seconds: float) -> str:
     return f"{int(minutes)} min {rest:.0f} s" if minutes else f"{rest:.1f} s"
 
 
-def _loss_chart(result: RunResult) -> Chart | None:
+def _loss_charts(result: RunResult) -> dict[str, Chart]:
+    """The losses on a linear axis, and on a logarithmic one where there is any value above 0."""
+    curves = _loss_curves(result)
+    charts = {
+        name: chart("loss", curves, width=960, height=320, log=name == "logarithmic")
+        for name in ("linear", "logarithmic")
+    }
+    return {name: drawn for name, drawn in charts.items() if drawn is not None}
+
+
+def _loss_curves(result: RunResult) -> list[Curve]:
     steps = [step.step for step in result.steps]
     losses = [step.loss for step in result.steps]
     radius = smoothing_radius(len(losses))
     look = "raw" if radius else "main"  # nothing to smooth: the curve itself is the main one
-    curves = [Curve(name=f"loss per {result.unit}", look=look, steps=steps, values=losses)]
+    # beside a smoothed line the steps are dots: a line would lie behind it, unseen
+    curves = [Curve(name=f"loss per {result.unit}", look=look, steps=steps, values=losses, dots=bool(radius))]
     if radius:
         curves.append(Curve(name="smoothed", look="main", steps=steps, values=smoothed(losses, radius)))
     if result.evals:
         evals = result.evals
         values = [one.loss for one in evals]
         curves.append(Curve(name="eval", look="eval", steps=[one.step for one in evals], values=values, dots=True))
-    return chart("loss", curves, width=960, height=320)
+    return curves
 
 
 def _measure_charts(result: RunResult) -> list[Chart]:
@@ -128,9 +142,10 @@ def _source_charts(result: RunResult) -> list[Chart]:
     return [one for one in charts if one is not None]
 
 
-def _answers(rounds: tuple[GenerationRound, ...]) -> list[dict[str, Any]]:
-    """One entry per row: what was asked and expected, and what came before and after (one of them, if one round)."""
+def _answers(rounds: tuple[GenerationRound, ...], *, equal: bool) -> list[dict[str, Any]]:
+    """One entry per row of the last round that was answered right, or wrong, with the answer before training."""
     if not rounds:
         return []
     before = {record.address: record for record in rounds[0].records} if len(rounds) > 1 else {}
-    return [{"after": record, "before": before.get(record.address)} for record in rounds[-1].records[:MAX_EXAMPLES]]
+    chosen = [record for record in rounds[-1].records if record.equal is equal]
+    return [{"after": record, "before": before.get(record.address)} for record in chosen]

@@ -16,7 +16,7 @@ from rich.console import Console
 from tiny_runs import make_config
 
 from luthier.train.artifacts import model_card
-from luthier.train.plots import Curve, chart, smoothed, smoothing_radius, sparkline, ticks
+from luthier.train.plots import Curve, chart, log_ticks, smoothed, smoothing_radius, spans_decades, sparkline, ticks
 from luthier.train.report import Report, duration, summary, write_report
 from luthier.train.result import (
     DataSummary,
@@ -114,6 +114,56 @@ def test_nothing_of_the_data_becomes_markup_on_the_page(result: RunResult) -> No
     assert page.count("&lt;script&gt;") >= 6  # model, prompt, answers, ledger, config
 
 
+def test_wrong_answers_come_first_all_of_them_then_some_right_ones(result: RunResult) -> None:
+    marks = [number % 40 != 7 for number in range(1, 281)]  # 7 of 280 are wrong, far apart
+    write_report(Report(result=replace(result, generations=(generation(20, *marks),))))
+    page = (result.path / "report.html").read_text()
+    told = re.findall(r"<header><span>e\.jsonl:(\d+)</span><span class=\"(right|wrong)\">", page)
+    assert told[:7] == [(str(number), "wrong") for number in range(7, 281, 40)]
+    assert told[7:] == [(str(number), "right") for number in range(1, 14) if number != 7]
+    assert "273 of 280 are exactly what was expected, 7 are not" in page
+
+
+@pytest.mark.parametrize(
+    ("losses", "axis"), [((4, 3, 2), "linear"), ((4, 1, 0.01), "logarithmic"), ((4, 0, 0), "linear")]
+)
+def test_the_loss_can_be_seen_on_both_axes_and_begins_with_the_one_that_its_range_asks_for(
+    result: RunResult, losses: tuple[float, ...], axis: str
+) -> None:
+    steps = tuple(step(number, loss) for number, loss in enumerate(losses, start=1))
+    write_report(Report(result=replace(result, steps=steps, evals=())))
+    page = (result.path / "report.html").read_text()
+    assert re.findall(r'id="axis-(\w+)" checked', page) == [axis]
+    assert page.count('type="radio"') == 2
+
+
+def test_steps_are_points_beside_the_smoothed_line(result: RunResult) -> None:
+    steps = tuple(step(number, 4 / number + number % 3) for number in range(1, 101))
+    write_report(Report(result=replace(result, steps=steps)))
+    page = (result.path / "report.html").read_text()
+    assert page.count('<circle class="raw"') == 2 * 100  # on each axis
+    assert '<path class="main"' in page
+
+
+def test_a_logarithmic_axis_gives_equal_ratios_equal_room_and_leaves_out_what_is_not_above_zero() -> None:
+    curve = Curve(name="a", look="main", steps=[1, 2, 3, 4], values=[10, 1, 0.1, 0], dots=True)
+    drawn = chart("a", [curve], log=True)
+    assert drawn is not None
+    heights = [y for _, y, _ in drawn.lines[0].dots]
+    assert len(heights) == 3
+    assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.02)
+    assert chart("a", [Curve(name="a", look="main", steps=[1], values=[0])], log=True) is None
+    assert spans_decades([curve]) is False and spans_decades([replace(curve, values=[10, 1, 0.1, 1])])
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.03, 4), (1e-9, 1e9), (2, 2.1), (1, 1), (5e-300, 1e300), (0.1, 10)])
+def test_log_ticks_are_round_rising_and_cover_the_range(low: float, high: float) -> None:
+    marks = log_ticks(low, high)
+    assert marks[0] <= low and marks[-1] >= high
+    assert marks == sorted(marks)
+    assert all(f"{mark:e}"[0] in "125" for mark in marks)
+
+
 def test_the_sample_is_embedded_as_it_is(result: RunResult) -> None:
     write_report(Report(result=result, sample=Markup("<mark>sample</mark>")))
     assert "<mark>sample</mark>" in (result.path / "report.html").read_text()
@@ -123,7 +173,7 @@ def test_the_page_needs_nothing_else(result: RunResult) -> None:
     write_report(Report(result=result))
     page = (result.path / "report.html").read_text()
     assert not re.search(r"https?://|<link|<script|@import|url\(|src=", page)
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 5  # the loss twice: on a linear and on a logarithmic axis
     assert "prefers-color-scheme: dark" in page
 
 
@@ -176,7 +226,7 @@ def test_several_data_sets_are_reported_one_by_one(result: RunResult) -> None:
     }  # fmt: skip
     assert told["curve"][4]["loss_by_source"] == {"a.jsonl": 4 / 5, SCRIPT: 8 / 5}
     page = (result.path / "report.html").read_text()
-    assert page.count("<svg") == 6 and "<script" not in page
+    assert page.count("<svg") == 7 and "<script" not in page
     assert "<h2>Data sets</h2>" in page and "75.0%" in page and "loss · held [red]x" in page
     text = summary_text(Report(result=several(result)))
     assert "75.0% of tokens  5 rows  loss 4.000 → 0.200" in text
@@ -209,7 +259,7 @@ def compared(result: RunResult) -> RunResult:
 def test_a_run_that_compares_shows_rewards_and_no_perplexity(result: RunResult) -> None:
     files = write_report(Report(result=compared(result)))
     page = files[0].read_text()
-    assert page.count("<svg") == 4 + 3  # judged right, margin, both rewards
+    assert page.count("<svg") == 5 + 3  # judged right, margin, both rewards
     assert all(words in page for words in ("loss per pair", "reward margin", "judged right", "80.0%"))
     assert "perplexity" not in page and "targets right" not in page and "per target" not in page
     (untrained,) = re.findall(r'<tr><td class="n">0</td>.*?</tr>', page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +127,21 @@ def test_the_bar_shows_the_numbers_and_is_closed() -> None:
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "model: [odd] markup" in shown
     assert "loss 1.0000" in shown and "80 target/s" in shown and "3/4" in shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 129, 130, 200])
+def test_the_bar_fits_its_terminal_with_step_loss_and_time_left(width: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    bar = ProgressBar(console)
+    bar(Started(step=0, max_steps=123_456))
+    bar(replace(_step(2), loss=1234.5678, tokens_per_second=123_456.0, measures={"rewards/accuracies": 0.5}))
+    bar(Finished(step=2))
+    bar.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    lines = [line for line in re.split(r"[\r\n]+", shown) if line.strip()]
+    assert all(len(line) <= width for line in lines)
+    assert lines[-1].count("━") >= 8
+    assert all(words in lines[-1] for words in ("2/123456", "loss 1", "left"))
 
 
 @pytest.mark.parametrize(
