@@ -38,7 +38,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         masks = list(mask_rows(Path(scratch) / "masks"))
         hostile = list(hostile_rows(Path(scratch) / "hostile"))
-    columns = ("family", "TRL's mask begins", "TRL's mask ends", "equal", "seam", "other text", "refused", "edges")
+    columns = (
+        "family",
+        "TRL's mask begins",
+        "TRL's mask ends",
+        "equal",
+        "seam",
+        "other text",
+        "prompt",
+        "refused",
+        "edges",
+    )
     write("targets against TRL's training templates", columns, masks)
     write("hostile conversations", ("template", "exact", "text only", "refused", "wrong"), hostile)
     unexplained = sum(row[-1] not in ("", _edges(CONVENTIONS[row[0]].odd)) for row in masks)
@@ -52,7 +62,7 @@ def mask_rows(scratch: Path) -> Iterator[Cells]:
         encoder = encoder_of(base, scratch / name, family(name), train_on="last_assistant")
         outcomes = [compare(name, turn, encoder, whole_tokenizer(base)) for turn in turns()]
         verdicts, convention = Counter(outcome.verdict for outcome in outcomes), CONVENTIONS[name]
-        own = ("equal", "seam", "other text")
+        own = ("equal", "seam", "other text", "prompt")
         refused = {verdict: count for verdict, count in verdicts.items() if verdict not in own}
         counts = (str(verdicts[verdict]) for verdict in own)
         odd = _edges(convention.unexplained(outcomes))

@@ -49,6 +49,8 @@ from luthier.rendering.template import ChatTemplate
 
 __all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]
 
+# The note of a row with a thought in tags that the template does not know though the tokenizer has them.
+THOUGHT_IN_LETTERS = "thought tags learned as letters (template.control makes them tokens)"
 MOST_BLUEPRINTS = 5_000
 MOST_VARIANTS = 16  # blueprints of one shape
 
@@ -197,8 +199,18 @@ class Renderer:
             row = replace(row, messages=(system, *row.messages))
         row = apply_rules(row, self.policy.rules)
         if any(map(_has_written_thinking, row.messages)) and not self._knows_thinking(template):
-            row = replace(row, messages=tuple(map(_with_thinking_in_text, row.messages)))
+            notes = row.notes
+            if self._has_letters_for_tags(row):
+                notes = (*notes, (THOUGHT_IN_LETTERS, 1))
+            row = replace(row, messages=tuple(map(_with_thinking_in_text, row.messages)), notes=notes)
         return row
+
+    def _has_letters_for_tags(self, row: Conversation) -> bool:
+        """Whether a thought that is text has tags that are tokens elsewhere."""
+        parts = (part for message in row.messages for part in message.parts if isinstance(part, Thinking))
+        tags = [(part.written or "").replace(part.text, "\0", 1) for part in parts]
+        meant = self.control.tokens if row.rendered else self.policy.allowed
+        return bool(self.control.count(tags).keys() - meant)
 
     def _knows_thinking(self, template: ChatTemplate) -> bool:
         """Whether the template looks at a message's thinking, or opens a thought for the model in its prompts."""

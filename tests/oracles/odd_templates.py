@@ -181,3 +181,6 @@ ODD: dict[str, str] = {
         "{% else %}{% set text = m.content %}{% endif %}<|assistant|>\n{{ text }}" + CALLS + "<|end|>\n{% endif %}"
     ),
 }  # fmt: skip
+
+# Where nothing ends an answer but the header of what follows.
+GLM_LIKE = {"next header is the stop"}
