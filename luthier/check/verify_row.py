@@ -174,9 +174,9 @@ class RowVerifier:
         expected = replace(expected, turns=tuple(_best_position(turn, runs) for turn in expected.turns))
         notes["derived"] += sum(turn.is_derived for turn in expected.turns)
         elsewhere = [turn for turn in expected.turns if turn.elsewhere]
-        notes["elsewhere_rows"] += bool(elsewhere)
-        notes["elsewhere_answers"] += len(elsewhere)
-        notes["elsewhere_tokens"] += sum(int((turn.weights > 0).sum()) for turn in elsewhere)
+        if elsewhere:
+            tokens = sum(int((turn.weights > 0).sum()) for turn in elsewhere)
+            notes.update(elsewhere_rows=1, elsewhere_answers=len(elsewhere), elsewhere_tokens=tokens)
         homes = [find_home(turn, runs) for turn in expected.turns]
         for turn, home in zip(expected.turns, homes, strict=True):
             faults += turn_faults(turn, home, runs, train_stop=train_stop)
