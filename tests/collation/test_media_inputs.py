@@ -11,12 +11,16 @@ import torch
 import transformers as hf
 
 import luthier
-from luthier.collation import CollateSettings, MediaInputs, collate_trees, lay_out
+from luthier.collation import CollateSettings, MediaInputs, collate_trees, lay_out, paths_of_row
 from luthier.collation.interface import media_inputs
+from luthier.layout import held_of_leaves, tree_of_runs
 from luthier.media import decoding
-from luthier.records import Pack, Sample, Unit
+from luthier.models.isolation import choose_isolation
+from luthier.models.media_needs import model_needs
+from luthier.models.parts import set_text_attention
+from luthier.records import Pack, Sample, Segment, Unit
 from tests.media.media_files import image_file, picture
-from tests.media.tiny_folder import write_folder
+from tests.media.tiny_folder import TEMPLATE, write_folder
 
 SIZES = {"a.png": (90, 40), "b.png": (40, 90), "c.png": (64, 64)}
 
@@ -216,3 +220,47 @@ def test_a_grid_keeps_items_by_row_and_segment(samples: list[Sample]) -> None:
     assert [[len(items) for items in row] for row in grid.media] == [[1, 0], [2, 1]]
     last = grid.media[1][1][0]
     assert last.start == len(segments[2]) + segments[3].media[0].start
+
+
+def test_turns_with_pictures_of_their_own_share_what_they_begin_with(folder: Path, processor: Any, model: Any) -> None:
+    """A template that shows earlier answers otherwise: pictures stand in the branches of a tree."""
+    thought = "{% if loop.last and message['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    header = "<|im_start|>{{ message['role'] }}\n"
+    tokenizer = luthier.load_tokenizer(folder, chat_template=TEMPLATE.replace(header, header + thought, 1))
+    row = {"messages": [m for names in ("a.png", "b.png", "c.png") for m in conversation(folder, names)["messages"]]}
+    tree = luthier.encode(row, tokenizer, processor=processor, media={"roots": [str(folder)]})
+    assert len(tree.segments()) == 3 and len(tree.branches) == 5
+    parents, lengths = zip(*((branch.parent, branch.length) for branch in tree.branches), strict=True)
+    held = held_of_leaves(np.array(parents), np.array(lengths), np.array([0, 5])).tolist()
+    again = tree_of_runs(tree.segments(), held)  # as a reader of stored rows makes it
+    assert (again.branches, again.media) == (tree.branches, tree.media)
+    made = media_inputs(processor, model.config, roots=[str(folder)])
+    batch = collate_trees([[tree, tree], [tree]], pad_token_id=0, media=made)
+    assert len(batch.model_inputs["image_grid_thw"]) == 9, "each picture of a tree once"
+    words = [words_alone(seed) for seed in range(2)]
+    chosen = choose_isolation(
+        model, words, CollateSettings(packed=True, pad_token_id=0), device=torch.device("cpu"),
+        needs=model_needs(model), shared=True,
+    )  # fmt: skip
+    assert chosen.shared
+    with torch.no_grad():
+        found = model(**chosen.inputs(batch, device=torch.device("cpu"))).logits.flatten(0, 1)
+        number = 0
+        for row_number, count in ((0, 2), (1, 1)):
+            paths = paths_of_row(batch, row_number)
+            for path, segment in zip(paths, tree.segments() * count, strict=True):
+                alone = luthier.collate([segment], layout="padded", media=made)
+                positions = batch.model_inputs["position_ids"][1:].flatten(1)[:, path]
+                assert torch.equal(positions, alone.model_inputs["position_ids"][:, 0])
+                set_text_attention(model, "sdpa")
+                right = model(**alone.model_inputs).logits[0]
+                torch.testing.assert_close(found[torch.from_numpy(path)], right, atol=1e-5, rtol=1e-5)
+                mine = batch.targets.segments_K == number
+                assert batch.targets.ids_K[mine].tolist() == segment.input_ids[segment.target].tolist()
+                number += 1
+
+
+def words_alone(seed: int) -> Segment:
+    """For a trial of the model."""
+    ids = np.random.default_rng(seed).integers(5, 95, 40, dtype=np.int32)
+    return Segment(input_ids=ids, target=np.zeros(40, np.bool_))
