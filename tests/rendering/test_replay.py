@@ -105,7 +105,7 @@ def with_thought(each: Message) -> Message:
 
 def test_rows_of_one_shape_share_a_recording_unless_the_template_asks_what_tells_them_apart() -> None:
     one = renderer(TEMPLATES["splits thoughts"])
-    first, second, third = (one.fill(rows(["hi", text])) for text in ("plain", "other", "<think>a</think>b"))
+    first, second, third = (one.fill(rows([text, "hi"])) for text in ("plain", "other", "<think>a</think>b"))
     assert first.blueprint is second.blueprint
     assert third.blueprint is not first.blueprint
 
