@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from luthier.check.verify_neutral import NeutralRow, mark_ends, neutralise
+from luthier.check.verify_neutral import NeutralRow, mark_ends, neutralise, strings_of
 from luthier.check.verify_policy import RowPolicy, RunPolicy, TurnPolicy, as_rendered, row_policy
 from luthier.check.verify_reading import Finding, Reading, Said
 from luthier.check.verify_records import Method
@@ -50,6 +50,7 @@ class ExpectedTurn:
     ``elsewhere``   it is learned where it stands in one rendering of the row, as the run asks for, and inference would
                     show another context or expect another form
     ``otherwise``   the turn under other positions of the thinking switch, which inference may have as well
+    ``asked``       the turn after the prompts of positions that come first, and under which history renders it otherwise
     """
 
     message: int | None
@@ -66,6 +67,7 @@ class ExpectedTurn:
     is_derived: bool = False
     elsewhere: bool = False
     otherwise: Callable[[], Iterator[ExpectedTurn]] = lambda: iter(())
+    asked: AskedTurn | None = None
 
     @property
     def ids(self) -> Ids:
@@ -142,23 +144,25 @@ def expected_row(
     for index, turn_policy in policy.turns.items():
         unfinished = row.continue_final_message and index == len(row.messages) - 1
         try:
-            cut = _cut(shown, index)
+            cut, prompts = _cut(shown, index)
         except RowError:
             if _is_unasked(row, index):
                 continue  # an answer before any question is context where the template cannot ask for it
             raise
+        after = partial(_asked_turn, shown, index, prompts, turn_policy, unfinished=unfinished)
         if run_policy.one_rendering and (once := _cut_elsewhere(shown, index, cut, whole_text)) is not None:
             turns.append(_turn_elsewhere(turn_policy, once, whole_text, shown))
             continue
-        if isinstance(cut, list):
+        if cut is None:
             if not _is_unasked(row, index):
-                asked.append(_asked_turn(shown, index, cut, turn_policy, unfinished=unfinished))
+                asked.append(after())
             continue
         if unfinished:
             cut = replace(cut, completion=cut.completion[: cut.words], stop=0, unfinished=True)
             whole_text = cut.prompt + cut.completion
         otherwise = partial(_otherwise, shown, cut, turn_policy, whole_text)
-        turns.append(replace(_expected_turn(turn_policy, cut, whole_text, shown), otherwise=otherwise))
+        turn = _expected_turn(turn_policy, cut, whole_text, shown)
+        turns.append(replace(turn, otherwise=otherwise, asked=after() if prompts else None))
     (text,) = neutral.readable([whole_text], tokenizer)
     return ExpectedRow(
         neutral=neutral,
@@ -271,8 +275,8 @@ def _read_media(
     return reader.read(media, template.render(neutral.messages, neutral.tools))
 
 
-def _cut(shown: _Shown, index: int) -> _Cut | list[tuple[str, Mapping[str, Any]]]:
-    """The turn under the first switch whose prompt it begins with; if there is none, the prompts, each with its switch.
+def _cut(shown: _Shown, index: int) -> tuple[_Cut | None, list[tuple[str, Mapping[str, Any]]]]:
+    """The turn under the first switch whose prompt it begins with, and the prompts before that, each with its switch.
 
     Raises `RowError` if the template refuses what would be shown by default.
     """
@@ -286,15 +290,15 @@ def _cut(shown: _Shown, index: int) -> _Cut | list[tuple[str, Mapping[str, Any]]
                 raise
             continue
         if found is not None:
-            return found
+            return found, prompts
         prompts.append((prompt, kwargs))
-    return prompts
+    return None, prompts
 
 
 def _cut_under(shown: _Shown, index: int, prompt: str, kwargs: Mapping[str, Any]) -> _Cut | None:
     """The turn under one switch; None if it does not begin with its prompt. Raises `RowError`."""
     text = shown.turn(index, **kwargs)
-    if not text.startswith(prompt):
+    if not text.startswith(prompt) or not _is_before_answer(shown, index, prompt, kwargs):
         return None
     tail = _behind_answer(shown, index, (), kwargs)
     rest = text[len(prompt) :]
@@ -304,16 +308,14 @@ def _cut_under(shown: _Shown, index: int, prompt: str, kwargs: Mapping[str, Any]
     return _completion(shown, cut, tail)
 
 
-def _cut_elsewhere(
-    shown: _Shown, index: int, own: _Cut | list[tuple[str, Mapping[str, Any]]], whole_text: str
-) -> _Cut | None:
+def _cut_elsewhere(shown: _Shown, index: int, own: _Cut | None, whole_text: str) -> _Cut | None:
     """The turn as one rendering of the row has it, where that is another text than inference's (``own``); None where it
     is the same, or has no header there.
 
     It begins behind its header, which is what the generation prompt adds to the history; of one that goes on (an opened
     thought) as much as stands between the message before it and its own end, up to the end of a line or a tag.
     """
-    if isinstance(own, _Cut) and whole_text.startswith(own.prompt + own.completion[: len(own.completion) - own.stop]):
+    if own is not None and whole_text.startswith(own.prompt + own.completion[: len(own.completion) - own.stop]):
         return None
     messages = shown.row.messages
     tail = _behind_answer(shown, index, messages[index + 1 :], {})
@@ -353,6 +355,21 @@ def _turn_elsewhere(policy: TurnPolicy, cut: _Cut, whole_text: str, shown: _Show
             pieces=tuple(piece for piece in policy.pieces if not isinstance(piece[0], Thinking)),
         )
     return replace(_expected_turn(policy, cut, whole_text, shown), elsewhere=True)
+
+
+def _is_before_answer(shown: _Shown, index: int, prompt: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a turn begins with its prompt by the template's doing, and not because its own words do.
+
+    ``<m>\\n`` asks, and ``<m>`` heads the turn in the history: of an answer, ``\\nYes``, the line break is its own.
+    """
+    message = shown.row.messages[index]
+    if not any(text[:1].isspace() or text[:1] in "<[" for text in strings_of(message) if text):
+        return True
+    marked = (*shown.row.messages[:index], mark_ends(message, MARK, begin=True))
+    try:
+        return shown.printer.render(marked, shown.row.tools, **kwargs).startswith(prompt)
+    except RowError:
+        return True
 
 
 def _otherwise(shown: _Shown, first: _Cut, policy: TurnPolicy, whole_text: str) -> Iterator[ExpectedTurn]:

@@ -102,9 +102,9 @@ def strings_of(message: Message) -> list[str]:
     return found
 
 
-def mark_ends(message: Message, mark: str) -> Message:
-    """The message with ``mark`` after each of its strings that says something."""
-    return _changed(message, lambda text: text + mark if text.strip() else text)
+def mark_ends(message: Message, mark: str, *, begin: bool = False) -> Message:
+    """The message with ``mark`` after each of its strings that says something, or before it."""
+    return _changed(message, lambda text: (mark + text if begin else text + mark) if text.strip() else text)
 
 
 def _renders_to(row: NeutralRow, template: PlainTemplate, original: str) -> bool:

@@ -256,7 +256,14 @@ class RowVerifier:
 
 def _best_position(turn: ExpectedTurn, runs: Runs) -> ExpectedTurn:
     """The turn under the position of the thinking switch that the sample has, if it has one that leads to this turn."""
-    if find_home(turn, runs).agree >= len(turn.prompt):
+    agree = find_home(turn, runs).agree
+    if agree >= len(turn.ids):
+        return turn
+    if turn.asked is not None:
+        derived = derived_turn(turn.asked, runs)
+        if isinstance(derived, ExpectedTurn) and not derived.findings:
+            return derived
+    if agree >= len(turn.prompt):
         return turn
     others = (other for other in turn.otherwise() if find_home(other, runs).agree >= len(other.prompt))
     return next(others, turn)
