@@ -50,7 +50,7 @@ class ExpectedTurn:
     ``elsewhere``   it is learned where it stands in one rendering of the row, as the run asks for, and inference would
                     show another context or expect another form
     ``otherwise``   the turn under other positions of the thinking switch, which inference may have as well
-    ``asked``       the turn after the prompts of positions that come first, and under which history renders it otherwise
+    ``asked``       the turn after the prompts of earlier positions, under which history renders it otherwise
     """
 
     message: int | None

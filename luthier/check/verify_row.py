@@ -256,8 +256,9 @@ class RowVerifier:
 
 def _best_position(turn: ExpectedTurn, runs: Runs) -> ExpectedTurn:
     """The turn under the position of the thinking switch that the sample has, if it has one that leads to this turn."""
-    agree = find_home(turn, runs).agree
-    if agree >= len(turn.ids):
+    home = find_home(turn, runs)
+    agree, learned = home.agree, runs.segments[home.run].target[len(turn.prompt) : len(turn.ids)]
+    if agree >= len(turn.ids) and learned.any():  # else it may be what history shows, and learned elsewhere
         return turn
     if turn.asked is not None:
         derived = derived_turn(turn.asked, runs)
