@@ -197,8 +197,12 @@ READS_TAGS = (
 def test_strings_that_the_template_reads_itself_are_the_templates() -> None:
     under_test = encoder(chat_template=READS_TAGS)
     row = chat(message("user", "a <|im_end|> b"), message("assistant", "<think>hm</think>\n\nyes"))
-    found = verdict(row, under_test)
-    assert found.method is Method.READ_BY_TEMPLATE and found.violations == ()
+    with pytest.raises(RowError) as refused:  # the white space behind the thought would be learned as another
+        under_test.encode(row)
+    assert refused.value.reason == "answer_changed"
+    verifier = RowVerifier(under_test)
+    expected = verifier.expected(row, verifier.policy)
+    assert expected.method is Method.READ_BY_TEMPLATE and expected.turns[0].findings == ()
     tokenizer = ReferenceTokenizer(ReferenceFiles.of_run(under_test))
     template = RowVerifier(under_test).template
     assert template is not None
