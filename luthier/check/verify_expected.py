@@ -21,7 +21,7 @@ import numpy as np
 
 from luthier.check.verify_neutral import NeutralRow, mark_ends, neutralise, strings_of
 from luthier.check.verify_policy import RowPolicy, RunPolicy, TurnPolicy, as_rendered, row_policy
-from luthier.check.verify_reading import Finding, Reading, Said
+from luthier.check.verify_reading import Finding, Reading, Said, added_text
 from luthier.check.verify_records import Method
 from luthier.check.verify_slots import ExpandedTemplate, MediaReader, RowMedia, media_of_messages
 from luthier.check.verify_template import PlainTemplate, Printer
@@ -222,7 +222,7 @@ class _Shown:
             history = self.printer.render(self.row.messages[:index], self.row.tools, **kwargs) if index else ""
         except RowError:  # some templates render a history only to ask
             history = ""
-        return self.tokenizer.hide(_added(history, prompt))
+        return self.tokenizer.hide(added_text(history, prompt))
 
     def reading(self, index: int, prompt: str, completion: str, **kwargs: Any) -> Reading:
         """A completion that was rendered, to be read as message ``index``.
@@ -243,22 +243,6 @@ class _Shown:
             said=Said.of(self.row.messages[index].parts, self.tokenizer.hide),
             loosely=self.row.method is Method.READ_BY_TEMPLATE,
         )
-
-
-def _added(history: str, prompt: str) -> str:
-    """What a prompt has behind the history; where it rewrites it, what stands behind their common beginning.
-
-    A tag that both begin with is given back whole: ``<a>x<eos>``, ``<a>x<think>`` -> ``<think>``.
-    """
-    common = next(
-        (at for at, (one, two) in enumerate(zip(history, prompt, strict=False)) if one != two),
-        min(len(history), len(prompt)),
-    )
-    if common < len(history):
-        opening = max(prompt.rfind(bracket, max(0, common - 40), common) for bracket in "<[")
-        if opening >= 0 and not set(prompt[opening:common]) & set(">] \n"):
-            common = opening
-    return prompt[common:]
 
 
 def _is_unasked(row: Conversation, index: int) -> bool:
@@ -328,7 +312,7 @@ def _cut_elsewhere(shown: _Shown, index: int, own: _Cut | None, whole_text: str)
             begin = len(whole_text) - len(behind)
             break
     history = shown.printer.render(messages[:index], shown.row.tools) if index else ""
-    header = _added(history, shown.prompt(index))
+    header = added_text(history, shown.prompt(index))
     for length in range(len(header), 0, -1):
         if length < len(header) and header[length - 1] not in "\n>]":
             continue

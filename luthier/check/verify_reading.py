@@ -238,3 +238,19 @@ def _shown(text: str) -> str:
 
 def _dense(text: str) -> str:
     return "".join(text.split())
+
+
+def added_text(history: str, prompt: str) -> str:
+    """What a prompt has behind the history; where it rewrites it, what stands behind their common beginning.
+
+    A tag that both begin with is given back whole: ``<a>x<eos>``, ``<a>x<think>`` -> ``<think>``.
+    """
+    common = next(
+        (at for at, (one, two) in enumerate(zip(history, prompt, strict=False)) if one != two),
+        min(len(history), len(prompt)),
+    )
+    if common < len(history):
+        opening = max(prompt.rfind(bracket, max(0, common - 40), common) for bracket in "<[")
+        if opening >= 0 and not set(prompt[opening:common]) & set(">] \n"):
+            common = opening
+    return prompt[common:]
