@@ -259,6 +259,14 @@ def _build(
         )
     except (ValueError, ImportError) as error:
         raise ModelError(f"model.name_or_path {section.name_or_path!r}: {_first_line(error)}") from error
+    except (RuntimeError, ArithmeticError, LookupError, TypeError, AttributeError, AssertionError) as error:
+        if not section.config_overrides:
+            raise
+        raise ModelError(
+            f"model.config_overrides: {type(model_config).__name__} makes no model with these entries: "
+            f"{type(error).__name__}: {_first_line(error)}",
+            hint="sizes that are not changed have to fit those that are",
+        ) from error
     return model
 
 

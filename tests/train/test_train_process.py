@@ -90,7 +90,7 @@ def test_sigterm_exits_with_143_and_a_second_one_does_not_wait(
 def test_a_rank_that_is_gone_is_named_by_the_other(ended: dict[str, Ended]) -> None:
     lost = ended["lose_rank_1"]
     assert lost.codes == [1, -signal.SIGKILL], lost.errors  # the CLI makes 2 of it: it is no fault of ours
-    (told,) = [line for line in lost.errors.splitlines() if line.startswith("luthier.errors.TrainingError")]
+    (told,) = [line for line in lost.errors.splitlines() if "luthier.errors.TrainingError: " in line]
     assert "rank 0 has lost rank 1 (process " in told and "gone without a word" in told
 
 
