@@ -141,7 +141,8 @@ def _marked(value: Any, owner: str, trace: Trace, *, is_shape: bool) -> Any:
     """A value of a row as the template gets it. True, False and None cannot be marked, and no text is in them."""
     match value:
         case str():
-            return Tracked(value, trace.add_constant(value) if is_shape else trace.add_string(value), owner, trace)
+            text = trace.swaps.get(value if is_shape else len(trace.strings), value)
+            return Tracked(text, trace.add_constant(text) if is_shape else trace.add_string(text), owner, trace)
         case bool() | None:
             return value
         case int() | float():

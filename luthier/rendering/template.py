@@ -31,7 +31,7 @@ from luthier.rendering.messages import (
     other_tools,
     plain_messages,
 )
-from luthier.rendering.references import Alphabet, filled_in
+from luthier.rendering.references import Alphabet, filled_in, is_reference
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.rendering.words import OtherWords
@@ -345,6 +345,31 @@ class ChatTemplate:
                 "untraceable",
                 f"{where}where other words are put in for the row's, the template does not print the same text with "
                 "the words exchanged: it treats text of the row as its own, or asks about it in a way that is not seen",
+            )
+        if words.pinned:
+            self._prove_pinned(
+                words, messages, tools, num_own=num_own, generation_prompt=generation_prompt, kwargs=kwargs
+            )
+
+    def _prove_pinned(self, words: OtherWords, messages: Sequence[Message], tools: Tools, **asked: Any) -> None:
+        """Follow the template once more over strings that it looked at as a whole, with a word behind each of them.
+
+        What it prints may be quite another text then; but the word may not stand as the template's own text.
+        """
+        swaps = words.swaps()
+        trace = Trace(alphabet=words.trace.alphabet, swaps={source: text for source, (text, _) in swaps.items()})
+        try:
+            output = self._run_recorded(trace, messages, tools, form=self.message_form, **asked)
+        except (*TEMPLATE_ERRORS, LostProvenance):
+            return  # with these strings it takes another way, which is of no concern
+        own = "".join(char for char in output._sketch if not is_reference(char)).lower()
+        marks = [mark for _, word in swaps.values() for mark in (word.lower(), word.lower()[::-1])]
+        leaked = next((mark for mark in marks if mark in own), None)
+        if leaked is not None:
+            lines = [line for line, what in trace.prints if leaked in str.lower(str.__str__(what))]
+            raise RowError(
+                "untraceable",
+                f"{self._expression(lines[0], ()) if lines else ''}text of the row is printed as the template's own",
             )
 
     def _place(self, error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,7 @@ class Trace:
     loops: list[Loop] = field(default_factory=list)
     stamps: dict[int | None, dict[int, str]] = field(default_factory=dict)
     constants: dict[str, None] = field(default_factory=dict)  # texts of the row that belong to its shape
+    swaps: Mapping[int | str, str] = field(default_factory=dict)  # other texts for strings, by number, or for constants
     is_marking: bool = False  # the row's strings are being put together: what is asked of them now is no template's
     container_owners: dict[int, str] = field(default_factory=dict)  # id(list or dict of the row) -> whose it is
     literals: dict[str, Any] = field(default_factory=dict)  # the template's own texts, as tracked strings

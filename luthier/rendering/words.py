@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from luthier.rendering.guards import QUESTIONS, Guard
-from luthier.rendering.references import Constant, Slot, filled_in, is_reference, operated
+from luthier.rendering.references import Constant, Fixed, Slot, filled_in, is_reference, operated
 from luthier.rendering.trace import Trace
 
 Source = int | str  # the number of a string of the row, or a text of its shape
@@ -21,7 +21,7 @@ Source = int | str  # the number of a string of the row, or a text of its shape
 class OtherWords:
     """The texts of a row by their sources, each exchanged for another where the guards allow it.
 
-    ``pinned`` are the sources whose text no other one could be found for, blank texts apart.
+    ``pinned`` are the sources that keep their text because the template looked at the whole of it (`Tracked._pinned`).
     """
 
     trace: Trace
@@ -47,8 +47,13 @@ class OtherWords:
                 stubborn.setdefault(before, []).append(source)
         for number, (text, sources) in enumerate(stubborn.items()):  # equal ones that a template found to be equal
             if not words._exchange(sources, text, len(texts) + number) and text.strip():
-                words.pinned += sources
+                words.pinned += filter(words._is_pinned, sources)
         return words
+
+    def swaps(self) -> dict[Source, tuple[str, str]]:
+        """For each pinned source its text with a word behind it, and that word."""
+        marks = {source: _word(2 * len(self.texts) + number) for number, source in enumerate(self.pinned)}
+        return {source: (self.texts[source] + word, word) for source, word in marks.items()}
 
     @property
     def strings(self) -> list[str]:
@@ -81,6 +86,12 @@ class OtherWords:
     def _holds(self, guard: Guard) -> bool:
         operands = [filled_in(sketch, self.value) for sketch in guard.sketches]
         return bool(QUESTIONS[guard.question](*operands, *guard.arguments) == guard.answer)
+
+    def _is_pinned(self, source: Source) -> bool:
+        return any(
+            guard.question == "equal" and isinstance(self.trace.alphabet.reference(guard.sketches[1][:1] or " "), Fixed)
+            for guard in self.guards.get(source, ())
+        )
 
     def _source(self, char: str) -> Source | None:
         match self.trace.alphabet.reference(char):

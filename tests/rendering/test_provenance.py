@@ -80,23 +80,39 @@ def try_out(source: str, findings: Findings, renderer: Renderer | None = None) -
         findings.rows["rendered"] += 1
         tokens = [piece.token for piece in path if isinstance(piece, ControlPiece | MediaPiece)]
         text = "".join(piece.token if isinstance(piece, ControlPiece | MediaPiece) else piece.text for piece in path)
-        if text != alone:
+        prompt = prompt_of(template, each.messages, each.tools)
+        is_behind_prompt = prompt is not None and text.startswith(prompt) and text[len(prompt) :] in (alone or "")
+        if text != alone and not is_behind_prompt:
             findings.wrong.append(("mixed", source, text))
-        elif (expected := own_tokens(template, each, text)) is not None and tokens != expected:
+        elif (expected := own_tokens(template, each, text, alone)) is not None and tokens != expected:
             findings.wrong.append(("forged", source, text))
 
 
-def own_tokens(template: ChatTemplate, each: Conversation, text: str) -> list[str] | None:
-    """The control tokens that the template itself prints; None where hiding the row's changes what it prints."""
-    hidden = tuple(map(hide_message, each.messages))
+def prompt_of(template: ChatTemplate, messages: tuple[Message, ...], tools: Any) -> str | None:
+    """What inference shows before the answer, where the template prints the history otherwise once there is one."""
     try:
-        printed = template.render(hidden, hide(each.tools))
+        return template.render(messages[:-1], tools, generation_prompt=True)
     except RowError:
         return None
-    shown = printed
+
+
+def own_tokens(template: ChatTemplate, each: Conversation, text: str, alone: str | None) -> list[str] | None:
+    """The control tokens that the template itself prints; None where hiding the row's changes what it prints."""
+    hidden, tools = tuple(map(hide_message, each.messages)), hide(each.tools)
+    if text == alone:
+        try:
+            printed = template.render(hidden, tools)
+        except RowError:
+            return None
+        return ANY_TOKEN.findall(printed) if show(printed) == text else None
+    prompt = prompt_of(template, hidden, tools)
+    return None if prompt is None or not text.startswith(show(prompt)) else [*ANY_TOKEN.findall(prompt), "<|im_end|>"]
+
+
+def show(text: str) -> str:
     for token, stand_in in STAND_IN.items():
-        shown = shown.replace(stand_in, token)
-    return ANY_TOKEN.findall(printed) if shown == text else None
+        text = text.replace(stand_in, token)
+    return text
 
 
 def hide_message(message: Message) -> Message:
@@ -182,6 +198,20 @@ def test_an_operation_that_takes_text_of_a_row_for_the_templates_own_is_found_ou
         recorded(source, text, launder, replay)
 
 
+@pytest.mark.parametrize("change", ["", ".upper()", ".lower()", "[::-1]"])
+def test_text_that_a_template_looked_at_as_a_whole_is_not_taken_for_its_own_either(change: str) -> None:
+    def launder(template: ChatTemplate) -> None:
+        environment = template._environment
+        environment.filters["string"] = lambda value: own_text(str.__str__(value), environment.trace)
+
+    text = f"({{'hello': 'x'}}.get(message.content, 'y') ~ (message.content{change} | string))"
+    text = f"({text} if message.role == 'user' else message.content)"
+    source = CHATML.replace("message.content", text)
+    recorded(source, "hello")
+    with pytest.raises(RowError, match=r"untraceable.*line 2: .*string"):
+        recorded(source, "hello", launder)
+
+
 def test_a_question_that_nobody_noted_is_found_out() -> None:
     source = CHATML.replace("message.content", "(message.content ~ ('!' if message.content is upper else '?'))")
     recorded(source)
@@ -213,11 +243,12 @@ def test_a_role_that_nobody_knows_is_text() -> None:
 
 def test_numbers_and_brackets_of_a_row_make_no_control_token() -> None:
     control = ControlTokens(tokens=frozenset({"<3>", "[3]", "<|im_end|>"}), stops=frozenset({"<|im_end|>"}))
-    source = CHATML.replace(
-        "message.content +", "message.content ~ '<' ~ message.tool_calls[0].function.arguments.n ~ '>' ~ "
-        "(message.tool_calls[0].function.arguments.l if message.tool_calls else '') ~ ",
-    ).replace("message.tool_calls[0].function.arguments.n", "(message.tool_calls or [{'function': {'arguments': "
-              "{'n': ''}}}])[0].function.arguments.n")  # fmt: skip
+    source = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+        "{% for call in message.tool_calls %}{{ call.function.name }} <{{ call.function.arguments.n }}>"
+        "{{ call.function.arguments.l }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
     row = conversation(user("go"), assistant("a", ToolCall(name="f", arguments={"n": 3, "l": [3]})))
     one = Renderer(ChatTemplate(source), control, TargetPolicy())
     (path,) = one.render(row).paths
