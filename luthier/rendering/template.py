@@ -31,6 +31,7 @@ from luthier.rendering.messages import (
     other_tools,
     plain_messages,
 )
+from luthier.rendering.places import expression_at
 from luthier.rendering.references import Alphabet, filled_in, is_reference
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
@@ -367,15 +368,13 @@ class ChatTemplate:
         leaked = next((mark for mark in marks if mark in own), None)
         if leaked is not None:
             lines = [line for line, what in trace.prints if leaked in str.lower(str.__str__(what))]
-            raise RowError(
-                "untraceable",
-                f"{self._expression(lines[0], ()) if lines else ''}text of the row is printed as the template's own",
-            )
+            where = expression_at(self.source, lines[0], ()) if lines else ""
+            raise RowError("untraceable", f"{where}text of the row is printed as the template's own")
 
     def _place(self, error: Exception) -> str:
         """Where in the template an error was raised: the line, and what stands there."""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-        return self._expression(lines[-1], re.findall(r"\w+|%", _words(error))) if lines and lines[-1] else ""
+        return expression_at(self.source, lines[-1], re.findall(r"\w+|%", _words(error))) if lines and lines[-1] else ""
 
     def _place_of_difference(
         self, trace: Trace, text: str, other: str, *, output: Tracked | None = None, values: Callable[[str], str] = str
@@ -394,29 +393,7 @@ class ChatTemplate:
             (len(what), line) for line, what in trace.prints if str.__contains__(what, around[-1:]) and str.strip(what)
         ]
         close = [(length, line) for length, line in printed if length >= len(around)] or printed
-        return self._expression(min(close)[1], ()) if close else ""
-
-    def _expression(self, line: int, names: Sequence[str]) -> str:
-        """``line 3: {{ message.content | urlencode }}: ``, the expression being the one that has most of the names."""
-        found: list[tuple[int, str]] = []
-        for start, text in self._expressions:
-            if start <= line <= start + text.count("\n"):
-                found.append((-sum(name in re.findall(r"\w+|%", text[2:-2]) for name in names), text))
-        if not found:
-            return f"line {line}: "
-        shown = " ".join(min(found, key=lambda pair: pair[0])[1].split())
-        return f"line {line}: {shown if len(shown) <= 160 else shown[:159] + '…'}: "
-
-    @functools.cached_property
-    def _expressions(self) -> list[tuple[int, str]]:
-        """All that stands between braces in the template, each with the line that it begins in."""
-        found: list[tuple[int, str]] = []
-        for line, token, text in self._environment.lex(self.source):
-            if token in ("variable_begin", "block_begin"):
-                found.append((line, text))
-            elif found and token not in ("data", "comment_begin", "comment", "comment_end"):
-                found[-1] = (found[-1][0], found[-1][1] + text)
-        return found
+        return expression_at(self.source, min(close)[1], ()) if close else ""
 
     def _takes(self, kind: str) -> bool:
         """Whether the template prints the token of this kind for a part of a message: found out by giving it one."""
