@@ -36,7 +36,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 500, 60, 8
 EXCUSED_FILES = {
     "records.py": "all records in one file, in the order in which they flow, is the table of contents of the house",
 }
-EXCUSED_FUNCTIONS: dict[str, str] = {}
+EXCUSED_FUNCTIONS: dict[str, str] = {
+    "cli/verification.py:verify": "a command has an argument for each of its options",
+}
 
 
 @functools.cache

@@ -52,6 +52,7 @@ class VerifyOptions:
     sample        this many rows, chosen by the run's seed; None: all
     stored        the prepared samples, and not only what encoding gives now
     against       address of a server whose tokens are compared too
+    token         bearer token for that server
     max_failures  stop after so many rows of which something is not true; None: never
     num_shown     failing rows of which the report keeps the tokens
     num_decoded   of the rows with media, how many are decoded and given to the model's processor; after these ever
@@ -62,6 +63,7 @@ class VerifyOptions:
     sample: int | None = None
     stored: bool = False
     against: str | None = None
+    token: str | None = field(default=None, repr=False)
     max_failures: int | None = None
     num_shown: int = 3
     num_decoded: int = 16
@@ -91,7 +93,7 @@ def verify(
     """
     options, started = options or VerifyOptions(), time.perf_counter()
     reference = Encoder.from_config(config)
-    server = None if options.against is None else TokenServer(options.against)
+    server = None if options.against is None else TokenServer(options.against, token=options.token)
     sources = open_split(config, options.split)
     choice = choose_rows(sources, options.sample, seed=config.runtime.seed)
     stored = None

@@ -22,7 +22,7 @@ class KwargsUse:
             for name in template.kwargs:
                 rest = {other: value for other, value in template.kwargs.items() if other != name}
                 self._without[name] = PlainTemplate(
-                    template.source, special_tokens=template.special_tokens, kwargs=rest
+                    template.source, special_tokens=template.special_tokens, kwargs=rest, settings=template.settings
                 )
 
     def see(self, row: Row) -> None:
@@ -39,12 +39,17 @@ class KwargsUse:
 
     @property
     def warnings(self) -> list[str]:
-        """A sentence for each variable that changed nothing."""
+        """A sentence for each variable that changed nothing, and one for a template with a clock."""
+        template = self._template
+        clock = None if template is None else template.settings.clock_note(template.variables, template.kwargs.keys())
         return [
-            f"template.kwargs.{name} changes the text of none of {self._num_seen} conversations: "
-            "it says what the template does anyway, or the template does not use it here"
-            for name in self._without
-            if self._num_seen
+            *([clock] if clock else []),
+            *(
+                f"template.kwargs.{name} changes the text of none of {self._num_seen} conversations: "
+                "it says what the template does anyway, or the template does not use it here"
+                for name in self._without
+                if self._num_seen
+            ),
         ]
 
 

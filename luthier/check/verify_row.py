@@ -26,6 +26,7 @@ from luthier.check.verify_template import HuggingFace, PlainTemplate, hugging_fa
 from luthier.check.verify_tokens import ReferenceTokenizer, first_difference
 from luthier.media import MediaAccess, MediaSource
 from luthier.records import Conversation, Document, Feedback, Preference, Row, Sample
+from luthier.templating.limits import TemplateSettings
 
 ALWAYS = (Check.HAS_TARGETS, Check.FINITE_WEIGHTS, Check.IDS_IN_VOCABULARY, Check.BRANCHES)
 OF_STRUCTURE = (Check.BRANCHES, Check.MEDIA_PLACES)  # where these fail, nothing else can be asked of a sample
@@ -114,6 +115,7 @@ class RowVerifier:
             opening=self.files.prompt_opening(self.tokenizer.opening),
             tokens=tokens,
             inline=inline,
+            settings=TemplateSettings.of(self._run.options.now, self._run.options.limits.model_dump()),
         )
 
     def _need_template(self) -> PlainTemplate:

@@ -3,12 +3,18 @@
 Two ways of asking are known. vLLM takes messages at ``/tokenize`` and answers with ids. llama.cpp renders messages at
 ``/apply-template`` and tokenizes a text at ``/tokenize``. Which one a server speaks is found with the first question.
 Only the standard library is used.
+
+Each is asked for the tokens that its own chat would work with. vLLM takes what the template prints as it stands.
+llama.cpp takes the begin token off what the template prints, where its vocabulary says that it adds one, and adds it
+again when it tokenizes: so its ``/tokenize`` is asked to add special tokens, which is what its chat does. A model whose
+template writes a begin token and whose server adds another one is then seen with two.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -23,6 +29,7 @@ from luthier.check.verify_tokens import Ids
 from luthier.errors import UserError
 from luthier.records import Message
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 TIMEOUT = 30.0  # seconds for one answer; tokenizing takes milliseconds, a busy server queues
 LONGEST_ANSWER = 64_000_000  # bytes; a million ids are ten
 
@@ -37,11 +44,20 @@ class Dialect(StrEnum):
 class TokenServer:
     """A server by its base address, ``http://localhost:8000``; ``/v1`` at its end is left away."""
 
-    def __init__(self, url: str, *, timeout: float = TIMEOUT) -> None:
-        """Nothing is sent yet. Raises `UserError` for what is no http address."""
+    def __init__(self, url: str, *, timeout: float = TIMEOUT, token: str | None = None) -> None:
+        """Nothing is sent yet. ``token`` is sent along as a bearer token, over https or to this machine alone.
+
+        Raises `UserError` for what is no http address, and for a token that would travel openly.
+        """
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise UserError(f"--against {url}: no address of a server", hint="give one like http://localhost:8000")
+        if token is not None and parts.scheme != "https" and parts.hostname not in LOOPBACK:
+            raise UserError(
+                f"--token-env with {parts.scheme}://{parts.hostname}: the token would travel in the open",
+                hint="use an https address, or a server on this machine",
+            )
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout = timeout
         self.dialect: Dialect | None = None
@@ -66,7 +82,7 @@ class TokenServer:
                 prompt = self._post("/apply-template", {**body, "add_generation_prompt": True}).get("prompt")
                 if not isinstance(prompt, str):
                     raise self._strange("/apply-template", "no text under 'prompt'")
-                answer = self._post("/tokenize", {"content": prompt, "add_special": False, "parse_special": True})
+                answer = self._post("/tokenize", {"content": prompt, "add_special": True, "parse_special": True})
             case _:
                 raise AssertionError(self.dialect)
         return self._ids(answer)
@@ -90,7 +106,7 @@ class TokenServer:
     def _first_model(self) -> str | None:
         """The name of the model that is served, where the server lists it; vLLM needs none, others do."""
         try:
-            models = self._ask(urllib.request.Request(f"{self.url}/v1/models")).get("data")
+            models = self._ask(urllib.request.Request(f"{self.url}/v1/models", headers=self._headers)).get("data")
         except _Refused:
             return None
         names = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
@@ -98,14 +114,13 @@ class TokenServer:
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         data = json.dumps(body).encode()
-        return self._ask(
-            urllib.request.Request(f"{self.url}{path}", data=data, headers={"Content-Type": "application/json"})
-        )
+        headers = {"Content-Type": "application/json", **self._headers}
+        return self._ask(urllib.request.Request(f"{self.url}{path}", data=data, headers=headers))
 
     def _ask(self, request: urllib.request.Request) -> dict[str, Any]:
         path = request.full_url.removeprefix(self.url)
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+            with _OPENER.open(request, timeout=self.timeout) as response:
                 raw = response.read(LONGEST_ANSWER)
         except urllib.error.HTTPError as error:
             with error:
@@ -130,6 +145,29 @@ class TokenServer:
             f"{self.url}{path} answers with {what}",
             hint="servers that answer like vLLM (/tokenize takes messages) or llama.cpp (/apply-template) can be asked",
         )
+
+
+class _StayHere(urllib.request.HTTPRedirectHandler):
+    """A redirection would take the token to another address."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_StayHere)
+
+
+def token_from(name: str | None) -> str | None:
+    """The token in the environment variable ``name``. Raises `UserError` if there is none."""
+    if name is None:
+        return None
+    token = os.environ.get(name, "").strip()
+    if not token or not token.isprintable() or not token.isascii():
+        raise UserError(
+            f"--token-env {name}: this variable of the environment holds no token",
+            hint=f"set it where the command runs: export {name}=…",
+        )
+    return token
 
 
 class _Refused(UserError):

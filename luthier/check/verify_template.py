@@ -20,7 +20,7 @@ from jinja2.meta import find_undeclared_variables
 from luthier.check.verify_files import ReferenceFiles
 from luthier.errors import RowError
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
-from luthier.templating.limits import TemplateLimits
+from luthier.templating.limits import TemplateSettings
 from luthier.templating.plain import plain_environment
 
 Tools = Sequence[Mapping[str, Any]]
@@ -66,10 +66,12 @@ class PlainTemplate:
         opening: Sequence[str] = (),
         tokens: Mapping[str, str] | None = None,
         inline: Mapping[str, str] | None = None,
+        settings: TemplateSettings | None = None,
     ) -> None:
         self.source, self.special_tokens, self._kwargs = source, dict(special_tokens), dict(kwargs)
         self.opening = "".join(opening)
-        self._environment = plain_environment(datetime.now(), TemplateLimits())
+        self.settings = settings or TemplateSettings()
+        self._environment = plain_environment(self.settings.now or datetime.now(), self.settings.limits)
         self._tree = self._environment.tree(source)
         self._template = self._environment.compiled(source)
         self.takes_parts = not self._prints(WORD) and self._prints([{"type": "text", "text": WORD}])

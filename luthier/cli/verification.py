@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from luthier.check.verify import VerifyProgress
 
 
-def verify(
+def verify(  # noqa: PLR0913
     config: ConfigFile,
     overrides: Overrides = None,
     sample: Annotated[
@@ -29,6 +29,10 @@ def verify(
     against: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Compare with the tokens of a running server, as http://localhost:8000."),
+    ] = None,
+    token_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable that holds the server's bearer token."),
     ] = None,
     max_failures: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Stop after N failing rows. Default: read all.")
@@ -47,10 +51,16 @@ def verify(
         run = read_config(config, overrides)
         from luthier.check.verify import Side, VerifyOptions
         from luthier.check.verify import verify as verify_data
+        from luthier.check.verify_server import token_from
         from luthier.check.verify_terminal import failed_row, report_table
 
         options = VerifyOptions(
-            split=Side(split.value), sample=sample, stored=stored, against=against, max_failures=max_failures
+            split=Side(split.value),
+            sample=sample,
+            stored=stored,
+            against=against,
+            max_failures=max_failures,
+            token=token_from(token_env),
         )
         with _progress(output.console, wanted=run.tracking.progress) as on_progress:
             report = verify_data(run, options, on_progress=on_progress)

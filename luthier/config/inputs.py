@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -249,6 +250,32 @@ class DataConfig(Section):
     """Folder of encoded samples. Default: ``~/.cache/luthier/store``."""
 
 
+class TemplateLimitsConfig(Section):
+    """What one render of a chat template may use up: a template comes from anywhere, and few characters ask for much.
+
+    Time and memory are looked at last: they stop the run, and never decide what becomes of a row."""
+
+    max_seconds: Positive = 3.0
+    """Processor time of one render."""
+    max_steps: Count = 500_000
+    """Rounds of loops, and calls of macros, filters, tests and methods, together."""
+    max_output_chars: Count = 16_000_000
+    """Characters of any one text that it makes: what it prints, or a string on the way."""
+    max_memory_mb: Count = 250
+    """Megabytes by which the process may grow."""
+    max_source_chars: Count = 100_000
+    """Characters of the template itself."""
+
+
+def _check_time(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            datetime.fromisoformat(text)
+        except ValueError:
+            raise ValueError("is no date or time such as 2026-11-22 or 2026-11-22T09:30") from None
+    return text
+
+
 class TemplateConfig(Section):
     """How conversations become text, and what of it is learned."""
 
@@ -257,6 +284,11 @@ class TemplateConfig(Section):
     itself. Default: the model's own."""
     kwargs: dict[str, Any] = {}
     """Variables for the template, such as ``{enable_thinking: false}``."""
+    now: Annotated[NonEmpty | None, AfterValidator(_check_time)] = None
+    """The date, or date and time, that templates with a clock are told, for all rows, such as ``"2026-11-22"``.
+    Default: the time at which the run begins."""
+    limits: TemplateLimitsConfig = TemplateLimitsConfig()
+    """What one render of the template may use up."""
     default_system: str | None = None
     """System message for conversations that have none."""
     train_on: Annotated[TrainOn, as_enum(TrainOn)] = TrainOn.ASSISTANT

@@ -26,6 +26,7 @@ from luthier.rendering.kinds import RowKind, kind_of
 from luthier.rendering.render import Renderer
 from luthier.rendering.target_rules import rules_from_config
 from luthier.rendering.targets import TargetPolicy
+from luthier.templating.limits import TemplateSettings
 
 BATCH_CHARACTERS = 250_000  # about so many are encoded in one call
 BATCH_ROWS = 1_000
@@ -65,6 +66,7 @@ class Encoder:
             revision=self.model.revision,
             cache_dir=self.model.cache_dir,
             backend=self.model.tokenizer_backend,
+            template_settings=TemplateSettings.of(self.options.now, self.options.limits.model_dump()),
         )
 
     @cached_property

@@ -29,6 +29,7 @@ from luthier.errors import RowError, TokenizerError
 from luthier.presets.named_templates import require_tokens, stop_tokens
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.template import ChatTemplate
+from luthier.templating.limits import TemplateSettings
 
 
 def load_tokenizer(
@@ -40,6 +41,7 @@ def load_tokenizer(
     revision: str = "main",
     cache_dir: Path | None = None,
     backend: TokenizerBackend = TokenizerBackend.AUTO,
+    template_settings: TemplateSettings | None = None,
 ) -> Tokenizer:
     """Read a tokenizer from a local folder, a Hub id or ``preset:NAME``.
 
@@ -48,7 +50,13 @@ def load_tokenizer(
     encoded, never to which ids.
     """
     files = find_files(str(name_or_path), chat_template=chat_template, revision=revision, cache_dir=cache_dir)
-    return Tokenizer(files, template_kwargs=template_kwargs, added=added or AddedTokens(), backend=backend)
+    return Tokenizer(
+        files,
+        template_kwargs=template_kwargs,
+        added=added or AddedTokens(),
+        backend=backend,
+        template_settings=template_settings,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +77,7 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         added: AddedTokens,
         backend: TokenizerBackend = TokenizerBackend.AUTO,
+        template_settings: TemplateSettings | None = None,
     ) -> None:
         self.files, self.added = files, added
         self._spec = with_added(files.tokenizer, ordinary=added.ordinary, special=added.special)
@@ -76,7 +85,12 @@ class Tokenizer:
         self.template = (
             None
             if files.chat_template is None
-            else ChatTemplate(files.chat_template, special_tokens=self.special_tokens, kwargs=template_kwargs)
+            else ChatTemplate(
+                files.chat_template,
+                special_tokens=self.special_tokens,
+                kwargs=template_kwargs,
+                settings=template_settings,
+            )
         )
         if self.template is not None and files.processor_class is not None:
             opening = opening_tokens(self._spec)

@@ -8,7 +8,7 @@ import itertools
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -36,7 +36,7 @@ from luthier.rendering.references import Alphabet, filled_in, is_reference
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.rendering.words import OtherWords
-from luthier.templating.limits import OverLimit, TemplateLimits
+from luthier.templating.limits import OverLimit, TemplateSettings
 from luthier.templating.plain import plain_environment
 
 Tools = Sequence[Mapping[str, Any]]
@@ -128,14 +128,6 @@ def owner_runs(owners: str) -> Iterator[tuple[int, int]]:
 
 
 _RUN = re.compile(r"(.)\1*", re.DOTALL)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TemplateSettings:
-    """Under which circumstances a template runs: the time that it is told (None: the present), and its limits."""
-
-    now: datetime | None = None
-    limits: TemplateLimits = field(default_factory=TemplateLimits)
 
 
 class ChatTemplate:

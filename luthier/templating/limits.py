@@ -14,8 +14,11 @@ import os
 import resource
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -46,6 +49,30 @@ class TemplateLimits:
     max_output_chars: int = 16_000_000
     max_memory_mb: int = 250
     max_source_chars: int = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateSettings:
+    """Under which circumstances a template runs: the time that it is told (None: the present), and its limits."""
+
+    now: datetime | None = None
+    limits: TemplateLimits = field(default_factory=TemplateLimits)
+
+    @classmethod
+    def of(cls, now: str | None, limits: Mapping[str, Any]) -> TemplateSettings:
+        """From what the section ``template`` says of them."""
+        return cls(now=None if now is None else datetime.fromisoformat(now), limits=TemplateLimits(**limits))
+
+    def clock_note(self, variables: Set[str], given: Set[str]) -> str | None:
+        """What to know of a template that has a clock; ``variables`` are those it reads, ``given`` those of the run."""
+        dates = sorted(name for name in variables - given if "date" in name and name != "strftime_now")
+        if "strftime_now" in variables and not given & {name for name in variables if "date" in name}:
+            day = (self.now or datetime.now()).date().isoformat()
+            told = "as template.now says" if self.now is not None else "today; template.now fixes it for later runs"
+            return f"the chat template reads the clock: every row is told that it is {day}, {told}"
+        if dates:
+            return f"the chat template reads {', '.join(dates)}, which nothing gives it; template.kwargs does"
+        return None
 
 
 class OverLimit(jinja2.TemplateError):

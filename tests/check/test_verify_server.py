@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from verify_cases import FORGERY, PLAIN, THINKING, TOOLS, chat, encoder, message
 
+from luthier.check.verify import VerifyOptions
 from luthier.check.verify_records import Check
 from luthier.check.verify_row import RowVerifier
-from luthier.check.verify_server import Dialect, TokenServer, wire_messages
+from luthier.check.verify_server import Dialect, TokenServer, token_from, wire_messages
+from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import UserError
 from luthier.records import Conversation, ToolCall
@@ -69,6 +71,31 @@ def with_another_template(path: str, body: dict[str, Any], under_test: Encoder) 
         polite = {"role": "system", "content": "You are a helpful assistant."}
         body = {**body, "messages": [polite, *(m for m in body["messages"] if m["role"] != "system")]}
     return like_vllm(path, body, under_test)
+
+
+BEGIN = "<s>"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def like_llama_cpp_with_a_begin(path: str, body: dict[str, Any], under_test: Encoder) -> tuple[int, Any]:
+    """As llama.cpp does where the vocabulary says that a begin token is added: off the text, and on again again."""
+    if path == "/apply-template":
+        return 200, {"prompt": _rendered(body, under_test).removeprefix(BEGIN)}
+    if path == "/tokenize":
+        return 200, {
+            "tokens": under_test.tokenizer.encode_whole(BEGIN * body["add_special"] + body["content"]).tolist()
+        }
+    return 404, {"error": "not found"}
+
+
+def llama_cpp_with_two_begins(path: str, body: dict[str, Any], under_test: Encoder) -> tuple[int, Any]:
+    """A server that adds a begin token and leaves the template's where it is."""
+    if path == "/apply-template":
+        return 200, {"prompt": _rendered(body, under_test)}
+    return like_llama_cpp_with_a_begin(path, body, under_test)
 
 
 @contextmanager
@@ -209,3 +236,29 @@ def test_calls_go_over_the_wire_as_the_openai_interface_has_them() -> None:
     [sent] = wire_messages([calls])
     assert [call["id"] for call in sent["tool_calls"]] == ["call_0", "mine"]
     assert sent["tool_calls"][0]["function"] == {"name": "a", "arguments": '{"x": "é"}'}
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_true"), [(like_llama_cpp_with_a_begin, True), (llama_cpp_with_two_begins, False)]
+)
+def test_a_begin_token_that_llama_cpp_adds_itself_is_no_fault_and_two_are(answer: Answer, is_true: bool) -> None:
+    under_test = Encoder(
+        ModelConfig(name_or_path="preset:tiny-qwen3", add_special_tokens=[BEGIN]),
+        TemplateConfig(chat_template=BEGIN + CHATML),
+    )
+    with serving(answer, under_test) as url:
+        found = RowVerifier(under_test, server=TokenServer(url)).verify(PLAIN, under_test.encode(PLAIN))
+    assert (Check.SERVED_TOKENS in {violation.check for violation in found.violations}) is not is_true
+
+
+def test_a_token_is_sent_and_travels_only_where_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_TOKEN", "secret-word")
+    token = token_from("SERVER_TOKEN")
+    assert TokenServer("http://localhost:1", token=token)._headers == {"Authorization": "Bearer secret-word"}
+    assert TokenServer("https://far.example", token=token)._headers
+    with pytest.raises(UserError) as refused:
+        TokenServer("http://far.example", token=token)
+    assert "secret-word" not in str(refused.value)
+    assert "secret-word" not in repr(VerifyOptions(against="https://far.example", token=token))
+    with pytest.raises(UserError):
+        token_from("NO_SUCH_VARIABLE_IS_SET")
