@@ -171,6 +171,9 @@ class TrainConfig(Section):
     """Adam's memory of squared gradients."""
     adam_epsilon: Positive = 1e-8
     """Adam's guard against division by zero."""
+    router_aux_loss_coef: NonNegative | None = None
+    """Weight of the loss that balances the load of experts, over all tokens of a step ([objectives.md](objectives.md));
+    default that of the model's config, 0 none."""
     max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this norm; 0 leaves them alone."""
     precision: Annotated[Precision, as_enum(Precision)] = Precision.AUTO

@@ -21,6 +21,7 @@ from luthier.models.blank_media import BlankMedia, with_blanks
 from luthier.models.chosen_isolation import ChosenIsolation
 from luthier.models.head_tap import OutputHead, Scored, score_targets
 from luthier.models.model import REWARD_HEAD
+from luthier.models.routers import Routers
 from luthier.objectives import AnyHead, TokenScores, token_scores
 from luthier.records import Batch, Targets
 
@@ -31,7 +32,7 @@ Scores = TypeVar("Scores")
 class ModelPass:
     """How batches go through a model. ``head`` is None for a reward model, which has no logits; ``blanks`` are for
     models with towers that several ranks train; ``autocast`` is the type that the run computes in, in evaluation and
-    for references as in training, None: that of the weights."""
+    for references as in training, None: that of the weights; ``routers`` of experts whose load a loss balances."""
 
     isolation: ChosenIsolation
     head: OutputHead | None
@@ -39,6 +40,7 @@ class ModelPass:
     pad_token_id: int
     blanks: BlankMedia | None = None
     autocast: torch.dtype | None = None
+    routers: Routers | None = None
 
     def scored(
         self, model: nn.Module, batch: Batch, score: Callable[[torch.Tensor, AnyHead, Targets], Scores]
@@ -59,7 +61,21 @@ class ModelPass:
                 lambda hidden_KD, head: score(hidden_KD, head, targets),
                 head=self.head,
             )
+        self._count(batch)
         return scored, targets
+
+    def counted(self, model: nn.Module, batch: Batch) -> None:
+        """A forward pass for what routers do with a batch alone."""
+        batch = self.isolation.arranged(batch, pad_token_id=self.pad_token_id)
+        inputs = self.isolation.inputs(batch, device=self.device)
+        kept = {"logits_to_keep": 1} if self.head is not None and self.head.keeps else {}
+        with with_blanks(model, self.blanks, inputs), casting(self.device, self.autocast):
+            model(**inputs, **kept)
+        self._count(batch)
+
+    def _count(self, batch: Batch) -> None:
+        if self.routers is not None:
+            self.routers.count(batch)
 
     def token_scores(
         self, model: nn.Module, batch: Batch, *, entropy: bool = False
@@ -83,6 +99,7 @@ class ModelPass:
                 model(**inputs)
         finally:
             hook.remove()
+        self._count(batch)
         if len(taken) != 1:
             raise ModelError(f"its reward head was called {len(taken)} times in one forward pass")
         (rewards_BT1,) = taken

@@ -37,6 +37,7 @@ from luthier.train.numerics import check_in_force, computed_in, weight_types
 from luthier.train.objective import make_losses, model_pass
 from luthier.train.objective_parts import ObjectiveParts
 from luthier.train.result import ModelSummary
+from luthier.train.router_balance import RouterBalance
 from luthier.train.run_stream import World, loader_state, trained_segments
 from luthier.train.schedule import Schedule
 from luthier.train.step_losses import StepLosses
@@ -151,7 +152,10 @@ def make_trainer(
     stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees))
     flow = Flow(config, schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed)
     stopping = evaluates and config.eval.early_stopping_patience is not None
-    callbacks: list[TrainerCallback] = [flow, Journal(meter, losses.measured, hooks.tell)]
+    callbacks: list[TrainerCallback] = [
+        flow,
+        Journal(meter, (*losses.measured, *RouterBalance(losses).measured), hooks.tell),
+    ]
     callbacks += [EarlyStopping(config.eval, hooks.tell)] if stopping else []
 
     def save_state(folder: Path, step: int) -> None:

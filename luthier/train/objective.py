@@ -24,6 +24,7 @@ from luthier.models.media_needs import MediaNeeds, media_needs, model_needs
 from luthier.models.model import REWARD_HEAD, is_reward_model
 from luthier.models.parts import families_of, text_attention
 from luthier.models.passes import ModelPass, casting, reward_head
+from luthier.models.routers import Routers, find_routers
 from luthier.objectives import TokenSettings, feedback_settings, pair_settings, token_settings
 from luthier.train.compared_losses import RewardLosses
 from luthier.train.kernel_choice import choose_kernel
@@ -73,7 +74,26 @@ def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPas
         pad_token_id=parts.how.pad_token_id,
         autocast=parts.autocast,
         blanks=run_blanks(parts.model, parts.loaded.model, parts.media, device=parts.device, tell=tell),
+        routers=_routers(parts, tell),
     )
+
+
+def _routers(parts: ObjectiveParts, tell: Callable[[str], None]) -> Routers | None:
+    """Those whose load is balanced by a loss, if any. Raises `ModelError` where that was asked for and cannot be."""
+    asked = parts.config.train.router_aux_loss_coef
+    found = find_routers(parts.loaded.model, asked)
+    if found is None:
+        return None
+    if parts.config.train.torch_compile:
+        if asked:
+            raise ModelError(
+                f"train.router_aux_loss_coef is {asked:g}, and what routers do in compiled layers is not seen",
+                hint="set train.torch_compile: false, or train.router_aux_loss_coef: 0",
+            )
+        tell("experts: no loss balances their load, as what routers do in compiled layers is not seen")
+        return None
+    tell(f"experts: their load is balanced by a loss (router_aux_loss_coef {found.coefficient:g})")
+    return found
 
 
 def _isolation(parts: ObjectiveParts, model: nn.Module, tell: Callable[[str], None]) -> ChosenIsolation:
@@ -124,9 +144,6 @@ def make_losses(
 ) -> tuple[StepLosses, StepLosses]:
     """What training minimises, and what is measured on held-out rows. Raises `ModelError`."""
     objective = parts.config.objective
-    if parts.loaded.model.config.get_text_config().to_dict().get("router_aux_loss_coef"):
-        # it compares the load of experts within whatever is computed at once, so it is no sum over a step's targets
-        tell("experts: the loss that balances their load (router_aux_loss_coef) is not added")
     match objective.name:
         case "sft" | "pt":
             reference = reference_model(parts, forward, tell) if objective.needs_reference else None

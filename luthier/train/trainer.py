@@ -26,6 +26,7 @@ from luthier.train.finite import check_finite
 from luthier.train.learning_rate import put_on_progress
 from luthier.train.losses import LossSums, MeanLosses
 from luthier.train.result import ACCURACIES
+from luthier.train.router_balance import RouterBalance
 from luthier.train.state_files import UNREADABLE, has_state, read_state, write_state
 from luthier.train.step_losses import ACCURACY, StepLosses, in_turns, learned_from
 from luthier.train.streams import EvalStream, TrainStream
@@ -75,6 +76,7 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         self.parts = parts
         self._step_losses: list[tuple[torch.Tensor, tuple[Address, ...]]] = []
         self._interval = LossSums(parts.sources, parts.losses.measured, args.device)
+        self.balance = RouterBalance(parts.losses)
         super().__init__(
             model=model,
             args=args,
@@ -110,6 +112,7 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         self._step_losses.clear()
         learned = learned_from(batches, counts_T2)
         self.parts.losses.begin_step(self.model, learned, self._sum_of_ranks)
+        self.balance.begin_step(self.model, learned, self._sum_of_ranks)
         return [{"batches": turn} for turn in in_turns(learned, num_batches)], units  # the loop wants mappings
 
     def training_step(
@@ -147,9 +150,11 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         """This micro-batch's part of the step's loss, times W, since DDP averages gradients over W ranks."""
         assert num_items_in_batch is not None and not return_outputs
         batch = inputs["batch"]
-        sums = self.parts.losses.loss(model, batch)
+        with self.balance.counting():
+            sums = self.parts.losses.loss(model, batch)
         self._interval.add(sums)
-        loss: torch.Tensor = sums.loss_sum * (self.accelerator.num_processes / num_items_in_batch.clamp(min=1))
+        ranks = self.accelerator.num_processes
+        loss: torch.Tensor = sums.loss_sum * (ranks / num_items_in_batch.clamp(min=1)) + self.balance.loss() * ranks
         self._step_losses.append((loss.detach(), batch.addresses))
         return loss
 
@@ -157,7 +162,8 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         """As transformers does; the loss of an interval is the one per unit, in all and of each data set."""
         if "loss" in logs:  # the end of an interval, on all ranks
             found = self._interval.drain(self._sum_of_ranks)
-            logs = {**logs, **found.to_logs("loss", "targets"), **found.measures}
+            balance = self.balance.drain()
+            logs = {**logs, **found.to_logs("loss", "targets"), **found.measures, **balance}
         super().log(logs, start_time)
 
     def _sum_of_ranks(self, sums: torch.Tensor) -> torch.Tensor:

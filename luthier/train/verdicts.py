@@ -83,12 +83,16 @@ class FeedbackLosses:
             self._rewards = rewards_after(self._rewards, self._under_way, self.forward.device, reduce)
             self._under_way = []
 
+    def own(self, batch: Batch) -> Batch:
+        """The rows' own completions, without those of other rows."""
+        return self._only(batch, [unit.segments[0] for unit in batch.units])
+
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
         """See `StepLosses`; where a KL was estimated micro-batches come in the order of `begin_step`."""
         ref_logps_S = self._ref_logps.popleft() if self._ref_logps else self._asked(batch)
         assert len(ref_logps_S) == batch.num_segments, "micro-batches in another order than when the step began"
         ref_logps_R = ref_logps_S[[unit.segments[0] for unit in batch.units]]
-        own = self._only(batch, [unit.segments[0] for unit in batch.units])
+        own = self.own(batch)
         policy, scored, targets = self._policy(model, own, entropy=not torch.is_grad_enabled())
         anchor = scored.anchor
         own_R = [unit.segments[0] for unit in own.units]

@@ -131,18 +131,21 @@ def test_logits_of_all_targets_never_exist_in_training_or_evaluation(
     assert len(result.evals) == 2 and 0 < watch.most <= ROWS
 
 
-def test_a_run_says_that_the_load_of_experts_is_not_balanced_by_a_loss(
+def test_the_load_of_experts_is_balanced_by_the_models_own_coefficient_unless_the_run_says_otherwise(
     run: Run, notes: list[str], tmp_path: Path
 ) -> None:
+    """The loss was left out, and the run said so; now it is there, whatever transformers' own switch says."""
     sizes = {**SIZES, "vocab_size": VOCABULARY, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     losses = []
-    for asked in (False, True):  # transformers' own way to ask for it
-        Qwen3MoeConfig(**sizes, output_router_logits=asked).save_pretrained(tmp_path / "experts")
+    for asked, changes in ((False, {}), (True, {}), (False, {"train__router_aux_loss_coef": 0})):
+        Qwen3MoeConfig(**sizes, output_router_logits=asked, router_aux_loss_coef=5.0).save_pretrained(
+            tmp_path / "experts"
+        )
         model = {"name_or_path": str(tmp_path / "experts"), "random_init": True}
-        losses.append([step.loss for step in run("sft", model=model).steps])
+        losses.append([step.loss for step in run("sft", model=model, **changes).steps])
         said = [note for note in notes if note.startswith("experts")]
-        assert said == ["experts: the loss that balances their load (router_aux_loss_coef) is not added"]
+        assert said == ([] if changes else ["experts: their load is balanced by a loss (router_aux_loss_coef 5)"])
         notes.clear()
-    assert losses[0] == losses[1]
+    assert losses[0] == losses[1] and losses[0][0] == losses[2][0] and losses[0][1:] != losses[2][1:]
     run("sft")
     assert not any(note.startswith("experts") for note in notes), "control"
