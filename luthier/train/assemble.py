@@ -150,13 +150,7 @@ def make_trainer(
     )
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
     stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees))
-    flow = Flow(config, schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed)
-    stopping = evaluates and config.eval.early_stopping_patience is not None
-    callbacks: list[TrainerCallback] = [
-        flow,
-        Journal(meter, (*losses.measured, *RouterBalance(losses).measured), hooks.tell),
-    ]
-    callbacks += [EarlyStopping(config.eval, hooks.tell)] if stopping else []
+    callbacks = _callbacks(config, schedule, losses, meter, hooks, evaluates=evaluates)
 
     def save_state(folder: Path, step: int) -> None:
         loader_state(schedule, data, step).save(folder)
@@ -182,6 +176,25 @@ def make_trainer(
         save_state=save_state,
     )
     return check_in_force(LuthierTrainer(run_model.model, arguments, parts, callbacks), run_precision(config))
+
+
+def _callbacks(
+    config: RunConfig,
+    schedule: Schedule | StreamPlan,
+    losses: StepLosses,
+    meter: Meter,
+    hooks: Hooks,
+    *,
+    evaluates: bool,
+) -> list[TrainerCallback]:
+    flow = Flow(config, schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed)
+    stopping = evaluates and config.eval.early_stopping_patience is not None
+    callbacks: list[TrainerCallback] = [
+        flow,
+        Journal(meter, (*losses.measured, *RouterBalance(losses).measured), hooks.tell),
+    ]
+    callbacks += [EarlyStopping(config.eval, hooks.tell)] if stopping else []
+    return callbacks
 
 
 def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrainer) -> ModelSummary:
