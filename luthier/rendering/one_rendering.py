@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from luthier.errors import RowError
-from luthier.records import Thinking
+from luthier.records import Message, Thinking
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.paths import Path, ended_by_next_turn, no_stop, path_of, require_every_part, whole_row
 from luthier.rendering.recordings import RowHistory
@@ -50,8 +50,8 @@ def one_path(
             span = span or open_span(recording, index, seam, whole=path.stop is not None)
             path.end = span.end if is_last else None
         path.spans.append(span)
-        thoughts = {number for number, part in enumerate(messages[index].parts) if isinstance(part, Thinking)}
-        require_every_part(recording, span, history, but=thoughts if index < turns[-1] else set())
+        left_out = _thoughts_of_its_own_time(context, messages[index], index) if index < turns[-1] else set()
+        require_every_part(recording, span, history, but=left_out)
         if not _is_inference(recording, span, context, control):
             differing.add(index)
     if unfinished is not None:
@@ -67,6 +67,17 @@ def _context(history: RowHistory, index: int, control: ControlTokens) -> Context
         if error.reason != "prompt_not_reproduced":
             raise
         return None
+
+
+def _thoughts_of_its_own_time(context: Context | None, message: Message, index: int) -> set[int]:
+    """The parts of a message that are thoughts and that the template prints while no turn follows, by number: those it
+    may leave out of one rendering. A thought that it never prints is none of them."""
+    if context is None:
+        return set()
+    recording = context.recording
+    owners = {recording.owner_table[ord(char)] for char in set(recording.owners)}
+    printed = {owner.part for owner in owners if owner.message == index}
+    return {number for number, part in enumerate(message.parts) if isinstance(part, Thinking) and number in printed}
 
 
 def _is_inference(recording: Recording, span: Span, context: Context | None, control: ControlTokens) -> bool:

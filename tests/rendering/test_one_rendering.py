@@ -73,10 +73,14 @@ def test_turns_that_inference_shows_otherwise_are_told() -> None:
 
 def test_the_last_thought_must_be_printed_and_earlier_ones_may_be_left_out() -> None:
     blind = CHATML
-    row = conversation(user("one?"), assistant(Thinking(text="hm"), "1"))
-    with pytest.raises(RowError) as error:
-        renderer(blind, policy=ONE).render(row)
-    assert error.value.reason == "dropped_by_template"
+    alone = conversation(user("one?"), assistant(Thinking(text="hm"), "1"))
+    # a template that knows no thoughts leaves out those of earlier turns, too
+    earlier = conversation(*alone.messages, user("two?"), assistant("2"))
+    for row in (alone, earlier):
+        with pytest.raises(RowError) as error:
+            renderer(blind, policy=ONE).render(row)
+        assert error.value.reason == "dropped_by_template"
+    assert completions(earlier)[0] == "1<|im_end|>"
 
 
 def test_an_answer_without_a_header_is_refused() -> None:
