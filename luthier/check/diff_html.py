@@ -13,10 +13,12 @@ from luthier.check.show_blocks import spaces_visible
 from luthier.check.show_html import render
 from luthier.check.show_text import lines_visible
 
+_MOST_IDS = 24  # that a piece tells in words
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """Neighbouring units that look alike: single tokens, or runs of characters."""
+    """Neighbouring units that look alike: tokens, or characters."""
 
     text: str
     target: bool
@@ -59,23 +61,29 @@ def _laid_out(row: RowChange, unit: str) -> dict[str, object]:
 
 
 def _pieces(excerpt: Excerpt) -> list[_Piece]:
-    if any(unit.id is not None for unit in excerpt.units):
-        counted = repeats(excerpt.units, at=excerpt.at)
-        return [_piece([unit], excerpt.index + place, count=count) for place, unit, count in counted]
-    found, place = [], excerpt.index
-    for _, group in groupby(excerpt.units, key=lambda unit: (unit.target, unit.weight, unit.differs)):
-        units = list(group)
-        found.append(_piece(units, place))
-        place += len(units)
+    counted = repeats(excerpt.units, at=excerpt.at)
+    found = []
+    for (*_, is_alone), group in groupby(counted, key=_look):
+        members = list(group)
+        for told in [[one] for one in members] if is_alone else [members]:
+            found.append(_piece([unit for _, unit, _ in told], excerpt.index + told[0][0], count=told[0][2]))
     return found
+
+
+def _look(told: tuple[int, Unit, int]) -> tuple[bool, float, bool, bool]:
+    """What neighbours must have in common to be one piece; tokens that repeat stand alone, with their count."""
+    _, unit, count = told
+    return unit.target, unit.weight, unit.differs, count > 1
 
 
 def _piece(units: Sequence[Unit], place: int, *, count: int = 1) -> _Piece:
     """``count``: how many such tokens stand here."""
     first = units[0]
     text = "".join(unit.text for unit in units)
-    tokens = f"token {place}" if count == 1 else f"tokens {place} to {place + count - 1}"
-    words = f"character {place}" if first.id is None else f"{tokens} · id {first.id}"
+    number = max(count, len(units))
+    tokens = f"token {place}" if number == 1 else f"tokens {place} to {place + number - 1}"
+    ids = " ".join(str(unit.id) for unit in units[:_MOST_IDS]) + (" …" if len(units) > _MOST_IDS else "")
+    words = f"character {place}" if first.id is None else f"{tokens} · id {ids}"
     words += f" · target, weight {first.weight:g}" if first.target else " · only read"
     return _Piece(
         text=(lines_visible(spaces_visible(text)) or "⋯") + (f" ×{count}" if count > 1 else ""),

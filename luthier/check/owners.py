@@ -20,6 +20,7 @@ from luthier.records import (
 )
 
 TEMPLATE = "template"
+TOOLS = "tools"
 MEDIA = "media"
 PROMPT = "template (prompt)"
 STOP = "stop"

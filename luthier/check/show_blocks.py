@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from luthier.check.owners import MEDIA, PROMPT, STOP, TEMPLATE, Owner
+from luthier.check.owners import MEDIA, PROMPT, STOP, TEMPLATE, TOOLS, Owner
 from luthier.check.previews import Preview
 from luthier.check.show import TokenView
 from luthier.check.show_media import item_words
@@ -108,8 +108,9 @@ def blocks(
         for span in shown_spans(tokens)
         if (number := span[0].media) is not None
     }
-    groups = groupby(shown_spans(tokens), key=lambda span: _speaker(span[0].owner))
-    return [_block(list(group), boxes) for _, group in groups]
+    shown = list(shown_spans(tokens))
+    groups = groupby(zip(_speakers(shown), shown, strict=True), key=lambda told: told[0])
+    return [_block([span for _, span in group], boxes) for _, group in groups]
 
 
 def bands(of_segment: Sequence[Block]) -> list[Band]:
@@ -161,6 +162,22 @@ def token_data(tokens: Sequence[TokenView]) -> dict[str, object]:
 def spaces_visible(text: str) -> str:
     """Dots for spaces that one would not see: two and more, or nothing but spaces."""
     return _HIDDEN_SPACES.sub(lambda found: "·" * len(found.group()), text)
+
+
+def _speakers(shown: Sequence[Sequence[TokenView]]) -> list[tuple[int | None, str | None]]:
+    """Who speaks in each shown text. What the template writes between two strings of the tool declarations is theirs,
+    though it stands in some message's turn: else a declaration would be dozens of blocks of a token each."""
+    owners = [span[0].owner for span in shown]
+    speakers = [_speaker(owner) for owner in owners]
+    last: int | None = None  # the last text of the declarations, with nothing but the template's own behind it
+    for place, owner in enumerate(owners):
+        if owner is not None and owner.field == TOOLS:
+            if last is not None:
+                speakers[last:place] = [speakers[place]] * (place - last)
+            last = place
+        elif owner is None or owner.voice != TEMPLATE:
+            last = None
+    return speakers
 
 
 def _speaker(owner: Owner | None) -> tuple[int | None, str | None]:

@@ -23,6 +23,7 @@ BAR_WIDTH = 40
 def plan_table(plan: RunPlan) -> Group:
     """The plan of a run: the two sides of the data, the steps, the ledger, the longest rows."""
     parts: list[RenderableType] = [Text("Plan", style="bold"), Padding(_sides(plan), (0, 0, 1, 2))]
+    parts.append(Padding(Text(_words_of(plan), style="dim"), (0, 0, 1, 2)))
     parts.append(Padding(_steps(plan), (0, 0, 1, 2)))
     if plan.history is not None:
         parts.append(Padding(Text.assemble(("history  ", "dim"), plan.history.sentence), (0, 0, 1, 2)))
@@ -99,6 +100,17 @@ def _media(counts: Sequence[MediaCount], all_tokens: int) -> Table:
             f"{count.median_tokens:,}", f"{count.most_tokens:,}",
         )  # fmt: skip
     return table
+
+
+def _words_of(plan: RunPlan) -> str:
+    """The words of the table that nobody can guess."""
+    words = ["A segment is one sequence as the model sees it: a row, or one of the contexts that its answers have."]
+    if plan.packing.is_packed:
+        words.append(
+            f"A pack is a row of up to {plan.max_length:,} tokens in which segments lie, isolated from each other."
+        )
+    words.append("Straggler factor: the work of the busiest device over the mean of all; 1 is even.")
+    return " ".join(words)
 
 
 def _sides(plan: RunPlan) -> Table:

@@ -37,6 +37,17 @@ class Isolation(StrEnum):
     BLOCKS = "blocks"
     PADDED = "padded"
 
+    @property
+    def words(self) -> str:
+        """How, for people: the segments are kept apart by …"""
+        return {
+            Isolation.SEGMENTS: "computing each alone",
+            Isolation.POSITIONS: "positions that restart",
+            Isolation.MASKS: "masks",
+            Isolation.BLOCKS: "blocks of a mask",
+            Isolation.PADDED: "padding, each in a row of its own",
+        }[self]
+
 
 Windows = Mapping[str, int | None]
 """For each kind of layer of a model its sliding window; None: the whole of what is before."""

@@ -55,7 +55,8 @@ def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPas
     for note in isolation.notes:
         tell(f"attention: not {note}")
     if parts.how.packed:
-        tell(f"attention: {isolation.attention}, segments kept apart by {isolation.isolation.value}")
+        apart = f"segments (sequences that share a row) kept apart by {isolation.isolation.words}"
+        tell(f"attention: {isolation.attention}, {apart}")
     if isolation.mixers:
         tell(f"attention: recurrent layers ({', '.join(isolation.mixers)}) run segment by segment")
     head = None

@@ -90,7 +90,8 @@ class ProgressBar:
                 self.console.print(sentence(event), highlight=False, markup=False)
 
     def _words(self, event: StepRecord) -> str:
-        return _numbers(event) if self.console.width >= WIDE else _short_numbers(event)
+        width = self.console.width
+        return _numbers(event) if width >= WIDE else _short_numbers(event, with_speed=width >= 80)
 
     def close(self) -> None:
         """Give the terminal back; also after an error."""
@@ -136,10 +137,11 @@ def sentence(event: Event) -> str:
             raise AssertionError(event)
 
 
-def _short_numbers(event: StepRecord) -> str:
-    """What stands beside the bar: what one looks at first; the rest is in the log and the report."""
+def _short_numbers(event: StepRecord, *, with_speed: bool) -> str:
+    """What stands beside a short bar: what one looks at first; the rest is in the log and the report."""
     right = f"  right {event.measures[ACCURACIES]:.2f}" if ACCURACIES in event.measures else ""
-    return f"loss {event.loss:.4f}{right}  {event.tokens_per_second:,.0f} tok/s"
+    speed = f"  {event.tokens_per_second:,.0f} tok/s" if with_speed else ""
+    return f"loss {event.loss:.4f}{right}{speed}"
 
 
 def _numbers(event: StepRecord) -> str:

@@ -428,7 +428,9 @@ def test_the_page_escapes_everything_and_needs_nothing_else(tmp_path: Path) -> N
     row = {"messages": [{"role": "user", "content": script}, {"role": "assistant", "content": f'"{script}'}]}
     written(tmp_path / "rows.jsonl", [row])
     page = diff_html(compared(config_of(tmp_path), config_of(tmp_path, f"template.default_system={script}")))
-    assert "<script" not in page and page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 1  # the setting's value
+    assert (
+        "<script" not in page and page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 2
+    )  # the setting, and the text of B
     assert not re.search(r"https?://|<link|@import|url\(", page)
     assert "default-src 'none'; style-src 'unsafe-inline'\"" in page
     assert "1 of 1 rows change" in page and "differs" in page

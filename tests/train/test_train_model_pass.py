@@ -31,7 +31,10 @@ def listen(notes: list[str]) -> Callable[[Event], None]:
 @pytest.mark.parametrize(
     ("packing", "said"),
     [
-        ("best_fit", "attention: luthier_segments, segments kept apart by segments"),
+        (
+            "best_fit",
+            "attention: luthier_segments, segments (sequences that share a row) kept apart by computing each alone",
+        ),
         ("none", "model: attention by transformers' choice: no GPU"),
     ],
 )

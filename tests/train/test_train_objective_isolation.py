@@ -77,12 +77,12 @@ def test_a_model_that_mixes_what_shares_a_row_gets_rows_of_one_segment_or_is_ref
     run: Run, notes: list[str], monkeypatch: pytest.MonkeyPatch, objective: str
 ) -> None:
     sound = run(objective)
-    assert any("segments kept apart by segments" in note for note in notes), "control"
+    assert any("kept apart by computing each alone" in note for note in notes), "control"
     notes.clear()
     monkeypatch.setattr(modeling_qwen3.Qwen3Attention, "forward", attends_to_all_before)
     mixing = run(objective)
     said = [note for note in notes if note.startswith("attention")]
-    assert "attention: sdpa, segments kept apart by padded" in said
+    assert any(note.startswith("attention: sdpa") and "kept apart by padding" in note for note in said)
     assert said[0].startswith("attention: not luthier_segments by segments: changing one moved the logits of the next")
     for one, other in zip(mixing.steps, sound.steps, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-5)

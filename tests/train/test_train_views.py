@@ -129,7 +129,7 @@ def test_the_bar_shows_the_numbers_and_is_closed() -> None:
     assert "loss 1.0000" in shown and "80 target/s" in shown and "3/4" in shown
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 129, 130, 200])
+@pytest.mark.parametrize("width", [72, 79, 80, 100, 129, 130, 200])
 def test_the_bar_fits_its_terminal_with_step_loss_and_time_left(width: int) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width)
     bar = ProgressBar(console)
