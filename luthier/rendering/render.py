@@ -8,12 +8,14 @@ blueprint, which serves every row of the same shape that answers the template's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Never
 
 from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
+from luthier.presets.named_templates import missing_tokens, named_template, stop_tokens
+from luthier.presets.template_table import TEMPLATES
 from luthier.records import (
     BLANK_ANSWER,
     Conversation,
@@ -51,6 +53,11 @@ __all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]
 
 # The note of a row with a thought in tags that the template does not know though the tokenizer has them.
 THOUGHT_IN_LETTERS = "thought tags learned as letters (template.control makes them tokens)"
+# Reasons that lie with the template, and so may not hold under another one; and kinds of rows that are tried.
+LIFTED_BY_NAMED = frozenset(
+    {"prompt_not_reproduced", "no_stop", "dropped_by_template", "not_rendered", "words_added", "answer_repeated"}
+)
+MOST_OFFERED = 16
 MOST_BLUEPRINTS = 5_000
 MOST_VARIANTS = 16  # blueprints of one shape
 
@@ -74,6 +81,8 @@ class Renderer:
         self._blueprints: dict[Hashable, list[_Known]] = {}
         self._opens_thought: bool | None = None
         self._tags: ControlTokens | None = None
+        self._offers_named = True
+        self._offered: dict[Hashable, str | None] = {}
 
     def render(self, row: Row) -> Rendered:
         """The paths of a row. Raises `RowError` if the row cannot be trained on as inference would see it."""
@@ -150,8 +159,16 @@ class Renderer:
                 if known.is_cut or self._touches_tags(template, strings):
                     self._require_answers(known, row, template, values)
                 return self._filled(known.blueprint, strings, row=row, media=media, values=values)
-        known = self._build(row, template, shapes, strings)
-        self._require_answers(known, row, template, known.blueprint.values(strings))
+        try:
+            known = self._build(row, template, shapes, strings)
+            self._require_answers(known, row, template, known.blueprint.values(strings))
+        except RowError as error:
+            name = self._named_that_would_do(error.reason, row, template)
+            if name is None:
+                raise
+            way_out = f"{error.detail}; the tokenizer has all tokens of a template that takes this row: set "
+            way_out += f"template.chat_template: {name}"
+            raise type(error)(error.reason, way_out, field=error.field) from error
         if len(variants) >= MOST_VARIANTS:
             variants.clear()
         variants.append(known)
@@ -265,6 +282,39 @@ class Renderer:
         blueprint = replace(blueprint, has_unasked=has_unasked, differing=differing)
         is_cut = any(history.may_lose(path.recording, span.seam, span.stop) for path in paths for span in path.spans)
         return _Known(blueprint=blueprint, paths=paths, is_cut=is_cut)
+
+    def _named_that_would_do(self, reason: str, row: Conversation, template: ChatTemplate) -> str | None:
+        """A named template for which the tokenizer has all tokens and under which the row can be learned from."""
+        if reason not in LIFTED_BY_NAMED or not self._offers_named or media_of(row.messages):
+            return None
+        kinds = tuple((message.role, *map(type, message.parts)) for message in row.messages)
+        key = (reason, kinds)
+        if key not in self._offered:
+            if len(self._offered) >= MOST_OFFERED:
+                return None
+            self._offered[key] = next(
+                (name for name in self._usable(template) if self._takes(name, row, template)), None
+            )
+        return self._offered[key]
+
+    def _usable(self, template: ChatTemplate) -> Iterator[str]:
+        for facts in TEMPLATES:
+            source = named_template(facts.name)
+            if facts.tokens and not missing_tokens(facts.name, self.control.tokens) and source != template.source:
+                yield facts.name
+
+    def _takes(self, name: str, row: Conversation, template: ChatTemplate) -> bool:
+        stops = stop_tokens(name, template.special_tokens) & self.control.tokens
+        control = replace(self.control, stops=self.control.stops | stops)
+        source = named_template(name)
+        assert source is not None, f"{name} is in the table"
+        try:
+            other = Renderer(ChatTemplate(source, special_tokens=template.special_tokens), control, self.policy)
+            other._offers_named = False
+            other.fill(row)
+        except (RowError, TemplateError):
+            return False
+        return True
 
     def _touches_tags(self, template: ChatTemplate, strings: Sequence[str]) -> bool:
         """Whether a row's texts hold control strings, or tags that the template looks for or writes."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from luthier.errors import RowError
+from luthier.presets.named_templates import named_template
 from luthier.records import Message, Thinking, ToolCall
 from luthier.rendering.answers import require_answer
+from luthier.rendering.control import ControlTokens
 from tests.rendering.chat import CHATML, CONTROL, assistant, conversation, renderer, user
 from tests.rendering.test_render import trained
 
@@ -116,3 +118,22 @@ def test_each_row_of_a_shape_is_looked_at_where_the_template_cuts(content: str, 
         assert trained(path) == whole + "<|im_end|>"
         with pytest.raises(RowError):
             one.render(spoiled)
+
+
+def test_a_refusal_names_a_template_that_would_take_the_row() -> None:
+    row = conversation(user("u"), assistant(ToolCall(name="find", arguments={"what": "a"})))
+    with pytest.raises(RowError, match="a template that takes this row") as caught:
+        renderer().render(row)
+    assert caught.value.reason == "dropped_by_template"
+    name = str(caught.value).rsplit("template.chat_template: ", 1)[1]
+    source = named_template(name)
+    assert source is not None
+    assert "find" in trained(renderer(source).render(row).paths[0])
+
+
+def test_a_template_whose_tokens_the_tokenizer_lacks_is_not_named() -> None:
+    row = conversation(user("u"), assistant(ToolCall(name="find", arguments={"what": "a"})))
+    lacking = ControlTokens(tokens=frozenset({"<|im_end|>"}), stops=frozenset({"<|im_end|>"}))
+    with pytest.raises(RowError) as caught:
+        renderer(control=lacking).render(row)
+    assert "template.chat_template" not in str(caught.value)
