@@ -31,7 +31,7 @@ from luthier.check.verify_structure import same_sample, tree_faults
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.prepare import prepare
-from luthier.errors import RowError, RowForbidden
+from luthier.errors import BudgetError, RowError, RowForbidden
 from luthier.ledger import Ledger
 from luthier.records import Sample
 
@@ -119,6 +119,7 @@ def verify(
     return account.report(
         split=options.split.value,
         max_length=config.data.max_length,
+        max_drop=config.data.max_drop,
         num_rows=choice.num_rows,
         stopped_early=stopped_early,
         seconds=time.perf_counter() - started,
@@ -188,12 +189,23 @@ class _Account:
         self._count(_with_repetition(verdict, difference, source_row), encoded if stored is None else stored)
 
     def report(
-        self, *, split: str, max_length: int, num_rows: int | None, stopped_early: bool, seconds: float
+        self,
+        *,
+        split: str,
+        max_length: int,
+        max_drop: float,
+        num_rows: int | None,
+        stopped_early: bool,
+        seconds: float,
     ) -> VerifyReport:
         """All that was found."""
         warnings = self.kwargs_use.warnings
         if not self.ledger.prepared:
             warnings.append(f"nothing was verified: {self.ledger.read} rows were read, none of them can be trained on")
+        try:
+            self.ledger.check(max_drop=max_drop)
+        except BudgetError as error:
+            warnings.append(f"training would not begin: {error.message}")
         return VerifyReport(
             split=split,
             max_length=max_length,
