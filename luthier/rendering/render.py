@@ -60,6 +60,7 @@ LIFTED_BY_NAMED = frozenset(
 MOST_OFFERED = 16
 MOST_BLUEPRINTS = 5_000
 MOST_VARIANTS = 16  # blueprints of one shape
+MOST_RENDERED = 2_000_000  # messages that may be rendered for the prompts of one row, each answer having its own
 
 
 class Renderer:
@@ -252,6 +253,8 @@ class Renderer:
             if any(what == BLANK_ANSWER for what, _ in row.notes):
                 raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
             raise RowDropped("no_target", "no message of this row is trained")
+        if self.policy.history is not HistoryRendering.ONE_RENDERING:
+            _refuse_too_many(row, len(turns))
         history = RowHistory(template, row, shapes, strings, self._recordings)
         media = media_of(row.messages)
         control = self.control.with_places(template.slots.printed_for(media))
@@ -370,6 +373,19 @@ class _Known:
     def is_to_be_checked(self) -> bool:
         """At the first replay, then ever more rarely, but never too rarely: 1, 4, 16, 64, 128, 192 …"""
         return self.replays in (1, 4, 16) or self.replays % 64 == 0
+
+
+def _refuse_too_many(row: Conversation, num_turns: int) -> None:
+    """Each learned answer has a prompt of its own, so the work grows with the square of a conversation."""
+    rendered = len(row.messages) * num_turns
+    if rendered > MOST_RENDERED:
+        raise RowError(
+            "too_many_messages",
+            f"{len(row.messages):,} messages with {num_turns:,} learned answers, each behind a prompt of its own, are "
+            f"{rendered:,} messages to render; {MOST_RENDERED:,} are allowed for one row: cut the conversation into "
+            "several, learn fewer answers (train_on: last_assistant), or set template.history: one_rendering",
+            field="messages",
+        )
 
 
 def _refuse(row: Row, kind: RowKind) -> Never:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -256,3 +257,12 @@ def test_a_row_with_the_same_message_twice_is_followed() -> None:
     (path,) = renderer().render(Conversation(messages=(same, assistant("a"), same, assistant("a")))).paths
     assert trained(path) == ["a", "<|im_end|>", "a", "<|im_end|>"]
     assert message("user", "hi") == same
+
+
+def test_a_conversation_of_too_many_answers_is_refused_at_once_and_by_name() -> None:
+    row = conversation(*(message for _ in range(50_000) for message in (user("a"), assistant("b"))))
+    began = time.thread_time()
+    with pytest.raises(RowError) as refused:
+        renderer().render(row)
+    assert refused.value.reason == "too_many_messages"
+    assert time.thread_time() - began < 10
