@@ -63,7 +63,7 @@ def run(*words: object) -> str:
 
 def test_prepare_says_what_became_of_every_pair(files: dict[str, Path]) -> None:
     shown = run("prepare", files["dpo"])
-    assert "11 rows read = 8 trained + 1 dropped + 2 quarantined" in shown
+    assert "11 rows read = 8 prepared + 1 dropped + 2 quarantined" in shown
     assert "dropped: too_long" in shown and "note: 8 prompt_truncated" in shown
     assert "1 quarantined: no_difference" in shown and "1 quarantined: missing_column" in shown
 
