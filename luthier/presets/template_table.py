@@ -107,7 +107,9 @@ TEMPLATES = (
     ),
     # -------------------------------------------------------------------------------------------- Llama
     NamedTemplate(name="llama2", models="Llama 2 Chat", bos=Bos.EXCHANGE, system=SystemPrompt.QUESTION),
-    NamedTemplate(name="llama3", models="Llama 3, 3.1, 3.2, 3.3", stops=("<|eot_id|>",), tokens=_HEADERS, tools=True),
+    NamedTemplate(
+        name="llama3", models="Llama 3, without the dates of 3.1", stops=("<|eot_id|>",), tokens=_HEADERS, tools=True
+    ),
     NamedTemplate(
         name="llama4",
         models="Llama 4",
