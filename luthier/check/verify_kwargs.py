@@ -41,7 +41,11 @@ class KwargsUse:
     def warnings(self) -> list[str]:
         """A sentence for each variable that changed nothing, and one for a template with a clock."""
         template = self._template
-        clock = None if template is None else template.settings.clock_note(template.variables, template.kwargs.keys())
+        clock = (
+            None
+            if template is None
+            else template.settings.clock_note(template.source, template.variables, template.kwargs.keys())
+        )
         return [
             *([clock] if clock else []),
             *(

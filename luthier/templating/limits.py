@@ -63,10 +63,10 @@ class TemplateSettings:
         """From what the section ``template`` says of them."""
         return cls(now=None if now is None else datetime.fromisoformat(now), limits=TemplateLimits(**limits))
 
-    def clock_note(self, variables: Set[str], given: Set[str]) -> str | None:
-        """What to know of a template that has a clock; ``variables`` are those it reads, ``given`` those of the run."""
+    def clock_note(self, source: str, variables: Set[str], given: Set[str]) -> str | None:
+        """What to know of a template that has a clock; ``given`` are the run's variables."""
         dates = sorted(name for name in variables - given if "date" in name and name != "strftime_now")
-        if "strftime_now" in variables and not given & {name for name in variables if "date" in name}:
+        if "strftime_now" in source and not given & {name for name in variables if "date" in name}:
             day = (self.now or datetime.now()).date().isoformat()
             told = "as template.now says" if self.now is not None else "today; template.now fixes it for later runs"
             return f"the chat template reads the clock: every row is told that it is {day}, {told}"

@@ -14,8 +14,8 @@ from luthier.errors import RowError, TemplateError
 from luthier.presets.named_templates import named_template, template_names
 from luthier.records import Message, Text
 from luthier.rendering.references import Alphabet
-from luthier.rendering.template import ChatTemplate, TemplateSettings
-from luthier.templating.limits import Meter, OverLimit, TemplateLimits
+from luthier.rendering.template import ChatTemplate
+from luthier.templating.limits import Meter, OverLimit, TemplateLimits, TemplateSettings
 from luthier.templating.plain import plain_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -105,3 +105,11 @@ def test_memory_is_looked_at() -> None:
             kept.append(bytearray(5_000_000))
     assert refused.value.key == "max_memory_mb"
     assert refused.value.depends_on_machine
+
+
+def test_a_template_with_a_clock_is_told_with_its_date() -> None:
+    fixed = TemplateSettings(now=datetime(2020, 2, 29))
+    assert "2020-02-29" in (fixed.clock_note("{{ strftime_now('%Y') }}", frozenset(), frozenset()) or "")
+    assert ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", settings=fixed).render(ROW) == "2020-02-29"
+    assert "date_string" in (fixed.clock_note("{{ date_string }}", {"date_string"}, frozenset()) or "")
+    assert fixed.clock_note("{{ content }}", {"content"}, frozenset()) is None
