@@ -25,9 +25,11 @@ WORDS = ("yes", "abc", " no ", "", "7", "Yes", "ye,s no", "a\nb", "eee e", "NO",
 
 
 def template(operation: str) -> str:
+    # only beside the question: what a template adds to an answer is refused, whatever it is
     return (
         "{% for message in messages %}{% set text = message.content %}{% set v = " + operation + " %}"
-        "<|im_start|>{{ message.role }}\n{{ text }} [{{ v }}]<|im_end|>\n{% endfor %}"
+        "<|im_start|>{{ message.role }}\n{{ text }}{% if message.role == 'user' %} [{{ v }}]{% endif %}"
+        "<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
 
@@ -57,7 +59,12 @@ def check(renderer: Renderer, operation: str, chat: Chat) -> None:
     except RowError as error:
         assert expected is None or error.reason == "untraceable" or not is_reproduced(operation, chat), error
     else:
-        assert printed(path) == expected
+        text = printed(path)
+        if text != expected and expected is not None:  # the history is printed otherwise once there is an answer
+            prompt = hugging_face_render(template(operation), chat[:-1], add_generation_prompt=True)
+            assert text.startswith(prompt) and text[len(prompt) :] in expected and not is_reproduced(operation, chat)
+        else:
+            assert text == expected
 
 
 def is_reproduced(operation: str, chat: Chat) -> bool:
