@@ -123,6 +123,7 @@ def test_json_on_stdout_is_one_document_also_for_missing_packages_bugs_and_inter
         raise error
 
     monkeypatch.setattr("luthier.config.loading.load_config", fail)
+    monkeypatch.setattr("luthier.config.loading.load_draft", fail)
     assert run([*command, "run.yaml", "--json=-"]) in (1, 2, 130)
     told = json.loads(capsys.readouterr().out)
     if isinstance(error, ModuleNotFoundError):
