@@ -227,7 +227,7 @@ class HuggingFace:
 
     def ids(self, text: str) -> list[int]:
         """The ids that it gives to a rendered text."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def hugging_face(files: ReferenceFiles) -> HuggingFace | str:
