@@ -119,7 +119,7 @@ def test_json_on_stdout_is_one_document_whatever_goes_wrong(
 def test_json_on_stdout_is_one_document_also_for_missing_packages_bugs_and_interrupts(
     command: list[str], error: BaseException, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise error
 
     monkeypatch.setattr("luthier.config.loading.load_config", fail)
