@@ -11,7 +11,9 @@ FINGERPRINT_DIGITS = 12  # enough to tell two templates apart by eye
 
 
 def run_facts(config: RunConfig, encoder: Encoder) -> dict[str, str]:
-    """What decides ids and targets: model, tokenizer, ``max_length``, and all that is set of template and media."""
+    """What decides ids and targets: model, tokenizer, ``max_length``, all that is set of template and media, and what
+    a template's clock tells the rows.
+    """
     model = config.model
     tokenizer = encoder.tokenizer
     facts = {"model": _short(model.name_or_path)}
@@ -24,6 +26,8 @@ def run_facts(config: RunConfig, encoder: Encoder) -> dict[str, str]:
     facts |= {f"template.{key}": _words(value) for key, value in said.items()}
     told = config.media.model_dump(mode="json", exclude={"roots", "url_hosts"}, exclude_defaults=True)
     facts |= {f"media.{key}": _words(value) for key, value in told.items()}
+    if (template := tokenizer.template) is not None and (clock := template.clock_note) is not None:
+        facts["clock"] = clock
     facts["max_length"] = f"{config.data.max_length:,}"
     facts["encoder"] = encoder.fingerprint[:FINGERPRINT_DIGITS]
     return facts

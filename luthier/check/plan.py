@@ -70,7 +70,7 @@ class RunPlan:
     """The whole run on ``num_ranks`` devices. ``more_steps``: of a run of few steps, settings that would each give it
     more. ``no_packing``: why segments of this model cannot share a row, though the run packs them.
     ``shares_prompts``: tokens of a prompt that two answers share are counted once. ``history``: what a template that
-    rewrites it costs in training; None: nothing.
+    rewrites it costs in training; None: nothing. ``clock``: what rows are told of today by a template that has one.
     """
 
     train: DataPlan
@@ -90,6 +90,7 @@ class RunPlan:
     no_packing: str | None = None
     shares_prompts: bool = False
     history: HistoryCost | None = None
+    clock: str | None = None
 
 
 def plan_run(

@@ -27,6 +27,8 @@ def plan_table(plan: RunPlan) -> Group:
     parts.append(Padding(_steps(plan), (0, 0, 1, 2)))
     if plan.history is not None:
         parts.append(Padding(Text.assemble(("history  ", "dim"), plan.history.sentence), (0, 0, 1, 2)))
+    if plan.clock is not None:
+        parts.append(Padding(Text.assemble(("clock  ", "dim"), plan.clock), (0, 0, 1, 2)))
     if plan.no_packing is not None:
         what = f"No packing: {plan.no_packing}. Packs are taken apart, each segment gets a padded row of its own; "
         parts.append(Padding(Text(f"{what}train.packing: none plans it so", style="yellow"), (0, 0, 1, 2)))

@@ -196,6 +196,8 @@ class RowVerifier:
         faults += media_faults(expected.media, runs)
         if expected.media is not None:
             applied.update([Check.MEDIA_PLACES, Check.MEDIA_TOKENS])
+            if expected.media.has_marks_that_vllm_drops:
+                notes["marks_vllm_drops"] += 1
             faults += self._processed(expected, runs, applied, notes)
         if self.tokenizer.bos_id is not None:
             applied.add(Check.SINGLE_BOS)

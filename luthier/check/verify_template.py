@@ -6,7 +6,8 @@ installed, its ``apply_chat_template`` renders the same messages once more (`Hug
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
@@ -71,7 +72,8 @@ class PlainTemplate:
         self.source, self.special_tokens, self._kwargs = source, dict(special_tokens), dict(kwargs)
         self.opening = "".join(opening)
         self.settings = settings or TemplateSettings()
-        self._environment = plain_environment(self.settings.now or datetime.now(), self.settings.limits)
+        self.now = self.settings.now or datetime.now()  # for all rows, whoever renders them
+        self._environment = plain_environment(self.now, self.settings.limits)
         self._tree = self._environment.tree(source)
         self._template = self._environment.compiled(source)
         self.takes_parts = not self._prints(WORD) and self._prints([{"type": "text", "text": WORD}])
@@ -213,14 +215,15 @@ class HuggingFace:
     ) -> str:
         """What ``apply_chat_template`` prints. Raises `RowError` where it refuses the conversation."""
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                template.plain(messages),
-                tools=[dict(tool) for tool in tools] or None,
-                chat_template=template.source,
-                add_generation_prompt=prompt,
-                tokenize=False,
-                **{**template.special_tokens, **template.kwargs, **kwargs},
-            )
+            with _same_clock(template):
+                text: str = self._tokenizer.apply_chat_template(
+                    template.plain(messages),
+                    tools=[dict(tool) for tool in tools] or None,
+                    chat_template=template.source,
+                    add_generation_prompt=prompt,
+                    tokenize=False,
+                    **{**template.special_tokens, **template.kwargs, **kwargs},
+                )
         except TEMPLATE_ERRORS as error:
             raise RowError("template", f"apply_chat_template refuses this row: {error}") from error
         return text if text.startswith(template.opening) else template.opening + text
@@ -228,6 +231,23 @@ class HuggingFace:
     def ids(self, text: str) -> list[int]:
         """The ids that it gives to a rendered text."""
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+@contextmanager
+def _same_clock(template: PlainTemplate) -> Iterator[None]:
+    """transformers' ``strftime_now`` tells the time that the run's rows are told, not that at which it is asked."""
+    if "strftime_now" not in template.source:
+        yield
+        return
+    from transformers.utils import chat_template_utils
+
+    compiled = chat_template_utils._compile_jinja_template(template.source)  # kept there by the template's text
+    known = compiled.environment.globals
+    own, known["strftime_now"] = known["strftime_now"], template.now.strftime
+    try:
+        yield
+    finally:
+        known["strftime_now"] = own
 
 
 def hugging_face(files: ReferenceFiles) -> HuggingFace | str:

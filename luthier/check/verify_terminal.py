@@ -34,6 +34,8 @@ _NOTES = {
     "elsewhere_tokens": "target tokens of these answers",
     "prompts_asked": "prompts compared with the server's",
     "decoded": "sequences whose media were decoded and given, with their text, to the model's processor",
+    "marks_vllm_drops": "rows with videos whose outer marks (<|vision_start|> …) transformers leaves and vLLM takes "
+    "away: training is transformers' inference there, not vLLM's (docs/media.md)",
     "media_not_asked": "rows with media, which are not compared with the server",
     "not_asked": "rows not compared with the server: it cannot tell their control strings from the template's",
 }
@@ -109,7 +111,8 @@ def _facts(report: VerifyReport) -> list[RenderableType]:
         named = ", ".join(f"{token} {n:,}×" for token, n in report.control_strings.most_common(STRINGS_SHOWN))
         lines.append(Text(f"{count:,} control strings stand in the rows' own text and stay text: {named}"))
     for note, count in report.notes.items():
-        lines.append(Text(f"{count:,} {_NOTES.get(note, note)}", style="dim"))
+        if count:
+            lines.append(Text(f"{count:,} {_NOTES.get(note, note)}", style="dim"))
     fits = "within" if report.longest_run <= report.max_length else "over"
     lines.append(Text(f"longest sequence {report.longest_run:,} tokens, {fits} data.max_length {report.max_length:,}"))
     if report.stopped_early:

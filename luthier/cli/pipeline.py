@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -121,7 +121,8 @@ def plan_of(loaded: Loaded, schedule: Schedule | None = None) -> RunPlan:
     schedule = schedule or schedule_of(loaded)
     ranks, mixture, is_short = schedule.settings.num_ranks, schedule.mixture, schedule.total_steps < FEW_STEPS
     ways = ways_to_more_steps(loaded.config, schedule.table, num_ranks=ranks, mixture=mixture) if is_short else ()
-    return plan_run(
+    template = loaded.encoder.tokenizer.template
+    plan = plan_run(
         loaded.config,
         loaded.train,
         loaded.held_out,
@@ -131,6 +132,7 @@ def plan_of(loaded: Loaded, schedule: Schedule | None = None) -> RunPlan:
         history=history_cost(loaded.config, loaded.train, loaded.encoder.tokenizer.decode),
         more_steps=ways,
     )
+    return plan if template is None else replace(plan, clock=template.clock_note)
 
 
 def num_processes() -> int:

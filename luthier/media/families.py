@@ -95,6 +95,8 @@ class Rule:
     around       attributes with tokens that the class insists on around a placeholder, as its chat template writes them
     swallows     attributes with tokens that go with a placeholder where a chat template writes them right around it:
                  the class replaces all of it
+    vllm_drops   attributes with tokens that vLLM takes away with a placeholder where a chat template writes them right
+                 around it, and the class leaves where they are: inference then depends on who serves the model
     quick        (settings, pictures of each text) -> the processor's outputs, the same in less time; it may say None
     seam         what a processor changes where a string meets its neighbours; None: nothing
     in_company   the frames of a sound are the same in company: all sounds of a batch go through the processor in one
@@ -116,6 +118,7 @@ class Rule:
     mark: str = ""
     around: tuple[str, str] = ("", "")
     swallows: tuple[str, str] = ("", "")
+    vllm_drops: tuple[str, str] = ("", "")
     longest: Callable[[Settings], int | None] | None = None
     fold: int = 1
 

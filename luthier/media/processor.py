@@ -133,12 +133,12 @@ class MediaProcessor:
     @property
     def wrapped(self) -> dict[str, str]:
         """Of placeholders that the class replaces together with the marks around them: what it replaces."""
-        found = {}
-        for kind in self.kinds:
-            if any(marks := self._rule(kind).swallows):
-                before, after = (getattr(self.processor, name) for name in marks)
-                found[self.placeholder(kind)] = f"{before}{self.placeholder(kind)}{after}"
-        return found
+        return self._with_marks({kind: self._rule(kind).swallows for kind in self.kinds})
+
+    @property
+    def dropped_by_vllm(self) -> dict[str, str]:
+        """Of placeholders around which the class leaves marks that vLLM takes away: placeholder and marks."""
+        return self._with_marks({kind: self._rule(kind).vllm_drops for kind in self.kinds})
 
     @property
     def looks_behind(self) -> bool:
@@ -288,6 +288,15 @@ class MediaProcessor:
         if self._limits is None or not isinstance(header, ImageHeader):
             return header
         return self._limits.header(header)
+
+    def _with_marks(self, marks: Mapping[MediaKind, tuple[str, str]]) -> dict[str, str]:
+        """Placeholder -> placeholder with its marks, of kinds that have some."""
+        found = {}
+        for kind, names in marks.items():
+            if any(names):
+                before, after = (getattr(self.processor, name) for name in names)
+                found[self.placeholder(kind)] = f"{before}{self.placeholder(kind)}{after}"
+        return found
 
     def _in_call(self, kind: MediaKind) -> str:
         """The placeholder with what the class insists on around it."""

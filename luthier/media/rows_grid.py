@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from luthier.media import geometry, rules_video, token_inputs
 from luthier.media.families import CAT, PAD_CAT, Family, FrameMarks, Modules, Packing, Rule, SharedSlots
 from luthier.media.quick_pictures import quick_patches
@@ -19,6 +21,9 @@ FRAMES_AS_PICTURES = SharedSlots(
     frames=FrameMarks.TYPES,
 )
 KINDS = {"mm_token_type_ids": token_inputs.kinds}
+# Qwen3VLProcessor writes each frame with marks of its own, and leaves those that the chat template writes around the
+# video; vLLM takes the latter away (vllm-project/vllm#46817, open in June 2026).
+QWEN_VIDEO = replace(rules_video.VOLUME_GRID, vllm_drops=("vision_start_token", "vision_end_token"))
 
 ROWS = (
     Family(
@@ -48,7 +53,7 @@ ROWS = (
         processors=("Qwen3VLProcessor",),
         model_types=("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni"),
         image=QWEN,
-        video=rules_video.VOLUME_GRID,
+        video=QWEN_VIDEO,
         batching=FRAMES,
         token_inputs=KINDS,
         positions="grid_frames",
@@ -61,7 +66,7 @@ ROWS = (
         processors=("Qwen3VLProcessor",),
         model_types=("qwen3_5", "qwen3_5_moe", "qwen4_exp"),
         image=QWEN,
-        video=rules_video.VOLUME_GRID,
+        video=QWEN_VIDEO,
         batching=FRAMES,
         token_inputs=KINDS,
         positions="grid_frames",

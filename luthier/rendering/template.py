@@ -171,6 +171,11 @@ class ChatTemplate:
         """The variables that the template reads and does not set itself."""
         return frozenset(find_undeclared_variables(self._tree))
 
+    @property
+    def clock_note(self) -> str | None:
+        """What to know of its clock, in a sentence; None: it has none."""
+        return self.settings.clock_note(self.source, self.variables, self.kwargs.keys())
+
     @functools.cached_property
     def literals(self) -> str:
         """All text that the template can write by itself, pieces joined by NUL."""

@@ -91,6 +91,35 @@ def test_clean_rows_pass_every_check(
         assert verdict.notes["decoded"] == 1
 
 
+@pytest.mark.parametrize(
+    ("family", "item", "wraps", "is_noted"),
+    [
+        ("timed_encoder", "film.mp4", True, True),
+        ("timed_encoder", "film.mp4", False, False),  # the template writes no marks that could be taken away
+        ("timed_encoder", "wide.png", True, False),
+        ("vl_encoder", "film.mp4", True, False),
+    ],
+)
+def test_videos_of_which_vllm_takes_marks_away_are_noted(
+    family: str, item: str, wraps: bool, is_noted: bool, media_folder: Path, request: pytest.FixtureRequest
+) -> None:
+    encoder = request.getfixturevalue(family)
+    assert encoder.tokenizer.template is not None
+    source = encoder.tokenizer.template.source
+    if not wraps:
+        bare = source.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+        assert bare != source
+        folder = request.getfixturevalue(family.replace("encoder", "folder"))
+        encoder = encoder_of(folder, media_folder, chat_template=bare)
+    path = str(media_folder / item)
+    row = chat(
+        question(Video(source=path) if item.endswith("mp4") else Image(source=path)), message("assistant", "Yes.")
+    )
+    verdict = verify(row, encoder.encode(row), encoder)
+    assert verdict.violations == ()
+    assert bool(verdict.notes["marks_vllm_drops"]) is is_noted
+
+
 @pytest.mark.parametrize("train_on", ["all", "last_assistant"])
 def test_other_policies_pass_with_media(train_on: str, named: Named, vl_folder: Path, media_folder: Path) -> None:
     encoder = encoder_of(vl_folder, media_folder, train_on=train_on, default_system="Look well.")

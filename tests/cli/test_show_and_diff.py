@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,30 @@ def test_a_mistake_in_either_file_exits_with_two(config: Path, capsys: pytest.Ca
     assert run(["diff", str(config), str(config), "--b", "template.nonsense=1"]) == 2
     err = capsys.readouterr().err
     assert "absent.yaml" in err and "nonsense" in err and "Traceback" not in err
+
+
+CLOCK = (
+    "Today is {{ strftime_now('%d %b %Y') }}. {% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("command", ["plan", "show", "verify"])
+def test_a_clock_in_the_template_is_told_with_its_date_and_the_way_to_fix_it(
+    command: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "clock.jinja").write_text(CLOCK, encoding="utf-8")
+    told = []
+    with_clock = f"template.chat_template={tmp_path / 'clock.jinja'}"
+    for options in ([], [with_clock], [with_clock, "template.now=2020-02-29"]):
+        assert run([command, str(config), *options, "--json", str(tmp_path / "told.json")]) == 0
+        found = json.loads((tmp_path / "told.json").read_text(encoding="utf-8"))
+        notes = {"plan": [found.get("clock")], "show": [found.get("facts", {}).get("clock")]}
+        (clock,) = [note for note in notes.get(command, found.get("warnings")) if note] or [None]
+        told.append(clock)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert clock is None or clock in printed
+    without, today, fixed = told
+    assert without is None
+    assert "template.now" in today and datetime.now().date().isoformat()[:4] in today  # the year: midnight may pass
+    assert "2020-02-29" in fixed
