@@ -110,6 +110,10 @@ TEMPLATES = (
     NamedTemplate(
         name="llama3", models="Llama 3, without the dates of 3.1", stops=("<|eot_id|>",), tokens=_HEADERS, tools=True
     ),
+    NamedTemplate(name="llama3_1", models="Llama 3.1, 3.3", stops=("<|eot_id|>",), tokens=_HEADERS, tools=True),
+    NamedTemplate(
+        name="llama3_2", models="Llama 3.2, with a clock", stops=("<|eot_id|>",), tokens=_HEADERS, tools=True
+    ),
     NamedTemplate(
         name="llama4",
         models="Llama 4",

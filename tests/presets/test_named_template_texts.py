@@ -17,6 +17,7 @@ from luthier.presets.template_table import TEMPLATES
 from luthier.records import Message, Part, Text, Thinking, ToolCall
 from luthier.rendering.messages import plain_messages
 from luthier.rendering.template import ChatTemplate
+from luthier.templating.limits import TemplateSettings
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 WEATHER = {
@@ -245,6 +246,18 @@ def test_hermes_shows_neighbouring_results_in_one_turn() -> None:
     )
 
 
+def test_llama_3_writes_the_date_as_its_publisher_does() -> None:
+    def date(name: str, **given: Any) -> str:
+        settings = TemplateSettings.of("2026-11-22", {})
+        source = named_template(name)
+        assert source is not None
+        text = ChatTemplate(source, special_tokens=SPECIAL, settings=settings).render(TALK, **given)
+        return text.partition("Today Date: ")[2].partition("\n")[0]
+
+    assert (date("llama3_1"), date("llama3_2"), date("llama3")) == ("26 Jul 2024", "22 Nov 2026", "")
+    assert {date(name, date_string="1 May 2025") for name in ("llama3_1", "llama3_2")} == {"1 May 2025"}
+
+
 def test_llama3_calls_and_results() -> None:
     text = template_of("llama3").render(CALLED, [WEATHER])
     assert text.endswith(
@@ -355,5 +368,6 @@ def test_a_different_template_would_not_agree() -> None:
 def test_transformers_renders_the_same_text(name: str) -> None:
     templates = pytest.importorskip("transformers.utils.chat_template_utils")
     source = named_template(name)
-    (text,), _ = templates.render_jinja_template([plain_messages(TALK)], chat_template=source, **SPECIAL)
-    assert text == template_of(name).render(TALK)
+    given = {**SPECIAL, "date_string": "22 Nov 2026"}  # no clock, which may pass midnight between the two
+    (text,), _ = templates.render_jinja_template([plain_messages(TALK)], chat_template=source, **given)
+    assert text == template_of(name).render(TALK, date_string="22 Nov 2026")
