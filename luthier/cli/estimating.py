@@ -42,13 +42,12 @@ def _shape(loaded: Loaded) -> ModelShape:
     from luthier.models.vocabulary import Vocabulary
 
     config, tokenizer = loaded.config, loaded.encoder.tokenizer
-    vocabulary = Vocabulary(
-        size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    vocabulary = Vocabulary.of(tokenizer)
     model = build_weightless(config, vocabulary)
     # an adapter to go on from is taken for a new one, and no weights are there for one to be made of
     fresh = config.adapter.model_copy(update={"name_or_path": None, "init_lora_weights": True})
-    return shape_of(apply_adapter(model, fresh))
+    new_ids = vocabulary.new_ids if config.adapter.name_or_path is None else ()  # an older adapter has its own rows
+    return shape_of(apply_adapter(model, fresh, new_ids=new_ids))
 
 
 def _device(loaded: Loaded, name: str | None) -> Device:

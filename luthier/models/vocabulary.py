@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from luthier.config.schema import ModelConfig
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 
 VOCABULARY_MULTIPLE = 64  # round sizes multiply faster
@@ -23,6 +24,17 @@ class Vocabulary:
     pad_token_id: int
     stop_token_ids: tuple[int, ...] = ()  # all that end a turn
     new_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+        """All of it, as a run takes it from its tokenizer."""
+        return cls(
+            size=tokenizer.vocab_size,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            stop_token_ids=tokenizer.stop_token_ids,
+            new_ids=tokenizer.new_ids,
+        )
 
 
 def fit_unborn(model_config: PretrainedConfig, vocabulary: Vocabulary, notes: list[str]) -> None:

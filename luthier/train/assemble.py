@@ -76,13 +76,7 @@ class RunModel:
 
 def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Listener) -> RunModel:
     """Load the model, put the adapter on, and say what was decided; the same weights on all ranks, at every start."""
-    vocabulary = Vocabulary(
-        size=tokenizer.vocab_size,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=tokenizer.stop_token_ids,
-        new_ids=tokenizer.new_ids,
-    )
+    vocabulary = Vocabulary.of(tokenizer)
     loaded = load_model(config, vocabulary)
     for note in _standing_notes(config, loaded):
         tell(Note(text=f"model: {note}"))

@@ -49,6 +49,10 @@ Event = Note | Started | StepDone | StepRecord | EvalRecord | GenerationRound | 
 Listener = Callable[[Event], None]
 
 
+def silent(event: Event) -> None:
+    """A listener that hears nothing."""
+
+
 def tell_all(listeners: list[Listener]) -> Listener:
     """One listener that passes every event on, in order."""
 

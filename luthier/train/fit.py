@@ -164,7 +164,7 @@ def _set_up(
     if world.is_main:
         step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training
         listeners[:] = [listener for listener in listeners if not isinstance(listener, LogFile)]
-        listeners.append(LogFile(config.output.dir / LOG_FILE, step=step))
+        listeners.append(LogFile(config.output.dir / LOG_FILE, step=step, tell=hooks.tell))
     run_model = make_model(config, tokenizer, world, hooks.tell)
     first_step = None if resume is None else checkpoint_step(resume)
     if resume is not None and isinstance(schedule, StreamPlan):

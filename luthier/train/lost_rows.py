@@ -6,10 +6,12 @@ the plan is as it was, nothing is learned there, and no other row is put in.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from xxhash import xxh32_intdigest
 
 from luthier.errors import RowError
 from luthier.ledger import Ledger
@@ -19,6 +21,25 @@ from luthier.train.files import FILES
 
 LOST_FILE = "lost_media.jsonl"
 MAX_TOLD = 10  # of a run; the file has them all
+UNREADABLE = "unreadable line of lost_media.jsonl"  # a note of the ledger: a row was lost, and which is not known
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the file. ``check`` is the hash of the others, so that a changed number does not take another row."""
+
+    file: str
+    row: int
+    counted: bool
+    reason: str
+    detail: str
+    check: int
+
+    @classmethod
+    def of(cls, error: RowError, *, counted: bool) -> _Entry:
+        assert error.address is not None
+        told = (error.address.file, error.address.row, counted, error.reason, error.detail)
+        check = xxh32_intdigest(msgspec.json.encode(told))
+        return cls(file=told[0], row=told[1], counted=counted, reason=error.reason, detail=error.detail, check=check)
 
 
 class LostRows:
@@ -31,8 +52,13 @@ class LostRows:
         self._max_drop = max_drop
         self._tell = tell
         self._known: set[Address] = set()
-        for error, counted in _entries(self.path):
+        entries, damaged = _entries(self.path)
+        for error, counted in entries:
             self._count(error, counted=counted)
+        if damaged:
+            count = "1 line" if len(damaged) == 1 else f"{len(damaged)} lines"
+            where = f"{self.path}:{damaged[0]}"
+            tell(Note(text=f"{count} cannot be read (the first: {where}), and the ledger notes it as {UNREADABLE!r}"))
 
     def watch(self, batches: Iterable[Batch], *, counted: bool = True) -> Iterator[Batch]:
         """The batches; what they lost is noted on the way. ``counted`` is for rows of the ledger.
@@ -48,10 +74,9 @@ class LostRows:
         assert error.address is not None
         if error.address in self._known:
             return
-        entry = {"file": error.address.file, "row": error.address.row, "counted": counted}
-        line = json.dumps({**entry, "reason": error.reason, "detail": error.detail}) + "\n"
+        line = msgspec.json.encode(_Entry.of(error, counted=counted)) + b"\n"
         torn = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")  # by a process that was killed
-        FILES.append(self.path, ("\n" * torn + line).encode())
+        FILES.append(self.path, b"\n" * torn + line)
         self._count(error, counted=counted)
         if len(self._known) <= MAX_TOLD:
             self._tell(Note(text=f"lost: {error}; padding stands in its place"))
@@ -76,21 +101,36 @@ def ledger_of_run(ledger: dict[str, Any], folder: Path, trained: Collection[Addr
     if not ledger:
         return ledger
     found = Ledger.from_json(ledger)
-    lost = {error.address: error for error, counted in _entries(folder / LOST_FILE) if counted}
+    entries, damaged = _entries(folder / LOST_FILE)
+    lost = {error.address: error for error, counted in entries if counted}
     for error in lost.values():
         found.lose_kept(error)
     found.trained = len(set(trained) - lost.keys())
+    if damaged:
+        found.note(UNREADABLE, len(damaged))
     found.check(max_drop=found.read)
     return found.to_json()
 
 
-def _entries(path: Path) -> Iterator[tuple[RowError, bool]]:
+def _entries(path: Path) -> tuple[list[tuple[RowError, bool]], list[int]]:
+    """The lost rows of a file, with whether each is a row of the ledger; and the numbers of lines that say none.
+
+    A last line without a newline was torn by a kill; its row will be lost again, and told. Once another line is written
+    behind it, it is a line that says no row, like a damaged one.
+    """
     if not path.is_file():
-        return
-    for line in path.read_bytes().split(b"\n"):
+        return [], []
+    found, damaged = [], []
+    *lines, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
         try:
-            entry = json.loads(line)
-        except ValueError:  # torn: the row will be lost again, and told
+            entry = msgspec.json.decode(line, type=_Entry)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            damaged.append(number)
             continue
-        address = Address(file=entry["file"], row=entry["row"])
-        yield RowError(entry["reason"], entry["detail"], address=address), entry["counted"]
+        error = RowError(entry.reason, entry.detail, address=Address(file=entry.file, row=entry.row))
+        if entry == _Entry.of(error, counted=entry.counted):
+            found.append((error, entry.counted))
+        else:
+            damaged.append(number)
+    return found, damaged

@@ -58,7 +58,7 @@ class Run:
 def result_of(run: Run, started_at: str) -> RunResult:
     """What the run leaves to be reported, but for how long it took."""
     config, state, output = run.config, run.trainer.state, run.config.output.dir
-    steps, evals, generations = read_log(output / LOG_FILE)
+    steps, evals, generations = read_log(output / LOG_FILE, run.hooks.tell)
     signal = run.hooks.stop.signal
     stopped_early = any(isinstance(c, EarlyStopping) and c.stopped for c in run.trainer.callback_handler.callbacks)
     world = run.hooks.stop.world

@@ -204,9 +204,7 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
     config, tokenizer = draft.config, encoder.tokenizer
     choices = list(_told(draft, "model.attn_implementation", lambda: check_choices(config)))
     yield from choices
-    vocabulary = Vocabulary(
-        size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    vocabulary = Vocabulary.of(tokenizer)
     try:
         model = build_weightless(config, vocabulary)
     except UserError as error:
@@ -221,7 +219,8 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         )
     # an adapter to go on from is taken for a new one, and no weights are there for one to be made of
     fresh = config.adapter.model_copy(update={"name_or_path": None, "init_lora_weights": True})
-    yield from _told(draft, "adapter.type", lambda: apply_adapter(model, fresh))
+    new_ids = vocabulary.new_ids if config.adapter.name_or_path is None else ()  # an older adapter has its own rows
+    yield from _told(draft, "adapter.type", lambda: apply_adapter(model, fresh, new_ids=new_ids))
 
 
 def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterator[Problem]:

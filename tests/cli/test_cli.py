@@ -243,6 +243,18 @@ def test_plan_estimates_time_and_memory_for_the_device_asked_for(
     assert json.loads(capsys.readouterr().out)["estimate"]["seconds"] == pytest.approx(2 * fast["seconds"])
 
 
+def test_plan_counts_the_rows_of_new_tokens_as_trained(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = ["adapter.type=lora", "adapter.target_modules=[q_proj]", "adapter.r=2"]
+
+    def trainable(*more: str) -> int:
+        assert run(["plan", str(config), *lora, *more, "--json", "-"]) == 0
+        return int(json.loads(capsys.readouterr().out)["estimate"]["trainable"])
+
+    before = trainable()
+    row = trainable("model.add_tokens=[zorkmid]") - before
+    assert row > 0 and trainable("model.add_tokens=[zorkmid, quatloo, altair]") == before + 3 * row
+
+
 def test_plan_says_why_there_is_no_estimate_and_plans_all_the_same(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,12 +14,13 @@ from tiny_rows import run_data
 from tiny_runs import make_config
 
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import RowError
 from luthier.ledger import Ledger
 from luthier.records import Address
 from luthier.train.artifacts import model_card
 from luthier.train.events import Event, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.lost_rows import LOST_FILE, ledger_of_run
+from luthier.train.lost_rows import LOST_FILE, UNREADABLE, LostRows, ledger_of_run
 from luthier.train.report import Report
 from luthier.train.result import Ended, RunResult
 from luthier.train.trainer import LuthierTrainer
@@ -122,12 +123,38 @@ def test_the_card_and_the_terminal_tell_the_same(tmp_path: Path, tokenizer: Toke
 
 
 def test_a_row_whose_media_was_lost_is_not_trained_though_a_step_took_it(tmp_path: Path) -> None:
-    line = {"file": "a", "row": 1, "counted": True, "reason": "media_changed", "detail": ""}
-    (tmp_path / LOST_FILE).write_text(json.dumps(line) + "\n")
+    _lose(tmp_path, 1)
     rows = [Address(file="a", row=1), Address(file="a", row=2)]
     found = ledger_of_run(Ledger(read=3, prepared=3).to_json(), tmp_path, rows)
     assert (found["prepared"], found["trained"], found["not_yet_trained"]) == (2, 1, 1)
     assert found["quarantined"] == {"media_changed": 1}
+
+
+def _lose(folder: Path, *rows: int) -> bytes:
+    """What a run writes that lost these rows."""
+    lost = LostRows(folder, {}, max_drop=1.0, tell=lambda _: None)
+    for row in rows:
+        lost._add(RowError("media_changed", "", address=Address(file="a", row=row)), counted=True)
+    return (folder / LOST_FILE).read_bytes()
+
+
+def test_no_damage_to_the_file_of_lost_rows_takes_another_row(tmp_path: Path) -> None:
+    first, second = _lose(tmp_path, 1, 2).splitlines(keepends=True)
+    rows = [Address(file="a", row=row) for row in range(1, 10)]
+    ledger, told = Ledger(read=9, prepared=9).to_json(), list[Any]()
+    for place in range(len(first) - 1):  # the last is the newline
+        damaged = bytearray(first)
+        damaged[place] ^= 1 << place % 7
+        (tmp_path / LOST_FILE).write_bytes(bytes(damaged) + second)
+        LostRows(tmp_path, ledger, max_drop=1.0, tell=told.append)
+        found = ledger_of_run(ledger, tmp_path, rows)
+        unreadable = found["notes"][UNREADABLE]
+        assert unreadable in (1, 2)  # 2 where the flip makes a newline
+        assert (found["prepared"], found["trained"], found["quarantined"]) == (8, 8, {"media_changed": 1})
+    assert len(told) == len(first) - 1 and LOST_FILE in told[0].text
+    for line in (b"[]", b"null", b"3", b'{"file": "a"}', b"\xff", b"[" * 100_000):
+        (tmp_path / LOST_FILE).write_bytes(first + line + b"\n" + second)
+        assert ledger_of_run(ledger, tmp_path, rows)["quarantined"] == {"media_changed": 2}
 
 
 def test_more_trained_than_prepared_cannot_be_told(tmp_path: Path) -> None:

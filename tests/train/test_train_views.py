@@ -6,6 +6,7 @@ import io
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -59,6 +60,48 @@ def test_a_resumed_log_drops_later_steps_and_a_line_that_was_cut_off(tmp_path: P
         file.write(b'{"kind": "train", "step": 5, "lo')
     LogFile(path, step=2)(_step(3))
     assert read_log(path)[0] == (_step(1), _step(2), _step(3))
+
+
+DAMAGED = [
+    b"", b"\xff\xfe", b"{}", b"[1]", b"null", b'{"kind": "train"}', b'{"kind": ["train"], "step": 1}',
+    b'{"kind": "other", "step": 1}', b'{"kind": "eval", "step": "2", "epoch": 0}', b"[" * 100_000,
+]  # fmt: skip
+
+
+def test_damaged_lines_of_a_log_are_set_aside_and_told(tmp_path: Path) -> None:
+    path, told = tmp_path / "log.jsonl", list[Any]()
+    log = LogFile(path, step=-1)
+    for step, line in enumerate(DAMAGED, start=1):
+        log(_step(step))
+        with path.open("ab") as file:
+            file.write(line + b"\n")
+    steps = tuple(map(_step, range(1, 11)))
+    assert read_log(path, told.append)[0] == steps
+    assert "9 lines are damaged" in told.pop().text and f"{path}:4" in read_text(path, told)
+    LogFile(path, step=10, tell=told.append)
+    assert "9 lines are damaged" in told.pop().text
+    assert read_log(path, told.append)[0] == steps and told == []
+    assert path.with_name("log.jsonl.damaged").read_bytes() == b"".join(line + b"\n" for line in DAMAGED if line)
+
+
+def read_text(path: Path, told: list[Any]) -> str:
+    read_log(path, told.append)
+    return str(told.pop().text)
+
+
+def test_any_flipped_bit_of_a_log_is_read_over(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = LogFile(path, step=-1)
+    for event in (_step(1), EVAL, ROUND):
+        log(event)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        LogFile(path, step=9)
+        read_log(path)
+        path.with_name("log.jsonl.damaged").unlink(missing_ok=True)
 
 
 def test_lines_are_printed_at_intervals_and_the_last_step_always() -> None:
