@@ -29,7 +29,7 @@ from luthier.rendering.tracked import Tracked, concatenate, is_own, pin, refuse,
 from luthier.rendering.value_text import text_of
 from luthier.templating.limits import TemplateLimits
 from luthier.templating.plain import TemplateDict, furnish
-from luthier.templating.sandbox import Sandbox
+from luthier.templating.sandbox import SMALL, Sandbox
 
 HIDDEN = ("_block_vars", "_loop_vars")  # what a compiled template adds to every call
 
@@ -51,6 +51,9 @@ class TrackingEnvironment(Sandbox):
 
     def own(self, value: Any) -> Any:
         """A text that the template holds, or a variable that it is given: nothing of it is a row's."""
+        known = self.trace.literals.get(value) if type(value) is str else None
+        if known is not None:
+            return known
         return settled(value, self.trace)
 
     def concat(self, parts: Iterable[Any]) -> Tracked:
@@ -61,11 +64,14 @@ class TrackingEnvironment(Sandbox):
 
     def emit(self, value: Any, line: int | None = None) -> Tracked:
         """Print a value. ``line`` of the template is None for its own text."""
-        text = text_of(self.printed(value), self.trace)
-        self.collected([text])
+        text = value if isinstance(value, Tracked) else text_of(self.printed(value), self.trace)
+        length = str.__len__(text)
+        if length > SMALL:
+            self.meter.make(length, "the output")
         if line is not None:
             self.trace.prints.append((line, text))
-        return Tracked(text, text._sketch, self.trace.stamp(text._owners), self.trace)
+        owners = self.trace.stamp(text._owners)
+        return text if owners is text._owners else Tracked(text, text._sketch, owners, self.trace)
 
     def contains(self, container: Any, item: Any) -> bool:
         """``item in container``."""
@@ -91,8 +97,6 @@ class TrackingEnvironment(Sandbox):
         loops = self.trace.loops
         if loops and not loops[-1].at_message and not loops[-1].assigned and id(item) in self.trace.message_of:
             self.trace.scope, loops[-1].assigned = self.trace.message_of[id(item)], True
-
-    enter.keeps_track = assign.keeps_track = True  # type: ignore[attr-defined]
 
     # -------------------------------------------------------------------------------------- hooks of the sandbox
 

@@ -100,9 +100,15 @@ def marked_tools(tools: Sequence[Mapping[str, Any]], trace: Trace) -> list[Any] 
         return None
     number = trace.number(Owner(field="tools"))
     trace.is_marking = True
-    marked = [_leaves(tool, lambda value, _: _marked(value, number, trace, is_shape=True)) for tool in tools]
-    trace.container_owners[id(marked)] = number
+
+    def mark(value: Any, _: bool = False) -> Any:
+        if isinstance(value, dict | list):
+            trace.tools[id(value)] = len(trace.tools)
+        return _marked(value, number, trace, is_shape=True)
+
+    marked = mark([_leaves(tool, mark) for tool in tools])
     trace.is_marking = False
+    assert isinstance(marked, list)
     return marked
 
 

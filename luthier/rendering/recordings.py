@@ -9,9 +9,10 @@ from typing import Any
 from luthier.records import Conversation, Message, Text, Thinking
 from luthier.rendering.guards import Guard, compile_guards
 from luthier.rendering.messages import message_strings
-from luthier.rendering.references import Alphabet, Fixed, Operation, Reference, Slot, is_reference, value_of
+from luthier.rendering.references import Alphabet, Fixed, Operation, Reference, Slot, references_in, value_of
 from luthier.rendering.shape import MessageShape, message_shape, tools_shape
 from luthier.rendering.template import ChatTemplate, Recording
+from luthier.rendering.trace import Written
 
 MOST_RECORDINGS = 20_000  # kept at a time; then all are forgotten and begun anew
 MOST_VARIANTS = 16  # of one shape that are compared before it is recorded again
@@ -30,6 +31,7 @@ class RowHistory:
     strings: list[str]
     recordings: Recordings
     guards: dict[Guard, None] = field(default_factory=dict)
+    written: Written = field(default_factory=dict)
 
     def recording(self, num_messages: int, *, generation_prompt: bool = False, **kwargs: Any) -> Recording:
         """The recording for ``messages[:num_messages]``. Raises `RowError` if the template refuses them."""
@@ -97,8 +99,7 @@ class RowHistory:
     def references(self, *sketches: str) -> dict[str, Reference]:
         """The references in some sketches and in all guards so far, by their characters."""
         asked = (sketch for guard in self.guards for sketch in guard.sketches)
-        chars = dict.fromkeys(char for sketch in (*sketches, *asked) for char in sketch if is_reference(char))
-        found = {char: self.recordings.alphabet.reference(char) for char in chars}
+        found = {char: self.recordings.alphabet.reference(char) for char in references_in(*sketches, *asked)}
         return {char: reference for char, reference in found.items() if reference is not None}
 
     def _take(
@@ -120,6 +121,7 @@ class RowHistory:
                 generation_prompt=generation_prompt,
                 kwargs=kwargs,
                 num_own=num_own,
+                written=self.written,
             )
             if len(variants) >= MOST_VARIANTS:
                 variants.clear()
@@ -129,8 +131,8 @@ class RowHistory:
         return recording
 
     def _fits(self, recording: Recording) -> bool:
-        chars = dict.fromkeys(char for guard in recording.guards for sketch in guard.sketches for char in sketch)
-        index_of = {char: index for index, char in enumerate(filter(is_reference, chars))}
+        chars = references_in(*(sketch for guard in recording.guards for sketch in guard.sketches))
+        index_of = {char: index for index, char in enumerate(chars)}
         values = [self.value(char) for char in index_of]
         return all(check(values) for check in compile_guards(recording.guards, index_of))
 

@@ -9,7 +9,6 @@ get the text from another row's strings:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
@@ -144,10 +143,15 @@ def filled_in(sketch: str, value: Callable[[str], str]) -> str:
     """A sketch with the text of each of its references in its place."""
     if not has_reference(sketch):
         return sketch
-    return _REFERENCE.sub(lambda match: value(match[0]), sketch)
+    return sketch.translate({ord(char): value(char) for char in references_in(sketch)})
 
 
-_REFERENCE = re.compile(f"[{chr(FIRST_CHAR)}-{chr(LAST_CHAR)}]")
+def references_in(*sketches: str) -> list[str]:
+    """The characters of sketches that stand for references, each once, in their order."""
+    return [char for char in dict.fromkeys("".join(sketches)) if char >= _FIRST]
+
+
+_FIRST = chr(FIRST_CHAR)
 
 
 def has_reference(sketch: str) -> bool:

@@ -33,7 +33,7 @@ from luthier.rendering.messages import (
 )
 from luthier.rendering.places import expression_at
 from luthier.rendering.references import Alphabet, filled_in, is_reference
-from luthier.rendering.trace import Owner, Trace
+from luthier.rendering.trace import Owner, Trace, Written
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.rendering.words import OtherWords
 from luthier.templating.limits import OverLimit, TemplateSettings
@@ -266,14 +266,17 @@ class ChatTemplate:
         generation_prompt: bool = False,
         kwargs: Mapping[str, Any] | None = None,
         num_own: int | None = None,
+        written: Written | None = None,
     ) -> Recording:
         """The same text as a sketch with owners; messages from ``num_own`` on are no row's.
+
+        ``written`` is shared by recordings with the same tools and alphabet.
 
         Raises `RowError` where track is lost, `AlphabetFull`.
         """
         expected = self.render(messages, tools, generation_prompt=generation_prompt, **(kwargs or {}))
         form = self.message_form
-        trace = Trace(alphabet=alphabet)
+        trace = Trace(alphabet=alphabet, written={} if written is None else written)
         try:
             output = self._run_recorded(
                 trace,

@@ -15,10 +15,12 @@ from luthier.rendering.references import (
     Slot,
     has_reference,
     operated,
+    references_in,
     value_of,
 )
 
 SCAFFOLD = "\0"
+Written = dict[tuple[Any, ...], tuple[str, str]]  # a row's tool and how it is written as JSON -> its text and sketch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Trace:
     swaps: Mapping[int | str, str] = field(default_factory=dict)  # other texts for strings, by number, or for constants
     is_marking: bool = False  # the row's strings are being put together: what is asked of them now is no template's
     container_owners: dict[int, str] = field(default_factory=dict)  # id(list or dict of the row) -> whose it is
+    tools: dict[int, int] = field(default_factory=dict)  # id(list or dict of the row's tools) -> its number
+    written: Written = field(default_factory=dict)  # of the row's tools; shared by its recordings
     literals: dict[str, Any] = field(default_factory=dict)  # the template's own texts, as tracked strings
     prints: list[tuple[int, str]] = field(default_factory=list)  # what was printed at which line of the template
 
@@ -105,8 +109,8 @@ class Trace:
 
     def closed(self, sketch: str) -> tuple[str, tuple[Guard, ...]]:
         """A sketch, and the guards, with the constants of the shape as fixed text."""
-        chars = set(sketch).union(*(one for guard in self.guards for one in guard.sketches))
-        constant = {char for char in chars if isinstance(self.alphabet.reference(char), Constant)}
+        chars = references_in(sketch, *(one for guard in self.guards for one in guard.sketches))
+        constant = [char for char in chars if isinstance(self.alphabet.reference(char), Constant)]
         table = {ord(char): self.fix(self.value(char)) for char in constant}
         guards: dict[Guard, None] = {}
         for guard in self.guards:

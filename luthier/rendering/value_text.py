@@ -71,8 +71,16 @@ def dump_json(
         text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=(item, key), sort_keys=sort_keys)
         return own_text(text, trace)
     step = " " * indent if isinstance(indent, int) else indent
+    number = None if sort_keys else trace.tools.get(id(value))  # to sort is to ask
+    known = trace.written.get((number, ensure_ascii, step, item, key))
+    if known is not None:
+        text, sketch = known
+        return Tracked(text, sketch, owner * len(sketch), trace)
     writer = _JsonWriter(trace, owner, ensure_ascii=ensure_ascii, step=step, separators=(item, key), sort=sort_keys)
-    return writer.gathered(writer.write(value, "\n"))
+    written = writer.gathered(writer.write(value, "\n"))
+    if number is not None and set(written._owners) == {owner}:
+        trace.written[number, ensure_ascii, step, item, key] = str.__str__(written), written._sketch
+    return written
 
 
 def refuse_to_print(value: Any) -> NoReturn:

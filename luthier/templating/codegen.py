@@ -22,6 +22,16 @@ class BoundedCodeGenerator(CodeGenerator):
         node.body.insert(0, announce("step", [], node.lineno))
         super().visit_For(node, frame)
 
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
+        if not isinstance(node.node, nodes.EnvironmentAttribute):
+            super().visit_Call(node, frame, forward_caller=forward_caller)
+            return
+        self.write(f"environment.{node.node.name}(")  # a hook (`announce`) is no call of the template's
+        for argument in node.args:
+            self.visit(argument, frame)
+            self.write(", ")
+        self.write(")")
+
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined(context.eval_ctx.autoescape, (")
         for part in node.nodes:

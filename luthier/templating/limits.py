@@ -107,7 +107,7 @@ class Meter:
     def start(self) -> None:
         """A render begins."""
         self.steps = self._looks = self._chars = self._chars_of_memory = 0
-        self._began, self._memory = time.thread_time(), -1.0
+        self._began = self._memory = -1.0  # small renders are over before the first look, so they need not know
 
     def step(self) -> None:
         """One more round of a loop, or one more call. Raises `OverLimit`."""
@@ -135,7 +135,10 @@ class Meter:
         limits = self.limits
         if self.steps > limits.max_steps:
             raise OverLimit(f"it goes on and on: stopped after {limits.max_steps:,} steps", key="max_steps")
-        seconds = time.thread_time() - self._began
+        now = time.thread_time()
+        if self._began < 0:
+            self._began = now
+        seconds = now - self._began
         if seconds > limits.max_seconds:
             raise OverLimit(
                 f"it takes too long: stopped after {seconds:.1f} of {limits.max_seconds:g} seconds of processor time",
@@ -151,7 +154,7 @@ class Meter:
     def _look_at_memory(self) -> None:
         now = _resident_mb()
         if self._memory < 0:
-            self._memory = now  # small renders never come here, so they need not know where they began
+            self._memory = now
         grown = now - self._memory
         if grown > self.limits.max_memory_mb:
             raise OverLimit(

@@ -42,6 +42,7 @@ STRING_METHODS = frozenset(
     "endswith lower lstrip partition removeprefix removesuffix replace rpartition rsplit rstrip split splitlines "  # noqa: SIM905
     "startswith strip title upper".split()
 )
+QUICK_METHODS = STRING_METHODS & FREE_METHODS
 LOOP_ATTRIBUTES = frozenset("depth depth0 first index index0 last length revindex revindex0".split())  # noqa: SIM905
 SMALL = 10_000  # characters that are joined without asking
 MAX_NESTING = 100  # of expressions and blocks in the source of a template
@@ -120,7 +121,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def compared(self, value: Any) -> Any:
         """An operand of a comparison, as it is."""
-        if not is_flat(value):
+        if not isinstance(value, str) and not is_flat(value):
             self.meter.make(weigh(value), "a comparison")
         return value
 
@@ -162,12 +163,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """``left operator right``."""
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):
+            if str.__len__(left) + str.__len__(right) < SMALL:
+                return left + right
+        elif operator in ("+", "-") and _is_small(left) and _is_small(right):
+            return left + right if operator == "+" else left - right
         check_operator(self.meter, operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls from the template: of methods, macros and functions."""
         self.meter.step()
+        if _is_quick(obj, args, kwargs):
+            made = obj(*args)
+            return _measured(self.meter, obj.__name__, made) if isinstance(made, str) else made
         if isinstance(obj, Macro | LoopContext):
             return super().call(context, obj, *args, **kwargs)
         given = {name: value for name, value in kwargs.items() if name not in ("_block_vars", "_loop_vars")}
@@ -177,11 +186,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
         check_tuples((*args, *given.values()))
         if name not in FREE_METHODS or not isinstance(owner, str | dict):
             check_call(self.meter, Call(name, owner, args, given), is_method=True)
-        if type(obj) is types.BuiltinMethodType and isinstance(owner, str) and name in STRING_METHODS:
-            made = obj(*args, **given)
-        else:
-            made = super().call(context, obj, *args, **{**kwargs, **given})
-        return _measured(self.meter, name, made)
+        return _measured(self.meter, name, super().call(context, obj, *args, **{**kwargs, **given}))
+
+
+def _is_quick(obj: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is of a string's own method, with strings alone, and makes no more than it is given."""
+    return (
+        type(obj) in (types.BuiltinMethodType, types.MethodType)
+        and isinstance(obj.__self__, str)
+        and obj.__name__ in QUICK_METHODS
+        and len(kwargs) == ("_loop_vars" in kwargs) + ("_block_vars" in kwargs)
+        and all(isinstance(argument, str) for argument in args)
+    )
+
+
+def _is_small(value: Any) -> bool:
+    return type(value) is int and -SMALL < value < SMALL
 
 
 def _metered(meter: Meter, name: str, function: Callable[..., Any], *, is_free: bool) -> Callable[..., Any]:

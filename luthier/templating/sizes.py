@@ -52,10 +52,11 @@ def weigh(*values: Any) -> int:
     Stops at more than `MAX_ITEMS` items, with a number beyond any limit.
     """
     total, items, left = 0, 0, list(values)
+    length = str.__len__
     while left:
         value = left.pop()
         if isinstance(value, str):
-            total += str.__len__(value) + 2
+            total += length(value) + 2
             continue
         if isinstance(value, Namespace):
             value = object.__getattribute__(value, "_Namespace__attrs")
