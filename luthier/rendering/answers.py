@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -77,9 +78,12 @@ def require_answer(
     rest = _HOLE.join(learned[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True))
     for call in calls:
         _require_call(call, rest, field)
-    if calls:  # whatever notation a call has, words belong to it; a long text printed besides does not
+    if calls:
+        _require_scalars(calls, rest, field)
+        # whatever notation a call has, words belong to it; a long text printed besides does not
         between = _between_marks(rest, control)
         added = [text for text in (thought, answer) if len(text) >= SHORTEST_REPEATED and text in between]
+        added += _words_beside_calls(calls, rest, control, has_header=has_header)
     else:
         added = list(_added_words(rest, control, has_header=has_header))
     if not added:
@@ -151,7 +155,7 @@ def _loose(text: str) -> str:
 def _require_call(call: ToolCall, rest: str, field: str) -> None:
     """A call's name and the texts of its arguments stand in what is learned, in whatever notation."""
     bare = _bare(rest)
-    for text in (call.name, *_leaves(call.arguments)):
+    for text in (call.name, *(leaf for leaf in _leaves(call.arguments) if isinstance(leaf, str))):
         if not any(_bare(written) in bare for written in _written(text)):
             raise RowError(
                 "answer_lost",
@@ -161,22 +165,84 @@ def _require_call(call: ToolCall, rest: str, field: str) -> None:
             )
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _require_scalars(calls: Sequence[ToolCall], rest: str, field: str) -> None:
+    """Each number, boolean and null of the calls stands in what is learned, as often as the calls have it."""
+    plain = rest.replace("\\", "")
+    leaves = (leaf for call in calls for leaf in _leaves(call.arguments) if not isinstance(leaf, str))
+    for forms, count in Counter(frozenset({str(leaf), json.dumps(leaf, default=str)}) for leaf in leaves).items():
+        pattern = "|".join(map(re.escape, sorted(forms, key=len, reverse=True)))
+        found = re.findall(rf"(?<![\w.])(?:{pattern})(?!\w|\.\d)", plain, re.IGNORECASE)
+        if len(found) < count:
+            raise RowError(
+                "answer_lost",
+                f"the calls' arguments have {_short(min(forms))} {count} times and the chat template prints it "
+                f"{len(found)} times, so the model would learn other calls",
+                field=field,
+            )
+
+
+def _words_beside_calls(
+    calls: Sequence[ToolCall], rest: str, control: ControlTokens, *, has_header: bool
+) -> Iterator[str]:
+    """Words before, between and behind calls, outside the marks that enclose each of them.
+
+    ``I call:\\n<call>{"name": "find"}</call>`` has some, ``Action: find`` has none: words that no mark parts from a
+    call's name are its notation, and so are names beside control tokens.
+    """
+    names = {call.name for call in calls}
+    leaves = [leaf for call in calls for leaf in (call.id or "", *_leaves(call.arguments))]
+    for leaf in sorted({leaf for leaf in leaves if isinstance(leaf, str) and _marks(leaf, control)}, key=len)[::-1]:
+        written = [form for form in _written(leaf) if form in rest]
+        if not written:  # a notation that escapes it otherwise: its marks cannot be told from the template's
+            return
+        for form in written:
+            rest = rest.replace(form, f" {calls[0].name} ")
+    edges = [(0, 0, False), *_marks(rest, control), (len(rest), len(rest), False)]
+    between = [(left, right, rest[left[1] : right[0]]) for left, right in pairwise(edges)]
+    texts = names.union(form for leaf in leaves for form in _written(leaf))
+    with_name = [n for n, (_, _, text) in enumerate(between) if any(_stands(name, text) for name in names)]
+    with_text = [n for n, (_, _, text) in enumerate(between) if any(_stands(one, text) for one in texts)]
+    if not with_name or not with_text:
+        return
+    first, last = with_name[0], max(with_name[-1], with_text[-1])
+    opening, closing = rest[slice(*between[first][0][:2])], rest[slice(*between[last][1][:2])]
+    for number, (left, right, text) in enumerate(between):
+        is_between = (rest[slice(*left[:2])], rest[slice(*right[:2])]) == (closing, opening) and number not in with_text
+        if (number < first or number > last or is_between) and _WORD.search(text):
+            tags = rest[slice(*left[:2])], rest[slice(*right[:2])]
+            is_tagged = _WORD.fullmatch(text.strip()) and tags[0] and tags[1] == tags[0][:1] + "/" + tags[0][1:]
+            if not is_tagged and not (has_header and _is_name(left, right, text)):
+                yield text.replace(_HOLE, "…").strip()
+
+
+def _stands(text: str, between: str) -> bool:
+    """Whether a text of a call stands in another one, and not as a part of a word."""
+    text, between = _bare(text), between.replace("\\", "")
+    if len(text) >= SHORTEST_REPEATED:
+        return text in _bare(between)
+    return bool(text) and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", between) is not None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The names and values in a call's arguments."""
     match value:
-        case str():
-            yield value
         case Mapping():
-            for item in value.values():
+            for name, item in value.items():
+                yield name
                 yield from _leaves(item)
         case list() | tuple():
             for item in value:
                 yield from _leaves(item)
         case _:
-            return
+            yield value
 
 
-def _written(text: str) -> Iterator[str]:
-    """A text as JSON, Python or plain words have it."""
+def _written(leaf: Any) -> Iterator[str]:
+    """A name or value as JSON, Python or plain words have it."""
+    if not isinstance(leaf, str):
+        yield from (str(leaf), json.dumps(leaf, default=str))
+        return
+    text = leaf
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
@@ -190,19 +256,19 @@ def _bare(text: str) -> str:
 
 def _added_words(rest: str, control: ControlTokens, *, has_header: bool) -> Iterator[str]:
     """Words that are no name beside a control token: ``<|channel|>final<|message|>`` has one, ``Sure: `` is none."""
-    marks = _marks(rest, control)
-    edges = [(0, 0, False), *marks, (len(rest), len(rest), False)]
-    for (_, start, _), (end, _, is_control) in pairwise(edges):
-        between = rest[start:end]
-        if not _WORD.search(between):
-            continue
-        begins_with_mark = any(stop == start and known for _, stop, known in marks)
-        is_name = (
-            _HOLE not in between and "\n" not in between.strip() and is_control and (begins_with_mark or not start)
-        )
-        is_name = is_name or (begins_with_mark and _NAME.match(between) is not None and not _more(between))
-        if not (is_name and has_header):
+    edges = [(0, 0, False), *_marks(rest, control), (len(rest), len(rest), False)]
+    for left, right in pairwise(edges):
+        between = rest[left[1] : right[0]]
+        if _WORD.search(between) and not (has_header and _is_name(left, right, between)):
             yield between.replace(_HOLE, "…").strip()
+
+
+def _is_name(left: tuple[int, int, bool], right: tuple[int, int, bool], between: str) -> bool:
+    """Whether words between two marks are the name that one of them has, which is a control token."""
+    begins_with_mark = left[2]
+    if _HOLE not in between and "\n" not in between.strip() and right[2] and (begins_with_mark or not left[1]):
+        return True
+    return begins_with_mark and _NAME.match(between) is not None and not _more(between)
 
 
 def _between_marks(rest: str, control: ControlTokens) -> str:

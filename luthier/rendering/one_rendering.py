@@ -48,6 +48,8 @@ def one_path(
             elif path.stop is None and needs_stop:
                 raise no_stop(control, index)
             span = span or open_span(recording, index, seam, whole=path.stop is not None)
+            if needs_stop and span.stop == span.end and path.stop is None:
+                raise no_stop(control, index)
             path.end = span.end if is_last else None
         path.spans.append(span)
         left_out = _thoughts_of_its_own_time(context, messages[index], index) if index < turns[-1] else set()

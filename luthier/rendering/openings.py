@@ -27,6 +27,7 @@ _OPEN = re.compile(rf"({TAG})(\w*)(\s*)$")
 _CLOSED = re.compile(rf"({TAG})(\w*)(\s*)({TAG})\s*$")
 _CLOSE = re.compile(rf"({TAG})\s*$")
 _SPACE = re.compile(r"\s*")
+_MARK = re.compile(TAG)
 # A closing tag at the end of a prompt closes a thought only if it says so: `[/INST]` closes a question.
 _OF_THOUGHT = re.compile(r"think|thought|reason|cot\b|reflect|analysis", re.IGNORECASE)
 # A tag with one of these in its name begins a turn, not a thought.
@@ -85,12 +86,23 @@ def repeats(ending: Ending, turn: str, seam: int) -> bool:
     return opens or (not ending.is_open and turn.startswith(ending.closing, start))
 
 
-def header_end(prompt: str, ending: Ending, begun: int, turn: str, begins: Sequence[int]) -> int | None:
+def header_end(prompt: str, ending: Ending, begun: int, turn: Recording, begins: Sequence[int]) -> int | None:
     """Where the header of a turn ends that the prompt announces; None if the turn has another header.
 
     ``begun`` is where the prompt goes on behind the history without a prompt, ``begins`` are places where the turn may
-    begin. White space at the end of the header may differ.
+    begin. White space at the end of the header may differ, but not the header's words: where a turn goes on with more
+    of the template's own words, as ``<m>assistant (last)\\n`` does behind ``<m>assistant\\n``, it is another.
     """
+    found = _header_end(prompt, ending, begun, turn.sketch, begins)
+    if found is None or turn.sketch[:found].endswith(prompt[: ending.header_end][-1:]):
+        return found
+    place = _after_space(turn.sketch, found)
+    if place == len(turn.sketch) or turn.owner(place).field is not None or _MARK.match(turn.sketch, place):
+        return found
+    return None
+
+
+def _header_end(prompt: str, ending: Ending, begun: int, turn: str, begins: Sequence[int]) -> int | None:
     whole = prompt[: ending.header_end]
     headers = dict.fromkeys((whole, whole.rstrip()))
     for header in headers:

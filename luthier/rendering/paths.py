@@ -121,6 +121,8 @@ def paths_of(
             home.stop = stop or home.stop
             span = None if ended is None else span_of(home.recording, control, index, context.seam)
             span = span or open_span(home.recording, index, context.seam, whole=stop is not None)
+            if needs_stop and span.stop == span.end and stop is None:
+                raise no_stop(control, index)
         if (home is not trunk and not home.spans) or (home.stop is not None and home.end is None):
             home.end = span.end
         home.spans.insert(0, span)

@@ -200,7 +200,7 @@ class _Asked:
     def _header_end(self) -> int | None:
         stretch = self.turn.stretches.get(self.index)
         begins = [] if stretch is None else [stretch.begin]
-        return header_end(self.prompt.sketch, self.ending, self._begun(), self.turn.sketch, begins)
+        return header_end(self.prompt.sketch, self.ending, self._begun(), self.turn, begins)
 
     def _thoughts(self) -> list[tuple[str, Owner]]:
         """The thoughts of the row's message that are not blank, each with its owner."""

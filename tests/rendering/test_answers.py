@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from luthier.config.schema import HistoryRendering
 from luthier.errors import RowError
 from luthier.presets.named_templates import named_template
 from luthier.records import Message, Thinking, ToolCall
 from luthier.rendering.answers import require_answer
 from luthier.rendering.control import ControlTokens
+from luthier.rendering.render import THOUGHT_IN_LETTERS
+from luthier.rendering.targets import TargetPolicy
 from tests.rendering.chat import CHATML, CONTROL, assistant, conversation, renderer, user
 from tests.rendering.test_render import trained
 
@@ -137,3 +142,138 @@ def test_a_template_whose_tokens_the_tokenizer_lacks_is_not_named() -> None:
     with pytest.raises(RowError) as caught:
         renderer(control=lacking).render(row)
     assert "template.chat_template" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------ words around a tool call
+
+FIND = ToolCall(name="find", arguments={"what": "x", "n": 3, "b": True, "z": None, "deep": {"k": [1, 2.5]}})
+JSON = '{"name": "find", "arguments": {"what": "x", "n": 3, "b": true, "z": null, "deep": {"k": [1, 2.5]}}}'
+SHAPES = (assistant(FIND), assistant("I look.", FIND), assistant("Yes."))
+
+
+def with_calls(*, header: str = "", before: str = "", after: str = "", arguments: str = "| tojson") -> str:
+    """A template that prints calls between tags, and other words where it is told to."""
+    return (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role }}" + header + "\n{{ message.content or '' }}"
+        "{% if message.tool_calls %}" + before + "{% for call in message.tool_calls %}<tool_call>"
+        "{{ call.function " + arguments + " }}</tool_call>{% endfor %}" + after + "{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+@pytest.mark.parametrize("said", SHAPES)
+def test_a_turn_with_another_header_than_the_prompts_is_refused_whatever_it_holds(said: Message) -> None:
+    last = with_calls(header="{% if loop.last and message.role == 'assistant' %} (last){% endif %}")
+    with pytest.raises(RowError) as caught:
+        renderer(last).render(conversation(user("u"), said))
+    assert caught.value.reason == "prompt_not_reproduced"
+    space = with_calls(header="{% if message.role == 'assistant' %} {% endif %}")  # white space may differ
+    (path,) = renderer(space).render(conversation(user("u"), said)).paths
+    assert trained(path).lstrip().startswith(("<tool_call>", "I look.", "Yes."))
+
+
+@pytest.mark.parametrize("said", SHAPES[:2])
+@pytest.mark.parametrize(
+    "words", [{"before": "I call:\n"}, {"after": " Is that right?"}, {"before": "<b>\nSure it is.</b>"}]
+)
+def test_words_beside_calls_that_stand_outside_their_tags_are_found(said: Message, words: dict[str, str]) -> None:
+    renderer(with_calls()).render(conversation(user("u"), said))
+    with pytest.raises(RowError) as caught:
+        renderer(with_calls(**words)).render(conversation(user("u"), said))
+    assert caught.value.reason == "words_added"
+
+
+@pytest.mark.parametrize(
+    "learned, reason",
+    [
+        (f"<call>{JSON}</call>", None),
+        (f"<|im_start|>function<|im_end|>{JSON}", None),
+        (f"<call><type>function</type>{JSON}</call>", None),
+        (f"Action: {JSON}", None),  # nothing parts these words from the call: they may be its notation
+        ("<call>find\n<key>what</key><value>x</value> n=3 b=True z=None deep={'k': [1, 2.5]}</call>", None),
+        (f"So: <call>{JSON}</call>", "words_added"),
+        (f"<call>{JSON}</call> So.", "words_added"),
+        (f"<call>{JSON.replace('3', '4')}</call>", "answer_lost"),
+        (f"<call>{JSON.replace('3', '33')}</call>", "answer_lost"),
+        (f"<call>{JSON.replace('true', 'false')}</call>", "answer_lost"),
+        (f"<call>{JSON.replace('null', '0')}</call>", "answer_lost"),
+        (f"<call>{JSON.replace('2.5', '2')}</call>", "answer_lost"),
+        (f"<call>{JSON.replace('deep', '')}</call>", "answer_lost"),
+    ],
+)
+def test_a_call_is_learned_with_all_its_values_and_nothing_beside_it(learned: str, reason: str | None) -> None:
+    assert reason_of(assistant(FIND), learned) == reason
+
+
+def test_tags_and_control_strings_in_a_calls_values_are_no_marks_of_its_notation() -> None:
+    call = ToolCall(name="find", arguments={"what": "a <b> is </call> so <|im_end|> or"}, id="c1")
+    learned = f"<call>{json.dumps({'what': call.arguments['what'], 'name': 'find', 'id': 'c1'})}"
+    assert reason_of(assistant(call), learned) is None
+    assert reason_of(assistant(call), learned + "</call>") is None
+    assert reason_of(assistant(call), learned + "</call> So.") == "words_added"
+
+
+def test_words_between_two_calls_are_found() -> None:
+    two = assistant(FIND, FIND)
+    assert reason_of(two, f"<call>{JSON}</call>\n<call>{JSON}</call>") is None
+    assert reason_of(two, f"<call>{JSON}</call> and <call>{JSON}</call>") == "words_added"
+    assert reason_of(two, f"<call>{JSON}</call><call>{JSON.replace('3', '4')}</call>") == "answer_lost"
+
+
+# ------------------------------------------------------------------------------------------- every turn stops
+
+
+@pytest.mark.parametrize("history", list(HistoryRendering))
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "not loop.last or message.role != 'assistant'",
+        "message.role != 'assistant' or loop.nextitem is undefined or loop.nextitem.role != 'assistant'",
+        "message.role != 'assistant' or (loop.nextitem is defined and loop.nextitem.role == 'user')",
+        "message.role != 'assistant'",
+    ],
+)
+def test_of_two_answers_in_a_row_each_is_learned_with_a_stop_or_the_row_is_refused(
+    ends: str, history: HistoryRendering
+) -> None:
+    source = CHATML.replace("+ '<|im_end|>\n' }}", "}}{% if " + ends + " %}{{ '<|im_end|>\n' }}{% endif %}")
+    row = conversation(user("u"), assistant("first"), assistant("second"))
+    try:
+        paths = renderer(source, policy=TargetPolicy(history=history)).render(row).paths
+    except RowError as error:
+        assert error.reason == "no_stop"
+        return
+    learned = "".join(map(trained, paths))
+    assert sorted(filter(None, learned.split("<|im_end|>"))) == ["first", "second"]
+    assert learned.count("<|im_end|>") == 2
+
+
+def test_without_a_stop_to_learn_such_a_row_is_taken() -> None:
+    source = CHATML.replace("+ '<|im_end|>\n' }}", "}}{% if message.role == 'user' %}{{ '<|im_end|>\n' }}{% endif %}")
+    row = conversation(user("u"), assistant("first"), assistant("second"))
+    with pytest.raises(RowError, match="no_stop"):
+        renderer(source).render(row)
+    paths = renderer(source, policy=TargetPolicy(train_stop=False)).render(row).paths
+    assert "".join(map(trained, paths)) == "firstsecond"
+
+
+# ------------------------------------------------------------------------ thoughts under templates that know none
+
+
+@pytest.mark.parametrize("allowed, is_noted", [(frozenset(), True), (frozenset({"<think>", "</think>"}), False)])
+def test_tags_of_a_thought_that_are_learned_as_letters_are_counted(allowed: frozenset[str], is_noted: bool) -> None:
+    row = conversation(user("u"), assistant(Thinking(text="Hm.", written="<think>Hm.</think>"), "Yes."))
+    notes = dict(renderer(policy=TargetPolicy(allowed=allowed)).fill(row).notes)
+    assert (THOUGHT_IN_LETTERS in notes) == is_noted
+    assert "template.control" in THOUGHT_IN_LETTERS, "the note says the way out"
+
+
+def test_a_row_without_a_thought_and_a_template_that_reads_thoughts_have_no_such_note() -> None:
+    plain = conversation(user("u"), assistant("Yes."))
+    assert THOUGHT_IN_LETTERS not in dict(renderer().fill(plain).notes)
+    thought = conversation(user("u"), assistant(Thinking(text="Hm.", written="<think>Hm.</think>"), "Yes."))
+    reading = CHATML.replace(
+        "message.content +",
+        "('<think>' + message.reasoning_content + '</think>' if message.reasoning_content else '') + message.content +",
+    )
+    assert THOUGHT_IN_LETTERS not in dict(renderer(reading).fill(thought).notes)
