@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from enum import StrEnum
 
 from luthier.check.show import RowView, show_sample
@@ -25,15 +26,24 @@ from luthier.check.verify_records import (
     Violation,
 )
 from luthier.check.verify_row import RowVerifier
-from luthier.check.verify_samples import SampleMaker, SourceRow, StoredSamples, choose_rows, open_split, read_rows
+from luthier.check.verify_samples import (
+    SampleMaker,
+    SourceRow,
+    StoredSamples,
+    TrainingAccount,
+    choose_rows,
+    open_split,
+    read_rows,
+)
 from luthier.check.verify_server import TokenServer
 from luthier.check.verify_structure import same_sample, tree_faults
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.prepare import prepare
-from luthier.errors import BudgetError, RowError, RowForbidden
+from luthier.errors import RowError, RowForbidden
 from luthier.ledger import Ledger
 from luthier.records import Sample
+from luthier.templating.limits import TemplateSettings
 
 ROWS_PER_REPORT = 50  # between two reports of progress
 
@@ -92,7 +102,7 @@ def verify(
     A row that training would refuse is counted in the report's ledger, under the same reason.
     """
     options, started = options or VerifyOptions(), time.perf_counter()
-    reference = Encoder.from_config(config)
+    reference = Encoder.from_config(_at_one_time(config))
     server = None if options.against is None else TokenServer(options.against, token=options.token)
     sources = open_split(config, options.split)
     choice = choose_rows(sources, options.sample, seed=config.runtime.seed)
@@ -103,6 +113,7 @@ def verify(
         verifier=RowVerifier(reference, server=server, num_decoded=options.num_decoded),
         encoder=encoder or reference,
         reference=reference,
+        config=config,
         num_shown=options.num_shown,
     )
     stopped_early = False
@@ -118,12 +129,18 @@ def verify(
             break
     return account.report(
         split=options.split.value,
-        max_length=config.data.max_length,
-        max_drop=config.data.max_drop,
         num_rows=choice.num_rows,
         stopped_early=stopped_early,
         seconds=time.perf_counter() - started,
     )
+
+
+def _at_one_time(config: RunConfig) -> RunConfig:
+    """The run with its clock stopped now, if it has one: what is judged and what judges are told the same time."""
+    if config.template.now is not None:
+        return config
+    template = config.template.model_copy(update={"now": datetime.now().isoformat()})
+    return config.model_copy(update={"template": template})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,9 +156,13 @@ class _Tally:
 class _Account:
     """Verifies rows one by one and adds up what is found."""
 
-    def __init__(self, *, verifier: RowVerifier, encoder: SampleMaker, reference: Encoder, num_shown: int) -> None:
+    def __init__(
+        self, *, verifier: RowVerifier, encoder: SampleMaker, reference: Encoder, config: RunConfig, num_shown: int
+    ) -> None:
         self.verifier, self.encoder, self.reference, self.num_shown = verifier, encoder, reference, num_shown
-        self.kwargs_use = KwargsUse(verifier.template)
+        self.max_length = config.data.max_length
+        self.training = TrainingAccount(config)
+        self.kwargs_use = KwargsUse(verifier.template, TemplateSettings.of(config.template.now, {}))
         self.ledger = Ledger()
         self.tallies = {check: _Tally() for check in Check}
         self.failed_rows: list[FailedRow] = []
@@ -168,13 +189,17 @@ class _Account:
         except RowForbidden as error:
             raise error.at(error.address or source_row.address).stop() from error
         except RowError as error:
-            self.ledger.lose(error.at(error.address or source_row.address))
+            lost = error.at(error.address or source_row.address)
+            self.ledger.lose(lost)
+            self.training.lose(lost)
             if stored is None:
                 return
             what = f"the store holds a sample of this row, and encoding refuses it now: {error}"
             self._count(_verdict(Check.DETERMINISTIC, what, source_row), stored)
             return
         self.ledger.keep()
+        if (reason := self.training.keep(encoded)) is not None:
+            self.ledger.note(reason)
         self.kwargs_use.see(row)
         if wants_stored and stored is None:
             what = "the store holds no sample of this row"
@@ -192,8 +217,6 @@ class _Account:
         self,
         *,
         split: str,
-        max_length: int,
-        max_drop: float,
         num_rows: int | None,
         stopped_early: bool,
         seconds: float,
@@ -202,13 +225,13 @@ class _Account:
         warnings = self.kwargs_use.warnings
         if not self.ledger.prepared:
             warnings.append(f"nothing was verified: {self.ledger.read} rows were read, none of them can be trained on")
-        try:
-            self.ledger.check(max_drop=max_drop)
-        except BudgetError as error:
-            warnings.append(f"training would not begin: {error.message}")
+        doubt = None if stopped_early else self.training.close(num_rows=num_rows)
+        warnings += [doubt] if doubt else []
+        if self.training.refusal is not None:
+            warnings.append(f"training would not begin: {self.training.refusal}")
         return VerifyReport(
             split=split,
-            max_length=max_length,
+            max_length=self.max_length,
             checks=tuple(_result(check, tally) for check, tally in self.tallies.items()),
             failed_rows=tuple(self.failed_rows),
             num_failed_rows=self.num_failed,
@@ -224,6 +247,7 @@ class _Account:
             stopped_early=stopped_early,
             seconds=seconds,
             judge=self.verifier.judge_name,
+            refusal=self.training.refusal,
         )
 
     def _count(self, verdict: RowVerdict, sample: Sample) -> None:

@@ -6,6 +6,7 @@ from luthier.check.verify_compared import answers_of
 from luthier.check.verify_template import PlainTemplate
 from luthier.errors import RowError
 from luthier.records import Conversation, Document, Row
+from luthier.templating.limits import TemplateSettings
 
 MAX_ROWS_SEEN = 1000  # a variable that changes none of so many conversations is reported
 
@@ -13,9 +14,9 @@ MAX_ROWS_SEEN = 1000  # a variable that changes none of so many conversations is
 class KwargsUse:
     """Watches rows go by until each variable was seen to change the text, or the generation prompt, of one."""
 
-    def __init__(self, template: PlainTemplate | None) -> None:
-        """One template for each variable, that lacks it."""
-        self._template = template
+    def __init__(self, template: PlainTemplate | None, settings: TemplateSettings) -> None:
+        """One template for each variable, that lacks it. ``settings`` are those that the run itself gives."""
+        self._template, self._settings = template, settings
         self._num_seen = 0
         self._without: dict[str, PlainTemplate] = {}
         if template is not None:
@@ -44,7 +45,7 @@ class KwargsUse:
         clock = (
             None
             if template is None
-            else template.settings.clock_note(template.source, template.variables, template.kwargs.keys())
+            else self._settings.clock_note(template.source, template.variables, template.kwargs.keys())
         )
         return [
             *([clock] if clock else []),

@@ -160,6 +160,7 @@ class VerifyReport:
     ``notes``            other counts: seams, prompts compared with a server …
     ``warnings``         what is no fault of a row but should be looked at
     ``judge``            who rendered a second time: ``transformers 5.0.0``, or why nobody did
+    ``refusal``          why training would not begin with these rows; None if it would
     ``num_rows``         rows the sources have, where only a sample of them was read; else None
     """
 
@@ -180,11 +181,12 @@ class VerifyReport:
     stopped_early: bool
     seconds: float
     judge: str
+    refusal: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether everything that was checked is true of every row, and at least one row was checked."""
-        return self.ledger.prepared > 0 and not self.num_failed_rows
+        """Whether all that was checked is true of every row, at least one was checked, and training would begin."""
+        return self.ledger.prepared > 0 and not self.num_failed_rows and self.refusal is None
 
     def violations(self, check: Check) -> int:
         """How often a check was violated."""
@@ -195,6 +197,7 @@ class VerifyReport:
         return {
             "ok": self.ok,
             "judge": self.judge,
+            "refusal": self.refusal,
             "split": self.split,
             "rows": {"verified": self.ledger.prepared, "failed": self.num_failed_rows, "of": self.num_rows},
             "turns": self.num_turns,

@@ -72,9 +72,10 @@ class RowVerifier:
     @property
     def judge_name(self) -> str:
         """Who rendered the rows a second time, or why nobody did."""
-        if isinstance(self.judge, HuggingFace):
-            return self.judge.name
-        return f"plain jinja2 alone: {self.judge}"
+        if not isinstance(self.judge, HuggingFace):
+            return f"plain jinja2 alone: {self.judge}"
+        told = "" if self.template is None else self.template.clock_told
+        return self.judge.name + (f", whose clock is set to {told}" if told else "")
 
     def expected(self, row: Conversation | Document, policy: RunPolicy) -> ExpectedRow:
         """What the row's sample should hold. Raises `RowError` if the template refuses the row."""
@@ -174,7 +175,8 @@ class RowVerifier:
         turns = [*expected.turns, *(turn for turn in derived if isinstance(turn, ExpectedTurn))]
         expected = replace(expected, turns=tuple(sorted(turns, key=lambda turn: turn.message or 0)))
         expected = replace(expected, turns=tuple(_best_position(turn, runs) for turn in expected.turns))
-        notes["derived"] += sum(turn.is_derived for turn in expected.turns)
+        if num_derived := sum(turn.is_derived for turn in expected.turns):
+            notes["derived"] += num_derived
         elsewhere = [turn for turn in expected.turns if turn.elsewhere]
         if elsewhere:
             tokens = sum(int((turn.weights > 0).sum()) for turn in elsewhere)

@@ -7,9 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from luthier.config.schema import RunConfig
+from luthier.config.schema import Overflow, RunConfig
 from luthier.encoding.prepared import Prepared, PreparedSet
-from luthier.errors import RowError, UserError
+from luthier.errors import BudgetError, RowDropped, RowError, UserError
+from luthier.layout import cut_prompt, plan_windows
+from luthier.ledger import Ledger
+from luthier.loader.run_settings import units_of
+from luthier.packing import Units
 from luthier.records import Address, Row, Sample
 from luthier.sources import RowBytes, Source, open_sources, resolve_sources
 
@@ -107,3 +111,73 @@ class StoredSamples:
                 self._next[number] += 1
                 return prepared[place]
         return None
+
+
+class TrainingAccount:
+    """What training would do with the rows that are verified: which it loses, and whether it would begin with the rest.
+
+    ``refusal`` says why it would not begin, as soon as that is known; ``ledger`` also counts the rows of which
+    ``data.max_length`` leaves nothing.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.ledger = Ledger()
+        self.refusal: str | None = None
+        self._data, self._units = config.data, units_of(config)
+
+    def lose(self, error: RowError) -> None:
+        """A row that encoding refuses."""
+        self.ledger.lose(error)
+
+    def keep(self, sample: Sample) -> str | None:
+        """A row that is encoded; the reason for which training drops it all the same, None if it stays."""
+        self.ledger.keep()
+        try:
+            lost = self._lost_to_length(sample)
+        except UserError as error:
+            self.refusal = self.refusal or error.message
+            return None
+        if lost is not None:
+            self.ledger.lose_kept(lost)
+        return None if lost is None else lost.reason
+
+    def close(self, *, num_rows: int | None) -> str | None:
+        """Decide, and return a warning where that cannot be done: a sample of ``num_rows`` rows may be unlike the rest.
+
+        Of a sample it is certain that training refuses to begin when it alone has more losses than all rows may have.
+        """
+        allowed, lost = self._data.max_drop, self.ledger.lost
+        try:
+            self.ledger.check(max_drop=allowed)
+        except BudgetError as error:
+            most = allowed * num_rows if num_rows is not None and allowed < 1 else allowed
+            if num_rows is not None and allowed < 1 and lost <= most:
+                return f"training may not begin, if the other rows are like this sample: {error.message}"
+            self.refusal = self.refusal or error.message
+        if self.ledger.read and not self.ledger.prepared and num_rows in (None, self.ledger.read):
+            self.refusal = self.refusal or f"no row is left to train on: {self.ledger.reasons()}"
+        return None
+
+    def _lost_to_length(self, sample: Sample) -> RowError | None:
+        """Why nothing of a sample stays within ``data.max_length``; raises `UserError` as training does."""
+        most, overflow = self._data.max_length, self._data.overflow
+        if len(sample.input_ids) <= most:  # no leaf is longer than the whole tree
+            return None
+        leaves = list(sample.segments())
+        longest = max(len(leaf) for leaf in leaves)
+        if longest <= most:
+            return None
+        too_long = RowDropped("too_long", f"{longest} tokens, data.max_length is {most}", address=sample.address)
+        if self._units is not Units.NONE and overflow is Overflow.TRUNCATE:
+            prompt = sample.branches[0].length
+            kept = cut_prompt(sample.prompt_turns, prompt, room=most - (longest - prompt))
+            return too_long if kept is None else None
+        if self._units is not Units.NONE and overflow is Overflow.DROP:
+            return too_long
+        if overflow is Overflow.DROP:
+            return None if any(len(leaf) <= most for leaf in leaves) else too_long
+        windows = [window for leaf in leaves for window in plan_windows(leaf, max_length=most, overflow=overflow)]
+        if any(window.num_targets for window in windows):
+            return None
+        what = f"no target within data.max_length={most} tokens"
+        return RowDropped("no_target_left", what, address=sample.address)

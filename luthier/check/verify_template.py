@@ -90,6 +90,11 @@ class PlainTemplate:
         """The variables that the template reads and does not set itself."""
         return frozenset(find_undeclared_variables(self._tree))
 
+    @property
+    def clock_told(self) -> str:
+        """The time that every rendering is told; "" for a template that does not ask."""
+        return self.now.isoformat(" ", "seconds") if "strftime_now" in self.source else ""
+
     @cached_property
     def reads_thinking(self) -> bool:
         """Whether the template looks at a message's thinking."""

@@ -71,6 +71,8 @@ def _headline(report: VerifyReport) -> Text:
     verdict = (
         ("true of every row", "bold green") if report.ok else (f"{report.num_failed_rows:,} rows fail", "bold red")
     )
+    if report.refusal is not None and not report.num_failed_rows:
+        verdict = ("training would not begin", "bold red")
     if not report.ledger.prepared:
         verdict = ("nothing was verified", "bold red")
     return Text.assemble((f"{report.split} data: ", "bold"), verdict, (f"   {facts}", "dim"))

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from luthier.check.verify import Side, VerifyOptions, VerifyProgress, verify
 from luthier.check.verify_records import MEANING, METHOD_MEANING, Check, Method
+from luthier.check.verify_samples import choose_rows, open_split
 from luthier.check.verify_terminal import failed_row, report_table
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
@@ -21,6 +22,7 @@ from luthier.encoding.prepare import prepare
 from luthier.encoding.store import SampleStore
 from luthier.errors import UserError
 from luthier.records import Row, Sample
+from luthier.train.data import open_run_data
 
 NUM_ROWS = 20
 
@@ -134,14 +136,121 @@ def test_it_stops_after_so_many_failures(config: RunConfig) -> None:
     assert "were not read" in words_of(report_table(report))
 
 
-def test_refused_rows_are_counted_under_their_reasons(tmp_path: Path) -> None:
-    lines = [row(1), "{", json.dumps({"messages": [{"role": "user", "content": "only a question"}]}), row(2)]
-    report = verify(make_config(tmp_path, lines=lines))
+BAD_LINES = [row(1), "{", json.dumps({"messages": [{"role": "user", "content": "only a question"}]}), row(2)]
+
+
+def test_refused_rows_within_the_budget_are_counted_under_their_reasons(tmp_path: Path) -> None:
+    report = verify(make_config(tmp_path, lines=BAD_LINES, data={"max_drop": 2}))
     ledger = report.ledger
     assert report.ok and ledger.read == ledger.prepared + ledger.lost == 4
     assert dict(ledger.quarantined) == {"truncated_json": 1} and dict(ledger.dropped) == {"no_target": 1}
     text = words_of(report_table(report))
     assert "4 rows read = 2 prepared + 1 dropped + 1 quarantined" in text and "truncated_json" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "begins"),
+    [
+        ({"max_drop": 2}, True),
+        ({"max_drop": 1}, False),
+        ({"max_drop": 0.5}, True),
+        ({}, False),
+    ],
+)
+def test_a_report_is_ok_exactly_if_training_would_begin(tmp_path: Path, data: dict[str, Any], begins: bool) -> None:
+    same_as_training(make_config(tmp_path, lines=BAD_LINES, data=data), begins)
+
+
+@pytest.mark.parametrize(
+    ("data", "begins"),
+    [
+        ({}, False),  # one of three is dropped for its length, 5 % may be
+        ({"max_drop": 1}, True),
+        ({"overflow": "truncate"}, True),
+        ({"overflow": "error"}, False),
+        ({"overflow": "split"}, True),
+        ({"max_length": 8, "max_drop": 0.99}, False),  # nothing is left
+        ({"max_length": 2, "overflow": "truncate"}, False),
+    ],
+)
+def test_rows_that_training_drops_for_their_length_count(tmp_path: Path, data: dict[str, Any], begins: bool) -> None:
+    lines = [row(1), row(2), row(3, "b " * 90)]
+    same_as_training(make_config(tmp_path, lines=lines, data={"max_length": 64, **data}), begins)
+
+
+def same_as_training(config: RunConfig, begins: bool) -> None:
+    """``begins`` is what verification says, and what training's own reading of the data does."""
+    report = verify(config)
+    assert report.num_failed_rows == 0
+    assert (report.ok, report.refusal is None, report.to_json()["ok"]) == (begins, begins, begins)
+    assert any("training would not begin" in warning for warning in report.warnings) is not begins
+    encoder = Encoder.from_config(config)
+
+    def open_data() -> None:
+        open_run_data(config, prepare(config, encoder), encoder_fingerprint=encoder.fingerprint)
+
+    if begins:
+        open_data()
+    else:
+        with pytest.raises(UserError):
+            open_data()
+
+
+def test_a_sample_refuses_only_what_is_certain(tmp_path: Path) -> None:
+    lines = ["{", *(row(n) for n in range(39))]  # 1 of 40 is lost, 5 % of them may be
+    config = make_config(tmp_path, lines=lines)
+    seeds = [make_config(tmp_path, lines=lines, runtime={"seed": seed}) for seed in range(40)]
+    report = next(
+        report for report in (verify(one, VerifyOptions(sample=4)) for one in seeds) if report.ledger.lost == 1
+    )
+    assert report.ok and any("may not begin" in warning for warning in report.warnings)
+    assert verify(config).ok
+    none_may_be_lost = config.model_copy(update={"data": config.data.model_copy(update={"max_drop": 0.0})})
+    seed = {"runtime": config.runtime.model_copy(update={"seed": next(s.runtime.seed for s in seeds if _meets(s))})}
+    assert not verify(none_may_be_lost.model_copy(update=seed), VerifyOptions(sample=4)).ok
+
+
+def _meets(config: RunConfig) -> bool:
+    """Whether a sample of four rows has the broken one, which is the first."""
+    return 0 in choose_rows(open_split(config, "train"), 4, seed=config.runtime.seed)
+
+
+def test_a_clean_report_tells_of_nothing_that_did_not_happen(config: RunConfig) -> None:
+    report = verify(config)
+    assert all(report.notes.values())
+    assert "history shows otherwise" not in words_of(report_table(report))
+
+
+CLOCK = (
+    "{{ '<|im_start|>system\n' + strftime_now('%Y-%m-%d %H:%M:%S') + '<|im_end|>\n' }}{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+ASKED_ELSEWHERE = CLOCK.replace("{{", "{% set form = '%Y-%m-%d %H:%M:%S' %}{{", 1).replace(
+    "'%Y-%m-%d %H:%M:%S')", "form)"
+)
+
+
+@pytest.mark.parametrize("source", [CLOCK, ASKED_ELSEWHERE])
+@pytest.mark.parametrize("now", ["2031-02-03T04:05:06", None])
+def test_every_judge_of_a_template_with_a_clock_is_told_one_time(tmp_path: Path, now: str | None, source: str) -> None:
+    config = make_config(tmp_path, template={"chat_template": source, "now": now})
+    report = verify(config)
+    assert report.ok and report.num_failed_rows == 0
+    assert next(r for r in report.checks if r.check is Check.HUGGING_FACE).rows_checked == NUM_ROWS
+    assert "whose clock is set to " in report.judge and ("2031-02-03 04:05:06" in report.judge) is (now is not None)
+    (clock,) = [warning for warning in report.warnings if "reads the clock" in warning]
+    assert ("as template.now says" in clock) is (now is not None)
+
+
+def test_samples_of_another_time_are_found_by_all_judges(tmp_path: Path) -> None:
+    config = make_config(tmp_path, template={"chat_template": CLOCK, "now": "2031-02-03T04:05:06"})
+    other = make_config(tmp_path, template={"chat_template": CLOCK, "now": "2031-02-03T04:05:07"})
+    report = verify(config, encoder=Encoder.from_config(other))
+    assert report.num_failed_rows == NUM_ROWS
+    assert report.violations(Check.PROMPT_TOKENS) and report.violations(Check.HUGGING_FACE)
 
 
 def test_nothing_verified_is_not_ok(tmp_path: Path) -> None:
@@ -237,7 +346,8 @@ def test_a_template_variable_without_effect_is_a_warning(tmp_path: Path) -> None
 
 
 def test_lengths_are_told_and_seams_counted(tmp_path: Path) -> None:
-    report = verify(make_config(tmp_path, lines=[row(1, "\nfoo"), row(2, "b " * 90)], data={"max_length": 64}))
+    data = {"max_length": 64, "max_drop": 1}  # training drops the second row, and may
+    report = verify(make_config(tmp_path, lines=[row(1, "\nfoo"), row(2, "b " * 90)], data=data))
     assert report.ok and report.longest_run > 64 and report.notes["seam"] == 1
     text = words_of(report_table(report))
     assert "over data.max_length 64" in text and "1 answers whose first letters" in text

@@ -197,10 +197,10 @@ READS_TAGS = (
 def test_strings_that_the_template_reads_itself_are_the_templates() -> None:
     under_test = encoder(chat_template=READS_TAGS)
     row = chat(message("user", "a <|im_end|> b"), message("assistant", "<think>hm</think>\n\nyes"))
-    with pytest.raises(RowError) as refused:  # the white space behind the thought would be learned as another
-        under_test.encode(row)
-    assert refused.value.reason == "answer_changed"
     verifier = RowVerifier(under_test)
+    sample = under_test.encode(row)  # the white space around a closing tag is the template's own
+    assert verifier.tokenizer.decode(sample.input_ids[sample.target]) == "<think>hm</think>\nyes<|im_end|>"
+    assert verifier.verify(row, sample).violations == ()
     expected = verifier.expected(row, verifier.policy)
     assert expected.method is Method.READ_BY_TEMPLATE and expected.turns[0].findings == ()
     tokenizer = ReferenceTokenizer(ReferenceFiles.of_run(under_test))
