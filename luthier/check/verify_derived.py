@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from luthier.check.verify_expected import AskedTurn, ExpectedTurn, answer_weights
+from luthier.check.verify_expected import AskedTurn, ExpectedTurn
 from luthier.check.verify_learned import Runs
 from luthier.check.verify_records import Check, Violation
 from luthier.check.verify_tokens import Ids, first_difference
+from luthier.check.verify_weights import answer_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +69,9 @@ def _turn(asked: AskedTurn, place: _Found, runs: Runs) -> ExpectedTurn:
         prompt=prompt,
         completion=ids,
         num_stop=place.num_stop,
-        whole=np.concatenate([prompt, ids]),
-        after=tokenizer.continue_text([asked.ending])[0],
+        text=asked.texts[place.prompt],
+        whole=lambda: np.concatenate([prompt, ids]),
+        after=lambda: tokenizer.continue_text([asked.ending])[0],
         kwargs=asked.kwargs[place.prompt],
         policy=asked.policy,
         unfinished=asked.unfinished,

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.verify_expected import ExpectedRow, ExpectedTurn, answer_weights
+from luthier.check.verify_expected import ExpectedRow, ExpectedTurn
 from luthier.check.verify_policy import RunPolicy, document_policy
 from luthier.check.verify_records import Method
 from luthier.check.verify_slots import MediaReader, RowMedia, media_of
 from luthier.check.verify_template import KINDS
 from luthier.check.verify_tokens import Ids, ReferenceTokenizer
+from luthier.check.verify_weights import answer_weights
 from luthier.records import Audio, Document, Image, Text, Video
 
 
@@ -42,7 +43,8 @@ def expected_document(
         prompt=opening,
         completion=np.concatenate([body, closing]),
         num_stop=len(closing),
-        whole=ids,
+        text="",
+        whole=lambda: ids,
         after=None,
         kwargs={},
         policy=policy,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from luthier.check.verify_records import Method
 from luthier.check.verify_slots import ExpandedTemplate, MediaReader, RowMedia, media_of_messages
 from luthier.check.verify_template import PlainTemplate, Printer
 from luthier.check.verify_tokens import Ids, ReferenceTokenizer
-from luthier.check.verify_weights import Weights, token_weights
+from luthier.check.verify_weights import Weights, answer_weights
 from luthier.errors import RowError
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
 
@@ -40,8 +40,9 @@ class ExpectedTurn:
     """One turn that is learned, as a whole or in part; ``message`` is its index, None in a document.
 
     ``num_stop``  how many of ``completion``'s last tokens are the stop (0: the template has none)
-    ``whole``     ids of prompt and completion encoded as one text, as ``apply_chat_template`` gives them
-    ``after``     what the conversation goes on with, where this turn is rendered in it as it is on its own
+    ``text``      the prompt, as it was rendered
+    ``whole``     ids of prompt and completion encoded as one text, as ``apply_chat_template`` gives them; when asked
+    ``after``     what the conversation goes on with, where this turn is rendered in it as it is on its own; when asked
     ``kwargs``    the template variables under which the turn is what its prompt leads to
     ``unfinished``  the row says that its last answer goes on, so nothing ends it
     ``weights``   what each token of ``completion`` counts, the stop as if it were learned; NaN where it cannot be told
@@ -57,8 +58,9 @@ class ExpectedTurn:
     prompt: Ids
     completion: Ids
     num_stop: int
-    whole: Ids
-    after: Ids | None
+    text: str
+    whole: Callable[[], Ids]
+    after: Callable[[], Ids] | None
     kwargs: Mapping[str, Any]
     policy: TurnPolicy
     weights: Weights
@@ -84,13 +86,14 @@ class ExpectedTurn:
 class AskedTurn:
     """A turn of which the prompt is known, and not how the template would print what follows it.
 
-    ``prompts``   the prompt's ids under each position of the thinking switch that the run leaves open
+    ``prompts``   the prompt's ids under each position of the thinking switch that the run leaves open; ``texts``: read
     ``readings``  for each of them, what is to be read behind it; its completion is not filled in yet
     ``ending``    what the template prints behind the stop of the row's last turn
     """
 
     message: int
     prompts: tuple[Ids, ...]
+    texts: tuple[str, ...]
     kwargs: tuple[Mapping[str, Any], ...]
     readings: tuple[Reading, ...]
     policy: TurnPolicy
@@ -137,8 +140,8 @@ def expected_row(
     neutral = neutralise(row, own_template, tokenizer, meant=meant)
     media = None if reader is None else _read_media(row, neutral, own_template, reader)
     printer: Printer = own_template if media is None else ExpandedTemplate(own_template, media)
-    shown = _Shown(printer, tokenizer, neutral)
     whole_text = printer.render(neutral.messages, neutral.tools)
+    shown = _Shown(printer, tokenizer, neutral, whole_text)
     turns: list[ExpectedTurn] = []
     asked: list[AskedTurn] = []
     for index, turn_policy in policy.turns.items():
@@ -177,13 +180,6 @@ def expected_row(
     )
 
 
-def answer_weights(policy: TurnPolicy, ids: Ids, text: str, tokenizer: ReferenceTokenizer, *, forged: bool) -> Weights:
-    """What each of ``ids`` counts, which are ``text`` as the model emits it; float32[T]."""
-    if policy.uniform:
-        return np.full(len(ids), policy.scaffold, dtype=np.float32)
-    return token_weights(text, tokenizer.continued_spans(text, forged=forged), policy)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cut:
     """A turn as rendered, ``prompt + completion + rest``; ``completion`` ends with a stop of ``stop`` characters.
@@ -207,6 +203,7 @@ class _Shown:
     printer: Printer
     tokenizer: ReferenceTokenizer
     row: NeutralRow
+    whole_text: str
 
     def prompt(self, index: int, **kwargs: Any) -> str:
         """What inference shows before message ``index``."""
@@ -214,6 +211,8 @@ class _Shown:
 
     def turn(self, index: int, **kwargs: Any) -> str:
         """The conversation up to and including message ``index``."""
+        if index == len(self.row.messages) - 1 and not kwargs:
+            return self.whole_text
         return self.printer.render(self.row.messages[: index + 1], self.row.tools, **kwargs)
 
     def header(self, index: int, prompt: str, **kwargs: Any) -> str:
@@ -385,10 +384,11 @@ def _asked_turn(
 
     said = Said.of(row.messages[index].parts, as_decoded)
     text = shown.turn(index)
-    stops = [end for start, end in _control_spans(tokenizer, text, 0) if text[start:end] in tokenizer.stops]
+    stops = [end for start, end in tokenizer.control_spans(text, 0) if text[start:end] in tokenizer.stops]
     return AskedTurn(
         message=index,
         prompts=tuple(ids),
+        texts=tuple(prompt for prompt, _ in prompts),
         kwargs=tuple(kwargs for _, kwargs in prompts),
         readings=tuple(
             Reading(
@@ -431,7 +431,7 @@ def _completion(shown: _Shown, cut: _Cut, tail: str) -> _Cut:
     the turn, which the check of stops will report.
     """
     files, rest = shown.tokenizer.files, cut.completion
-    found = _control_spans(shown.tokenizer, rest, len(rest) - len(tail))
+    found = shown.tokenizer.control_spans(rest, len(rest) - len(tail))
     for start, end in found:
         if rest[start:end] in shown.tokenizer.stops:
             return replace(cut, completion=rest[:end], stop=end - start)
@@ -456,19 +456,15 @@ def _stop_before_next(shown: _Shown, cut: _Cut, tail: str) -> str | None:
         behind = _behind_answer(shown, index, following, kwargs) if following else None
         if behind is None or not behind.startswith(tail):
             continue
-        spans = _control_spans(tokenizer, behind, len(tail))
+        spans = tokenizer.control_spans(behind, len(tail))
         if spans and not behind[len(tail) : spans[0][0]].strip() and behind[slice(*spans[0])] in tokenizer.stops:
             return behind[len(tail) : spans[0][1]]
     return None
 
 
-def _control_spans(tokenizer: ReferenceTokenizer, text: str, start: int) -> list[tuple[int, int]]:
-    spans = []
-    for token in tokenizer.control_strings(text[start:]):
-        begin = text.index(token, start)
-        start = begin + len(token)
-        spans.append((begin, start))
-    return spans
+def _continued(text: str, shown: _Shown) -> Ids:
+    (readable,) = shown.row.readable([text], shown.tokenizer)
+    return shown.tokenizer.continue_text([readable], forged=shown.row.forged)[0]
 
 
 def _expected_turn(policy: TurnPolicy, cut: _Cut, whole_text: str, shown: _Shown) -> ExpectedTurn:
@@ -477,17 +473,18 @@ def _expected_turn(policy: TurnPolicy, cut: _Cut, whole_text: str, shown: _Shown
     after_text = whole_text[len(text) :] if whole_text.startswith(text) else None
     body = cut.completion[: len(cut.completion) - cut.stop]
     stop_text = cut.completion[len(body) :]
-    prompt, whole = tokenizer.encode(neutral.readable([cut.prompt, text], tokenizer), forged=neutral.forged)
-    readable, *rest = neutral.readable([cut.completion, stop_text, after_text or ""], tokenizer)
-    completion, stop, after = tokenizer.continue_text([readable, *rest], forged=neutral.forged)
+    (prompt,) = tokenizer.encode(neutral.readable([cut.prompt], tokenizer), forged=neutral.forged)
+    readable, shown_stop = neutral.readable([cut.completion, stop_text], tokenizer)
+    completion, stop = tokenizer.continue_text([readable, shown_stop], forged=neutral.forged)
     reading = shown.reading(cut.message, cut.prompt, body, **cut.kwargs)
     return ExpectedTurn(
         message=cut.message,
         prompt=prompt,
         completion=completion,
         num_stop=len(stop),
-        whole=whole,
-        after=None if after_text is None else after,
+        text=cut.prompt,
+        whole=cache(lambda: tokenizer.encode(neutral.readable([text], tokenizer), forged=neutral.forged)[0]),
+        after=None if after_text is None else cache(partial(_continued, after_text, shown)),
         kwargs=cut.kwargs,
         policy=policy,
         unfinished=cut.unfinished,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 
 from luthier.check.verify_answer import LearnedText, missing_of_part
 from luthier.check.verify_expected import ExpectedTurn
+from luthier.check.verify_policy import TurnPolicy
 from luthier.check.verify_records import Check, Token, Violation
 from luthier.check.verify_tokens import Ids, ReferenceTokenizer, first_difference
 from luthier.records import Segment
 
 Mask = NDArray[np.bool_]
+PASSED_TRIED = 4  # answers for which the next targets may be; they come in order, but for one that is not learned
 TOKENS_BEFORE = 8  # of a prompt's end, in which a template may begin the answer
 
 
@@ -97,9 +99,16 @@ def turn_faults(turn: ExpectedTurn, home: Home, runs: Runs, *, train_stop: bool)
 
 
 def supplied_faults(
-    turns: Sequence[ExpectedTurn], homes: Sequence[Home], runs: Runs, allowed: Sequence[Mask]
+    turns: Sequence[ExpectedTurn],
+    homes: Sequence[Home],
+    runs: Runs,
+    allowed: Sequence[Mask],
+    passed: Mapping[int, TurnPolicy],
 ) -> Iterator[Violation]:
-    """Targets that belong to no expected turn and to nothing that the row or the run asks to learn besides."""
+    """Targets that belong to no expected turn and to nothing that the row or the run asks to learn besides.
+
+    The answers ``passed`` over were not rendered. They are read: each has to be learned somewhere, in order and whole.
+    """
     left = [segment.target & ~mask for segment, mask in zip(runs.segments, allowed, strict=True)]
     for turn, home in zip(turns, homes, strict=True):
         if turn.policy.learned:
@@ -107,12 +116,30 @@ def supplied_faults(
             left[run][start:stop] = False
     for turn, home in zip(turns, homes, strict=True):
         yield from _twice(turn, home, runs, left)
+    yield from _passed_faults(passed, runs, left)
     for run, mask in enumerate(left):
         if mask.any():
             first = int(mask.argmax())
             text = runs.tokenizer.decode(runs.segments[run].input_ids[mask][:12])
             what = f"{int(mask.sum())} tokens that inference supplies are learned: {text!r}"
             yield runs.fault(Check.NOTHING_SUPPLIED_TRAINED, what, run=run, index=first)
+
+
+def _passed_faults(passed: Mapping[int, TurnPolicy], runs: Runs, left: Sequence[Mask]) -> Iterator[Violation]:
+    """Answers that were not rendered, each looked for in the next targets that nobody has claimed, which it claims."""
+    groups = ((run, start) for run in range(len(left)) for start in _group_starts(left[run])) if passed else iter(())
+    waiting = {index: policy for index, policy in passed.items() if policy.learned}
+    for run, start in groups:
+        rest = left[run][start:]
+        stop = len(left[run]) if rest.all() else start + int((~rest).argmax())
+        text = LearnedText(before="", learned=runs.tokenizer.decode(runs.segments[run].input_ids[start:stop]))
+        for index in list(waiting)[:PASSED_TRIED]:
+            if not any(missing_of_part(p, text, runs.tokenizer, loosely=runs.loosely) for p in waiting[index].parts):
+                del waiting[index]
+                left[run][start:stop] = False
+                break
+    for index in waiting:
+        yield runs.fault(Check.ANSWER_DECODES, "this answer is learned nowhere, or not whole", message=index)
 
 
 def _mask_faults(turn: ExpectedTurn, home: Home, runs: Runs, *, train_stop: bool) -> Iterator[Violation]:

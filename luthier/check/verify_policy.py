@@ -6,8 +6,9 @@ decided here, in the fewest words.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from luthier.check.verify_files import ReferenceFiles
 from luthier.check.verify_rules import ruled_conversation, ruled_document
@@ -16,6 +17,7 @@ from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 
 Spoken = Text | Thinking | ToolCall
+MOST_TURNS = 64  # learned answers of a conversation that are all rendered; of more, some are drawn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +75,8 @@ class TurnPolicy:
 class RowPolicy:
     """What is learned of a conversation.
 
-    turns       the answers that are learned, as a whole or in part, by their index
+    turns       the answers that are learned, as a whole or in part, by their index; of a long conversation a draw
+    passed      the learned answers of a long conversation that were not drawn
     everything  the run asks to learn all that is rendered (``train_on: all``)
     asked       other messages that are to be learned, as a whole or in part
     taken_out   messages of which nothing is to be learned, although the run asks for everything
@@ -83,6 +86,7 @@ class RowPolicy:
     everything: bool
     asked: Mapping[int, TurnPolicy]
     taken_out: frozenset[int]
+    passed: Mapping[int, TurnPolicy] = field(default_factory=dict)
 
 
 def as_rendered(row: Conversation, template: PlainTemplate, policy: RunPolicy) -> Conversation:
@@ -109,12 +113,27 @@ def row_policy(row: Conversation, template: PlainTemplate, policy: RunPolicy) ->
     whole = _whole(messages, train_on)
     touched = {i for i, m in enumerate(messages) if row.weight * m.weight > 0 and (i in whole or _named_parts(m))}
     answers = {index for index, message in enumerate(messages) if message.role == "assistant"}
+    learned = {i: _turn(messages[i], i in whole, row.weight) for i in sorted(answers) if i in whole or i in touched}
+    drawn = drawn_turns(tuple(learned), seed=f"{row.address} {len(messages)}")
     return RowPolicy(
-        turns={i: _turn(messages[i], i in whole, row.weight) for i in sorted(answers) if i in whole or i in touched},
+        turns={i: turn for i, turn in learned.items() if i in drawn},
+        passed={i: turn for i, turn in learned.items() if i not in drawn},
         everything=train_on is TrainOn.ALL,
         asked={i: _turn(messages[i], i in whole, row.weight) for i in sorted(touched - answers)},
         taken_out=frozenset(range(len(messages))) - touched,
     )
+
+
+def drawn_turns(indices: Sequence[int], *, seed: str) -> frozenset[int]:
+    """The turns that are rendered: all, or of a long conversation two at each end and ``2 log2(n)`` by lot.
+
+    Each turn is rendered with all that comes before it, so all turns of a long conversation cost the square of it.
+    """
+    if len(indices) <= MOST_TURNS:
+        return frozenset(indices)
+    middle = indices[2:-2]
+    drawn = random.Random(seed).sample(middle, 2 * len(middle).bit_length())
+    return frozenset([*indices[:2], *drawn, *indices[-2:]])
 
 
 def document_policy(row: Document, policy: RunPolicy) -> TurnPolicy:

@@ -175,12 +175,8 @@ class RowVerifier:
         turns = [*expected.turns, *(turn for turn in derived if isinstance(turn, ExpectedTurn))]
         expected = replace(expected, turns=tuple(sorted(turns, key=lambda turn: turn.message or 0)))
         expected = replace(expected, turns=tuple(_best_position(turn, runs) for turn in expected.turns))
-        if num_derived := sum(turn.is_derived for turn in expected.turns):
-            notes["derived"] += num_derived
-        elsewhere = [turn for turn in expected.turns if turn.elsewhere]
-        if elsewhere:
-            tokens = sum(int((turn.weights > 0).sum()) for turn in elsewhere)
-            notes.update(elsewhere_rows=1, elsewhere_answers=len(elsewhere), elsewhere_tokens=tokens)
+        notes.update(_counts(expected))
+        passed = {} if expected.policy is None else expected.policy.passed
         homes = [find_home(turn, runs) for turn in expected.turns]
         for turn, home in zip(expected.turns, homes, strict=True):
             faults += turn_faults(turn, home, runs, train_stop=train_stop)
@@ -192,9 +188,9 @@ class RowVerifier:
         faults += besides_faults(expected, runs, besides)
         if besides.masks is not None:
             applied.add(Check.NOTHING_SUPPLIED_TRAINED)
-            faults += supplied_faults(expected.turns, homes, runs, besides.masks)
+            faults += supplied_faults(expected.turns, homes, runs, besides.masks, passed)
         applied.update([Check.NO_FORGED_CONTROL, Check.DECODES])
-        faults += run_faults(expected, runs)
+        faults += run_faults(expected, runs, {home.run for home in homes})
         faults += media_faults(expected.media, runs)
         if expected.media is not None:
             applied.update([Check.MEDIA_PLACES, Check.MEDIA_TOKENS])
@@ -274,6 +270,18 @@ def _best_position(turn: ExpectedTurn, runs: Runs) -> ExpectedTurn:
         return turn
     others = (other for other in turn.otherwise() if find_home(other, runs).agree >= len(other.prompt))
     return next(others, turn)
+
+
+def _counts(expected: ExpectedRow) -> Counter[str]:
+    """What is worth counting of a row's turns, none of it a fault."""
+    counts = Counter[str](derived=sum(turn.is_derived for turn in expected.turns))
+    if expected.policy is not None and expected.policy.passed:
+        counts.update(long_rows=1, drawn_answers=len(expected.turns), passed_answers=len(expected.policy.passed))
+    elsewhere = [turn for turn in expected.turns if turn.elsewhere]
+    if elsewhere:
+        tokens = sum(int((turn.weights > 0).sum()) for turn in elsewhere)
+        counts.update(elsewhere_rows=1, elsewhere_answers=len(elsewhere), elsewhere_tokens=tokens)
+    return +counts  # those above zero
 
 
 def _is_drawn(number: int, first: int) -> bool:

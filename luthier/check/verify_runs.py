@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,19 @@ from luthier.check.verify_tokens import Ids, ReferenceTokenizer, first_differenc
 from luthier.errors import RowError
 
 
-def run_faults(expected: ExpectedRow, runs: Runs) -> Iterator[Violation]:
-    """Each run is the conversation, or ends with one of its turns: in text, and in control tokens."""
-    candidates = _candidates(expected)
+def run_faults(expected: ExpectedRow, runs: Runs, judged: Set[int]) -> Iterator[Violation]:
+    """Each run is the conversation, or ends with one of its turns: in text, and in control tokens.
+
+    Of a long row whose turns were drawn only the runs ``judged`` hold a turn that was rendered.
+    """
+    candidates: list[Ids] = []
     control = np.array(sorted(runs.tokenizer.control_ids.values()), dtype=np.int32)
+    passed_over = expected.policy is not None and bool(expected.policy.passed)
     for number, segment in enumerate(runs.segments):
         ids = segment.input_ids
+        if np.array_equal(expected.text_ids, ids) or (passed_over and number not in judged):
+            continue
+        candidates = candidates or list(_candidates(expected))
         nearest = max(candidates, key=lambda ids_: (first_difference(ids_, ids), -len(ids_)))
         if np.array_equal(nearest, ids):
             continue
@@ -48,15 +55,15 @@ def whole_text_faults(expected: ExpectedRow, homes: Sequence[Home], runs: Runs) 
     if turn.is_derived:
         return
     ids = runs.segments[home.run].input_ids
-    whole = turn.whole if len(ids) <= len(turn.ids) or turn.after is None else expected.text_ids
+    whole = turn.whole() if len(ids) <= len(turn.ids) or turn.after is None else expected.text_ids
     if np.array_equal(ids, whole):
         return
     index = first_difference(whole, ids)
-    apart = turn.ids if turn.after is None else np.concatenate([turn.ids, turn.after])
+    apart = turn.ids if turn.after is None else np.concatenate([turn.ids, turn.after()])
     if (
         len(ids) >= len(turn.ids)
         and np.array_equal(ids, apart[: len(ids)])
-        and not np.array_equal(turn.whole, turn.ids)
+        and not np.array_equal(turn.whole(), turn.ids)
     ):
         yield "seam"
         return
@@ -75,10 +82,12 @@ def judged_faults(
         if not history or turn.elsewhere:  # it renders no empty conversation, and its prompts are inference's
             continue
         try:
-            ids = judge.ids(judge.text(template, history, neutral.tools, prompt=True, **turn.kwargs))
+            text = judge.text(template, history, neutral.tools, prompt=True, **turn.kwargs)
         except RowError as error:
             yield runs.fault(Check.HUGGING_FACE, error.detail, message=turn.message, run=home.run)
             continue
+        # One text is encoded once: transformers encodes the whole conversation below, or the last prompt.
+        ids = turn.prompt if text == turn.text and turn is not expected.turns[-1] else judge.ids(text)
         found = runs.segments[home.run].input_ids[: len(ids)]
         if not np.array_equal(ids, found):
             wanted = np.array(ids, dtype=np.int32)
@@ -89,8 +98,8 @@ def judged_faults(
     if last.is_derived or last.unfinished or last.kwargs or last.after is None:
         return
     ids = judge.ids(judge.text(template, neutral.messages, neutral.tools, prompt=False))
-    apart = np.concatenate([last.ids, last.after])
-    is_merged = not np.array_equal(last.whole, last.ids)  # over the seam, which `whole_text_faults` counts
+    apart = np.concatenate([last.ids, last.after()])
+    is_merged = not np.array_equal(last.whole(), last.ids)  # over the seam, which `whole_text_faults` counts
     whole = apart if is_merged else np.array(ids[: len(segment)], dtype=np.int32)
     if not np.array_equal(whole[: len(segment)], segment.input_ids):
         index = first_difference(whole, segment.input_ids)
@@ -147,13 +156,12 @@ def besides_faults(expected: ExpectedRow, runs: Runs, besides: Besides) -> Itera
                 yield runs.fault(Check.ANSWER_DECODES, str(missing[0]), message=index)
 
 
-def _candidates(expected: ExpectedRow) -> list[Ids]:
-    candidates = [expected.text_ids]
+def _candidates(expected: ExpectedRow) -> Iterator[Ids]:
+    yield expected.text_ids
     for turn in expected.turns:
-        candidates.append(turn.ids)
+        yield turn.ids
         if turn.after is not None:
-            candidates.append(np.concatenate([turn.ids, turn.after]))
-    return candidates
+            yield np.concatenate([turn.ids, turn.after()])
 
 
 def _region(

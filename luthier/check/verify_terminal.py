@@ -32,6 +32,10 @@ _NOTES = {
     "elsewhere_rows": "rows learned in one rendering (template.history: one_rendering), which inference does not show",
     "elsewhere_answers": "answers of these that inference would show another context, or expect in another form",
     "elsewhere_tokens": "target tokens of these answers",
+    "long_rows": "long conversations (over 64 answers): judged by their first answers, their last, and some by lot",
+    "drawn_answers": "answers of these that were rendered and judged token for token",
+    "passed_answers": "answers of these that were not: they are learned once, whole and in order, their context is not "
+    "compared",
     "prompts_asked": "prompts compared with the server's",
     "decoded": "sequences whose media were decoded and given, with their text, to the model's processor",
     "marks_vllm_drops": "rows with videos whose outer marks (<|vision_start|> …) transformers leaves and vLLM takes "

@@ -130,6 +130,10 @@ class ReferenceTokenizer:
         """The control strings in a text, in order."""
         return self._pattern.findall(text)
 
+    def control_spans(self, text: str, start: int) -> list[tuple[int, int]]:
+        """Where the control strings of a text stand, from ``start`` on."""
+        return [match.span() for match in self._pattern.finditer(text, start)]
+
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self.files.control, key=lambda token: (-len(token), token))

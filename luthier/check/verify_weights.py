@@ -13,9 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.check.verify_policy import TurnPolicy
+from luthier.check.verify_tokens import Ids, ReferenceTokenizer
 from luthier.records import Text, Thinking, ToolCall
 
 Weights = NDArray[np.float32]  # one per token; NaN where it cannot be told
+
+
+def answer_weights(policy: TurnPolicy, ids: Ids, text: str, tokenizer: ReferenceTokenizer, *, forged: bool) -> Weights:
+    """What each of ``ids`` counts, which are ``text`` as the model emits it; float32[T]."""
+    if policy.uniform:
+        return np.full(len(ids), policy.scaffold, dtype=np.float32)
+    return token_weights(text, tokenizer.continued_spans(text, forged=forged), policy)
 
 
 def token_weights(text: str, spans: Sequence[tuple[int, int]], policy: TurnPolicy) -> Weights:
