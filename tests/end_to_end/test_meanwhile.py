@@ -23,9 +23,12 @@ from luthier.loader.feed import Feed
 from luthier.loader.feed_files import FeedJob
 from luthier.loader.live_plan import StreamPlan
 from luthier.presets.skills import skills_rows
+from luthier.records import Address
+from luthier.train.events import Event, Listener, StepDone
 from luthier.train.fit import fit_data
 from luthier.train.live import open_live_data
 from luthier.train.result import RunResult
+from luthier.train.trainer import LuthierTrainer
 
 NUM_ROWS = 700
 
@@ -74,10 +77,11 @@ def run_of(folder: Path, rows: Path, store: Path, **changes: Any) -> RunResult:
     return train(config)
 
 
-def train(config: RunConfig) -> RunResult:
+def train(config: RunConfig, *, on_event: Listener | None = None) -> RunResult:
     torch.set_num_threads(1)
+    tokenizer = Encoder.from_config(config).tokenizer
     with Feed.start(FeedJob(config=config, folder=feed_folder(config))) as feed:
-        return fit_data(config, Encoder.from_config(config).tokenizer, lambda: open_live_data(config, feed.reader))
+        return fit_data(config, tokenizer, lambda: open_live_data(config, feed.reader), on_event=on_event)
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +168,36 @@ def test_a_killed_run_goes_on_with_the_same_steps(cold: tuple[RunResult, Path], 
     finally:
         rows.write_bytes(rows_kept)
         os.utime(rows, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("ends", ["max_steps", "SIGTERM"])
+def test_a_run_that_ends_early_says_which_rows_its_steps_saw(
+    cold: tuple[RunResult, Path], rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    taken: dict[int, set[Address]] = {}
+    original = LuthierTrainer.get_batch_samples
+
+    def recorded(self: LuthierTrainer, batches: Any, num_batches: int, device: Any) -> Any:
+        def watched() -> Any:
+            for batch in batches:
+                taken.setdefault(self.state.global_step + 1, set()).update(batch.addresses)
+                yield batch
+
+        return original(self, watched(), num_batches, device)
+
+    def stop(event: Event) -> None:
+        if ends == "SIGTERM" and isinstance(event, StepDone) and event.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(LuthierTrainer, "get_batch_samples", recorded)
+    changes: dict[str, Any] = {"train.max_steps": 2} if ends == "max_steps" else {}
+    result = train(load_config(str(write_config(tmp_path, rows, cold[1], **changes))), on_event=stop)
+    expected = set[Address]().union(*(seen for step, seen in taken.items() if step <= result.global_step))
+    ledger = result.ledger
+    lost = sum(ledger["quarantined"].values()) + sum(ledger["dropped"].values())
+    assert result.global_step == 2 and 0 < len(expected) == ledger["trained"] < NUM_ROWS - 1
+    assert ledger["prepared"] == ledger["trained"] + ledger["not_yet_trained"] == ledger["read"] - lost
+    assert ledger["read"] <= NUM_ROWS
 
 
 def test_what_stops_the_feed_stops_training(rows: Path, tmp_path: Path) -> None:
