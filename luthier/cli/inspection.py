@@ -18,6 +18,7 @@ from luthier.cli.pipeline import (
     plan_of,
     prepare_data,
     read_config,
+    read_to_plan,
     schedule_of,
     tell_preparation,
 )
@@ -107,7 +108,7 @@ def plan(
     [dim]Example[/]   luthier plan run.yaml train.packing=none --json -
     """
     with reporting(json) as output:
-        run = read_config(config, overrides)
+        run = read_to_plan(config, overrides, output.console)
         import msgspec
 
         from luthier.check.devices import check_name

@@ -50,6 +50,20 @@ def read_config(path: str, overrides: Sequence[str] | None) -> RunConfig:
     return load_config(path, overrides or ())
 
 
+def read_to_plan(path: str, overrides: Sequence[str] | None, console: Console) -> RunConfig:
+    """The run description; what would stop its training on this machine is told, and stops no plan."""
+    from luthier.config.loading import load_draft
+    from luthier.config.machine import check_machine
+    from luthier.config.unread import unread_settings
+
+    draft = load_draft(path, overrides or ())
+    for problem in check_machine(draft):
+        console.print(Text(f"training here would stop: {problem}", style="yellow"))
+    for note in unread_settings(draft):
+        console.print(Text(note, style="yellow"))
+    return draft.config
+
+
 def read_to_train(path: str, overrides: Sequence[str] | None, console: Console) -> RunConfig:
     """The run description, checked against this machine, the model, the optimizer and the folders that it names.
 

@@ -2,5 +2,5 @@
 
 Read in this order: choices, patterns, inputs, media, objective, schema, scalars, syntax, tree, yaml_text, suggest,
 reading, shorthand, overrides, synonyms, words, explain, draft, adapters, losses, sharding, conflicts, files, machine,
-loading, dumping, reference.
+loading, unread, dumping, reference.
 """

@@ -171,9 +171,11 @@ def _reference(draft: Draft) -> Iterator[Problem]:
                 hint = "set it to base or model, or objective.loss: apo_zero_unpaired, which estimates none"
                 yield draft.problem("objective.reference.source", what, hint)
         case ReferenceSource.NONE:
-            if objective.name != "dpo":
-                what = f"the loss {objective.loss_name} is nothing without a reference model"
-                yield draft.problem("objective.reference.source", what, "set it to auto")
+            if not LOSSES[objective.loss_name].reference_free:
+                what = f"the loss {objective.loss_name} measures each answer by itself against a reference model"
+                free = ", ".join(name for name, options in LOSSES.items() if options.reference_free)
+                hint = "set it to auto" + (f", or choose one of {free}" if objective.name == "dpo" else "")
+                yield draft.problem("objective.reference.source", what, hint)
             if reference.name_or_path is not None:
                 what = f"no reference, and {draft.cite('objective.reference.name_or_path')} names one"
                 yield draft.problem("objective.reference.source", what, "keep one of the two")

@@ -39,12 +39,15 @@ class LossOptions:
 
     families   the objectives that have it
     reference  whether it compares with a reference model
+    reference_free  whether it can do without one: it only compares the two answers of a pair, and where a reference
+               finds both alike it cancels out. Others measure each answer by itself against the reference
     estimates_kl  whether it wants another row's completion under each prompt, to estimate a KL divergence
     defaults   the keys that it reads beside ``name``, ``loss`` and ``reference``, and what they are by default
     """
 
     families: tuple[str, ...]
     reference: bool = False
+    reference_free: bool = False
     estimates_kl: bool = False
     defaults: Mapping[str, float] = field(default_factory=dict)
 
@@ -56,9 +59,11 @@ _TOKEN_KEYS = {"label_smoothing": 0.0, "z_loss": 0.0}
 _FEEDBACK_KEYS = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "sft_weight": 0.0}
 
 
-def _pair(*, reference: bool = True, **defaults: float) -> LossOptions:
+def _pair(*, reference: bool = True, reference_free: bool = False, **defaults: float) -> LossOptions:
     shared = {"beta": 0.1, "sft_weight": 0.0, **({"ld_alpha": 1.0} if reference else {})}
-    return LossOptions(families=_PAIRS, reference=reference, defaults={**shared, **defaults})
+    return LossOptions(
+        families=_PAIRS, reference=reference, reference_free=reference_free, defaults={**shared, **defaults}
+    )
 
 
 LOSSES: Mapping[str, LossOptions] = MappingProxyType(
@@ -68,22 +73,22 @@ LOSSES: Mapping[str, LossOptions] = MappingProxyType(
         "eaft": LossOptions(families=_TOKENS, defaults={**_TOKEN_KEYS, "eaft_alpha": 1.0}),
         "asft": LossOptions(families=_TOKENS, reference=True, defaults={**_TOKEN_KEYS, "asft_alpha": 0.1}),
         "bradley_terry": LossOptions(families=("rm",), defaults={"center_rewards": 0.0}),
-        "sigmoid": _pair(label_smoothing=0.0),
-        "hinge": _pair(),
-        "ipo": _pair(),
-        "robust": _pair(label_smoothing=0.0),
-        "exo_pair": _pair(label_smoothing=1e-3),
+        "sigmoid": _pair(reference_free=True, label_smoothing=0.0),
+        "hinge": _pair(reference_free=True),
+        "ipo": _pair(reference_free=True),
+        "robust": _pair(reference_free=True, label_smoothing=0.0),
+        "exo_pair": _pair(reference_free=True, label_smoothing=1e-3),
         "nca_pair": _pair(),
         "bco_pair": _pair(),
         "mpo": _pair(sft_weight=1.0, bco_share=0.2),
-        "wpo": _pair(label_smoothing=0.0),
+        "wpo": _pair(reference_free=True, label_smoothing=0.0),
         "sppo_hard": _pair(),
-        "aot": _pair(label_smoothing=0.0),
-        "aot_unpaired": _pair(label_smoothing=0.0),
-        "discopop": _pair(discopop_tau=0.05),
+        "aot": _pair(reference_free=True, label_smoothing=0.0),
+        "aot_unpaired": _pair(reference_free=True, label_smoothing=0.0),
+        "discopop": _pair(reference_free=True, discopop_tau=0.05),
         "apo_zero": _pair(),
         "apo_down": _pair(),
-        "sigmoid_norm": _pair(),
+        "sigmoid_norm": _pair(reference_free=True),
         "forward_kl": _pair(label_smoothing=0.0),
         "js_divergence": _pair(label_smoothing=0.0),
         "alpha_divergence": _pair(label_smoothing=0.0, divergence_alpha=0.5),
@@ -125,8 +130,9 @@ class ReferenceConfig(Section):
     source: Annotated[ReferenceSource, as_enum(ReferenceSource)] = ReferenceSource.AUTO
     """``base``: the model under its adapter, which costs no memory; ``model``: a second model, held beside the first;
     ``precomputed``: its log-probabilities are computed once and kept with the data, so that no second model is in
-    memory; ``none``: compare with nothing (reference-free). ``auto``: base under a new ``lora`` or ``oft`` adapter, if
-    no other model is named, else precomputed where the loss allows it, else model."""
+    memory; ``none``: compare with nothing, for losses that only compare the two answers of a pair. ``auto``: base
+    under a new ``lora`` or ``oft`` adapter, if no other model is named, else precomputed where the loss allows it, else
+    model."""
     name_or_path: NonEmpty | None = None
     """Another model than the one that training starts from: a local folder or a Hub id."""
     revision: NonEmpty = "main"

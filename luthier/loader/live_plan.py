@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.encoding.leaves import numbers_within
+from luthier.errors import UserError
 from luthier.loader.growing import GrowingTable
 from luthier.loader.live_epoch import LARGEST_BLOCK, LiveEpoch, occurrences_of
 from luthier.loader.live_rows import LiveRows
@@ -334,5 +335,9 @@ class StreamPlan:
         if self._finished or number >= self._num_epochs:
             self._finished = True
         else:
-            assert self.num_planned, "an epoch without steps: there is nothing to train"
+            if not self.num_planned:
+                raise UserError(
+                    "an epoch has no steps: it takes no row",
+                    hint="raise the weight of data.train[], which says how often each row is seen in an epoch",
+                )
             self._epoch = self._begin(number)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +21,7 @@ from luthier.media.families import Attention
 from luthier.models.attention import SEGMENTS, register_attention
 from luthier.models.decoder_inputs import name_decoder_inputs
 from luthier.models.merged_frames import merge_frames_by_chunk
+from luthier.models.overrides import check_computes, check_tokens, overridden
 from luthier.models.own_frames import hear_own_frames
 from luthier.models.own_pictures import see_own_pictures
 from luthier.models.parts import families_of, is_multimodal, multimodal_class, text_attention
@@ -64,6 +64,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     source, random_init = _source(section)
     notes: list[str] = []
     model_config = _model_config(section, source)
+    check_tokens(model_config, section, vocabulary, unborn=random_init)
     if is_reward_model(config):
         model_config.num_labels = 1
     attention = _attention(section, model_config, notes)
@@ -105,13 +106,19 @@ def is_reward_model(config: RunConfig) -> bool:
 def build_weightless(config: RunConfig, vocabulary: Vocabulary) -> PreTrainedModel:
     """The model of `load_model` on torch's meta device: all its shapes and no numbers; only its config is read.
 
-    Raises `ModelError` for a config that cannot be found or read.
+    Raises `ModelError` for a config that cannot be found or read, and for ``config_overrides`` that make no model.
     """
-    source, _ = _source(config.model)
-    model_config = _model_config(config.model, source)
+    section = config.model
+    source, random_init = _source(section)
+    model_config = _model_config(section, source)
+    check_tokens(model_config, section, vocabulary, unborn=random_init)
     fit_unborn(model_config, vocabulary, [])
     with torch.device("meta"):
-        return _build(config, model_config, None, _dtype(config, model_config, []))
+        model = _build(config, model_config, None, _dtype(config, model_config, []))
+    if section.config_overrides:
+        plain = config.model_copy(update={"model": section.model_copy(update={"config_overrides": {}})})
+        check_computes(model, section, lambda: build_weightless(plain, vocabulary))
+    return model
 
 
 def check_choices(config: RunConfig) -> None:
@@ -169,26 +176,10 @@ def _model_config(section: ModelConfig, source: str) -> PretrainedConfig:
             f"model.name_or_path {section.name_or_path!r}: {_first_line(error)}",
             hint="name a folder with config.json, a Hub id, or preset:NAME",
         ) from error
-    return _overridden(found, section, source) if section.config_overrides else found
-
-
-def _overridden(found: PretrainedConfig, section: ModelConfig, source: str) -> PretrainedConfig:
-    """The config as if its file had said so: entries that follow from others (``layer_types``) are made anew."""
-    known = found.to_dict()
-    unknown = sorted(set(section.config_overrides) - set(known))
-    if unknown:
-        raise ModelError(
-            f"model.config_overrides: {type(found).__name__} has no {', '.join(unknown)}",
-            hint=f"it has {', '.join(sorted(known))}",
-        )
+    if not section.config_overrides:
+        return found
     written, _ = type(found).get_config_dict(source, **_hub_arguments(section, source))
-    try:
-        changed = type(found).from_dict({**written, **section.config_overrides})
-        changed.validate()
-    except (StrictDataclassError, ValueError, TypeError) as error:
-        raise ModelError(f"model.config_overrides: {_last_line(error)}") from error
-    changed.name_or_path = found.name_or_path
-    return changed
+    return overridden(found, section, written)
 
 
 def _attention(section: ModelConfig, model_config: PretrainedConfig, notes: list[str]) -> str | None:
@@ -312,7 +303,3 @@ def _load(
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[-1].strip()

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, Trainer, get_scheduler
 from luthier.config.draft import Draft
 from luthier.config.machine import EXTRA, is_installed
 from luthier.config.schema import Precision, RunConfig
+from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ConfigError, ModelError, Problem, TemplateError, TokenizerError, UserError
 from luthier.media import MediaSource
@@ -40,7 +41,7 @@ _FAULTS = (
     ImportError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, KeyError, AssertionError,
     OSError, ZeroDivisionError, IndexError,
 )  # fmt: skip
-_KEY = re.compile(r"(?:model|adapter|train|runtime|data|template|media|objective)\.[a-z_]+(?:\.[a-z_]+)*")
+_KEY = re.compile(r"(?:model|adapter|train|runtime|data|template|media|objective)\.\w+(?:\.\w+)*")
 
 
 def check_run(draft: Draft) -> list[str]:
@@ -49,7 +50,7 @@ def check_run(draft: Draft) -> list[str]:
     Gives what is odd and no fault, for the user to hear. Raises `ConfigError` with all faults, each at its line.
     """
     problems = [*_environment(draft), *_media_packages(draft)]
-    notes: list[str] = []
+    notes = unread_settings(draft)
     if not problems:  # of what is missing here, all else would be a consequence
         problems += _devices(draft)
         problems += _told(draft, "output.dir", lambda: check_run_folder(draft.config))
@@ -71,9 +72,13 @@ def _told(draft: Draft, key: str, check: Callable[[], object]) -> Iterator[Probl
     except ConfigError as error:
         yield from error.problems
     except UserError as error:
-        named = _KEY.match(error.message)
-        at = named[0] if named else key
-        yield draft.problem(at, error.message.removeprefix(f"{at}: "), error.hint or "see docs/config.md")
+        yield _at_its_key(draft, error, key)
+
+
+def _at_its_key(draft: Draft, error: UserError, key: str) -> Problem:
+    named = _KEY.match(error.message)
+    at = named[0] if named else key
+    return draft.problem(at, error.message.removeprefix(f"{at}: "), error.hint or "see docs/config.md")
 
 
 def _environment(draft: Draft) -> Iterator[Problem]:
@@ -196,7 +201,7 @@ def _encoder(draft: Draft) -> tuple[Encoder | None, list[Problem]]:
             key = "template.chat_template"
         elif not isinstance(error, TemplateError | TokenizerError):
             key = "model.name_or_path"
-        return None, [draft.problem(key, error.message, error.hint or "see docs/templates.md")]
+        return None, [_at_its_key(draft, error, key)]
 
 
 def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem]:
@@ -209,8 +214,9 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         model = build_weightless(config, vocabulary)
     except UserError as error:
         if not choices:  # it has been told already
-            yield draft.problem("model.name_or_path", error.message, error.hint or "name another model")
+            yield _at_its_key(draft, error, "model.name_or_path")
         return
+    yield from _weights(draft, model)
     yield from _positions(draft, model, notes)
     if config.eval.generate_rows and (family := decoder_family(model.config)) is not None:
         what = f"answers of {family.name} are not generated in training"
@@ -223,12 +229,22 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
     yield from _told(draft, "adapter.type", lambda: apply_adapter(model, fresh, new_ids=new_ids))
 
 
+def _weights(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
+    """Weights are loaded, or made, in the machine's own memory, whatever the device."""
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        key = "model.config_overrides" if draft.config.model.config_overrides else "model.name_or_path"
+        what = f"the weights alone are {needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f} GB of memory"
+        yield draft.problem(key, what, "take a smaller model, or weights of 16 bits by model.dtype")
+
+
 def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterator[Problem]:
     asked = draft.config.data.max_length
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(known, int) or known < 1 or asked <= known:
         return
-    is_said = draft.given("data.max_length")
+    is_said = draft.given("data.max_length") or draft.given("model.config_overrides.max_position_embeddings")
     learned = any(
         isinstance(module, nn.Embedding) and known <= module.num_embeddings <= known + 8 and re.search("pos|wpe", name)
         for name, module in model.named_modules()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import MixtureBy
 from luthier.config.schema import Packing, RunConfig
+from luthier.errors import UserError
 from luthier.loader.run_settings import train_settings
 from luthier.packing import (
     EpochPlan,
@@ -141,14 +142,21 @@ class Schedule:
         max_steps: int | None = None,
         mixture: MixtureSettings | None = None,
     ) -> None:
-        """Without a mixture each source comes as often as its weight in the table says."""
+        """Without a mixture each source comes as often as its weight in the table says.
+
+        Raises `UserError` where that is too rarely for a single row in an epoch.
+        """
         self.table = table
         self.mixture = mixture
         self.settings = settings
         self._plans: OrderedDict[int, EpochPlan] = OrderedDict()
         self._taken: tuple[int, NDArray[np.int64]] | None = None  # what the first epochs take, and how many they are
         first = self.plan(0)
-        assert first.num_steps > 0, "an epoch without steps: there is nothing to train"
+        if not first.num_steps:
+            raise UserError(
+                f"an epoch has no steps: of {len(table.lengths):,} sequences it takes none",
+                hint="raise the weight of data.train[], which says how often each row is seen in an epoch",
+            )
         self._constant = self._is_constant(first)
         self._ends = [first.num_steps]  # of the epochs whose lengths are known, in steps of the run
         self.total_steps = max_steps if max_steps is not None else self._steps_of(num_epochs)

@@ -151,7 +151,7 @@ def test_a_bug_says_so_with_its_traceback(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("oops [/]")
 
-    monkeypatch.setattr("luthier.cli.inspection.read_config", broken)
+    monkeypatch.setattr("luthier.cli.inspection.read_to_plan", broken)
     assert run(["plan", str(config)]) == 1
     err = capsys.readouterr().err
     assert "this is a bug" in err and "Traceback" in err and "oops [/]" in err
@@ -173,7 +173,7 @@ def test_what_is_raised_decides_the_exit_code(
     def failing(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr("luthier.cli.inspection.read_config", failing)
+    monkeypatch.setattr("luthier.cli.inspection.read_to_plan", failing)
     assert run(["plan", "any.yaml"]) == code
     assert words in capsys.readouterr().err
 
@@ -362,8 +362,8 @@ def test_the_packaged_quickstarts_are_the_examples(senses: Senses) -> None:
 
 
 RAISED = ("RowError", "RowDropped", "RowForbidden")
-# Reasons that a table gives for numbers of the operating system, and those that stand in a row until it is converted.
-TABLED = {"media_missing", "not_json", "unreadable_value"}
+# Reasons that a table or a variable gives, and those that stand in a row until it is converted.
+TABLED = {"answer_changed", "media_missing", "not_json", "unreadable_value"}
 
 
 def reasons_in(source: str) -> set[str]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from luthier.config.loading import load_config_text
 from luthier.config.objective import LOSSES, ReferenceSource
 from luthier.errors import ConfigError
+from luthier.objectives.pair_formulas import NO_BASELINES, PairSettings
+from luthier.objectives.pair_losses import PAIR_LOSSES
+from luthier.objectives.pair_scores import PairScores
 
 BASE = "model: preset:tiny-qwen3\ndata: {train: rows.jsonl}\n"
 
@@ -83,7 +87,7 @@ FAULTS = {
     ),
     "kto without reference": (
         "objective: {name: kto, reference: none}",
-        ("run.yaml:3 objective.reference.source", "kto is nothing without a reference"),
+        ("run.yaml:3 objective.reference.source", "kto measures each answer by itself against a reference"),
     ),
     "asft precomputed": (
         "objective: {loss: asft, reference: precomputed}",
@@ -171,10 +175,32 @@ def test_names_of_other_tools_lead_to_ours(theirs, ours):
 def test_a_loss_named_as_the_objective_is_told_where_it_belongs():
     (problem,) = told("objective: simpo")
     assert "simpo is a loss: write objective: {name: dpo, loss: simpo}" in problem
-    (problem,) = told("objective: {name: dpo, loss: kto_pair, reference: none, beta: 1}\ntrain: {max_steps: x}")
+    (problem,) = told("objective: {name: dpo, loss: kto_pair, reference: auto, beta: 1}\ntrain: {max_steps: x}")
     assert "is a loss" not in problem
 
 
 def test_an_objective_named_as_the_loss_is_told_with_its_losses():
     (problem,) = told("objective: {name: dpo, loss: rm}")
     assert "rm is an objective: write objective: {name: rm}; its losses are bradley_terry" in problem
+
+
+@pytest.mark.parametrize("name", [name for name, options in LOSSES.items() if options.reference])
+def test_only_losses_that_cancel_a_reference_out_do_without_one(name: str) -> None:
+    """A reference that finds both answers alike must change nothing: then there may as well be none."""
+    family, is_free = LOSSES[name].families[0], LOSSES[name].reference_free
+    problems = told(f"objective: {{name: {family}, loss: {name}, reference: none}}\ntrain: {{max_steps: x}}")
+    assert any("objective.reference.source" in problem for problem in problems) != is_free
+    if family != "dpo":
+        return
+    loss, chosen, rejected = PAIR_LOSSES[name], torch.tensor([-3.0, -1.0]), torch.tensor([-1.5, -4.0])
+    settings = PairSettings(label_smoothing=0.1)
+
+    def value(reference: float) -> torch.Tensor:
+        length = torch.tensor([2, 2])
+        scores = PairScores(
+            chosen_P=chosen, rejected_P=rejected, ref_chosen_P=torch.full((2,), reference),
+            ref_rejected_P=torch.full((2,), reference), chosen_lengths_P=length, rejected_lengths_P=length,
+        )  # fmt: skip
+        return loss.function(scores, settings, NO_BASELINES)
+
+    assert torch.allclose(value(0.0), value(-7.0)) == is_free

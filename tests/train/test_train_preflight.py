@@ -15,6 +15,7 @@ from luthier.config import machine
 from luthier.config.choices import OPTIMIZERS, SCHEDULERS, TRACKERS
 from luthier.config.draft import Draft
 from luthier.config.loading import load_draft
+from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ConfigError, Problem
 from luthier.train import preflight
@@ -106,7 +107,7 @@ WRONG = {
     "adapter.freeze_trainable_layers": ["adapter.type=freeze", "adapter.freeze_trainable_layers=99"],
     "adapter.freeze_trainable_modules": ["adapter.type=freeze", "adapter.freeze_trainable_modules=[nothing*]"],
     "adapter.train_parts": ["adapter.train_parts=[tower]"],
-    "model.config_overrides": ["model.config_overrides={no_such_entry: 1}"],
+    "model.config_overrides.no_such_entry": ["model.config_overrides={no_such_entry: 1}"],
     "train.optim_args": ["train.optim_args=no_such_argument=1"],
     "train.lr_scheduler_kwargs": ["train.lr_scheduler_kwargs={no_such: 1}"],
     "template.chat_template": ["template.chat_template=no_such_template"],
@@ -128,6 +129,55 @@ def test_each_fault_is_told_at_its_key_before_a_row_is_encoded(
     found = problems_of(lambda: check_run(described(*WRONG[key])))
     assert [problem.key for problem in found] == [key], found
     assert all(problem.hint and problem.where.startswith(("run.yaml:", "override ")) for problem in found)
+
+
+NO_MODEL = {
+    "num_hidden_layers": "0", "num_attention_heads": "7", "vocab_size": "3", "head_dim": "3", "hidden_act": "no_such",
+    "intermediate_size": "0", "rope_parameters": "{rope_type: yarn}", "layer_types": "[full_attention]",
+    "pad_token_id": "99999999", "initializer_range": ".nan", "dtype": "float7", "model_type": "llama",
+    "attention_dropout": "2", "use_cache": "maybe", "hidden_size": "1000000000", "no_such_entry": "1",
+    "return_dict": "false", "num_key_value_heads": "-1", "sliding_window": "0", "max_position_embeddings": "1.5",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", NO_MODEL)
+def test_an_entry_that_makes_no_model_is_told_at_its_line(
+    entry: str, described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded_nothing(monkeypatch)
+    found = problems_of(lambda: check_run(described(f"model.config_overrides={{{entry}: {NO_MODEL[entry]}}}")))
+    assert len(found) == 1 and found[0].key.startswith("model.config_overrides"), found
+    assert found[0].hint and "bug" not in str(found[0])
+
+
+def test_control_entries_that_fit_each_other_pass(described: Callable[..., Draft]) -> None:
+    sizes = "hidden_size: 32, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, num_hidden_layers: 1"
+    assert check_run(described(f"model.config_overrides={{{sizes}, rope_parameters: {{rope_theta: 5e5}}}}")) == []
+
+
+UNREAD = {
+    "eval.steps": ["eval.steps=5", "data.eval_split=2"],
+    "eval.strategy": ["eval.strategy=steps"],
+    "eval.max_new_tokens": ["eval.max_new_tokens=5", "data.eval_split=2"],
+    "output.save_steps": ["output.save_steps=5"],
+    "train.adam_beta1": ["train.adam_beta1=0.5", "train.optim=sgd"],
+    "train.num_train_epochs": ["train.num_train_epochs=2", "train.max_steps=30"],
+    "data.mixture.by": ["data.mixture=rows"],
+    "model.revision": ["model.revision=v2"],
+    "tracking.run_name": ["tracking.run_name=mine"],
+    "data.train[0].subset": ["data.train=[{path: rows.jsonl, subset: en}]"],
+    "data.train[0].documents": ["data.train=[{path: rows.jsonl, documents: file}]"],
+    "data.train[0].separator": ["data.train=[{path: rows.jsonl, separator: ';'}]"],
+}
+
+
+@pytest.mark.parametrize("key", UNREAD)
+def test_a_setting_that_another_makes_meaningless_is_told(
+    key: str, described: Callable[..., Draft], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    (note,) = unread_settings(described(*UNREAD[key]))
+    assert note.startswith(f"{key} (") and " is not read: " in note
 
 
 def test_faults_of_model_optimizer_and_schedule_are_told_together(described: Callable[..., Draft]) -> None:

@@ -1,0 +1,93 @@
+"""Settings that are written and never read, because of what another setting says. They do no harm and are told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from luthier.config.choices import Strategy
+from luthier.config.draft import Draft
+from luthier.config.inputs import SourceConfig
+
+_TABLES = re.compile(r"\.(jsonl?|parquet|arrow|ya?ml)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
+_LINES = re.compile(r"\.(txt|md|text)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
+_CELLS = re.compile(r"\.(csv|tsv)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
+_OF_THE_HUB = ("subset", "revision", "streaming")
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_HAS_NO_ADAM = ("sgd", "adagrad", "adafactor")
+
+
+def unread_settings(draft: Draft) -> list[str]:
+    """One sentence for each key that was written and that this run does not read; it names what makes it so."""
+    checks = (_evaluation, _saving, _steps, _optimizer, _model, _tracking)
+    found = [(key, why) for check in checks for key, why in check(draft) if draft.given(key)]
+    for section, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
+        for index, source in enumerate(sources):
+            found += [
+                (f"{section}[{index}].{key}", why)
+                for key, why in _source(source)
+                if draft.given(f"{section}[{index}].{key}")
+            ]
+    return [f"{draft.cite(key)} is not read: {why}" for key, why in found]
+
+
+def _evaluation(draft: Draft) -> Iterator[tuple[str, str]]:
+    data, evaluation = draft.config.data, draft.config.eval
+    if not (data.eval or data.eval_use or data.eval_split):
+        for key in ("strategy", "steps", "per_device_eval_batch_size", "max_new_tokens", "metric_for_best_model"):
+            yield f"eval.{key}", "there is no eval data"
+        return
+    if evaluation.strategy is not Strategy.STEPS:
+        yield "eval.steps", f"{draft.cite('eval.strategy')} is {evaluation.strategy}"
+    if not evaluation.generate_rows:
+        yield "eval.max_new_tokens", "eval.generate_rows is 0, so that no answers are generated"
+    if not evaluation.load_best_model_at_end and evaluation.early_stopping_patience is None:
+        why = "no checkpoint is chosen (eval.load_best_model_at_end) and nothing stops early"
+        yield "eval.metric_for_best_model", why
+    if evaluation.early_stopping_patience is None:
+        yield "eval.early_stopping_threshold", "eval.early_stopping_patience is not set"
+
+
+def _saving(draft: Draft) -> Iterator[tuple[str, str]]:
+    output = draft.config.output
+    if output.save_strategy is not Strategy.STEPS:
+        yield "output.save_steps", f"{draft.cite('output.save_strategy')} is {output.save_strategy}"
+
+
+def _steps(draft: Draft) -> Iterator[tuple[str, str]]:
+    if draft.config.train.max_steps is not None:
+        yield "train.num_train_epochs", f"{draft.cite('train.max_steps')} says when the run ends"
+    if len(draft.config.data.train) + len(draft.config.data.use) == 1:
+        yield "data.mixture.by", "there is one training set"
+
+
+def _optimizer(draft: Draft) -> Iterator[tuple[str, str]]:
+    optim = str(draft.config.train.optim)
+    if optim in _HAS_NO_ADAM:
+        for key in _ADAM:
+            yield f"train.{key}", f"{draft.cite('train.optim')} is {optim}, which is not Adam"
+
+
+def _model(draft: Draft) -> Iterator[tuple[str, str]]:
+    model = draft.config.model
+    if model.name_or_path.startswith(("preset:", "/", "./", "../", "~")):
+        yield "model.revision", "the model is not loaded from the Hub"
+        if model.tokenizer_name_or_path is None:
+            yield "model.cache_dir", "the model is not loaded from the Hub"
+
+
+def _tracking(draft: Draft) -> Iterator[tuple[str, str]]:
+    if not draft.config.tracking.report_to:
+        yield "tracking.run_name", "tracking.report_to names no tracker"
+
+
+def _source(source: SourceConfig) -> Iterator[tuple[str, str]]:
+    if source.path.startswith(("hub:", "preset:")):
+        return
+    path = source.path.partition("#")[0]
+    for key in (*_OF_THE_HUB, "split"):
+        yield key, "the data set is not on the Hub"
+    if _TABLES.search(path) or _CELLS.search(path):
+        yield "documents", "it is about plain text files, .txt and .md"
+    if _TABLES.search(path) or _LINES.search(path):
+        yield "separator", "it is about CSV files"
