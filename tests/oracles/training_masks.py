@@ -32,6 +32,10 @@ class Start(Enum):
     HEADER = "at the header of the turn"
 
 
+POSITIONS: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
+"""Of the thinking switch: a turn is trained behind the prompt of the first position that leads to it."""
+
+
 class End(Enum):
     """Where TRL's mask ends, seen from the stop token, which is our last target."""
 
@@ -83,7 +87,9 @@ def compare(name: str, turn: Turn, encoder: Encoder, whole: tokenizers.Tokenizer
         assert is_true(error, stock, turn.chat, turn.tools), f"{name} {turn.case}: {error}"
         return Outcome(verdict=error.reason)
     prompt = stock.render(turn.chat[:-1], turn.tools, add_generation_prompt=True)
-    if not stock.render(turn.chat, turn.tools).startswith(prompt):  # no other tool trains such a turn behind its prompt
+    if not any(
+        _begins_with_its_prompt(stock, turn, **kwargs) for kwargs in POSITIONS
+    ):  # no other tool trains such a turn
         first = int(target.argmax())
         learned = _decode(whole, ids[first:][target[first:]])
         assert _decode(whole, ids[:first]) == prompt, f"{name} {turn.case}"
@@ -103,6 +109,11 @@ def compare(name: str, turn: Turn, encoder: Encoder, whole: tokenizers.Tokenizer
         return Outcome(verdict="other text")
     verdict = "equal" if exact else "seam"
     return Outcome(verdict=verdict, edges=(_edge(marked, spans[-1][0], start), _edge(marked, end, spans[-1][1])))
+
+
+def _begins_with_its_prompt(stock: Stock, turn: Turn, **kwargs: bool) -> bool:
+    prompt = stock.render(turn.chat[:-1], turn.tools, add_generation_prompt=True, **kwargs)
+    return stock.render(turn.chat, turn.tools, **kwargs).startswith(prompt)
 
 
 def merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
