@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Never
 
 from luthier.errors import RowError
 from luthier.records import Message, Text, Thinking, ToolCall
@@ -86,17 +86,21 @@ def require_answer(
         added += _words_beside_calls(calls, rest, control, has_header=has_header)
     else:
         added = list(_added_words(rest, control, has_header=has_header))
-    if not added:
-        return
-    if any(text and _WORD.search(text) and text in rest for text in (thought, answer)):
+    if added:
+        _refuse_added(added[0], (thought, answer), rest, field)
+
+
+def _refuse_added(added: str, texts: Sequence[str], rest: str, field: str) -> Never:
+    """The row does not have what stands in ``rest``: one of its ``texts`` once more, or words of the template."""
+    if any(text and _WORD.search(text) and text in rest for text in texts):
         raise RowError(
             "answer_repeated",
-            f"the chat template prints {_short(added[0])} once more in what the model would learn to say",
+            f"the chat template prints {_short(added)} once more in what the model would learn to say",
             field=field,
         )
     raise RowError(
         "words_added",
-        f"the chat template puts {_short(added[0])} into the answer, which the row does not have, so the model would "
+        f"the chat template puts {_short(added)} into the answer, which the row does not have, so the model would "
         "learn to say it; use a template that writes it in the prompt, or not at all",
         field=field,
     )
