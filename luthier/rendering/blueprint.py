@@ -131,14 +131,20 @@ def build_blueprint(
     roots: list[_Node] = []
     before: Sequence[Piece] = ()
     runs: list[tuple[Run, int]] = []
+    levels = [(0, roots)]
+    plain = 0  # how many runs of the path before come before its first learned one
     for path in paths:
         start, kept = _shared_start(before, path, runs)
         runs = [*runs[:kept], *_runs(path, start, index_of, control)]
         before = path
-        _insert(roots, [run for run, _ in runs])
+        while levels[-1][0] > min(kept, plain):
+            levels.pop()
+        _insert(levels, [run for run, _ in runs[levels[-1][0] :]])
+        if plain >= kept:
+            plain = next((n for n in range(kept, len(runs)) if _is_learned(runs[n][0])), len(runs))
     branches: list[BranchPlan] = []
     for root in roots:
-        _flatten(root, -1, branches)
+        _flatten(root, branches)
     return Blueprint(
         references=dict(references),
         checks=tuple(compile_guards(guards, index_of)),
@@ -169,11 +175,11 @@ def _runs(
 ) -> Iterator[tuple[Run, int]]:
     """The runs from piece ``start`` on, each with the piece it ends before."""
     # A change of `by_model` is the seam between prompt and completion: inference encodes the two apart.
-    keys = [piece.by_model if isinstance(piece, TextPiece) else id(piece) for piece in path]
+    keys = [piece.by_model if isinstance(piece, TextPiece) else id(piece) for piece in path[start:]]
     end = start
     while end < len(path):
         begin = end
-        while end < len(path) and keys[end] == keys[begin]:
+        while end < len(path) and keys[end - start] == keys[begin - start]:
             end += 1
         match path[begin]:
             case ControlPiece() as piece:
@@ -205,7 +211,12 @@ def _gapped(sketch: str, index_of: Mapping[str, int]) -> Gapped:
     return tuple(parts)
 
 
-def _insert(siblings: list[_Node], runs: list[Run]) -> None:
+def _insert(levels: list[tuple[int, list[_Node]]], runs: list[Run]) -> None:
+    """Put a path into the tree. ``levels`` are where it comes by: how many of its runs lie before, and the nodes there.
+
+    The last of them is where ``runs`` begin; it is left with those where the path really went on.
+    """
+    begin, siblings = levels[-1]
     while runs:
         node = next((node for node in siblings if _shared(node.runs[0], runs[0]) is not None), None)
         if node is None:
@@ -221,7 +232,8 @@ def _insert(siblings: list[_Node], runs: list[Run]) -> None:
         if common < len(node.runs):
             node.children = [_Node(node.runs[common:], node.children)]
             node.runs = node.runs[:common]
-        siblings, runs = node.children, runs[common:]
+        begin, siblings, runs = begin + common, node.children, runs[common:]
+        levels.append((begin, siblings))
 
 
 def _shared(one: Run, other: Run) -> Run | None:
@@ -249,14 +261,16 @@ def _is_learned(run: Run) -> bool:
             return False
 
 
-def _flatten(node: _Node, parent: int, branches: list[BranchPlan]) -> None:
-    while len(node.children) == 1:  # a path ended here, which takes no branch of its own
-        (child,) = node.children
-        node = _Node([*node.runs, *child.runs], child.children)
-    number = len(branches)
-    branches.append(BranchPlan(parent=parent, runs=tuple(node.runs)))
-    for child in node.children:
-        _flatten(child, number, branches)
+def _flatten(root: _Node, branches: list[BranchPlan]) -> None:
+    waiting = [(root, -1)]
+    while waiting:
+        node, parent = waiting.pop()
+        runs = node.runs
+        while len(node.children) == 1:  # a path ended here, which takes no branch of its own
+            (node,) = node.children
+            runs = [*runs, *node.runs]
+        waiting += [(child, len(branches)) for child in reversed(node.children)]
+        branches.append(BranchPlan(parent=parent, runs=tuple(runs)))
 
 
 def _with_text(piece: Piece, texts: Mapping[int, str]) -> Piece:

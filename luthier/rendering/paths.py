@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from luthier.errors import RowError
@@ -48,9 +49,14 @@ class Path:
     stop: str | None = None
 
     @property
-    def sketches(self) -> tuple[str, ...]:
+    def recordings(self) -> tuple[Recording, ...]:
         """Its own, and those that it is made of."""
-        return (self.recording.sketch, *(printed.recording.sketch for printed in self.printed))
+        return (self.recording, *(printed.recording for printed in self.printed))
+
+
+def learned_spans(paths: Iterable[Path]) -> list[tuple[Path, Span]]:
+    """What is learned, each with the path that trains it."""
+    return [(path, span) for path in paths for span in path.spans if not span.is_history]
 
 
 def cut_paths(paths: Sequence[tuple[Path, Weigh]], control: ControlTokens) -> list[tuple[Piece, ...]]:
@@ -59,8 +65,9 @@ def cut_paths(paths: Sequence[tuple[Path, Weigh]], control: ControlTokens) -> li
     """
     cut: list[tuple[Piece, ...]] = []
     before: Path | None = None
+    ends: list[int] = []  # where each piece of the path before ends
     for path, weigh in paths:
-        reused, start = ((), 0) if before is None else _common_pieces(cut[-1], before, path)
+        reused, start = ((), 0) if before is None else _common_pieces(cut[-1], ends, before, path)
         own = cut_pieces(path.recording, control, path.spans, weigh, media=path.media, start=start, end=path.end)
         pieces = (*reused, *own)
         if path.stop is not None:
@@ -68,18 +75,21 @@ def cut_paths(paths: Sequence[tuple[Path, Weigh]], control: ControlTokens) -> li
             weight = weigh(Owner(scope=span.message), span, True)
             pieces = (*pieces, ControlPiece(token=path.stop, by_model=True, weight=weight, message=span.message))
         cut.append(pieces)
+        lengths = [len(one.text if isinstance(one, TextPiece) else one.token) for one in pieces[len(reused) :]]
+        ends = [*ends[: len(reused)], *list(accumulate(lengths, initial=start))[1:]]
         before = path
     return cut
 
 
-def _common_pieces(pieces: tuple[Piece, ...], one: Path, other: Path) -> tuple[tuple[Piece, ...], int]:
+def _common_pieces(
+    pieces: tuple[Piece, ...], ends: Sequence[int], one: Path, other: Path
+) -> tuple[tuple[Piece, ...], int]:
     """The first of one path's pieces, up to a control token, that are the other's too, and where they end."""
     limit = common_length(one.recording.sketch[: one.end], other.recording.sketch[: other.end])
     for mine, theirs in zip_longest(one.spans, other.spans):
-        if mine != theirs or not mine.is_history:
+        if (mine is not theirs and mine != theirs) or not mine.is_history:
             limit = min(limit, *(span.seam for span in (mine, theirs) if span is not None))
             break
-    ends = list(accumulate(len(piece.text if isinstance(piece, TextPiece) else piece.token) for piece in pieces))
     for index in range(bisect_right(ends, limit) - 1, -1, -1):
         if isinstance(pieces[index], ControlPiece):
             return pieces[: index + 1], ends[index]
@@ -104,6 +114,8 @@ def paths_of(
         if home is None:
             home = path_of(history, context, index + 1)
             branches.append(home)
+        if home is trunk and context.seam:  # what they begin with is the same; one of them is enough to keep
+            contexts[index] = replace(context, recording=trunk.recording)
         if index not in home.recording.stretches:
             require_every_part(home.recording, _nothing(index), history)
         span = span_of(home.recording, control, index, context.seam)
@@ -129,8 +141,10 @@ def paths_of(
         require_every_part(home.recording, span, history)
     if unfinished is not None:
         trunk.end = open_span(trunk.recording, unfinished, 0, whole=False).end
+    marks = [(index, _mark(trunk, index, contexts[index], control, history)) for index in sorted(contexts)]
     for path in (trunk, *branches):
-        _mark_history(path, contexts, control, history)
+        kept = len(marks) if path is trunk else _num_alike(path.recording, trunk.recording, marks)
+        _mark_history(path, contexts, control, history, marks, kept)
     return trunk, branches[::-1]
 
 
@@ -147,7 +161,9 @@ def whole_row(history: RowHistory) -> Context:
 
 def path_of(history: RowHistory, context: Context, num_messages: int) -> Path:
     """The path of a context, without spans."""
-    media = place_media(context.recording.sketch, history.row.messages[:num_messages], history.template.slots)
+    media: dict[int, int] = {}
+    if history.has_media:
+        media = place_media(context.recording.sketch, history.row.messages[:num_messages], history.template.slots)
     return Path(
         recording=context.recording,
         num_messages=num_messages,
@@ -168,23 +184,60 @@ def can_be_asked(history: RowHistory, index: int, control: ControlTokens) -> boo
     return True
 
 
-def _mark_history(path: Path, contexts: Mapping[int, Context], control: ControlTokens, history: RowHistory) -> None:
-    """Cut a path where the model took over in turns that other paths train, so that all share what comes before."""
+def _num_alike(recording: Recording, trunk: Recording, marks: Sequence[tuple[int, Span | None]]) -> int:
+    """How many of the trunk's marks a recording has too: all but the last in what they share, for a mark may depend
+    on what follows it."""
+    if recording.base is not trunk:
+        return 0
+    shared = sorted(message for message, one in recording.stretches.items() if one.end <= recording.shared)
+    return bisect_left(marks, shared[-2], key=itemgetter(0)) if len(shared) > 1 else 0
+
+
+def _mark(path: Path, index: int, context: Context, control: ControlTokens, history: RowHistory) -> Span | None:
+    """The completion of a message in a path, as what the model said before; None where the path is not cut there."""
+    if path.end is not None and path.end < context.seam:
+        return None
+    recording, prompt = path.recording, context.recording
+    shared = min(recording.shared, prompt.shared) if recording.base is prompt.base is not None else 0
+    if not recording.sketch.startswith(prompt.sketch[shared : context.seam], shared):
+        return None
+    if not seam_is_safe(recording, control, context.seam, history):
+        return None
+    span = span_of(recording, control, index, context.seam)
+    return None if span is None else replace(span, is_history=True)
+
+
+def _mark_history(
+    path: Path,
+    contexts: Mapping[int, Context],
+    control: ControlTokens,
+    history: RowHistory,
+    marks: Sequence[tuple[int, Span | None]],
+    kept: int,
+) -> None:
+    """Cut a path where the model took over in turns that other paths train, so that all share what comes before.
+
+    ``marks`` are the cuts of the trunk, of which the first ``kept`` are the path's too.
+    """
     own = {span.message for span in path.spans}
-    for index, context in contexts.items():
-        prompt = context.recording.sketch[: context.seam]
-        if index in own or index >= path.num_messages or not path.recording.sketch[: path.end].startswith(prompt):
+    path.spans += [span for index, span in marks[:kept] if span is not None and index not in own]
+    for index, _ in marks[kept:]:
+        if index in own or index >= path.num_messages:
             continue
-        if seam_is_safe(path.recording, control, context.seam, history):
-            span = span_of(path.recording, control, index, context.seam)
-            if span is not None:
-                path.spans.append(replace(span, is_history=True))
-    path.spans.sort(key=lambda span: span.seam)
+        span = _mark(path, index, contexts[index], control, history)
+        if span is not None:
+            path.spans.append(span)
+    path.spans.sort(key=attrgetter("seam"))
 
 
 def _home(context: Context, paths: Sequence[Path], control: ControlTokens, history: RowHistory) -> Path | None:
+    sketch = context.recording.sketch
+    tail = sketch[-200:]  # most paths differ from it there, which is quick to see
     for path in paths:
-        if path.recording.sketch[: path.end].startswith(context.recording.sketch):
+        own = path.recording.sketch
+        if path.end is not None and path.end < len(sketch):
+            continue
+        if own.endswith(tail, 0, len(sketch)) and own.startswith(sketch):
             if not path.spans or seam_is_safe(path.recording, control, context.seam, history):
                 return path
             return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from types import MappingProxyType
 
 from luthier.records import ControlPiece, MediaPiece, Piece, TextPiece
@@ -33,6 +35,7 @@ def cut_pieces(
     control token, to ``end``.
     """
     sketch = recording.sketch[:end]
+    spans = sorted((span for span in spans if span.end > start), key=attrgetter("seam", "end"))
     seams = {start, len(sketch), *(span.seam for span in spans if start < span.seam < len(sketch))}
     pieces: list[Piece] = []
     for begin, stop in pairwise(sorted(seams)):  # no token reaches over a seam: inference encodes the two sides apart
@@ -56,7 +59,9 @@ def cut_pieces(
 def _texts(recording: Recording, start: int, end: int, spans: Sequence[Span], weigh: Weigh) -> Iterator[TextPiece]:
     edges = {start, end}
     edges.update(start + stop for _, stop in owner_runs(recording.owners[start:end]))
-    edges.update(edge for span in spans for edge in (span.seam, span.stop, span.end) if start < edge < end)
+    seam = attrgetter("seam")
+    near = spans[max(0, bisect_right(spans, start, key=seam) - 1) : bisect_left(spans, end, key=seam)]
+    edges.update(edge for span in near for edge in (span.seam, span.stop, span.end) if start < edge < end)
     for begin, stop in pairwise(sorted(edges)):
         owner, span = recording.owner(begin), _span_at(spans, begin)
         own = None if span is None else span.message
@@ -75,4 +80,5 @@ def _weight(weigh: Weigh, owner: Owner, span: Span | None, position: int) -> flo
 
 
 def _span_at(spans: Sequence[Span], position: int) -> Span | None:
-    return next((span for span in spans if span.seam <= position < span.end), None)
+    number = bisect_right(spans, position, key=attrgetter("seam")) - 1
+    return spans[number] if number >= 0 and position < spans[number].end else None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from luthier.records import Conversation, Message, Text, Thinking
 from luthier.rendering.guards import Guard, compile_guards
+from luthier.rendering.media_slots import media_of
 from luthier.rendering.messages import message_strings
+from luthier.rendering.prefixes import LONG, Prefixes
 from luthier.rendering.references import Alphabet, Fixed, Operation, Reference, Slot, references_in, value_of
 from luthier.rendering.shape import MessageShape, message_shape, tools_shape
 from luthier.rendering.template import ChatTemplate, Recording
@@ -32,9 +35,38 @@ class RowHistory:
     recordings: Recordings
     guards: dict[Guard, None] = field(default_factory=dict)
     written: Written = field(default_factory=dict)
+    joins: bool = True  # whether the contexts of a long row are put together (`prefixes`)
+    prefixes: Prefixes | None = None
+    offsets: list[int] = field(default_factory=list)  # the number of each message's first string
+    has_media: bool = False
+
+    def __post_init__(self) -> None:
+        self.offsets = list(accumulate((len(message_strings(one)) for one in self.row.messages), initial=0))
+        self.has_media = bool(media_of(self.row.messages))
+        if len(self.row.messages) > LONG:
+            self.prefixes = Prefixes(
+                self.template,
+                self.row,
+                self.offsets,
+                self.recordings.alphabet,
+                self.value,
+                lambda kwargs: self._recorded(len(self.row.messages), False, kwargs),
+                self._window,
+            )
 
     def recording(self, num_messages: int, *, generation_prompt: bool = False, **kwargs: Any) -> Recording:
         """The recording for ``messages[:num_messages]``. Raises `RowError` if the template refuses them."""
+        if self.prefixes is None or num_messages == len(self.row.messages):
+            return self._recorded(num_messages, generation_prompt, kwargs)
+        if self.joins:
+            joined = self.prefixes.recording(num_messages, generation_prompt=generation_prompt, kwargs=kwargs)
+            if joined is not None:
+                self.guards.update(dict.fromkeys(joined.guards))
+                return joined
+        self.prefixes.count_whole(num_messages)
+        return self._recorded(num_messages, generation_prompt, kwargs)
+
+    def _recorded(self, num_messages: int, generation_prompt: bool, kwargs: Mapping[str, Any]) -> Recording:
         return self._take(
             (self.shapes[:num_messages], generation_prompt),
             self.row.messages[:num_messages],
@@ -42,8 +74,26 @@ class RowHistory:
             kwargs=kwargs,
         )
 
+    def _window(self, head: int, start: int, end: int, generation_prompt: bool, kwargs: Mapping[str, Any]) -> Recording:
+        """The recording of a short conversation: the first ``head`` messages and ``messages[start:end]``."""
+        messages = (*self.row.messages[:head], *self.row.messages[start:end])
+        strings = self.strings[: self.offsets[head]] + self.strings[self.offsets[start] : self.offsets[end]]
+        shapes = (*self.shapes[:head], *self.shapes[start:end])
+        short = RowHistory(
+            self.template,
+            replace(self.row, messages=messages),
+            shapes,
+            strings,
+            self.recordings,
+            joins=False,
+            written=self.written,
+        )
+        return short._recorded(len(messages), generation_prompt, kwargs)
+
     def recording_with(self, num_messages: int, following: Message, **kwargs: Any) -> Recording:
         """The recording for ``messages[:num_messages]`` and one more message."""
+        if self.prefixes is not None:
+            self.prefixes.count_whole(num_messages)
         messages = (*self.row.messages[:num_messages], following)
         key = (self.shapes[:num_messages], message_shape(following), *message_strings(following))
         return self._take(key, messages, generation_prompt=False, kwargs=kwargs, num_own=num_messages)
@@ -79,10 +129,9 @@ class RowHistory:
 
     def slot(self, message: int, part: int) -> str:
         """The character that stands for the whole text of one part of a message."""
-        before, within = self.row.messages[:message], self.row.messages[message]
+        within = self.row.messages[message]
         within = replace(within, parts=within.parts[:part], name=None, tool_call_id=None)
-        number = sum(len(message_strings(earlier)) for earlier in (*before, within))
-        return self.recordings.alphabet.char(Slot(number))
+        return self.recordings.alphabet.char(Slot(self.offsets[message] + len(message_strings(within))))
 
     def thoughts(self, message: int) -> list[int]:
         """Which parts of a message are thoughts."""
@@ -152,6 +201,16 @@ class Recordings:
     def is_full(self) -> bool:
         """Whether it is time to forget all and begin anew."""
         return len(self.known) > MOST_RECORDINGS or self.alphabet.is_nearly_full
+
+
+def unshared(recordings: Iterable[Recording]) -> Iterator[str]:
+    """The sketches of some recordings, what they begin with in common with their bases but once."""
+    bases: dict[int, Recording] = {}
+    for recording in recordings:
+        yield recording.sketch[recording.shared :]
+        if recording.base is not None:
+            bases[id(recording.base)] = recording.base
+    yield from (base.sketch for base in bases.values())
 
 
 def _keeps_words(operation: Operation, in_call: bool) -> bool:

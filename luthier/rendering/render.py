@@ -40,9 +40,10 @@ from luthier.rendering.media_slots import MediaSlots, SlotsOnDemand, media_of, m
 from luthier.rendering.messages import message_strings
 from luthier.rendering.one_rendering import one_path
 from luthier.rendering.openings import ending_of
-from luthier.rendering.paths import Path, can_be_asked, cut_paths, paths_of
+from luthier.rendering.paths import Path, can_be_asked, cut_paths, learned_spans, paths_of
 from luthier.rendering.pieces import Weigh
-from luthier.rendering.recordings import Recordings, RowHistory
+from luthier.rendering.prefixes import NotLocal
+from luthier.rendering.recordings import Recordings, RowHistory, unshared
 from luthier.rendering.references import AlphabetFull, Slot
 from luthier.rendering.shape import MessageShape, message_shape, tools_shape
 from luthier.rendering.target_rules import apply_rules
@@ -60,7 +61,8 @@ LIFTED_BY_NAMED = frozenset(
 MOST_OFFERED = 16
 MOST_BLUEPRINTS = 5_000
 MOST_VARIANTS = 16  # blueprints of one shape
-MOST_RENDERED = 2_000_000  # messages that may be rendered for the prompts of one row, each answer having its own
+MOST_KEPT = 256  # messages of a row whose blueprint is kept for others: those of longer rows take much memory
+MOST_RENDERED = 2_000_000  # messages in all prompts of one row, each answer having its own
 
 
 class Renderer:
@@ -172,7 +174,8 @@ class Renderer:
             raise type(error)(error.reason, way_out, field=error.field) from error
         if len(variants) >= MOST_VARIANTS:
             variants.clear()
-        variants.append(known)
+        if len(row.messages) <= MOST_KEPT:
+            variants.append(known)
         return self._filled(known.blueprint, strings, row=row, media=media)
 
     def _filled(
@@ -255,7 +258,14 @@ class Renderer:
             raise RowDropped("no_target", "no message of this row is trained")
         if self.policy.history is not HistoryRendering.ONE_RENDERING:
             _refuse_too_many(row, len(turns))
-        history = RowHistory(template, row, shapes, strings, self._recordings)
+        try:
+            return self._made(RowHistory(template, row, shapes, strings, self._recordings), turns, weights)
+        except NotLocal:
+            history = RowHistory(template, row, shapes, strings, self._recordings, joins=False)
+            return self._made(history, turns, weights)
+
+    def _made(self, history: RowHistory, turns: list[int], weights: Weights) -> _Known:
+        row, template = history.row, history.template
         media = media_of(row.messages)
         control = self.control.with_places(template.slots.printed_for(media))
         try:
@@ -277,13 +287,13 @@ class Renderer:
             is_learned = any(not span.is_history for span in trunk.spans)
             cut = cut_paths([*learned, (trunk, weights)] if is_learned else learned, control)
         paths = [*branches, trunk]
-        references = history.references(*(sketch for path in paths for sketch in path.sketches))
+        references = history.references(*unshared(recording for path in paths for recording in path.recordings))
         if not cut:
             raise RowDropped("no_target", "the only answer comes before any question")
         control = self.control.with_places(template.slots.tokens_of(media))
         blueprint = build_blueprint(cut, list(history.guards), references, control)
         blueprint = replace(blueprint, has_unasked=has_unasked, differing=differing)
-        is_cut = any(history.may_lose(path.recording, span.seam, span.stop) for path in paths for span in path.spans)
+        is_cut = any(history.may_lose(path.recording, span.seam, span.stop) for path, span in learned_spans(paths))
         return _Known(blueprint=blueprint, paths=paths, is_cut=is_cut)
 
     def _named_that_would_do(self, reason: str, row: Conversation, template: ChatTemplate) -> str | None:
@@ -328,7 +338,7 @@ class Renderer:
     def _require_answers(self, known: _Known, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
         """Raise `RowError` unless what is learned of each turn reads as the row has it."""
         texts = {ord(char): value for char, value in zip(known.blueprint.references, values, strict=True)}
-        spans = [(path, span) for path in known.paths for span in path.spans if not span.is_history]
+        spans = learned_spans(known.paths)
         last = max((span.message for _, span in spans), default=0)
         one_rendering = self.policy.history is HistoryRendering.ONE_RENDERING
         for path, span in spans:

@@ -69,12 +69,15 @@ class Recording:
     """What a template printed, as a sketch, for all rows whose strings answer its ``guards`` alike.
 
     For each character of ``sketch`` the character of ``owners`` at the same place is a number in ``owner_table``.
+    Its first ``shared`` characters are those of ``base``, where it was put together (`prefixes`).
     """
 
     sketch: str
     owners: str
     owner_table: Sequence[Owner]
     guards: tuple[Guard, ...]
+    base: Recording | None = None
+    shared: int = 0
 
     def owner(self, position: int) -> Owner:
         """Whose the character at ``position`` of the sketch is."""

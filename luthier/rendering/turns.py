@@ -8,6 +8,7 @@ every row that the recordings stand for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -112,7 +113,7 @@ def context_of(template: ChatTemplate, history: History, index: int, control: Co
     for kwargs in _switches(template):
         prompt = history.recording(index, generation_prompt=True, **kwargs)
         turn = history.recording(index + 1, **kwargs)
-        known = "\0".join((template.literals, *sorted(control.tokens)))
+        known = _known_tags(template.literals, control)
         asked.append(_Asked(history, index, prompt, turn, kwargs, ending_of(prompt.sketch, known)))
         found = asked[-1].rendered() or asked[-1].behind_header()
         if found is not None:
@@ -128,6 +129,11 @@ def context_of(template: ChatTemplate, history: History, index: int, control: Co
         f"the generation prompt {_tail(asked[-1].prompt.sketch, history)!r} is not how the rendered turn begins{hint}",
         field=f"messages[{index}]",
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _known_tags(literals: str, control: ControlTokens) -> str:
+    return "\0".join((literals, *sorted(control.tokens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +296,8 @@ def seam_is_safe(recording: Recording, control: ControlTokens, seam: int, histor
 
 
 def _space_follows(recording: Recording, position: int, history: History) -> bool:
-    for char in recording.sketch[position:]:
+    for place in range(position, len(recording.sketch)):
+        char = recording.sketch[place]
         if not is_reference(char):
             return char.isspace()
         text = history.value(char)

@@ -1,0 +1,222 @@
+"""What a template prints for the first messages of a long row, put together from two recordings.
+
+A turn's inference context is the text of the messages before it. To render each context whole would be work that grows
+with the square of the row. So the template runs over the whole row once, and over a short conversation for each turn:
+the row's head and the last few messages before the turn (the *window*). Nearly always the context is the beginning of
+the whole row's text and, behind it, the end of the window's text:
+
+    whole row       head  m2  m3  …  m96  m97  m98  m99  m100 …
+    window          head                  m97  m98  m99  prompt
+    context of 100  head  m2  m3  …  m96  m97  m98  m99  prompt
+
+That is believed only where both recordings print the head alike and the window's first messages alike, and where plain
+renderings of whole contexts, for the first, the last and some of the others, print the same text. Otherwise the window
+grows, and then every context is rendered whole.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import log2
+from typing import Any
+
+from luthier.errors import RowError
+from luthier.records import Conversation
+from luthier.rendering.references import Alphabet, Slot, filled_in, is_reference
+from luthier.rendering.template import ChatTemplate, Recording, Stretch
+from luthier.rendering.trace import Owner
+
+LONG = 32  # messages; the contexts of shorter rows are always rendered whole
+WINDOWS = (6, 12, 24, 48, 96)  # messages before a turn
+FIRST_PROBES, LAST_PROBES, KIND_PROBES = 8, 3, 8
+MOST_WHOLE = 250_000  # messages that may be rendered for the contexts of one long row that are rendered whole
+
+
+class NotLocal(Exception):
+    """A context that was put together is not what the template prints: its contexts have to be rendered whole."""
+
+
+Window = Callable[[int, int, int, bool, Mapping[str, Any]], Recording]
+
+
+@dataclass(slots=True, eq=False)
+class Whole:
+    """The recording of a whole row, with its owners in a table that grows, and its stretches in order of messages."""
+
+    recording: Recording
+    owners: list[Owner]
+    numbers: dict[Owner, int]
+    stretches: list[tuple[int, Stretch]]
+
+    @classmethod
+    def of(cls, recording: Recording) -> Whole:
+        """The same recording, indexed."""
+        owners = list(recording.owner_table)
+        numbers = {owner: number for number, owner in enumerate(owners)}
+        return cls(recording, owners, numbers, sorted(recording.stretches.items()))
+
+    def number(self, owner: Owner) -> int:
+        """The number of an owner in the table."""
+        if owner not in self.numbers:
+            self.numbers[owner] = len(self.owners)
+            self.owners.append(owner)
+        return self.numbers[owner]
+
+
+@dataclass(slots=True, eq=False)
+class Prefixes:
+    """The contexts of one long row. ``offsets`` are the numbers of each message's first string.
+
+    ``window(head, start, end, prompt, kwargs)`` gives the recording of ``messages[:head] + messages[start:end]``.
+    """
+
+    template: ChatTemplate
+    row: Conversation
+    offsets: list[int]
+    alphabet: Alphabet
+    value: Callable[[str], str]
+    whole_of: Callable[[Mapping[str, Any]], Recording]
+    window: Window
+    num_whole: int = 0
+    wholes: dict[tuple[tuple[str, Any], ...], Whole] = field(default_factory=dict)
+    probes: frozenset[int] = frozenset()
+    kinds: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        num = len(self.row.messages)
+        drawn = random.Random(num).sample(range(LONG // 2, num), min(num - LONG // 2, round(log2(num))))
+        first, last = range(self.head, self.head + 2 * FIRST_PROBES + WINDOWS[0]), range(num - LAST_PROBES, num)
+        self.probes = frozenset((*first, *drawn, *last))
+
+    @property
+    def head(self) -> int:
+        """How many messages are at the front of each window: the system message, a question and its answer."""
+        return 3 if self.row.messages[0].role in ("system", "developer") else 2
+
+    def recording(self, num: int, *, generation_prompt: bool, kwargs: Mapping[str, Any]) -> Recording | None:
+        """The recording for ``messages[:num]``; None where the template's print of them is not put together so.
+
+        Raises `NotLocal` where a plain rendering shows that it is not what the template prints.
+        """
+        key = tuple(sorted(kwargs.items()))
+        try:
+            whole = self.wholes.get(key) or Whole.of(self.whole_of(kwargs))
+        except RowError:
+            return None
+        self.wholes[key] = whole
+        for size in WINDOWS:
+            start = self._start(num, size)
+            if start is None:
+                return None
+            try:
+                window = self.window(self.head, start, num, generation_prompt, kwargs)
+            except RowError:  # the template takes no such conversation
+                return None
+            joined = self._joined(whole, window, start)
+            if joined is None:
+                continue
+            is_new = id(window) not in self.kinds and len(self.kinds) < KIND_PROBES
+            if num in self.probes or is_new:
+                self.kinds.add(id(window))
+                self._prove(joined, num, generation_prompt, kwargs)
+            return joined
+        return None
+
+    def count_whole(self, num: int) -> None:
+        """Note that a context is rendered whole. Raises `RowError` where that becomes too much for one row."""
+        self.num_whole += num
+        if self.num_whole > MOST_WHOLE:
+            raise RowError(
+                "too_many_messages",
+                f"{len(self.row.messages):,} messages: the chat template prints earlier messages in another way for "
+                f"each answer, so that every prompt has to be rendered whole, and {MOST_WHOLE:,} rendered messages are "
+                "allowed for one row: cut the conversation into several, or learn fewer answers (train_on: "
+                "last_assistant)",
+                field="messages",
+            )
+
+    def _start(self, num: int, size: int) -> int | None:
+        """Where a window begins: at a message that follows the head as its own next message does."""
+        messages, head = self.row.messages, self.head
+        for start in range(num - size, max(head + 1, num - 2 * size - 2), -1):
+            follows = (
+                messages[start].role == messages[head].role and messages[start - 1].role == messages[head - 1].role
+            )
+            if follows and (start - head) % 2 == 0:
+                return start
+        return None
+
+    def _joined(self, whole: Whole, window: Recording, start: int) -> Recording | None:
+        """The whole row's text up to message ``start + 1``, and the window's from there on."""
+        head, shift, trunk = self.head, start - self.head, whole.recording
+        here = _begins(trunk, head, start, start + 1, start + 2)
+        there = _begins(window, head, head + 1, head + 2)
+        if here is None or there is None or here[0] != there[0]:
+            return None
+        if trunk.sketch[: here[0]] != window.sketch[: there[0]]:
+            return None
+        cut = there[1]
+        owners = {char: window.owner_table[ord(char)] for char in set(window.owners[cut:])}
+        system = head - 2  # a system message may be printed anywhere, but nothing else of the head behind it
+        if any(one.message is not None and system <= one.message < head for one in owners.values()):
+            return None
+        chars = {
+            *window.sketch[there[0] :],
+            *(char for guard in window.guards for one in guard.sketches for char in one),
+        }
+        table = {ord(char): moved for char in chars if (moved := self._moved(char, shift)) != char}
+        if trunk.sketch[here[1] : here[3]] != window.sketch[there[0] : there[2]].translate(table):
+            return None
+        numbers = {ord(char): chr(whole.number(_shifted(owner, head, shift))) for char, owner in owners.items()}
+        joined = Recording(
+            sketch=trunk.sketch[: here[2]] + window.sketch[cut:].translate(table),
+            owners=trunk.owners[: here[2]] + window.owners[cut:].translate(numbers),
+            owner_table=whole.owners,
+            guards=tuple(
+                guard._replace(sketches=tuple(one.translate(table) for one in guard.sketches))
+                for guard in window.guards
+            ),
+            base=trunk,
+            shared=here[2],
+        )
+        known = whole.stretches[: bisect_right(whole.stretches, start, key=lambda item: item[0])]
+        stretches = {message: stretch for message, stretch in known if stretch.end <= here[2]}
+        for message, stretch in window.stretches.items():
+            if stretch.begin >= cut:
+                by, number = here[2] - cut, message if message < head else message + shift
+                stretches[number] = replace(
+                    stretch, begin=stretch.begin + by, end=stretch.end + by, content_end=stretch.content_end + by
+                )
+        joined.__dict__["stretches"] = stretches
+        return joined
+
+    def _moved(self, char: str, shift: int) -> str:
+        """The reference that stands in the row where ``char`` stands in a window that begins ``shift`` messages on."""
+        reference = self.alphabet.reference(char) if is_reference(char) else None
+        if not isinstance(reference, Slot) or reference.number < self.offsets[self.head]:
+            return char
+        by = self.offsets[self.head + shift] - self.offsets[self.head]
+        return self.alphabet.char(Slot(reference.number + by, reference.operations))
+
+    def _prove(self, joined: Recording, num: int, generation_prompt: bool, kwargs: Mapping[str, Any]) -> None:
+        messages = self.row.messages[:num]
+        printed = self.template.render(messages, self.row.tools, generation_prompt=generation_prompt, **kwargs)
+        if filled_in(joined.sketch, self.value) != printed:
+            raise NotLocal
+
+
+def _begins(recording: Recording, *messages: int) -> list[int] | None:
+    """Where some messages begin in a recording; None unless the template's loop stood at them, in this order."""
+    found = [recording.stretches.get(message) for message in messages]
+    begins = [stretch.begin for stretch in found if stretch is not None and not stretch.is_owned]
+    return begins if len(begins) == len(messages) and begins == sorted(begins) else None
+
+
+def _shifted(owner: Owner, head: int, shift: int) -> Owner:
+    scope, message = (
+        number + shift if number is not None and number >= head else number for number in (owner.scope, owner.message)
+    )
+    return replace(owner, scope=scope, message=message)
