@@ -17,6 +17,7 @@ NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for ro
 
 # Formats whose messages may be written as ShareGPT's or as OpenAI's; the rows show which.
 _EITHER_STYLE = (Format.PREFERENCE, Format.FEEDBACK, Format.PROMPT_COMPLETION)
+NO_COLUMN = "none"  # `columns: {weight: none}`: the data's own column of that name means something else
 _VERDICTS = ("true", "false", "desirable", "undesirable")
 # `observation_tag` is LLaMA-Factory's name; people who write `role: tool` look for this one.
 _TAG_ALIASES = {"tool_tag": "observation_tag"}
@@ -157,10 +158,10 @@ def _is_verdict(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str]) -> 
 
 
 def _check_given(path: str, given: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises `SourceError` for a column that the config names and no row has."""
+    """Raises `SourceError` for a column that the config names and no row has; `NO_COLUMN` says that none is meant."""
     there = list(dict.fromkeys(name for row in rows for name in row))
     for ours, theirs in given.items():
-        if theirs not in there:
+        if theirs not in there and theirs != NO_COLUMN:
             close = nearest_names(theirs, there)
             hint = f"did you mean {close}?" if close else f"leave {ours!r} out, or name a column that is there"
             what = f"none of the first {len(rows)} rows has a column {theirs!r}, which columns names for {ours!r}"
