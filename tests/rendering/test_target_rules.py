@@ -137,7 +137,10 @@ def test_thinking_off_leaves_the_answer_and_the_tags() -> None:
 
 def test_a_tool_call_counts_double_with_its_name_and_arguments() -> None:
     found = targets(ROW, targets=[{"part": "tool_call", "weight": 2}])
-    assert [text for weight, text in found if weight == 2] == ["add", ' {"n": 1, "note": "ab']  # brackets and numbers are the row's
+    assert [text for weight, text in found if weight == 2] == [
+        "add",
+        ' {"n": 1, "note": "ab',
+    ]  # brackets and numbers are the row's
     assert found[-1] == (1, "So 43.<|im_end|>")
 
 
