@@ -155,7 +155,7 @@ def _faults_of(text: str, header: str, said: Said, places: Sequence[tuple[int, i
     for name, item in said.items:
         if len(item) >= SHORTEST_REPEATED and any(item in gap for gap in gaps):
             yield Check.ANSWER_DECODES, f"the {name} is learned twice: {short(_shown(text))}"
-    values = list(json_values(text))
+    values = [value for gap in gaps for value in json_values(gap)]  # a thought or an answer may quote a call
     for arguments in said.calls:
         wanted = sum(other == arguments for other in said.calls)
         if arguments and sum(holds_arguments(value, arguments) for value in values) > wanted:
