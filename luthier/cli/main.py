@@ -135,8 +135,11 @@ class _Guarded(io.TextIOWrapper):
 
 
 def _guarded(stream: TextIO) -> TextIO:
-    """The stream with failures told, and characters that its encoding lacks written as ``\\u2026``."""
-    if not isinstance(stream, io.TextIOWrapper):
+    """The process's own output with failures told, and characters that its encoding lacks written as ``\\u2026``.
+
+    A stream that somebody else has put in its place, to capture what is printed, stays theirs and stays as it is.
+    """
+    if not isinstance(stream, io.TextIOWrapper) or stream is not sys.__stdout__:
         return stream
     is_terminal = stream.isatty()
     return _Guarded(stream.detach(), encoding=stream.encoding, errors="backslashreplace", line_buffering=is_terminal)

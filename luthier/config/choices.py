@@ -220,7 +220,7 @@ LARGEST_NUMBER = 1e9
 LARGEST_COUNT = 10**12  # of steps, tokens, bytes
 LARGEST_SIZE = 2**16  # of a rank, a block, rows of a micro-batch
 LONGEST_SEQUENCE = 2**24  # tokens: 16 million
-LARGEST_RATE, SMALLEST_RATE = 10.0, 1e-12
+LARGEST_RATE, SMALLEST_RATE = 10.0, 1e-30
 MOST_PROCESSES = 4096
 
 

@@ -245,8 +245,8 @@ def test_numbers_and_brackets_of_a_row_make_no_control_token() -> None:
     control = ControlTokens(tokens=frozenset({"<3>", "[3]", "<|im_end|>"}), stops=frozenset({"<|im_end|>"}))
     source = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-        "{% for call in message.tool_calls %}{{ call.function.name }} <{{ call.function.arguments.n }}>"
-        "{{ call.function.arguments.l }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% for call in message.tool_calls %}{{ call.function.name }} n <{{ call.function.arguments.n }}>"
+        " l {{ call.function.arguments.l }}{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     row = conversation(user("go"), assistant("a", ToolCall(name="f", arguments={"n": 3, "l": [3]})))
