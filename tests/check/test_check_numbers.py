@@ -131,9 +131,10 @@ def test_longest_rows_are_distinct_and_descend(prepared: tuple[RunConfig, Prepar
 
 def test_warm_up_is_a_share_below_one_and_a_number_from_one_on(prepared: tuple[RunConfig, Prepared]) -> None:
     config, data = prepared
-    assert made(config, data).warmup_steps == 1  # 0.03 of 11 steps, rounded up as transformers does
-    fixed = config.model_copy(update={"train": config.train.model_copy(update={"warmup_steps": 7})})
-    assert made(fixed, data).warmup_steps == 7
+    assert made(config, data).warmup_steps == 0  # 0.03 of 11 steps is less than one: no first step at a rate of 0
+    for given, steps in ((0.3, 4), (7, 7)):  # a share is rounded up, as transformers does
+        changed = config.model_copy(update={"train": config.train.model_copy(update={"warmup_steps": given})})
+        assert made(changed, data).warmup_steps == steps
 
 
 def test_stats_equal_a_naive_recount_per_source(prepared: tuple[RunConfig, Prepared]) -> None:
