@@ -52,7 +52,7 @@ def test_labels_that_may_be_classes_are_told_how_to_be_verdicts(tmp_path: Path) 
     rows = [judged(n, n % 2) for n in range(4)]
     assert "format: feedback" in fault_of("stats", write_run(tmp_path, rows, "kto")).message
     path = write_run(tmp_path, rows, "kto", train={"path": str(tmp_path / "rows.jsonl"), "format": "feedback"})
-    assert "4 trained" in runner.invoke(app, ["stats", str(path)]).output
+    assert "4 prepared" in runner.invoke(app, ["stats", str(path)]).output
 
 
 def test_the_only_row_of_a_side_is_named_where_a_kl_needs_others(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_true_data_exits_with_0_and_says_what_was_checked(config: str, capsys: p
     assert run(["verify", config]) == 0
     out = capsys.readouterr().out
     assert "true of every row" in out and "prompt_tokens" in out
-    assert "9 rows read = 8 trained + 0 dropped + 1 quarantined" in out
+    assert "9 rows read = 8 prepared + 0 dropped + 1 quarantined" in out
 
 
 def test_what_is_not_true_exits_with_3_and_shows_the_first_rows(
