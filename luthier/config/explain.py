@@ -89,6 +89,10 @@ def _what_was_meant(section: Path, key: str, value: object) -> tuple[str, Path |
     if "." in key and key in all_keys():
         head, tail = key.split(".", 1)
         return f"nest it: write {tail} below {head}:", parse_path(key)
+    if not section and (key in FAMILIES or key in LOSSES):
+        inside = ", ".join(f"{one}: …" for one in value) if isinstance(value, dict) else ""
+        name = f"name: {key}" if key in FAMILIES else f"name: {LOSSES[key].families[0]}, loss: {key}"
+        return f"write objective: {{{name}{', ' if inside else ''}{inside}}}", ("objective",)
     if (ours := what_is_meant(key, value)) is not None:
         return _other_tools_word(ours)
     elsewhere = [full for full in all_keys() if full.rsplit(".", 1)[1] == key]
@@ -175,6 +179,8 @@ def _for_text(node: Scalar, schema: JsonSchema, path: Path) -> str | None:
     if allowed & {"integer", "number"}:
         if re.fullmatch(r"[-+]?0[0-9]+", text):
             return f"{text} could be octal or decimal: write {int(text[:100])}" + _octal(text)
+        if re.fullmatch(r"[-+]?[0-9]+", text) and len(text) > 20:
+            return f"{len(text)} digits are more than any run has"
         if (number := number_meant(text)) is not None:
             return f"remove the quotes: {number}" if node.quoted and number == text else f"write {number}"
     if "array" in allowed and (names := _for_choices(text, resolve(schema.get("items", {})))) is not None:
@@ -218,6 +224,8 @@ def _for_example(schema: JsonSchema, path: Path) -> str:
     if default is None or default in ([], {}):
         example = _EXAMPLES.get(key)
         return f"for example {example}" if example else "see docs/config.md"
+    if isinstance(default, dict):
+        return f"write keys such as {next(iter(default))}: … below it, indented"
     shown = str(default).lower() if isinstance(default, bool) else f"{default}"
     return f"the default is {shown}"
 

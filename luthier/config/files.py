@@ -104,7 +104,8 @@ def _model(draft: Draft, key: str, name: str | None) -> Iterator[Problem]:
             key, f'"{name}" is a file ({_tried(path)}), a model is a folder', "name the folder it is in"
         )
     elif name.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(path)):
-        hub = f"; for the Hub's {name} work where no folder {name.split('/')[0]} is" if _HUB_ID.fullmatch(name) else ""
+        is_hub_id = _HUB_ID.fullmatch(name) and not name.startswith(".")
+        hub = f"; for the Hub's {name} work where no folder {name.split('/')[0]} is" if is_hub_id else ""
         yield draft.problem(key, _not_there(name, path, "folder"), _near(path) + hub)
     elif not _HUB_ID.fullmatch(name):
         what = f'"{name}" is neither a folder ({_tried(path)}) nor a name on the Hub (OWNER/NAME)'

@@ -54,8 +54,13 @@ def _read_bytes(path: Path, name: str) -> bytes:
 
 
 def _decode(data: bytes, name: str) -> str:
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or data[:2].count(0) == 1:
+    is_utf16 = data[:2].count(0) == 1 and data[2:4].count(0) == 1  # every other byte of its first two letters
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or is_utf16:
         raise _fault(name, "the file is UTF-16", "save it as UTF-8")
+    if b"\0" in data:
+        raise _fault(
+            name, "the file holds bytes that no text has (0x00)", "name the run description, a YAML or JSON text"
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

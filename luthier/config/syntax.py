@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from luthier.errors import Problem
 
 MAX_TAB_LINES = 10  # as many as help; a file full of tabs is mended in one go anyway
+LONGEST_KEY = 1024  # of a mapping that writes no question mark: what YAML itself sets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,11 @@ def explain_syntax(fault: Fault, text: str) -> list[Problem]:
 def _in_words(fault: Fault, source: str) -> tuple[str, str]:
     said = fault.what
     began = f"line {fault.start}" if fault.start is not None else "above"
+    if "mapping values are not allowed" in said and len(source.partition(":")[0]) > LONGEST_KEY:
+        return (
+            f"a key of more than {LONGEST_KEY:,} characters",
+            "write the key before the colon, and its value behind it",
+        )
     if "mapping values are not allowed" in said:
         return "a second colon in one value, or a line indented too far", _colon_hint(source)
     if "could not find expected ':'" in said:
@@ -46,6 +52,9 @@ def _in_words(fault: Fault, source: str) -> tuple[str, str]:
         return "a backslash in double quotes begins an escape, and this is none", "use single quotes: 'C:\\data'"
     if "flow sequence" in said or "flow mapping" in said:
         bracket = "[" if "flow sequence" in said else "{"
+        if "${" in source:
+            hint = "put it in quotes; Luthier does not read variables of the shell: write the value itself"
+            return f"a value with {{ in it ends the {bracket} that opens on {began} too early", hint
         return (
             f"the {bracket} that opens on {began} is not closed, or a comma is missing",
             "close it, and put commas between the entries",

@@ -63,6 +63,11 @@ def test_utf_16_is_told(tmp_path: Path, encoding: str) -> None:
     assert "UTF-16 (save it as UTF-8)" in told(tmp_path / "run.yaml")
 
 
+def test_a_file_that_is_no_text_is_not_taken_for_utf_16(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(bytes(range(256)))
+    assert "no text has (0x00)" in told(tmp_path / "run.yaml")
+
+
 def test_the_line_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"# one\n# two \xfc\n")
     assert "run.yaml:2: this line is not UTF-8 (byte 0xfc)" in told(tmp_path / "run.yaml")
