@@ -14,13 +14,29 @@ from typing import Any
 from jinja2 import Environment, Undefined, nodes
 from jinja2 import filters as jinja_filters
 from jinja2 import tests as jinja_tests
+from jinja2.exceptions import FilterArgumentError
 from jinja2.ext import Extension
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro
+from jinja2.sandbox import safe_range
 from jinja2.utils import Cycler, Joiner
+from markupsafe import Markup, escape
 
 from luthier.rendering.trace import Trace
-from luthier.rendering.tracked import Marked, Tracked, concatenate, is_own, own_text, pin, refuse, settled
-from luthier.rendering.value_text import dump_json, text_of
+from luthier.rendering.tracked import (
+    Marked,
+    RowValue,
+    Tracked,
+    concatenate,
+    is_own,
+    own_text,
+    pin,
+    refuse,
+    row_text,
+    row_value,
+    settled,
+    unmarked,
+)
+from luthier.rendering.value_text import dump_json, owner_of, printed_by, text_of, written_as
 from luthier.templating.plain import TemplateDict, raise_exception
 from luthier.templating.sandbox import TemplateNamespace
 
@@ -35,6 +51,8 @@ READING_FILTERS = frozenset("abs float int round wordcount".split())  # noqa: SI
 KIND_TESTS = frozenset(
     "boolean callable defined false filter float integer mapping none number string test true undefined".split()  # noqa: SIM905
 )
+# Those among them that ask for True, False or None, which a row's are not (`RowBool`, `RowNone`).
+CONSTANT_TESTS = frozenset("boolean false integer none true".split())  # noqa: SIM905
 # Tests that use operators and methods.
 MIRRORED_TESTS = frozenset(
     "== != > >= < <= eq equalto ne gt greaterthan ge lt lessthan le lower upper".split()  # noqa: SIM905
@@ -50,7 +68,7 @@ def may_be_called(function: Any) -> bool:
     """Whether a function keeps track of text that it is given."""
     if isinstance(function, type):
         return function in TYPES
-    if function is raise_exception or hasattr(function, "keeps_track"):
+    if function in (raise_exception, safe_range) or hasattr(function, "keeps_track"):
         return True
     if isinstance(function, types.MethodType | types.BuiltinMethodType):
         return isinstance(function.__self__, OWNERS_OF_METHODS)
@@ -61,12 +79,14 @@ def restrict(environment: Environment, trace_of: Callable[[], Trace]) -> None:
     """Let the filters and tests of an environment keep track, or refuse. ``trace_of`` gives the run's trace."""
     for name, function in list(environment.filters.items()):
         if name in READING_FILTERS:
-            environment.filters[name] = _pinning(function)
+            environment.filters[name] = _reading(function, trace_of)
         elif name not in PASSING_FILTERS:
             environment.filters[name] = _for_own_text(f"the filter {name!r}", function, trace_of)
     environment.filters |= _text_filters(trace_of)
     for name, function in list(environment.tests.items()):
-        if name not in KIND_TESTS | MIRRORED_TESTS:
+        if name in CONSTANT_TESTS:
+            environment.tests[name] = _seeing_constants(function)
+        elif name not in KIND_TESTS | MIRRORED_TESTS:
             environment.tests[name] = _pinning(function)
     environment.tests |= {"iterable": _is_iterable, "sequence": _is_sequence, "sameas": _is_same}
 
@@ -88,6 +108,11 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
 
     def replace(value: Any, old: Any, new: Any, count: int | None = None) -> Tracked:
         return text(value).replace(text(old), text(new), -1 if count is None else count)
+
+    def format(value: Any, *args: Any, **kwargs: Any) -> Tracked:
+        if args and kwargs:
+            raise FilterArgumentError("the filter 'format' takes values or named values, not both")
+        return printed_by(text(value), kwargs or args, trace_of(), what="the filter 'format'")
 
     def title(value: Any) -> Tracked:
         titled = text(value)
@@ -115,9 +140,11 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
         "lower": lambda value: text(value).lower(),
         "upper": lambda value: text(value).upper(),
         "capitalize": lambda value: text(value).capitalize(),
-        "safe": lambda value: _safe(value, trace_of()),
+        "safe": lambda value: _as_safe(text_of(value, trace_of()), trace_of()),
+        "e": lambda value: _escaped(value, trace_of()),
+        "escape": lambda value: _escaped(value, trace_of()),
         "random": _random,
-        **{f.__name__: f for f in (join, tojson, replace, title, indent, default, attr)},
+        **{f.__name__: f for f in (join, tojson, replace, format, title, indent, default, attr)},
         "d": default,
     }
 
@@ -128,9 +155,17 @@ def _for_own_text(name: str, function: Callable[..., Any], trace_of: Callable[[]
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         given = [arg for arg in args if not isinstance(arg, Context | Environment | nodes.EvalContext)]
-        if not (is_own(given) and is_own(kwargs)):
+        given += kwargs.values()
+        numbers = [arg for arg in given if isinstance(arg, RowValue)]
+        if not all(is_own(arg) or isinstance(arg, RowValue) for arg in given):
             refuse(name)
-        return settled(function(*args, **kwargs), trace_of())
+        made = function(*map(unmarked, args), **{key: unmarked(value) for key, value in kwargs.items()})
+        if not numbers:
+            return settled(made, trace_of())
+        if not isinstance(made, str):
+            refuse(name)
+        text = row_text(str.__str__(made), numbers[0].owner, trace_of())
+        return _as_safe(text, trace_of()) if isinstance(made, Markup) else text
 
     return guarded
 
@@ -145,12 +180,36 @@ def _pinning(function: Any) -> Callable[..., Any]:
     return looking
 
 
+def _reading(function: Any, trace_of: Callable[[], Trace]) -> Callable[..., Any]:
+    pinning = _pinning(function)
+
+    @functools.wraps(function)
+    def number(*args: Any, **kwargs: Any) -> Any:
+        made = pinning(*args, **kwargs)
+        owner = owner_of(args, trace_of())
+        return made if owner is None or not isinstance(made, int | float) else row_value(made, owner)
+
+    return number
+
+
+def _seeing_constants(function: Any) -> Callable[[Any], bool]:
+    return lambda value: bool(function(unmarked(value)))
+
+
 def _title(text: str) -> str:
     return jinja_filters.do_title(str.__str__(text))
 
 
-def _safe(value: Any, trace: Trace) -> Tracked:
+def _escaped(value: Any, trace: Trace) -> Tracked:
     tracked = text_of(value, trace)
+    if isinstance(tracked, Marked):
+        return tracked
+    if tracked._is_own:
+        return _as_safe(own_text(str(escape(str.__str__(tracked))), trace), trace)
+    return _as_safe(written_as(tracked, "html"), trace)
+
+
+def _as_safe(tracked: Tracked, trace: Trace) -> Tracked:
     return Marked(str.__str__(tracked), tracked._sketch, tracked._owners, trace)
 
 
@@ -169,4 +228,4 @@ def _is_sequence(value: Any) -> bool:
 def _is_same(value: Any, other: Any) -> bool:
     if isinstance(value, str) and isinstance(other, str) and not (is_own(value) and is_own(other)):
         refuse("the test 'sameas'")
-    return value is other
+    return unmarked(value) is unmarked(other)

@@ -15,21 +15,24 @@ It is the sandbox that transformers uses (same options, globals and filters), wi
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
 from jinja2.runtime import Context
+from jinja2.sandbox import SandboxedFormatter
 
 from luthier.rendering.allowed import may_be_called, restrict
 from luthier.rendering.codegen import TrackingCodeGenerator
 from luthier.rendering.trace import Loop, Trace
 from luthier.rendering.tracked import Tracked, concatenate, is_own, pin, refuse, settled, traced
-from luthier.rendering.value_text import text_of
+from luthier.rendering.value_text import formatted_by, printed_by, text_of
 from luthier.templating.limits import TemplateLimits
 from luthier.templating.plain import TemplateDict, furnish
 from luthier.templating.sandbox import SMALL, Sandbox
+from luthier.templating.sizes import check_operator
 
 HIDDEN = ("_block_vars", "_loop_vars")  # what a compiled template adds to every call
 
@@ -121,18 +124,26 @@ class TrackingEnvironment(Sandbox):
             argument = argument if isinstance(obj, dict) else str.__str__(argument)
         return super().getitem(obj, argument)
 
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """``left operator right``; ``%`` after a text is a format."""
+        if operator != "%" or not isinstance(left, str):
+            return super().call_binop(context, operator, left, right)
+        check_operator(self.meter, operator, left, right)
+        return printed_by(left, right, self.trace)
+
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """``format`` and ``format_map`` of the template's own text, which keep no track."""
+        """``format`` and ``format_map`` of texts."""
         owner = getattr(value, "__self__", None)
         if not isinstance(owner, Tracked) or value.__name__ not in ("format", "format_map"):
             return super().wrap_str_format(value)
-        plain_format = super().wrap_str_format(getattr(str.__str__(owner), value.__name__))
-        assert plain_format is not None
+        fields, is_map = SandboxedFormatter(self), value.__name__ == "format_map"
 
+        @functools.wraps(value)  # the name by which it is measured
         def formatted(*args: Any, **kwargs: Any) -> Any:
-            if not (is_own(owner) and is_own(args) and is_own(kwargs)):
-                refuse(f"str.{value.__name__}")
-            return self.own(plain_format(*args, **kwargs))
+            if is_map and (len(args) != 1 or kwargs):
+                raise TypeError("format_map() takes exactly one argument")
+            given, named = ((), args[0]) if is_map else (args, kwargs)
+            return formatted_by(owner, lambda name: fields.get_field(name, given, named)[0], self.trace)
 
         formatted.keeps_track = True  # type: ignore[attr-defined]
         return formatted

@@ -11,7 +11,7 @@ from typing import Any
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
 from luthier.rendering.media_slots import kind_of_media
 from luthier.rendering.trace import Owner, Trace
-from luthier.rendering.tracked import RowFloat, RowInt, Tracked, concatenate, own_text
+from luthier.rendering.tracked import Tracked, concatenate, own_text, row_value
 
 # How a value of a message (a string; a number, list or dict of arguments) enters the template:
 # (value, field, part, is part of the row's shape) -> what stands there.
@@ -144,17 +144,13 @@ def _is_ours(value: Any, field: str) -> bool:
 
 
 def _marked(value: Any, owner: str, trace: Trace, *, is_shape: bool) -> Any:
-    """A value of a row as the template gets it. True, False and None cannot be marked, and no text is in them."""
+    """A value of a row as the template gets it."""
     match value:
         case str():
             text = trace.swaps.get(value if is_shape else len(trace.strings), value)
             return Tracked(text, trace.add_constant(text) if is_shape else trace.add_string(text), owner, trace)
-        case bool() | None:
-            return value
-        case int() | float():
-            number = RowInt(value) if isinstance(value, int) else RowFloat(value)
-            number.owner = owner
-            return number
+        case bool() | int() | float() | None:
+            return row_value(value, owner)
         case _:
             trace.container_owners[id(value)] = owner
             return value

@@ -20,7 +20,7 @@ from luthier.rendering.trace import Written
 MOST_RECORDINGS = 20_000  # kept at a time; then all are forgotten and begun anew
 MOST_VARIANTS = 16  # of one shape that are compared before it is recorded again
 KEEPING = frozenset(
-    {"strip", "lstrip", "rstrip", "json"}
+    {"strip", "lstrip", "rstrip", "json", "html"}
 )  # operations that leave something of any text but white space
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
 
+from markupsafe import escape
+
 FIRST_CHAR = 0xF0000  # the private planes 15 and 16
 LAST_CHAR = 0x10FFFF
 
@@ -93,6 +95,7 @@ OPERATIONS: dict[str, Callable[..., str]] = {
     "rpartition": lambda text, sep, index: text.rpartition(sep)[index],
     "json": lambda text, ensure_ascii: (encode_basestring_ascii if ensure_ascii else encode_basestring)(text)[1:-1],
     "repr": between_quotes,
+    "html": lambda text: str(escape(text)),
 }
 
 

@@ -224,16 +224,94 @@ class Marked(Tracked):
 
 
 class RowInt(int):
-    """A number of a row. It is printed as the row's text."""
+    """A number of a row. It is printed as the row's text, and so is what comes of it (``n + 1``)."""
 
     owner: str
 
 
 class RowFloat(float):
-    """A number of a row. It is printed as the row's text."""
+    """A number of a row. It is printed as the row's text, and so is what comes of it (``-x``)."""
 
     owner: str
 
+
+class RowBool(RowInt):
+    """``True`` or ``False`` of a row, which Python lets nobody mark."""
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+class RowNone:
+    """``None`` of a row, which Python lets nobody mark."""
+
+    __slots__ = ("owner",)
+    owner: str
+
+    def __repr__(self) -> str:
+        return repr(None)
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, RowNone)
+
+    def __hash__(self) -> int:
+        return hash(None)
+
+
+RowValue = RowInt | RowFloat | RowNone
+
+
+def row_value(value: bool | int | float | None, owner: str) -> RowValue:
+    """A number, ``True``, ``False`` or ``None`` of a row."""
+    made: RowValue
+    match value:
+        case None:
+            made = RowNone()
+        case bool():
+            made = RowBool(value)
+        case int():
+            made = RowInt(value)
+        case _:
+            made = RowFloat(value)
+    made.owner = owner
+    return made
+
+
+def unmarked(value: Any) -> Any:
+    """What a `RowValue` stands for; anything else as it is."""
+    match value:
+        case RowNone():
+            return None
+        case RowBool():
+            return bool(value)
+        case RowInt():
+            return int(value)
+        case RowFloat():
+            return float(value)
+        case _:
+            return value
+
+
+def _reckoned(kind: type, name: str) -> Callable[..., Any]:
+    """An operator of numbers, the result of which belongs to whom the number belongs to."""
+    plain_operator = getattr(kind, name)
+
+    def reckon(self: RowInt | RowFloat, *others: Any) -> Any:
+        made = plain_operator(self, *others)
+        return row_value(made, self.owner) if isinstance(made, int | float) else made
+
+    return reckon
+
+
+for _kind, _plain_kind in ((RowInt, int), (RowFloat, float)):
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        setattr(_kind, f"__{_name}__", _reckoned(_plain_kind, f"__{_name}__"))
+        setattr(_kind, f"__r{_name}__", _reckoned(_plain_kind, f"__r{_name}__"))
+    for _name in ("__neg__", "__pos__", "__abs__"):
+        setattr(_kind, _name, _reckoned(_plain_kind, _name))
 
 # The strings by which a message's dict is read, which are Luthier's own. They are known by identity.
 KEYS = ("role", "content", "type", "text", "function", "name", "arguments", "id", "tool_calls", "tool_call_id",
@@ -290,6 +368,8 @@ def is_own(value: Any) -> bool:
             return value._is_own
         case str():
             return not value or id(value) in _KEY_IDS
+        case RowInt() | RowFloat() | RowNone():
+            return False
         case None | bool() | int() | float() | complex() | Undefined() | range() | datetime():
             return True
         case dict():
@@ -337,6 +417,8 @@ def _followed(name: str) -> Callable[..., Any]:
     with_track = getattr(Tracked, name) if getattr(Tracked, name) is not getattr(str, name) else None
 
     def method(self: Tracked, *arguments: Any, **named: Any) -> Any:
+        if name not in ("format", "format_map"):  # a width, a count: what it prints is not the number
+            arguments = tuple(map(unmarked, arguments))
         if self._is_own and is_own(arguments) and is_own(named):
             return settled(getattr(str, name)(str.__str__(self), *arguments, **named), self._trace)
         if with_track is None:

@@ -1,13 +1,16 @@
-"""Values as text, with track: ``json.dumps`` and Python's ``repr``, whose every character has an owner.
+"""Values as text, with track: ``json.dumps``, Python's ``repr`` and its formats, whose every character has an owner.
 
 Brackets, quotes, numbers and commas of a row's list or dict belong to the row as its strings do.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+import re
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from itertools import groupby
+from string import Formatter
 from typing import Any, NoReturn
 
 from jinja2 import Undefined
@@ -16,8 +19,10 @@ from luthier.rendering.questioned import plain
 from luthier.rendering.references import has_reference, is_reference, quote_of
 from luthier.rendering.trace import SCAFFOLD, Trace
 from luthier.rendering.tracked import (
+    Marked,
     RowFloat,
     RowInt,
+    RowNone,
     Tracked,
     concatenate,
     is_own,
@@ -26,6 +31,7 @@ from luthier.rendering.tracked import (
     row_text,
     settled,
     traced,
+    unmarked,
 )
 
 
@@ -34,10 +40,10 @@ def text_of(value: Any, trace: Trace) -> Tracked:
     match value:
         case str():
             return traced(value, trace)
-        case RowInt() | RowFloat():
+        case RowInt() | RowFloat() | RowNone():
             return row_text(str(value), value.owner, trace)
         case list() | tuple() | dict():
-            owner = _owner(value, trace)
+            owner = owner_of(value, trace)
             if owner is not None:
                 writer = _ReprWriter(trace, owner)
                 return writer.gathered(writer.write(value))
@@ -66,7 +72,7 @@ def dump_json(
     indent = plain(indent) if isinstance(indent, str) else indent
     item, key = (plain(text) for text in separators or ("," if indent is not None else ", ", ": "))
     assert item is not None and key is not None
-    owner = _owner(value, trace)
+    owner = owner_of(value, trace)
     if owner is None:
         text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=(item, key), sort_keys=sort_keys)
         return own_text(text, trace)
@@ -88,7 +94,19 @@ def refuse_to_print(value: Any) -> NoReturn:
     refuse(f"printing a {type(value).__name__.removeprefix('Template').lower()} as Python writes it")
 
 
-def _owner(value: Any, trace: Trace) -> str | None:
+def written_as(text: Tracked, *operation: Any, owner: str | None = None) -> Tracked:
+    """A text changed by an operation that takes it character by character; ``owner`` is whose all of it is."""
+    trace = text._trace
+    runs = zip(text._sketch, text._owners, strict=True) if owner is None else [(text._sketch, owner)]
+    parts = []
+    for run, of_run in runs:
+        char = run if is_reference(run[:1] or " ") else trace.fix(run)
+        derived = trace.derive(char, *operation)
+        parts.append(Tracked(trace.value(derived), derived, of_run, trace))
+    return concatenate(parts, trace)
+
+
+def owner_of(value: Any, trace: Trace) -> str | None:
     """Whose a value is; None if all of it is the template's own."""
     found = trace.container_owners.get(id(value))
     if found is not None:
@@ -96,7 +114,7 @@ def _owner(value: Any, trace: Trace) -> str | None:
     match value:
         case Tracked():
             return None if value._is_own else next((o for o in value._owners if not trace.is_own(o)), SCAFFOLD)
-        case RowInt() | RowFloat():
+        case RowInt() | RowFloat() | RowNone():
             return value.owner
         case Mapping():
             return _first_owner((item for pair in value.items() for item in pair), trace)
@@ -109,7 +127,7 @@ def _owner(value: Any, trace: Trace) -> str | None:
 
 
 def _first_owner(items: Iterable[Any], trace: Trace) -> str | None:
-    return next((owner for item in items if (owner := _owner(item, trace)) is not None), None)
+    return next((owner for item in items if (owner := owner_of(item, trace)) is not None), None)
 
 
 class _Writer:
@@ -132,15 +150,7 @@ class _Writer:
         """A string between quotes, each of its characters escaped as ``operation`` does it."""
         own = traced(text, self.trace)
         yield quote
-        runs = (
-            [(own._sketch, self.owner)]
-            if not has_reference(own._sketch)
-            else zip(own._sketch, own._owners, strict=True)
-        )
-        for text, owner in runs:
-            char = text if is_reference(text[:1] or " ") else self.trace.fix(text)
-            derived = self.trace.derive(char, *operation)
-            yield Tracked(self.trace.value(derived), derived, owner, self.trace)
+        yield written_as(own, *operation, owner=None if has_reference(own._sketch) else self.owner)
         yield quote
 
 
@@ -166,7 +176,7 @@ class _ReprWriter(_Writer):
                     yield from self._comma(index)
                     yield from self.write(item)
                 yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
-            case None | bool() | int() | float() | complex() | range() | Undefined():
+            case None | bool() | int() | float() | complex() | range() | Undefined() | RowNone():
                 yield repr(value)
             case _:
                 refuse_to_print(value)
@@ -201,7 +211,7 @@ class _JsonWriter(_Writer):
             case list() | tuple() if value:
                 yield from self._block("[]", newline, ((None, item) for item in value))
             case _:
-                yield json.dumps(value, ensure_ascii=self.ensure_ascii)
+                yield json.dumps(unmarked(value), ensure_ascii=self.ensure_ascii)
 
     def _block(self, brackets: str, newline: str, items: Iterable[tuple[Any, Any]]) -> Iterator[str]:
         inner = newline + self.step if self.step is not None else ""
@@ -219,5 +229,140 @@ class _JsonWriter(_Writer):
         if isinstance(name, str):
             yield from self.quoted(name, '"', ("json", self.ensure_ascii))
         else:
-            text = json.dumps({name: 0}, ensure_ascii=self.ensure_ascii)  # 1 -> "1", true -> "true", as json does it
+            text = json.dumps(
+                {unmarked(name): 0}, ensure_ascii=self.ensure_ascii
+            )  # 1 -> "1", true -> "true", as json does it
             yield text[1 : text.rindex(":")]
+
+
+# ------------------------------------------------------------------------------------------------------------ formats
+
+PERCENT = re.compile(
+    r"%(?:\((?P<key>[^()]*)\))?(?P<flags>[-+ #0]*)(?P<width>\*|\d*)(?:\.(?P<precision>\*|\d*))?[hlL]?(?P<kind>.)",
+    re.DOTALL,
+)
+# How a text is laid out by ``{:…}``; what else may stand there is for numbers.
+LAYOUT = re.compile(r"(?:(?P<fill>.)?(?P<align>[<>^]))?(?P<width>[1-9]\d*)?(?:\.(?P<precision>\d+))?s?", re.DOTALL)
+
+
+def printed_by(form: str, values: Any, trace: Trace, *, what: str = "the operator %") -> Tracked:
+    """``form % values``.
+
+    Raises `LostProvenance` where the format itself is a row's, or ``%a`` would print a row's text.
+    """
+    form = _own_format(form, trace, what)
+    named, rest = isinstance(values, Mapping), iter(values if type(values) is tuple else (values,))
+
+    def number(digits: str | None) -> str:
+        return str(int(_next(rest))) if digits == "*" else digits or ""
+
+    parts, end = [], 0
+    for match in PERCENT.finditer(form):
+        parts.append(own_text(form[end : match.start()], trace))
+        end, kind = match.end(), match["kind"]
+        if kind == "%":
+            parts.append(own_text("%", trace))
+            continue
+        width = number(match["width"])
+        precision = None if match["precision"] is None else number(match["precision"]) or "0"
+        value = values[match["key"]] if named and match["key"] is not None else _next(rest)
+        spec = f"%{match['flags']}{width}{'' if precision is None else '.' + precision}{kind}"
+        made = _by_number(value, functools.partial(_percent, spec), trace)
+        if made is None and kind not in "src":
+            refuse(f"{what} with %{kind}")
+        if made is None:
+            text = repr_of(value, trace) if kind == "r" else text_of(value, trace)
+            align = "<" if "-" in match["flags"] or width.startswith("-") else ">"
+            made = _laid_out(text, width.lstrip("-"), precision, trace, align=align)
+        parts.append(made)
+    return concatenate([*parts, own_text(form[end:], trace)], trace)
+
+
+def formatted_by(form: str, value_of_field: Callable[[str], Any], trace: Trace, *, what: str = "str.format") -> Tracked:
+    """``form.format(…)``; ``value_of_field`` looks a field up (``0``, ``name``, ``0.a[b]``).
+
+    Raises `LostProvenance` where the format itself is a row's, or ``!a`` would print a row's text.
+    """
+    return _Fields(value_of_field, trace, what).filled(_own_format(form, trace, what))
+
+
+class _Fields:
+    def __init__(self, value_of_field: Callable[[str], Any], trace: Trace, what: str) -> None:
+        self.value_of_field, self.trace, self.what, self.num_unnamed = value_of_field, trace, what, 0
+
+    def filled(self, form: str) -> Tracked:
+        parts: list[Tracked] = []
+        for own, name, layout, conversion in Formatter().parse(form):
+            parts.append(own_text(own, self.trace))
+            if name is not None:
+                parts.append(self._field(name, layout or "", conversion))
+        return concatenate(parts, self.trace)
+
+    def _field(self, name: str, layout: str, conversion: str | None) -> Tracked:
+        if name[:1] in ("", ".", "["):
+            name, self.num_unnamed = f"{self.num_unnamed}{name}", self.num_unnamed + 1
+        value = self.value_of_field(name)
+        layout = _own_format(self.filled(layout), self.trace, self.what)
+        if conversion is None:
+            made = _by_number(value, lambda number: format(number, layout), self.trace)
+            if made is not None:
+                return made
+        elif conversion not in "sr":
+            refuse(f"{self.what} with !{conversion}")
+        text = repr_of(value, self.trace) if conversion == "r" else text_of(value, self.trace)
+        match = LAYOUT.fullmatch(layout)
+        if match is None or (layout and conversion is None and not isinstance(value, str)):
+            refuse(f"{self.what} with {layout!r}")
+        return _laid_out(text, match["width"], match["precision"], self.trace, match["fill"], match["align"] or "<")
+
+
+def repr_of(value: Any, trace: Trace) -> Tracked:
+    """``repr(value)``."""
+    if not isinstance(value, str):
+        return text_of(value, trace)
+    own = traced(value, trace)
+    if own._is_own:
+        return own_text(repr(str.__str__(own)), trace)
+    writer = _ReprWriter(trace, owner_of(own, trace) or SCAFFOLD)
+    return writer.gathered(writer.write(own))
+
+
+def _own_format(form: str, trace: Trace, what: str) -> str:
+    """A format as plain text. Only the template may say how its texts are put together."""
+    own = traced(form, trace)
+    if not own._is_own or isinstance(own, Marked):
+        refuse(what)
+    return str.__str__(own)
+
+
+def _percent(spec: str, value: Any) -> str:
+    return spec % (value,)
+
+
+def _next(values: Iterator[Any]) -> Any:
+    for value in values:
+        return value
+    raise TypeError("not enough arguments for format string")
+
+
+def _by_number(value: Any, write: Callable[[Any], str], trace: Trace) -> Tracked | None:
+    """A number of a row, or a value of the template's own, as Python writes it; None for all else."""
+    if isinstance(value, RowInt | RowFloat | RowNone):
+        return row_text(write(unmarked(value)), value.owner, trace)
+    if is_own(value):
+        return own_text(write(str.__str__(value) if isinstance(value, str) else value), trace)
+    return None
+
+
+def _laid_out(
+    text: Tracked, width: str | None, precision: str | None, trace: Trace, fill: str | None = None, align: str = "<"
+) -> Tracked:
+    """A text cut to ``precision`` characters, and filled up to ``width``."""
+    if precision is not None:
+        text = text[: int(precision)]
+    missing = int(width) - len(text) if width else 0  # to ask for its length is to note it
+    if missing <= 0:
+        return text
+    before = {"<": 0, ">": missing, "^": missing // 2}[align]
+    gap = fill or " "
+    return own_text(gap * before, trace) + text + own_text(gap * (missing - before), trace)

@@ -53,6 +53,16 @@ ADVERSARIES: dict[str, Adversary] = {
     "slices": Adversary(
         source=_turn("{{ message['content'][1:-1] }}"), spoils="answer_lost", answer=lambda q, a: a[1:-1]
     ),
+    "percent": Adversary(source=_turn("{{ '%s' % message.content }}")),
+    "format filter": Adversary(source=_turn("{{ '%s%s' | format(message.content, '') }}")),
+    "format method": Adversary(source=_turn("{{ '{0}{empty}'.format(message.content, empty='') }}")),
+    "escaping": Adversary(source=_turn("{{ message.content | e }}")),
+    "percent with a width": Adversary(
+        source=_turn("{{ 'so %40s' % message.content }}"), spoils="words_added", answer=lambda q, a: f"so {a:>40}"
+    ),
+    "format with a precision": Adversary(
+        source=_turn("{{ '{:.4}'.format(message.content) }}"), spoils="answer_lost", answer=lambda q, a: a[:4]
+    ),
     "splits and joins": Adversary(
         source=_turn("{{ message['content'].split(' ') | join('_') }}"),
         spoils="answer_lost",
@@ -171,11 +181,13 @@ ADVERSARIES: dict[str, Adversary] = {
         source=_turn("{% if message.role != 'assistant' %}{{ message.content }}{% endif %}"),
         refused="dropped_by_template",
     ),
-    "percent": Adversary(source=_turn("{{ '%s' % message.content }}"), refused="untraceable", line=1),
-    "format filter": Adversary(source=_turn("\n{{ '%s' | format(message.content) }}"), refused="untraceable", line=2),
-    "format method": Adversary(source=_turn("\n\n{{ '{}'.format(message.content) }}"), refused="untraceable", line=3),
+    "percent in ASCII": Adversary(source=_turn("{{ '%a' % message.content }}"), refused="untraceable", line=1),
+    "a format of the row": Adversary(source=_turn("\n{{ message.content | format }}"), refused="untraceable", line=2),
+    "format in ASCII": Adversary(
+        source=_turn("\n\n{{ '{!a}'.format(message.content) }}"), refused="untraceable", line=3
+    ),
     "url encoding": Adversary(source=_turn("{{ message.content | urlencode }}"), refused="untraceable", line=1),
-    "escaping": Adversary(source=_turn("{{ message.content | e }}"), refused="untraceable", line=1),
+    "escaping twice": Adversary(source=_turn("{{ message.content | forceescape }}"), refused="untraceable", line=1),
     "word wrap": Adversary(source=_turn("{{ message.content | wordwrap(4) }}"), refused="untraceable", line=1),
     "joins by attribute": Adversary(
         source=_turn("{{ [message] | join(attribute='content') }}"), refused="untraceable", line=1

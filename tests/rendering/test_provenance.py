@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections import Counter
@@ -15,6 +16,7 @@ from expressions import HOSTILE, PLACES, composed, template_of
 from luthier.errors import RowError, TemplateError
 from luthier.records import ControlPiece, Conversation, MediaPiece, Message, Text, ToolCall
 from luthier.rendering.control import ControlTokens
+from luthier.rendering.references import Alphabet
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
@@ -25,7 +27,7 @@ CONTROL = ControlTokens(tokens=frozenset(TOKENS), special=frozenset(TOKENS), sto
 ANY_TOKEN = re.compile("|".join(map(re.escape, TOKENS)))
 # Stands in for a control string while a template runs, so that whatever is left of them is the template's own.
 STAND_IN = {token: f"{chr(0xE100 + number)}zq{chr(0xE200 + number)}" for number, token in enumerate(TOKENS)}
-EXPRESSIONS_TRIED = 150
+EXPRESSIONS_TRIED = int(os.environ.get("LUTHIER_EXPRESSIONS", "150"))  # CONTRIBUTING.md has the long run
 
 
 def row(question: str, answer: str, value: str) -> Conversation:
@@ -56,6 +58,7 @@ class Findings:
     wrong: list[tuple[str, str, Any]] = field(default_factory=list)
     placeless: list[str] = field(default_factory=list)
     rows: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)  # of refusals of rows that the template prints
 
 
 def try_out(source: str, findings: Findings, renderer: Renderer | None = None) -> None:
@@ -74,6 +77,7 @@ def try_out(source: str, findings: Findings, renderer: Renderer | None = None) -
             path = one.render(each).paths[-1]
         except RowError as error:
             findings.rows["refused" if alone is not None else "refused by the template"] += 1
+            findings.reasons[error.reason] += alone is not None
             if error.reason == "untraceable" and "line " not in error.detail:
                 findings.placeless.append(str(error))
             continue
@@ -154,6 +158,7 @@ def test_composed_expressions_forge_nothing_and_mix_no_rows(seed: int) -> None:
         try_out(template_of(composed(rng, rng.choice((1, 2, 2, 3))), rng.choice(PLACES)), findings)
     assert (findings.wrong, findings.placeless) == ([], [])
     assert findings.rows["rendered"] > 20
+    print(f"seed {seed}: {EXPRESSIONS_TRIED // 3:,} expressions; rows: {dict(findings.rows)}; {dict(findings.reasons)}")
 
 
 @pytest.mark.parametrize("kind", ["forged", "mixed"])
@@ -241,15 +246,51 @@ def test_a_role_that_nobody_knows_is_text() -> None:
     assert [piece.token for piece in path if isinstance(piece, ControlPiece)] == [*TOKENS[:2]] * 2
 
 
-def test_numbers_and_brackets_of_a_row_make_no_control_token() -> None:
-    control = ControlTokens(tokens=frozenset({"<3>", "[3]", "<|im_end|>"}), stops=frozenset({"<|im_end|>"}))
+def test_numbers_constants_and_brackets_of_a_row_make_no_control_token() -> None:
+    forged = {"<3>", "[3]", "<True>", "<None>", "<4>", "<-3>", "<true>", "<null>", "<7>"}
+    control = ControlTokens(tokens=frozenset({*forged, "<|im_end|>"}), stops=frozenset({"<|im_end|>"}))
     source = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-        "{% for call in message.tool_calls %}{{ call.function.name }} n <{{ call.function.arguments.n }}>"
-        " l {{ call.function.arguments.l }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% for call in message.tool_calls %}{% set a = call.function.arguments %}{{ call.function.name }}"
+        " n <{{ a.n }}> l {{ a.l }} b <{{ a.b }}> z <{{ a.z }}> n <{{ a.n + 1 }}> n <{{ -a.n }}> b <{{ a.b | tojson }}>"
+        " z <{{ a.z | tojson }}> s <{{ a.s | int }}> b <{{ '%s' % a.b }}> z <{{ '{}'.format(a.z) }}>"
+        "{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    row = conversation(user("go"), assistant("a", ToolCall(name="f", arguments={"n": 3, "l": [3]})))
+    arguments = {"n": 3, "l": [3], "b": True, "z": None, "s": "7"}
+    row = conversation(user("go"), assistant("a", ToolCall(name="f", arguments=arguments)))
     one = Renderer(ChatTemplate(source), control, TargetPolicy())
     (path,) = one.render(row).paths
     assert [piece.token for piece in path if isinstance(piece, ControlPiece)] == ["<|im_end|>"] * 2
+    written = source.replace("{{ a.b }}", "True").replace("{{ a.n }}", "3")  # by the template itself
+    (path,) = Renderer(ChatTemplate(written), control, TargetPolicy()).render(row).paths
+    assert [piece.token for piece in path if isinstance(piece, ControlPiece)][1:3] == ["<3>", "<True>"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "printed"),
+    [
+        ("a.b is true and a.b is boolean and a.b is sameas true and a.b == true and true == a.b", "True"),
+        ("a.b is integer or a.b is false or a.z is boolean or a.z is number or a.z is mapping", "False"),
+        ("a.b is number and a.n is integer and a.n is number and a.f is float and a.n is not boolean", "True"),
+        ("a.z is none and a.z == none and none == a.z and a.z in [none] and a.z is sameas none", "True"),
+        ("a.z is defined and a.z is not string and a.z is not iterable and not a.z", "True"),
+        ("a.z or 'x'", "x"),
+        ("a.z | default('x', true)", "x"),
+        ("{none: 'x'}[a.z] ~ {true: 'y'}[a.b] ~ {3: 'z'}[a.n]", "xyz"),
+        ("[a.b, a.z, a.n] | tojson ~ {'k': a.b} | tojson", '[true, null, 3]{"k": true}'),
+        ("range(a.n) | list ~ 'x' * a.n ~ 'abcd'[a.n] ~ 'ab'.center(a.n + 1)", "[0, 1, 2]xxxd ab "),
+        ("a.n + a.b", "4"),
+        ("[a.n, 1] | sum", "4"),
+    ],
+)
+def test_constants_and_numbers_of_a_row_are_to_a_template_what_they_are(expression: str, printed: str) -> None:
+    source = CHATML.replace("message.content", "(message.content ~ (x if message.tool_calls else ''))").replace(
+        "{{", "{% set a = message.tool_calls[0].function.arguments if message.tool_calls else {} %}"
+        f"{{% set x = ({expression}) if message.tool_calls else '' %}}{{{{", 1
+    )  # fmt: skip
+    call = ToolCall(name="f", arguments={"b": True, "z": None, "n": 3, "f": 0.5})
+    row = conversation(user("go"), assistant("a ", call), user("and"), assistant("b"))
+    template = ChatTemplate(source)
+    assert f"a {printed}<|im_end|>" in template.render(row.messages)
+    template.record(row.messages, alphabet=Alphabet.empty())  # raises where it is otherwise when followed

@@ -232,9 +232,14 @@ def test_white_space_that_a_control_token_swallows_is_not_rendered() -> None:
 @pytest.mark.parametrize(
     "expression",
     [
-        "'%s' % message.content",
+        "'%a' % message.content",
+        "'%s and %a' % (message.content, message.content)",
+        "message.content % ()",
+        "message.content|format",
+        "message.content.format()",
         "message.content|wordwrap(3)",
-        "'{}'.format(message.content)",
+        "'{!a}'.format(message.content)",
+        "'{:{}}'.format(1, message.content|length|string ~ message.content[:0])",
         "message.content.center(9)",
     ],
 )

@@ -15,7 +15,7 @@ from luthier.rendering.references import is_reference, value_of
 from luthier.rendering.template import owner_runs
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked, concatenate, own_text
-from luthier.rendering.value_text import dump_json, text_of
+from luthier.rendering.value_text import dump_json, formatted_by, printed_by, text_of
 
 TEXTS = st.text(alphabet="ab \n\t<>/thinkßé漢😀", max_size=24)
 
@@ -215,6 +215,53 @@ def test_printed_values_are_as_python_writes_them_and_keep_owners(value: Any) ->
     assert replayed(result, trace.strings) == str(value)
     if trace.strings and not isinstance(value, str | int | float | None):
         assert {owner for _, owner in owned(result)} == {"content"}  # brackets and numbers are the row's, too
+
+
+FORMS = (
+    "%s", "%s: %s", "%r|%s", "%9s|%-9s", "%.2s|%9.3s", "%%%s", "%-9r%s", "{}", "{0} {0}{1}", "{:>9}|{:^9}", "{:*<9.2}",
+    "{!r:>12}{!s}", "{{{}}}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(first=TEXTS, second=TEXTS, other=TEXTS)
+def test_formats_keep_the_owner_of_every_character_and_hold_for_rows_that_answer_alike(
+    form: str, first: str, second: str, other: str
+) -> None:
+    trace = Trace()
+    given = (tracked(first, trace), tracked(second, trace, "other"))
+    num = 1 if form in ("{}", "{{{}}}", "{:*<9.2}") else 2 if "{" in form else form.replace("%%", "").count("%")
+    result = formatted(form, given[:num], trace)
+    assert str.__str__(result) == plainly(form, (first, second)[:num])
+    assert replayed(result, [first, second]) == str.__str__(result)
+    fields = [owner for _, owner in owned(result) if owner]
+    assert fields == sorted(fields) or form in ("{0} {0}{1}",)
+    if "." not in form:  # nothing is cut: all text of both has its owner
+        for text, field in ((first, "content"), (second, "other"))[:num]:
+            assert len(text) <= fields.count(field)
+    if holds(trace, [other, second]):
+        assert replayed(result, [other, second]) == plainly(form, (other, second)[:num])
+
+
+def formatted(form: str, values: tuple[Any, ...], trace: Trace) -> Tracked:
+    own = own_text(form, trace)
+    return printed_by(own, values, trace) if "%" in form else formatted_by(own, lambda name: values[int(name)], trace)
+
+
+def plainly(form: str, values: tuple[str, ...]) -> str:
+    return form % values if "%" in form else form.format(*values)
+
+
+@pytest.mark.parametrize("form", ["%a", "%5a", "{!a}", "{:05}", "{:{}}"])
+def test_formats_that_cannot_be_followed_are_refused(form: str) -> None:
+    trace = Trace()
+    one = tracked("ab", trace)
+    with pytest.raises(LostProvenance):
+        formatted(form, (one, one)[: form.count("{") or 1], trace)
+    with pytest.raises(LostProvenance):
+        printed_by(one, (), trace)  # a text of the row as the format
+    with pytest.raises(LostProvenance):
+        formatted_by(one, lambda _: one, trace)
 
 
 def test_a_string_of_unknown_origin_is_put_together_with_nothing() -> None:
