@@ -3,6 +3,7 @@
 `tests/oracles/injection.py` has the cases and what is compared. Exits with status 1 if any case fails.
 
 python -m benchmarks.injection [--assets FOLDER] [--templates N] [--tokens N]
+python -m benchmarks.injection --random 300 [--seed N]      rows of texts put together by lot, on named templates too
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.presets import tokenizer_folder
 from tests.oracles.catalogue import catalogue
 from tests.oracles.families import Stock, Stops
-from tests.oracles.injection import Checker, Findings, cases_for
+from tests.oracles.injection import Checker, Findings, cases_for, random_cases
 from tests.oracles.vocabulary import encoder_of, whole_tokenizer
 
 REAL_TOKENIZERS = ("qwen3", "llama3_1", "gemma3")
@@ -36,12 +38,16 @@ def main() -> int:
     parser.add_argument("--assets", type=Path, default=Path(os.environ.get("LUTHIER_SHARED", "../shared")))
     parser.add_argument("--templates", type=int, default=None, help="only so many of each kind")
     parser.add_argument("--tokens", type=int, default=4, help="control strings tried on each template")
+    parser.add_argument("--random", type=int, default=0, help="rows by lot on each template, in place of the cases")
+    parser.add_argument("--seed", type=int, default=0, help="of the lot")
     options = parser.parse_args()
+    rng = random.Random(options.seed)
     columns = ("template", "cases", "forged", "trained", "not decoded", "read by template", "refused", "seconds")
     table, total = Table(*columns, title="control strings in text"), Findings()
     with tempfile.TemporaryDirectory() as scratch:
-        for checker in checkers(options.assets, Path(scratch), options.templates):
-            findings = checker.check(cases_for(checker, options.tokens))
+        for checker in checkers(options.assets, Path(scratch), options.templates, with_named=options.random > 0):
+            cases = random_cases(checker, rng, options.random) if options.random else cases_for(checker, options.tokens)
+            findings = checker.check(cases)
             table.add_row(checker.stock.name, *_cells(findings))
             total.add(findings)
     table.add_section()
@@ -56,10 +62,11 @@ def _cells(findings: Findings) -> list[str]:
     return [*(f"{count:,}" for count in counts), refused, f"{findings.seconds:.1f}"]
 
 
-def checkers(assets: Path, scratch: Path, limit: int | None) -> Iterator[Checker]:
-    """TRL's templates on the embedded tokenizer, then real tokenizers with their own templates."""
+def checkers(assets: Path, scratch: Path, limit: int | None, *, with_named: bool) -> Iterator[Checker]:
+    """TRL's and the named templates on the embedded tokenizer, then real tokenizers with their own templates."""
     base = tokenizer_folder("tiny")
     names = [name for name in catalogue() if name.startswith("trl/")][:limit]
+    names += [name for name in catalogue() if with_named and not name.startswith("trl/")][:limit]
     for name in names:
         stock = catalogue()[name]
         encoder = encoder_of(base, scratch / name.replace("/", "-"), stock)

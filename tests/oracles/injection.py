@@ -7,10 +7,11 @@ to the text that transformers renders.
 
 from __future__ import annotations
 
+import random
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,10 +26,14 @@ from tests.oracles.families import Stock
 from tests.oracles.refusals import TROUBLE
 from tests.oracles.text_is_text import TextIsText
 from tests.oracles.training_masks import with_stop_of_next_header
+from tests.oracles.vocabulary import all_tags
 
 NEUTRAL = "spruce"
 # Places whose text is learned itself.
-LEARNED_PLACES = {"assistant", "earlier assistant", "thought", "argument", "argument name", "function name"}
+LEARNED_PLACES = {
+    "assistant", "earlier assistant", "thought", "argument", "argument name", "function name", "nested argument",
+    "nested argument name", "call id", "everywhere",
+}  # fmt: skip
 Tools = tuple[dict[str, Any], ...]
 Encode = Callable[[Iterable[Row]], Iterable[Sample | RowError]]
 
@@ -46,6 +51,12 @@ PLACES: dict[str, Callable[[str], tuple[Chat, Tools]]] = {
     "function name": lambda text: _tool_use(name=text),
     "function description": lambda text: _tool_use(description=text),
     "message name": lambda text: _tool_use(message_name=text),
+    "nested argument": lambda text: _tool_use(value=["Cremona", {"when": [text, 3, None], "exact": True}]),
+    "nested argument name": lambda text: _tool_use(value={"when": [{text: "noon", "exact": False}]}),
+    "parameter name": lambda text: _tool_use(parameter=text),
+    "parameter description": lambda text: _tool_use(parameter_description=text),
+    "call id": lambda text: _tool_use(call_id=text),
+    "everywhere": lambda text: _everywhere(text),
 }
 # How it is written there.
 MANNERS: dict[str, Callable[[str], str]] = {
@@ -219,6 +230,94 @@ def cases_for(checker: Checker, limit: int) -> list[Case]:
     return [Case(place=place, manner=manner, token=token) for place in PLACES for manner in MANNERS for token in tokens]
 
 
+# What may stand beside control strings, or looks like them: other scripts' letters, markup of templates and of tools.
+BESIDE = (
+    " ",
+    "\n",
+    "\n\n",
+    "\t",
+    "\r",
+    "\x85",
+    "\u2028",
+    "\x00",
+    "\u200b",
+    "\u2060",
+    "\ufeff",
+    "\u00ad",
+    "\u202e",
+    "\U000f0000",
+    "\ue100",
+    "＜｜",
+    "｜＞",
+    "‹|",
+    "|›",
+    "\u1438",
+    "\u2502",
+    "\u01c0",
+    "e\u0301",
+    "\\u003c",
+    '"',
+    "'",
+    "\\",
+    "<",
+    "|",
+    ">",
+    "[",
+    "]",
+    "a",
+    "9",
+    "{{",
+    "}}",
+    "{%",
+    "%}",
+    "{#",
+    "{{ eos_token }}",
+    "{% endfor %}",
+    "%s",
+    "%(a)s",
+    "{0}",
+    "{",
+    "None",
+    "True",
+    "[]",
+    "['",
+    '{"name": "f", "arguments": {}}',
+    "<tool_call>\n",
+    "\n</tool_call>",
+    "<think>",
+    "</think>",
+    "<function=f>",
+    "</parameter>",
+    "<parameter=a>",
+    "[TOOL_CALLS]",
+    "assistant\n",
+    "user",
+    "system",
+)
+
+
+def random_cases(checker: Checker, rng: random.Random, count: int) -> list[Case]:
+    """Texts put together by lot, in places by lot."""
+    tags = [*checker.oracle.control, *all_tags()]
+    return [
+        Case(place=rng.choice(sorted(PLACES)), manner=rng.choice(sorted(MANNERS)), token=random_text(rng, tags))
+        for _ in range(count)
+    ]
+
+
+def random_text(rng: random.Random, tags: Sequence[str]) -> str:
+    """Control strings, whole and in pieces, glued together with all that may stand beside them; never blank."""
+    parts: list[str] = []
+    while not "".join(parts).strip() or rng.random() < 0.6:
+        tag = rng.choice(tags)
+        cut = rng.randrange(len(tag) + 1)
+        parts.append(rng.choice((tag, tag, tag[:cut], tag[cut:], tag[:cut] + rng.choice(BESIDE) + tag[cut:], "")))
+        parts.append(
+            rng.choice((*BESIDE, "", "", chr(rng.choice((rng.randrange(0xD800), rng.randrange(0xE000, 0x110000))))))
+        )
+    return "".join(parts)
+
+
 def _talk() -> Chat:
     return [user("and the back?"), assistant("maple")]
 
@@ -227,14 +326,31 @@ def _tool_use(
     *,
     name: str = "look",
     key: str = "place",
-    value: str = "Cremona",
+    value: Any = "Cremona",
     answer: str = "mist",
     description: str = "Looks.",
     message_name: str | None = None,
+    parameter: str = "place",
+    parameter_description: str = "Where.",
+    call_id: str | None = None,
 ) -> tuple[Chat, Tools]:
     calls = [call(name, 1, **{key: value})]
     found = result(answer, name=name if message_name is None else message_name, number=1)
-    return [user("weather?"), assistant("", calls=calls), found, assistant("mist")], (tool(name, description),)
+    if call_id is not None:
+        calls[0]["id"] = found["tool_call_id"] = call_id
+    tools = (tool(name, description, **{parameter: parameter_description}),)
+    return [user("weather?"), assistant("", calls=calls), found, assistant("mist")], tools
+
+
+def _everywhere(text: str) -> tuple[Chat, Tools]:
+    """A text in all places at once, as one who has read the code would write a row."""
+    (asked, called, found, said), tools = _tool_use(
+        name=text, key=text, value={text: [text, {text: None}]}, answer=text, description=text, message_name=text,
+        parameter=text, parameter_description=text,
+    )  # fmt: skip
+    asked["content"] = said["content"] = text
+    called["reasoning_content"] = called["content"] = text
+    return [system(text), asked, called, found, said], tools
 
 
 def _runs(ids: NDArray[Any], target: NDArray[Any]) -> Iterator[NDArray[Any]]:

@@ -209,6 +209,10 @@ text | default(text, true)
 undefined_variable
 undefined_variable | default([text])
 (text ~ '') is upper
+(text, 1) is lower
+[text] is upper
+args is lower
+{text: 1} is upper
 text or [text]
 [text] if text else [text]
 text | int
