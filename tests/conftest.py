@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+# Tests run beside each other, and models are tiny: more threads than one only wait for each other. Programs that tests
+# start inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # A slow machine is no fault of the code: examples may take their time, and the same ones are tried everywhere.
 hypothesis.settings.register_profile(
@@ -22,3 +29,20 @@ def shared() -> Path:
     if not (folder / "tokenizers").is_dir():
         pytest.skip(f"no test assets in {folder}: set LUTHIER_SHARED")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    """Whichever tests of whichever files ran before in this process, in whichever order: a test finds the same."""
+    before = process_state()
+    yield
+    assert process_state() == before, "this test changes what other tests of its process find"
+
+
+def process_state() -> dict[str, object]:
+    """What all tests of a process share."""
+    state: dict[str, object] = {"folder": os.getcwd()}
+    state |= {each.name: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "is_grad_enabled"):
+        state |= {"dtype": torch.get_default_dtype(), "has gradients": torch.is_grad_enabled()}
+    return state

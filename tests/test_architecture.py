@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import process_state
 
 PACKAGE = Path(__file__).resolve().parents[1] / "luthier"
 
@@ -278,6 +281,19 @@ def test_each_way_to_fork_would_be_found(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "bad.py").write_text(code)
     assert list(forking_files(tmp_path)) == ["tests/bad.py"]
+
+
+def test_a_test_that_leaves_something_to_those_after_it_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = process_state()
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert process_state() != before
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert process_state() != before
+    signal.signal(signal.SIGTERM, handler)
+    assert process_state() == before
 
 
 ORDER = re.compile(r"Read in this order: (.+?)\.\n", re.DOTALL)

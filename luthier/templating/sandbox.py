@@ -46,7 +46,13 @@ QUICK_METHODS = STRING_METHODS & FREE_METHODS
 LOOP_ATTRIBUTES = frozenset("depth depth0 first index index0 last length revindex revindex0".split())  # noqa: SIM905
 SMALL = 10_000  # characters that are joined without asking
 MAX_NESTING = 100  # of expressions and blocks in the source of a template
+KEPT = 64  # templates that need not be read again: a refusal tries the named ones, each with every kind of row
 MAX_NODES = 20_000  # of them all; the largest template that we know has 1,404, and 22 in each other
+
+# What was read in this process, by source. Whoever is given a tree only looks at it; and the code that Jinja writes is
+# the same for all environments of a class, which have the same filters, tests and hooks.
+_TREES: dict[str, nodes.Template] = {}
+_CODES: dict[tuple[type[Sandbox], str], types.CodeType] = {}
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -76,16 +82,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 f"the chat template has {len(source):,} characters; template.limits.max_source_chars is {limit:,}",
                 hint="if the template is meant to, raise template.limits.max_source_chars",
             )
-        with _reading():
-            tree = self.parse(source)
-        _check_tree(tree)
+        tree = _TREES.get(source)
+        if tree is None:
+            with _reading():
+                tree = self.parse(source)
+            _check_tree(tree)
+            _keep(_TREES, source, tree)
         return tree
 
     def compiled(self, source: str) -> jinja2.Template:
         """The template, ready to run; `tree` comes first. Raises `TemplateError`."""
-        with _reading(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of Python, on what Jinja made of `true.x`
-            return self.from_string(source)
+        key = type(self), source
+        code = _CODES.get(key)
+        if code is None:
+            with _reading(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)  # of Python, on what Jinja made of `true.x`
+                code = self.compile(source)
+            _keep(_CODES, key, code)
+        return self.template_class.from_code(self, code, self.make_globals(None))
 
     # ------------------------------------------------------------------------- called by the compiled template
 
@@ -259,6 +273,12 @@ def _sum(environment: Sandbox, iterable: Iterable[Any], attribute: str | int | N
         check_operator(environment.meter, "+", total, value)
         total = total + value
     return total
+
+
+def _keep(read: dict[Any, Any], key: object, value: object) -> None:
+    if len(read) >= KEPT:
+        read.pop(next(iter(read)), None)
+    read[key] = value
 
 
 @contextlib.contextmanager

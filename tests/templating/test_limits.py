@@ -17,6 +17,7 @@ from luthier.rendering.references import Alphabet
 from luthier.rendering.template import ChatTemplate
 from luthier.templating.limits import Meter, OverLimit, TemplateLimits, TemplateSettings
 from luthier.templating.plain import plain_environment
+from luthier.templating.sandbox import Sandbox
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bombs import BOMBS, HARMLESS, PARSE_BOMBS, REFUSED_ROW
@@ -82,6 +83,23 @@ def test_a_refusal_names_the_key_that_lifts_it(key: str, source: str) -> None:
     assert f"template.limits.{key}" in (refused.value.hint or "")
     if key != "max_seconds":
         ChatTemplate(source).render(ROW)
+
+
+def test_a_template_is_read_once_and_each_environment_keeps_its_own_limits_and_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = "{% for i in range(200) %}{% endfor %}{{ strftime_now('%Y') }}{# read once #}"
+    first = ChatTemplate(source, settings=TemplateSettings(now=datetime(2020, 2, 29)))
+    read: list[str] = []
+    for name in ("compile", "parse"):
+        monkeypatch.setattr(Sandbox, name, lambda self, source, **_: read.append(source))
+    second = ChatTemplate(source, settings=TemplateSettings(now=datetime(2021, 2, 28)))
+    assert read == []
+    assert (first.render(ROW), second.render(ROW), first.render(ROW)) == ("2020", "2021", "2020")
+    for limits in (TemplateLimits(max_steps=100), TemplateLimits(max_source_chars=20)):
+        with pytest.raises(TemplateError):
+            ChatTemplate(source, settings=TemplateSettings(limits=limits)).render(ROW)
+    assert first.record(ROW, alphabet=Alphabet.empty()).sketch == "2020"
 
 
 def test_a_large_row_is_put_aside_where_a_small_one_stops_the_run() -> None:
