@@ -9,9 +9,11 @@ the whole row's text and, behind it, the end of the window's text:
     window          head                  m97  m98  m99  prompt
     context of 100  head  m2  m3  …  m96  m97  m98  m99  prompt
 
-That is believed only where both recordings print the head alike and the window's first messages alike, and where plain
-renderings of whole contexts, for the first, the last and some of the others, print the same text. Otherwise the window
-grows, and then every context is rendered whole.
+That is believed only where both recordings print the head alike and the window's first messages alike, and where the
+plain template prints the same text for the whole context. Plain renderings are quick, so every context of a row is
+compared in this way as long as they are no more than `MOST_PROVEN` messages together: rows of some 300. Of longer
+rows it is the first ones, the last ones and a sample. Otherwise the window grows, and then every context is
+rendered whole.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import log2
+from itertools import accumulate
 from typing import Any
 
 from luthier.errors import RowError
@@ -31,7 +33,8 @@ from luthier.rendering.trace import Owner
 
 LONG = 32  # messages; the contexts of shorter rows are always rendered whole
 WINDOWS = (6, 12, 24, 48, 96)  # messages before a turn
-FIRST_PROBES, LAST_PROBES, KIND_PROBES = 8, 3, 8
+FIRST_PROBES, LAST_PROBES, KIND_PROBES = 22, 3, 8
+MOST_PROVEN = 50_000  # messages in the plain renderings that the contexts of one row are compared with: half a second
 MOST_WHOLE = 250_000  # messages that may be rendered for the contexts of one long row that are rendered whole
 
 
@@ -66,6 +69,43 @@ class Whole:
         return self.numbers[owner]
 
 
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """A context that was put together: ``trunk.sketch[:shared] + rest`` is claimed to be what the template prints."""
+
+    trunk: Recording
+    shared: int
+    rest: str
+    num_messages: int
+    generation_prompt: bool
+    kwargs: Mapping[str, Any]
+
+
+class Judge:
+    """Compares the contexts of one row with what the plain template prints.
+
+    ``value`` says what a character of a sketch stands for in this row.
+    """
+
+    def __init__(self, template: ChatTemplate, row: Conversation, value: Callable[[str], str]) -> None:
+        self._print, self._value = template.printer(row.messages, row.tools), value
+        self._trunks: dict[int, tuple[Recording, str, list[int]]] = {}
+
+    def agrees(self, joint: Joint) -> bool:
+        """Whether the template prints this context. Raises `RowError` if it refuses the messages."""
+        printed = self._print(joint.num_messages, generation_prompt=joint.generation_prompt, **joint.kwargs)
+        _, text, lengths = self._trunks.get(id(joint.trunk)) or self._filled(joint.trunk)
+        shared = lengths[joint.shared]
+        return printed[:shared] == text[:shared] and printed[shared:] == filled_in(joint.rest, self._value)
+
+    def _filled(self, trunk: Recording) -> tuple[Recording, str, list[int]]:
+        """A trunk's text, and how long it is after each character of the sketch."""
+        texts = {char: self._value(char) for char in set(trunk.sketch)}
+        lengths = list(accumulate((len(texts[char]) for char in trunk.sketch), initial=0))
+        found = self._trunks[id(trunk)] = (trunk, filled_in(trunk.sketch, self._value), lengths)
+        return found
+
+
 @dataclass(slots=True, eq=False)
 class Prefixes:
     """The contexts of one long row. ``offsets`` are the numbers of each message's first string.
@@ -84,12 +124,14 @@ class Prefixes:
     wholes: dict[tuple[tuple[str, Any], ...], Whole] = field(default_factory=dict)
     probes: frozenset[int] = frozenset()
     kinds: set[int] = field(default_factory=set)
+    joints: dict[tuple[int, bool, tuple[tuple[str, Any], ...]], Joint] = field(default_factory=dict)
+    judge: Judge = field(init=False)
 
     def __post_init__(self) -> None:
         num = len(self.row.messages)
-        drawn = random.Random(num).sample(range(LONG // 2, num), min(num - LONG // 2, round(log2(num))))
-        first, last = range(self.head, self.head + 2 * FIRST_PROBES + WINDOWS[0]), range(num - LAST_PROBES, num)
-        self.probes = frozenset((*first, *drawn, *last))
+        self.judge = Judge(self.template, self.row, self.value)
+        drawn = random.Random(num).sample(range(num), min(num, round(2 * MOST_PROVEN / num)))
+        self.probes = frozenset((*range(FIRST_PROBES + self.head), *drawn, *range(num - LAST_PROBES, num)))
 
     @property
     def head(self) -> int:
@@ -118,10 +160,7 @@ class Prefixes:
             joined = self._joined(whole, window, start)
             if joined is None:
                 continue
-            is_new = id(window) not in self.kinds and len(self.kinds) < KIND_PROBES
-            if num in self.probes or is_new:
-                self.kinds.add(id(window))
-                self._prove(joined, num, generation_prompt, kwargs)
+            self._prove(joined, num, generation_prompt, key, id(window))
             return joined
         return None
 
@@ -201,11 +240,20 @@ class Prefixes:
         by = self.offsets[self.head + shift] - self.offsets[self.head]
         return self.alphabet.char(Slot(reference.number + by, reference.operations))
 
-    def _prove(self, joined: Recording, num: int, generation_prompt: bool, kwargs: Mapping[str, Any]) -> None:
-        messages = self.row.messages[:num]
-        printed = self.template.render(messages, self.row.tools, generation_prompt=generation_prompt, **kwargs)
-        if filled_in(joined.sketch, self.value) != printed:
-            raise NotLocal
+    def _prove(
+        self, joined: Recording, num: int, generation_prompt: bool, kwargs: tuple[tuple[str, Any], ...], window: int
+    ) -> None:
+        """Raise `NotLocal` where the plain template prints something else. ``window`` says which one was taken."""
+        if (num, generation_prompt, kwargs) in self.joints or joined.base is None:
+            return
+        rest = joined.sketch[joined.shared :]
+        joint = Joint(joined.base, joined.shared, rest, num, generation_prompt, dict(kwargs))
+        is_new = window not in self.kinds and len(self.kinds) < KIND_PROBES
+        if num in self.probes or is_new:
+            self.kinds.add(window)
+            if not self.judge.agrees(joint):
+                raise NotLocal
+        self.joints[num, generation_prompt, kwargs] = joint
 
 
 def _begins(recording: Recording, *messages: int) -> list[int] | None:

@@ -12,7 +12,7 @@ from luthier.rendering.guards import Guard, compile_guards
 from luthier.rendering.media_slots import media_of
 from luthier.rendering.messages import message_strings
 from luthier.rendering.prefixes import LONG, Prefixes
-from luthier.rendering.references import Alphabet, Fixed, Operation, Reference, Slot, references_in, value_of
+from luthier.rendering.references import Alphabet, Fixed, Operation, Reference, Slot, references_in
 from luthier.rendering.shape import MessageShape, message_shape, tools_shape
 from luthier.rendering.template import ChatTemplate, Recording
 from luthier.rendering.trace import Written
@@ -100,8 +100,7 @@ class RowHistory:
 
     def value(self, char: str) -> str:
         """What a character of a sketch stands for in this row."""
-        reference = self.recordings.alphabet.reference(char)
-        return char if reference is None else value_of(reference, self.strings)
+        return self.recordings.alphabet.value(char, self.strings)
 
     def keeps(self, char: str) -> bool:
         """Whether a character of a sketch stands for some text in every row whose string is not blank."""

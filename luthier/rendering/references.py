@@ -132,6 +132,11 @@ class Alphabet:
         number = ord(char) - FIRST_CHAR
         return self.references[number] if number >= 0 else None
 
+    def value(self, char: str, strings: Sequence[str]) -> str:
+        """What a character of a sketch stands for in a row with these strings."""
+        reference = self.reference(char)
+        return char if reference is None else value_of(reference, strings)
+
 
 class AlphabetFull(Exception):
     """All private-use characters are taken: it is time to begin again with an empty alphabet."""

@@ -42,7 +42,7 @@ from luthier.rendering.one_rendering import one_path
 from luthier.rendering.openings import ending_of
 from luthier.rendering.paths import Path, can_be_asked, cut_paths, learned_spans, paths_of
 from luthier.rendering.pieces import Weigh
-from luthier.rendering.prefixes import NotLocal
+from luthier.rendering.prefixes import Joint, Judge, NotLocal
 from luthier.rendering.recordings import Recordings, RowHistory, unshared
 from luthier.rendering.references import AlphabetFull, Slot
 from luthier.rendering.shape import MessageShape, message_shape, tools_shape
@@ -155,7 +155,7 @@ class Renderer:
         variants = self._known((row.train_on, row.weight, row.continue_final_message, shapes, tools_shape(row.tools)))
         for known in variants:
             values = known.blueprint.values(strings)
-            if known.blueprint.fits(values):
+            if known.blueprint.fits(values) and self._agrees(known, row, template, strings):
                 known.replays += 1
                 if known.is_to_be_checked:
                     self._check(known, row, template, values)
@@ -294,7 +294,8 @@ class Renderer:
         blueprint = build_blueprint(cut, list(history.guards), references, control)
         blueprint = replace(blueprint, has_unasked=has_unasked, differing=differing)
         is_cut = any(history.may_lose(path.recording, span.seam, span.stop) for path, span in learned_spans(paths))
-        return _Known(blueprint=blueprint, paths=paths, is_cut=is_cut)
+        joints = () if history.prefixes is None else tuple(history.prefixes.joints.values())
+        return _Known(blueprint=blueprint, paths=paths, is_cut=is_cut, joints=joints)
 
     def _named_that_would_do(self, reason: str, row: Conversation, template: ChatTemplate) -> str | None:
         """A named template for which the tokenizer has all tokens and under which the row can be learned from."""
@@ -351,6 +352,14 @@ class Renderer:
                 field=f"messages[{span.message}]",
             )
 
+    def _agrees(self, known: _Known, row: Conversation, template: ChatTemplate, strings: Sequence[str]) -> bool:
+        """Whether the template prints the contexts that were put together for another row for this one, too: what it
+        asks in the middle of a long row need not have been asked of that one."""
+        if not known.joints:
+            return True
+        judge = Judge(template, row, lambda char: self._recordings.alphabet.value(char, strings))
+        return all(map(judge.agrees, known.joints))
+
     def _check(self, known: _Known, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
         """Compare one text of a replayed row with what the template really prints."""
         path = known.paths[known.replays % len(known.paths)]
@@ -371,13 +380,15 @@ class Renderer:
 class _Known:
     """A blueprint with the paths that it was made of, and how often it served another row.
 
-    ``is_cut``: the template prints some text of a row in part, in as far as it has this or that.
+    ``is_cut``: the template prints some text of a row in part, in as far as it has this or that. ``joints`` are the
+    contexts that were put together.
     """
 
     blueprint: Blueprint
     paths: list[Path] = field(default_factory=list)
     replays: int = 0
     is_cut: bool = False
+    joints: tuple[Joint, ...] = ()
 
     @property
     def is_to_be_checked(self) -> bool:

@@ -40,6 +40,7 @@ from luthier.templating.limits import OverLimit, TemplateSettings
 from luthier.templating.plain import plain_environment
 
 Tools = Sequence[Mapping[str, Any]]
+Printer = Callable[..., str]  # (num_messages, *, generation_prompt, **kwargs) -> the text that inference sees
 
 # What a template may raise: its own words, and Python's where it trips over a row.
 TEMPLATE_ERRORS = (
@@ -251,14 +252,21 @@ class ChatTemplate:
         Raises `RowError` if the template refuses the conversation or needs more for it than it may have, and
         `TemplateError` if it needs that for a small one.
         """
-        try:
-            return self._run_plain(
-                messages, tools, self.message_form, generation_prompt=generation_prompt, kwargs=kwargs
-            )
-        except OverLimit as error:
-            raise _too_much(error, messages, tools) from error
-        except TEMPLATE_ERRORS as error:
-            raise _refusal(error) from error
+        return self.printer(messages, tools)(len(messages), generation_prompt=generation_prompt, **kwargs)
+
+    def printer(self, messages: Sequence[Message], tools: Tools = ()) -> Printer:
+        """`render` for the first so many of some messages, which are made ready but once."""
+        dicts = plain_messages(messages, self.message_form)
+
+        def printed(num_messages: int, *, generation_prompt: bool = False, **kwargs: Any) -> str:
+            try:
+                return self._run_plain(dicts[:num_messages], tools, generation_prompt=generation_prompt, kwargs=kwargs)
+            except OverLimit as error:
+                raise _too_much(error, messages[:num_messages], tools) from error
+            except TEMPLATE_ERRORS as error:
+                raise _refusal(error) from error
+
+        return printed
 
     def record(
         self,
@@ -415,18 +423,12 @@ class ChatTemplate:
         return True
 
     def _run_plain(
-        self,
-        messages: Sequence[Message],
-        tools: Tools,
-        form: MessageForm,
-        *,
-        generation_prompt: bool,
-        kwargs: Mapping[str, Any],
+        self, messages: list[dict[str, Any]], tools: Tools, *, generation_prompt: bool, kwargs: Mapping[str, Any]
     ) -> str:
         self._plain_environment.meter.start()
         return self._plain.render(
             **self._arguments(kwargs),
-            messages=plain_messages(messages, form),
+            messages=messages,
             tools=list(tools) or None,
             add_generation_prompt=generation_prompt,
         )

@@ -23,7 +23,12 @@ REWRITING = (  # thoughts are printed behind the last question only, as Qwen3 do
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-BODY = "{{ m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
+PARTS = (  # all that a message holds: a template that leaves out a thought or a call is refused for that
+    "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '' }}"
+    "{% for call in m.tool_calls or [] %}{{ '[' + call.function|tojson + ']' }}{% endfor %}"
+    "{{ (m.content or '') + '<|im_end|>\n' }}"
+)
+BODY = PARTS + "{% endfor %}" + PROMPT
 LOOP = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
 NOT_LOCAL = {
     "number of messages": "{{ messages|length }}" + LOOP + BODY,
@@ -37,6 +42,49 @@ NOT_LOCAL = {
     )
     + PROMPT,
     "old thoughts": REWRITING.replace("loop.index0 > ns.last", "loop.index0 * 3 > messages|length"),
+}
+
+
+def headed(warned: str, prompt: str | None = None, *, first: str = "", state: str = "") -> str:
+    """A template that writes another header of an answer where ``warned``, and another prompt where ``prompt``."""
+    header = "{{ '<|im_start|>assistant' + (' (warned)' if %s else '') + '\n' }}"
+    turn, last = header.replace("%s", warned), header.replace("%s", prompt or warned)
+    start = "{% if m.role == 'assistant' %}" + turn + "{% else %}{{ '<|im_start|>' + m.role + '\n' }}{% endif %}"
+    loop = "{% for m in messages %}" + start + PARTS + state + "{% endfor %}"
+    return first + loop + "{% if add_generation_prompt %}" + last + "{% endif %}"
+
+
+def remembering(state: str, warned: str) -> str:
+    """The same with a namespace ``ns`` that is brought up to date at each message."""
+    return headed(warned, first="{% set ns = namespace(said=0, seen=0) %}", state=state)
+
+
+def noted(when: str) -> str:
+    """A template whose prompts say something between the last message and the header, where ``when``."""
+    return LOOP + BODY.replace(PROMPT, "") + PROMPT.replace("{{", "{{ ('[note]' if " + when + " else '') + ")
+
+
+# These print something else at some places in the middle of a long row, for a reason that may lie far back.
+FAR_BACK = {
+    "a word was said, and twelve messages after": remembering(
+        "{% if 'question 8' in m.content %}{% set ns.said = 1 %}{% endif %}"
+        "{% if ns.said %}{% set ns.seen = ns.seen + 1 %}{% endif %}",
+        "ns.seen > 12 and ns.seen < 17",
+    ),
+    "a word was said": remembering("{% if 'question 8' in m.content %}{% set ns.said = 1 %}{% endif %}", "ns.said"),
+    "a word was said, at the end": noted("messages[:12]|selectattr('content', 'in', ['answer 6'])|list"),
+    "every seventh turn": remembering("{% set ns.seen = ns.seen + 1 %}", "ns.seen % 14 == 13"),
+    "at one length": headed("loop.index0 == 31", "messages|length == 31"),
+    "at one length, in the prompt": noted("messages|length == 31"),
+    "an earlier call": remembering("{% if m.tool_calls %}{% set ns.seen = ns.seen + 1 %}{% endif %}", "ns.seen == 4"),
+    "an earlier thought": remembering(
+        "{% if m.reasoning_content %}{% set ns.seen = ns.seen + 1 %}{% endif %}", "ns.seen == 6"
+    ),
+    "the middle": noted("'question 12' in messages[messages|length // 2].content"),
+    "characters so far": remembering("{% set ns.seen = ns.seen + m.content|length %}", "ns.seen // 50 == 5"),
+    "a cycle": headed("c.next() == 8", first="{% set c = cycler(*range(14)) %}"),
+    "a sum": noted("(messages|map(attribute='content')|map('length')|sum) % 17 == 3"),
+    "one old question": LOOP + "{{ 'old ' if m.role == 'user' and loop.revindex == 30 else '' }}" + BODY,
 }
 
 
@@ -64,14 +112,23 @@ def outcome(source: str, row: Conversation) -> Rendered | str:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The number of messages in each run of a template."""
+def recorded() -> list[int]:
+    """The number of messages in each run of a template that keeps track of its text."""
+    return []
+
+
+@pytest.fixture
+def runs(recorded: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The number of messages in each run of a template, plain or not."""
     counted: list[int] = []
     for name in ("_run_plain", "_run_recorded"):
         run = getattr(ChatTemplate, name)
 
         def counting(self: ChatTemplate, *args: Any, _run: Any = run, **kwargs: Any) -> Any:
-            counted.append(len(args[0]) if args and isinstance(args[0], (list, tuple)) else len(args[1]))
+            is_plain = isinstance(args[0], (list, tuple))
+            counted.append(len(args[0] if is_plain else args[1]))
+            if not is_plain:
+                recorded.append(counted[-1])
             return _run(self, *args, **kwargs)
 
         monkeypatch.setattr(ChatTemplate, name, counting)
@@ -92,15 +149,49 @@ def test_a_long_row_is_learned_as_if_every_context_were_rendered_whole(
     assert found == outcome(text, row)
 
 
+@pytest.mark.parametrize("why", FAR_BACK)
+def test_what_depends_on_messages_far_back_is_never_trained_otherwise_than_it_is_printed(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_all = why.startswith("an earlier")
+    row = long_row(40, system=has_all, thoughts=has_all, tools=has_all)
+    found = outcome(FAR_BACK[why], row)
+    monkeypatch.setattr(recordings, "LONG", 10**6)
+    assert found == outcome(FAR_BACK[why], row)
+
+
+def test_where_nothing_is_compared_it_is_trained_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes.Judge, "agrees", lambda *_: True)
+    asked = ("every seventh turn", "at one length, in the prompt", "the middle", "one old question")
+    found = [outcome(FAR_BACK[why], long_row(40)) for why in asked]
+    monkeypatch.setattr(recordings, "LONG", 10**6)
+    assert [outcome(FAR_BACK[why], long_row(40)) == one for why, one in zip(asked, found, strict=True)] == 4 * [False]
+
+
 @pytest.mark.parametrize("source", [CHATML, REWRITING], ids=["chatml", "rewriting"])
-def test_the_work_of_a_row_grows_with_its_length_only(source: str, runs: list[int]) -> None:
+def test_the_work_of_a_row_grows_with_its_length_only(
+    source: str, runs: list[int], recorded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefixes, "MOST_PROVEN", 2_000)
     work = {}
     for num in (100, 200):
         runs.clear()
+        recorded.clear()
         renderer(source).render(long_row(num))
         work[num] = sum(runs)
-        assert len(runs) < 80
+        assert len(recorded) < 30
     assert work[200] < 2.5 * work[100]
+
+
+def test_a_kept_row_serves_another_only_where_the_template_prints_it_so() -> None:
+    source = FAR_BACK["the middle"]
+    one, other = (
+        conversation(*(replace(m, parts=assistant(f"{word} {n}").parts) for n, m in enumerate(long_row(40).messages)))
+        for word in ("answer", "question")
+    )
+    kept = renderer(source)
+    kept.render(one)
+    assert kept.render(other) == renderer(source).render(other)
 
 
 def test_a_template_that_is_not_local_is_rendered_whole_as_far_as_that_is_bounded(
