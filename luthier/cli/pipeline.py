@@ -70,8 +70,12 @@ def read_to_train(path: str, overrides: Sequence[str] | None, console: Console) 
     Raises `ConfigError` with all that would stop the run later, before a row is encoded.
     """
     from luthier.config.loading import load_draft
+    from luthier.config.machine import TRAINING, is_installed
+    from luthier.errors import ConfigError
 
     draft = load_draft(path, overrides or (), to_train=True)
+    if not all(map(is_installed, TRAINING)):
+        raise ConfigError(list(draft.machine))
     from luthier.train.preflight import check_run
 
     for note in check_run(draft):

@@ -25,12 +25,14 @@ MAX_ROUNDS = 4  # a wrong section is removed, then missed, then stood in for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """The values that could be read, with their places; ``faulty`` are the paths that could not."""
+    """The values that could be read, with their places; ``faulty`` are the paths that could not. ``machine`` is what
+    this machine gives reason for, where the run is to be trained on it (`luthier.config.machine`)."""
 
     config: RunConfig
     tree: Node
     name: str
     faulty: frozenset[Path] = frozenset()
+    machine: tuple[Problem, ...] = ()
 
     def sound(self, *keys: str) -> bool:
         """True if none of the keys, nothing above and nothing below them, is faulty."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from luthier.config.conflicts import check_conflicts
@@ -38,7 +39,8 @@ def load_draft(
 ) -> Draft:
     """`load_config` with the places of all values, for checks that come later. Its ``config`` is whole and sound.
 
-    ``to_train``: the run is to be trained on this machine, now; problems with that are raised with the others.
+    ``to_train``: the run is to be trained on this machine, now. Problems with that are raised with the others; where
+    there are no others the draft has them, to be told together with what only torch can tell.
     """
     path = Path(os.path.expanduser(path))
     parsed = parse_text(read_text(path), str(path))
@@ -68,10 +70,10 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
         problems += check_conflicts(draft)
         if check_paths:
             problems += check_files(draft)
-        if to_train:
-            problems += check_machine(draft)
+        lacking = check_machine(draft) if to_train else []
         if not problems:
-            return draft
+            return replace(draft, machine=tuple(lacking))
+        problems += lacking
     assert problems, "a description without a draft has problems"
     raise ConfigError(sorted(problems, key=_line))
 

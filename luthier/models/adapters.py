@@ -323,7 +323,8 @@ def _quiet_peft() -> Iterator[None]:
         yield
 
 
-def _continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str) -> PeftModel:
+def check_existing(section: AdapterConfig, source: str) -> None:
+    """Raise `ModelError` where no adapter is there to go on from, or one of another type."""
     try:
         found = PeftConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
@@ -336,6 +337,10 @@ def _continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: st
             f"adapter.name_or_path {source!r} is of type {kind}, adapter.type is {section.type.value}",
             hint=f"set adapter.type: {kind}",
         )
+
+
+def _continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str) -> PeftModel:
+    check_existing(section, source)
     try:
         with _quiet_peft():
             return PeftModel.from_pretrained(model, source, is_trainable=True)

@@ -27,6 +27,17 @@ def compile_layers(model: PreTrainedModel | PeftModel, *, recomputed: bool = Fal
 
     Raises `ModelError` where the model has no list of decoder layers.
     """
+    layers = compilable_layers(model)
+    for layer in layers:
+        if recomputed and isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = _Recomputed(layer)
+        else:
+            layer.compile()
+    return len(layers)
+
+
+def compilable_layers(model: PreTrainedModel | PeftModel) -> nn.ModuleList:
+    """The layers that are compiled. Raises `ModelError` where the model has no list of decoder layers."""
     plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     layers = decoder_layers(plain)
     if layers is None:
@@ -34,12 +45,7 @@ def compile_layers(model: PreTrainedModel | PeftModel, *, recomputed: bool = Fal
             f"train.torch_compile is set, and {type(plain).__name__} has no list of decoder layers",
             hint="set train.torch_compile: false",
         )
-    for layer in layers:
-        if recomputed and isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = _Recomputed(layer)
-        else:
-            layer.compile()
-    return len(layers)
+    return layers
 
 
 def forget_graphs() -> None:

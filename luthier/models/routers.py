@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from luthier.config.schema import TrainConfig
 from luthier.errors import ModelError
 from luthier.records import Batch
 
@@ -167,6 +168,19 @@ def find_routers(model: nn.Module, asked: float | None) -> Routers | None:
         top_k=int(text.num_experts_per_tok),
         coefficient=float(coefficient),
     )
+
+
+def balanced_routers(model: nn.Module, train: TrainConfig) -> Routers | None:
+    """The routers whose load a run is to balance. Raises `ModelError` as `find_routers`, and where the run compiles the
+    layers that they stand in."""
+    asked = train.router_aux_loss_coef
+    found = find_routers(model, asked)
+    if found is not None and train.torch_compile and asked:
+        raise ModelError(
+            f"train.router_aux_loss_coef is {asked:g}, and what routers do in compiled layers is not seen",
+            hint="set train.torch_compile: false, or train.router_aux_loss_coef: 0",
+        )
+    return found
 
 
 def _recorder(model: nn.Module) -> Any:

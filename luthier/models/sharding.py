@@ -69,7 +69,22 @@ def place(model: PreTrainedModel | PeftModel, device: torch.device, asked: Shard
 
 def shard(model: PreTrainedModel | PeftModel, device: torch.device) -> None:
     """Divide the model among all ranks, in place; every rank has to hold the same weights. Parameters become DTensors,
-    and ``load_state_dict`` takes whole weights, which every rank has to have.
+    and ``load_state_dict`` takes whole weights, which every rank has to have. Raises as `divisible_layers`.
+    """
+    layers = divisible_layers(model)
+    plain = _plain(model)
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(plain, mesh=mesh)
+    plain.set_reduce_scatter_unused_params(True)  # an expert that no token of one rank chose, and one of another did
+    if plain.can_generate():
+        register_fsdp_forward_method(plain, "generate")
+    plain.register_load_state_dict_pre_hook(_take_parts)
+
+
+def divisible_layers(model: PreTrainedModel | PeftModel) -> nn.ModuleList:
+    """The layers that a model is divided by.
 
     Raises `ModelError` for models with towers, and where no weight of any decoder layer is trained: torch adds up the
     gradients when the backward pass leaves a layer.
@@ -95,14 +110,7 @@ def shard(model: PreTrainedModel | PeftModel, device: torch.device) -> None:
             "cannot be divided then",
             hint="set runtime.sharding: none, or adapter.modules_to_save: [embed_tokens, lm_head]",
         )
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(plain, mesh=mesh)
-    plain.set_reduce_scatter_unused_params(True)  # an expert that no token of one rank chose, and one of another did
-    if plain.can_generate():
-        register_fsdp_forward_method(plain, "generate")
-    plain.register_load_state_dict_pre_hook(_take_parts)
+    return layers
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -42,11 +42,7 @@ def choose_media(
             pass
         case _:
             raise AssertionError(config.media.cache)
-    if media is None:
-        raise ModelError(
-            f"media.cache: encoder_features: {type(plain).__name__} has no processor, and so reads text alone",
-            hint="remove media.cache, or name the folder of a multimodal model",
-        )
+    media = readable_media(media, plain)
     if not isinstance(data.train, SegmentIndex):
         raise ModelError(
             "media.cache: encoder_features are kept with prepared data, and these rows are in memory, or on their way",
@@ -59,3 +55,13 @@ def choose_media(
     plain.to(device)
     work = TowerWork(plain=plain, media=media, sides=sides, precision=run_precision(config), device=device)
     return kept_features(work, lambda text: hooks.tell(Note(text=text)))
+
+
+def readable_media(media: MediaInputs | None, plain: PreTrainedModel) -> MediaInputs:
+    """What a model reads beside text. Raises `ModelError` where it reads nothing else."""
+    if media is None:
+        raise ModelError(
+            f"media.cache: encoder_features: {type(plain).__name__} has no processor, and so reads text alone",
+            hint="remove media.cache, or name the folder of a multimodal model",
+        )
+    return media

@@ -24,7 +24,7 @@ from luthier.models.media_needs import MediaNeeds, media_needs, model_needs
 from luthier.models.model import REWARD_HEAD, is_reward_model
 from luthier.models.parts import families_of, text_attention
 from luthier.models.passes import ModelPass, casting, reward_head
-from luthier.models.routers import Routers, find_routers
+from luthier.models.routers import Routers, balanced_routers
 from luthier.objectives import TokenSettings, feedback_settings, pair_settings, token_settings
 from luthier.train.compared_losses import RewardLosses
 from luthier.train.kernel_choice import choose_kernel
@@ -80,17 +80,11 @@ def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPas
 
 
 def _routers(parts: ObjectiveParts, tell: Callable[[str], None]) -> Routers | None:
-    """Those whose load is balanced by a loss, if any. Raises `ModelError` where that was asked for and cannot be."""
-    asked = parts.config.train.router_aux_loss_coef
-    found = find_routers(parts.loaded.model, asked)
+    """Those whose load is balanced by a loss, if any. Raises as `balanced_routers`."""
+    found = balanced_routers(parts.loaded.model, parts.config.train)
     if found is None:
         return None
     if parts.config.train.torch_compile:
-        if asked:
-            raise ModelError(
-                f"train.router_aux_loss_coef is {asked:g}, and what routers do in compiled layers is not seen",
-                hint="set train.torch_compile: false, or train.router_aux_loss_coef: 0",
-            )
         tell("experts: no loss balances their load, as what routers do in compiled layers is not seen")
         return None
     tell(f"experts: their load is balanced by a loss (router_aux_loss_coef {found.coefficient:g})")

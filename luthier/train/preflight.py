@@ -1,7 +1,8 @@
 """What can be known of a run before its first row is encoded: all that would stop it later, told at once.
 
-`luthier.config.machine` has looked for packages, devices and folders; here the model's config is read and its modules
-are built without weights, the optimizer takes a step on a small matrix, and the tokenizer and template are loaded.
+`luthier.config.machine` has looked for packages, devices and folders, and what it found is told together with what is
+found here: the model's config is read and its modules are built without weights, the optimizer takes a step on a small
+matrix, and the tokenizer and template are loaded.
 """
 
 from __future__ import annotations
@@ -15,22 +16,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, Trainer, get_scheduler
 
 from luthier.config.draft import Draft
 from luthier.config.machine import EXTRA, is_installed
-from luthier.config.schema import Precision, RunConfig
+from luthier.config.media import MediaCache
+from luthier.config.schema import Precision, RunConfig, Sharding
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ConfigError, ModelError, Problem, TemplateError, TokenizerError, UserError
+from luthier.loader.run_settings import media_of
 from luthier.media import MediaSource
-from luthier.models.adapters import apply_adapter
+from luthier.models.adapters import apply_adapter, check_existing
+from luthier.models.compiled import compilable_layers
 from luthier.models.model import build_weightless, check_choices, run_device
 from luthier.models.parts import decoder_family
-from luthier.models.sharding import refuse_other_ways
+from luthier.models.routers import balanced_routers
+from luthier.models.sharding import divisible_layers, refuse_other_ways
 from luthier.models.vocabulary import Vocabulary
 from luthier.train.arguments import optimization
+from luthier.train.feature_choice import readable_media
+from luthier.train.reference_choice import check_reference
 from luthier.train.run_folder import check_run_folder
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
@@ -47,19 +55,25 @@ _KEY = re.compile(r"(?:model|adapter|train|runtime|data|template|media|objective
 def check_run(draft: Draft) -> list[str]:
     """Check a run description that is whole and sound against model, tokenizer, device and output folder.
 
-    Gives what is odd and no fault, for the user to hear. Raises `ConfigError` with all faults, each at its line.
+    Gives what is odd and no fault, for the user to hear. Raises `ConfigError` with all faults, each at its line, those
+    that the machine gave reason for (``draft.machine``) among them.
     """
-    problems = [*_environment(draft), *_media_packages(draft)]
     notes = unread_settings(draft)
-    if not problems:  # of what is missing here, all else would be a consequence
-        problems += _devices(draft)
-        problems += _told(draft, "output.dir", lambda: check_run_folder(draft.config))
-        problems += _schedule(draft)
-        problems += _optimizer(draft)
+    problems = [*draft.machine, *_environment(draft)]
+    told = {problem.key for problem in problems}  # a second fault of such a key would be a consequence of the first
+    lacking = list(_media_packages(draft))
+    found = [
+        *lacking,
+        *_devices(draft),
+        *_told(draft, "output.dir", lambda: check_run_folder(draft.config)),
+        *_schedule(draft),
+        *(() if "train.optim" in told else _optimizer(draft)),
+        *_told(draft, "objective.reference", lambda: check_reference(draft.config)),
+    ]
+    if not lacking:  # without them no processor, and so no model, is loaded
         encoder, more = _encoder(draft)
-        problems += more
-        if encoder is not None:
-            problems += _model(draft, encoder, notes)
+        found += more if encoder is None else _model(draft, encoder, notes)
+    problems += [problem for problem in found if problem.key not in told]
     if problems:
         raise ConfigError(sorted(problems, key=_line))
     return notes
@@ -225,8 +239,19 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         )
     # an adapter to go on from is taken for a new one, and no weights are there for one to be made of
     fresh = config.adapter.model_copy(update={"name_or_path": None, "init_lora_weights": True})
-    new_ids = vocabulary.new_ids if config.adapter.name_or_path is None else ()  # an older adapter has its own rows
-    yield from _told(draft, "adapter.type", lambda: apply_adapter(model, fresh, new_ids=new_ids))
+    if (existing := config.adapter.name_or_path) is not None:
+        yield from _told(draft, "adapter.name_or_path", lambda: check_existing(config.adapter, existing))
+    new_ids = vocabulary.new_ids if existing is None else ()  # an older adapter has its own rows
+    yield from _told(draft, "train.router_aux_loss_coef", lambda: balanced_routers(model, config.train))
+    if config.train.torch_compile:
+        yield from _told(draft, "train.torch_compile", lambda: compilable_layers(model))
+    if config.media.cache is not MediaCache.NONE:
+        media = media_of(config, tokenizer.files.folder)
+        yield from _told(draft, "media.cache", lambda: readable_media(media, model))
+    adapted: list[PreTrainedModel | PeftModel] = []
+    yield from _told(draft, "adapter.type", lambda: adapted.append(apply_adapter(model, fresh, new_ids=new_ids)))
+    if config.runtime.sharding is Sharding.FSDP and adapted:
+        yield from _told(draft, "runtime.sharding", lambda: divisible_layers(adapted[0]))
 
 
 def _weights(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:

@@ -53,19 +53,34 @@ def reference_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[s
     """A model to compare with, batch by batch. Raises `ModelError`."""
     match _source(parts.config):
         case ReferenceSource.BASE:
-            if mutates_base(parts.config.adapter):
-                initial = parts.config.adapter.init_lora_weights
-                raise ModelError(
-                    f"objective.reference is base, but adapter.init_lora_weights: {initial} changes the base, so that "
-                    "the model without its adapter is not the one that training begins with",
-                    hint="set objective.reference: auto",
-                )
+            _check_base(parts.config)
             tell("reference: the model without its adapter")
             return ReferenceModel(model=parts.model, forward=forward, under_adapter=True)
         case ReferenceSource.MODEL:
             return _second_model(parts, forward, tell)
         case source:
             raise AssertionError(source)
+
+
+def check_reference(config: RunConfig) -> None:
+    """Raise `ModelError` where the reference that a run asks for will not do, as far as files can say it."""
+    if not config.objective.needs_reference:
+        return
+    if _source(config) is ReferenceSource.BASE:
+        _check_base(config)
+    if (named := config.objective.reference.name_or_path) is not None:
+        named_adapter(config, named)
+        check_tokenizers(config, named)
+
+
+def _check_base(config: RunConfig) -> None:
+    if mutates_base(config.adapter):
+        initial = config.adapter.init_lora_weights
+        raise ModelError(
+            f"objective.reference is base, but adapter.init_lora_weights: {initial} changes the base, so that "
+            "the model without its adapter is not the one that training begins with",
+            hint="set objective.reference: auto",
+        )
 
 
 def ld_alpha(config: RunConfig) -> float:

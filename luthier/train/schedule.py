@@ -28,6 +28,7 @@ from luthier.packing import (
 )
 
 _PLANS_KEPT = 2  # an epoch and its neighbour: workers near a border look at both
+MOST_EPOCHS_COUNTED, MOST_SEGMENTS_COUNTED = 1000, 10**8  # to know how many steps a run has; further ones are estimated
 
 
 FEW_STEPS = 20  # fewer teach next to nothing, whatever the rate
@@ -130,7 +131,8 @@ class Schedule:
     weight), and the last step of each may be smaller. Pure: the same arguments give the same schedule everywhere.
 
     An epoch is planned when one of its steps is asked for. Only a run of epochs of different lengths, whose number of
-    steps nobody gave, plans all of them at the start, to know how many steps it has.
+    steps nobody gave, plans them at the start, to know how many steps it has: as many as `MOST_EPOCHS_COUNTED` and
+    `MOST_SEGMENTS_COUNTED` allow, and further ones count as the mean of these. The run has just so many steps then.
     """
 
     def __init__(
@@ -305,7 +307,10 @@ class Schedule:
         share = min(1.0, num_epochs - last)
         if self._constant:
             return last * self._ends[0] + math.ceil(share * self._ends[0])
-        while len(self._ends) <= last:
+        counted = min(MOST_EPOCHS_COUNTED, max(1, MOST_SEGMENTS_COUNTED // max(1, len(self.table.lengths))))
+        while len(self._ends) <= min(last, counted - 1):
             self._ends.append(self._ends[-1] + self.plan(len(self._ends)).num_steps)
+        if last >= counted:
+            return math.ceil(num_epochs * self._ends[-1] / len(self._ends))
         before = self._ends[last - 1] if last else 0
         return before + math.ceil(share * (self._ends[last] - before))

@@ -36,7 +36,10 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     (tmp_path / "run.yaml").write_text(GOOD)
 
     def describe(*overrides: str, to_train: bool = True) -> Draft:
-        return load_draft("run.yaml", overrides, to_train=to_train)
+        draft = load_draft("run.yaml", overrides, to_train=to_train)
+        if draft.machine:
+            raise ConfigError(list(draft.machine))
+        return draft
 
     return describe
 
@@ -271,13 +274,77 @@ def test_a_number_beyond_all_sense_is_told_at_its_key(override: str, described: 
     assert all(problem.hint for problem in found)
 
 
-def test_what_no_torch_is_needed_for_is_told_without_it(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(GOOD)
+def started(folder: Path, *overrides: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """``luthier train`` in a process of its own; the exit code says by 10 more that torch was imported."""
+    (folder / "run.yaml").write_text(GOOD)
     code = (
-        "import sys; from luthier.cli.main import run\n"
-        "code = run(['train', 'run.yaml', 'tracking.report_to=[neptune]', 'train.optim=grokadamw'])\n"
+        f"import sys; {before}\nfrom luthier.cli.main import run\n"
+        f"code = run(['train', 'run.yaml', *{list(overrides)!r}])\n"
         "sys.exit(code + 10 * ('torch' in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_a_mistake_in_the_description_is_told_without_torch(tmp_path: Path) -> None:
+    done = started(tmp_path, "tracking.report_to=[neptune]", "train.optim=grokadamw", "train.max_steps=many")
     assert done.returncode == 2, done.stderr
     assert "pip install neptune" in done.stderr and "pip install grokadamw" in done.stderr
+    assert "train.max_steps" in done.stderr
+
+
+def test_what_is_missing_is_told_where_torch_is_missing_too(tmp_path: Path) -> None:
+    lacking = "from luthier.config import machine; machine.is_installed = lambda module: False"
+    done = started(tmp_path, "tracking.report_to=[neptune]", "train.optim=grokadamw", before=lacking)
+    assert done.returncode == 2, done.stderr
+    assert "pip install neptune" in done.stderr and "pip install grokadamw" in done.stderr
+    assert "training needs torch" in done.stderr
+
+
+def test_what_the_machine_lacks_and_what_the_model_refuses_are_told_together(
+    tmp_path: Path, described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One list, before a row is encoded: package, tracker, kernel, folder, optimizer, LoRA targets, experts."""
+    encoded_nothing(monkeypatch)
+    monkeypatch.setattr(machine, "is_installed", lambda module: module in machine.TRAINING)
+    monkeypatch.setattr(machine, "gpu_is_absent", lambda: "this machine has none")
+    (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    (tmp_path / "out" / RUN_CONFIG).write_text("{}")
+    given = {
+        "tracking.report_to[0]": "tracking.report_to=[neptune]",
+        "train.head_kernel": "train.head_kernel=liger",
+        "model.attn_implementation": "model.attn_implementation=flex_attention",
+        "train.optim": "train.optim=grokadamw",
+        "train.lr_scheduler_kwargs": "train.lr_scheduler_kwargs={no_such: 1}",
+        "train.router_aux_loss_coef": "train.router_aux_loss_coef=0.1",
+        "adapter.target_modules": "adapter={type: lora, target_modules: [q_prj]}",
+        "output.dir": "output.dir=out",
+        "media.cache": "media.cache=encoder_features",
+    }
+    draft = load_draft("run.yaml", list(given.values()), to_train=True)
+    found = problems_of(lambda: check_run(draft))
+    assert sorted(problem.key for problem in found) == sorted(given)
+    assert all(problem.hint and problem.where.startswith(("run.yaml:", "override ")) for problem in found)
+
+
+def test_a_coefficient_for_experts_is_refused_only_where_there_are_none(described: Callable[..., Draft]) -> None:
+    for coefficient, refused in (("0.1", True), ("0", False), ("null", False)):
+        found = problems_of(lambda given=f"train.router_aux_loss_coef={coefficient}": check_run(described(given)))
+        assert [problem.key for problem in found] == ["train.router_aux_loss_coef"] * refused
+
+
+def test_an_adapter_of_another_type_is_told_before_a_row_is_encoded(
+    tmp_path: Path, described: Callable[..., Draft]
+) -> None:
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "adapter_config.json").write_text('{"peft_type": "OFT", "base_model_name_or_path": "x"}')
+    found = problems_of(lambda: check_run(described("adapter={type: lora, name_or_path: before}")))
+    assert [problem.key for problem in found] == ["adapter.name_or_path"]
+    assert check_run(described("adapter={type: oft, name_or_path: before}")) == []
+
+
+def test_a_reference_with_other_tokens_is_told_before_a_row_is_encoded(described: Callable[..., Draft]) -> None:
+    pairs = ("data.train=preset:preferences#20", "objective=dpo")
+    assert check_run(described(*pairs)) == []
+    pissa = "adapter={type: lora, init_lora_weights: pissa}"
+    found = problems_of(lambda: check_run(described(*pairs, pissa, "objective.reference=base")))
+    assert [problem.key for problem in found] == ["objective.reference"]
