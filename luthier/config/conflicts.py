@@ -20,6 +20,7 @@ Check = Callable[[Draft], Iterator[Problem]]
 
 # formats whose rows cannot say themselves what is learned of them
 _SILENT_FORMATS = frozenset({Format.ALPACA, Format.PROMPT_COMPLETION})
+MOST_REPEATS = 10_000  # of a row in an epoch: each is planned, and more is meant as a share, or a slip of the pen
 _SCHEDULE_NEEDS = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
     "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
@@ -158,6 +159,18 @@ def _mixture(draft: Draft) -> Iterator[Problem]:
         yield draft.problem(key, what, f"set data.mixture.by: rows or tokens, or remove {key}")
 
 
+def _weights(draft: Draft) -> Iterator[Problem]:
+    if draft.config.data.mixture.by is not MixtureBy.EPOCHS:
+        return
+    for index, source in enumerate(draft.config.data.train):
+        if source.weight > MOST_REPEATS:
+            what = f"each row would be seen {source.weight:,.15g} times in an epoch, {MOST_REPEATS:,} is the most"
+            hint = (
+                "train.num_train_epochs says how often all rows are seen; with data.mixture.by: rows weights are shares"
+            )
+            yield draft.problem(f"data.train[{index}].weight", what, hint)
+
+
 def _schedule(draft: Draft) -> Iterator[Problem]:
     train = draft.config.train
     needs = _SCHEDULE_NEEDS.get(train.lr_scheduler_type, ())
@@ -257,6 +270,7 @@ _RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("train.tokens_per_step", "train.gradient_accumulation_steps"), _step_size),
     (("train.packing", "objective.name"), _splitting),
     (("data.mixture",), _mixture),
+    (("data.mixture", "data.train"), _weights),
     (("train.lr_scheduler_type", "train.lr_scheduler_kwargs"), _schedule),
     (("train.optim",), _optimizer),
     (("runtime.device", "train.precision", "model"), _on_cpu),

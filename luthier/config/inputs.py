@@ -169,7 +169,7 @@ class SourceConfig(Section):
     """Take a seeded sample of this many rows (all, if there are fewer)."""
     weight: Positive = 1.0
     """How often each row is seen per epoch: 2 is twice, 0.5 is a seeded half, anew each epoch. With
-    ``data.mixture.by: rows`` or ``tokens`` it is the set's share, in any unit."""
+    ``data.mixture.by: rows`` or ``tokens`` it is the set's share, in any unit; else 10,000 is the most."""
     streaming: bool = False
     """Read a Hub data set as a stream instead of downloading it first."""
     train_on: Annotated[TrainOn | None, as_enum(TrainOn)] = None

@@ -15,7 +15,7 @@ from pathlib import Path
 from luthier.config.conflicts import check_conflicts
 from luthier.config.draft import Draft, read_draft
 from luthier.config.files import check_files
-from luthier.config.machine import check_machine
+from luthier.config.machine import check_machine, check_processes
 from luthier.config.overrides import apply_overrides
 from luthier.config.reading import parse_text, read_text
 from luthier.config.schema import RunConfig
@@ -29,7 +29,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, check_paths:
     """Read a ``.yaml`` or ``.json`` run description; overrides such as ``train.max_steps=10`` win over it.
 
     Raises ConfigError with every problem of the file and of the overrides. ``check_paths=False`` leaves the file
-    system alone, for descriptions of runs that were made elsewhere.
+    system and the number of cores alone, for descriptions of runs that were made elsewhere.
     """
     return load_draft(path, overrides, check_paths=check_paths).config
 
@@ -70,6 +70,7 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
         problems += check_conflicts(draft)
         if check_paths:
             problems += check_files(draft)
+            problems += [problem for problem in check_processes(draft) if draft.sound(problem.key)]
         lacking = check_machine(draft) if to_train else []
         if not problems:
             return replace(draft, machine=tuple(lacking))

@@ -54,6 +54,7 @@ FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", "flash-attn"),
     "flash_attention_3": ("flash_attn_3", "flash-attn-3"),
 }
+PER_CORE, LEAST_ALLOWED = 8, 32  # processes or threads of one kind: more take longer to start than they save
 _DEVICE_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")  # NVIDIA's, on Tegra, AMD's, Windows'
 
 
@@ -63,6 +64,31 @@ def check_machine(draft: Draft) -> list[Problem]:
         _training_packages, _trackers, _optimizer, _kernels, _attention, _device, _compiler, _folders,
     )  # fmt: skip
     return [problem for check in checks for problem in check(draft)]
+
+
+def check_processes(draft: Draft) -> list[Problem]:
+    """More processes or threads than this machine can run at a time, which would wait for each other for minutes."""
+    runtime, workers = draft.config.runtime, draft.config.data.workers
+    cores, ranks = usable_cores(), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    most = max(LEAST_ALLOWED, PER_CORE * cores)
+    asked = [
+        ("runtime.dataloader_num_workers", runtime.dataloader_num_workers, ranks),
+        ("runtime.threads", runtime.threads or 0, ranks),
+        ("data.workers", 0 if workers == "auto" else workers, 1),
+    ]
+    found = []
+    for key, number, times in asked:
+        if number * times > most:
+            of_ranks = f" in each of {times} processes" if times > 1 else ""
+            what = f"{number:,} are asked for{of_ranks}, and this machine has {cores} cores, which serve {most} at most"
+            hint = f"set {key}: {max(1, cores // times)}" + (", or auto" if key == "data.workers" else "")
+            found.append(draft.problem(key, what, hint))
+    return found
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, which in a container are fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_installed(module: str) -> bool:

@@ -254,7 +254,8 @@ class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: a GPU if there is one."""
     dataloader_num_workers: Processes = 0
-    """Processes that collate batches. Text batches cost less than a message between processes."""
+    """Processes that collate batches. Text batches cost less than a message between processes. Here, as of ``threads``
+    and ``data.workers``, eight times as many as there are cores are the most (32 on a small machine)."""
     threads: Threads | None = None
     """CPU threads for torch; default: all cores."""
     sharding: Annotated[Sharding, as_enum(Sharding)] = Sharding.NONE

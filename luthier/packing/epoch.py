@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from luthier.config.schema import Packing
 from luthier.packing.balance import Balancer, mean_straggler, micro_batch_costs
 from luthier.packing.best_fit import check_lengths
-from luthier.packing.mixture import repeat_counts
+from luthier.packing.mixture import check_epoch, repeat_counts
 from luthier.packing.packer import WindowPacker
 from luthier.packing.padded import pad_rows
 from luthier.packing.planned import MicroBatchPlan, Planned, bounds_of, join, sums
@@ -239,4 +239,5 @@ def _choose(table: SegmentTable, rng: np.random.Generator) -> Ints:
     for source, weight in enumerate(table.source_weights):
         mine = np.unique(row_of[table.source_ids == source])
         times[mine] = repeat_counts(len(mine), weight, rng)
+    check_epoch(int(times.sum()), len(rows), why="the weights say how often each row is seen")
     return np.repeat(everything, times[row_of])

@@ -12,7 +12,8 @@ from luthier.config.choices import MixtureBy, MixtureStop
 from luthier.errors import UserError
 from luthier.packing.planned import bounds_of
 
-MAX_ROWS = 2**31  # of an epoch; more is a slip in the shares, and would not fit the memory
+# Rows of an epoch: more is a slip in the weights, and would not fit the memory; each takes some forty bytes of a plan.
+MAX_ROWS, MAX_TIMES_ALL = 2**26, 8  # the larger of a number, and of so many times the rows that there are
 RESOLUTION = 2**32  # shares are whole multiples of this part, so that all machines agree on the order
 
 Ints = NDArray[np.int64]
@@ -68,6 +69,17 @@ def row_order(
     return _interleaved(sizes, shares, mixture.stop, seed, epoch)
 
 
+def check_epoch(num_rows: int, all_rows: int, *, why: str) -> None:
+    """Raise `UserError` where the weights of sources make an epoch of far more rows than there are."""
+    most = max(MAX_ROWS, MAX_TIMES_ALL * all_rows)
+    if num_rows > most:
+        raise UserError(
+            f"an epoch would have {num_rows:,} rows, and there are {all_rows:,}: {why}",
+            hint=f"at most {most:,} rows are planned at once: change the weights of data.train[], or let "
+            "train.num_train_epochs say how often all are seen",
+        )
+
+
 def repeat_counts(num_rows: int, weight: float, rng: np.random.Generator) -> Ints:
     """int64[num_rows]: how often each row is seen. 2.5: twice, and a random half once more."""
     times = np.full(num_rows, int(weight), dtype=np.int64)
@@ -79,8 +91,11 @@ def _by_epochs(sizes: Ints, weights: Sequence[float], seed: int, epoch: int) -> 
     rng = _rng(seed, epoch, 1)
     rows = np.arange(int(sizes.sum()), dtype=np.int64)
     if any(weight != 1 for weight in weights):
-        times = [repeat_counts(size, weight, rng) for size, weight in zip(sizes.tolist(), weights, strict=True)]
-        rows = np.repeat(rows, np.concatenate(times))
+        times = np.concatenate(
+            [repeat_counts(size, weight, rng) for size, weight in zip(sizes.tolist(), weights, strict=True)]
+        )
+        check_epoch(int(times.sum()), len(rows), why="the weights say how often each row is seen")
+        rows = np.repeat(rows, times)
     shuffled: Ints = rng.permutation(rows)
     return shuffled
 
@@ -124,13 +139,12 @@ def _interleaved(sizes: Ints, shares: Ints, stop: MixtureStop, seed: int, epoch:
 
 
 def _check_length(end: float, sizes: Ints, shares: Ints) -> None:
-    if end * shares.sum() > MAX_ROWS:
-        slowest = int(np.argmax(sizes / shares))
-        raise UserError(
-            f"an epoch would have {end * shares.sum():.2g} rows before source {slowest} ({sizes[slowest]} rows, "
-            f"{shares[slowest] / shares.sum():.2g} of all rows) was seen whole",
-            hint="give it a larger share, or set data.mixture.stop: first",
-        )
+    if not len(sizes):
+        return
+    slowest = int(np.argmax(sizes / shares))
+    share = shares[slowest] / shares.sum()
+    why = f"only then source {slowest} ({sizes[slowest]} rows, {share:.2g} of all rows) was seen whole"
+    check_epoch(int(end * shares.sum()), int(sizes.sum()), why=f"{why}; data.mixture.stop: first ends sooner")
 
 
 def _rows_until(end: float, share: int, phase: float) -> int:

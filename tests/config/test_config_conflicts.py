@@ -274,3 +274,16 @@ def test_a_run_beside_an_adapter_is_dumped_without_what_it_decided() -> None:
     lines = f"{GOOD}adapter:\n  type: lora\n  name_or_path: x\n"
     config = load_config_text(lines, "run.yaml", check_paths=False)
     assert load_config_text(dump_config(config), "dump.yaml", check_paths=False) == config
+
+
+@pytest.mark.parametrize(
+    ("weight", "by", "refused"), [("1e6", "epochs", True), ("1e6", "rows", False), ("50", "epochs", False)]
+)
+def test_a_weight_that_repeats_each_row_a_million_times_is_refused(weight: str, by: str, refused: bool) -> None:
+    data = f"data: {{train: [{{path: x.jsonl, weight: {weight}}}, {{path: y.jsonl}}], mixture: {by}}}\n"
+    try:
+        load_config_text(f"model: preset:tiny-qwen3\n{data}", "run.yaml", check_paths=False)
+        problems = []
+    except ConfigError as error:
+        problems = error.problems
+    assert [problem.key for problem in problems] == ["data.train[0].weight"] * refused

@@ -168,3 +168,21 @@ def test_the_steps_of_a_plan_take_what_the_plan_takes():
         assert not counts[0].any()
         assert (np.diff(counts, axis=0) >= 0).all() and (np.diff(counts, axis=0).sum(axis=1)[:, 2] > 0).all()
         assert shares_of(counts[-1]) == realised_mixture(plan, table)
+
+
+@pytest.mark.parametrize("by", [MixtureBy.EPOCHS, MixtureBy.ROWS])
+def test_weights_that_make_an_epoch_of_far_more_rows_than_there_are_are_refused_at_once(by: MixtureBy) -> None:
+    weights = (1.0, 1e9) if by is MixtureBy.EPOCHS else (1e-9, 1.0)
+    with pytest.raises(UserError, match=r"an epoch would have [\d,]+ rows, and there are 200") as raised:
+        row_order([100, 100], MixtureSettings(weights=weights, by=by), seed=1, epoch=0)
+    assert raised.value.hint
+    assert len(row_order([100, 100], MixtureSettings(weights=(1.0, 50.0), by=by), seed=1, epoch=0)) > 5000
+
+
+def test_a_plan_of_segments_refuses_such_weights_too() -> None:
+    table = SegmentTable(
+        lengths=np.full(10, 8), num_targets=np.full(10, 4), row_ids=np.arange(10), source_ids=np.zeros(10, np.int64),
+        source_weights=(1e9,),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="an epoch would have"):
+        plan_epoch(table, PlanSettings(packing=Packing.WINDOW, capacity=64), epoch=0)

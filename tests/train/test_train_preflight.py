@@ -274,6 +274,25 @@ def test_a_number_beyond_all_sense_is_told_at_its_key(override: str, described: 
     assert all(problem.hint for problem in found)
 
 
+PROCESSES = ("runtime.dataloader_num_workers", "runtime.threads", "data.workers")
+
+
+@pytest.mark.parametrize("key", PROCESSES)
+def test_more_processes_than_the_machine_can_run_are_told_by_every_command(
+    key: str, described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """500 loader processes on two cores take minutes to start, and a stop has to wait for them."""
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    (problem,) = problems_of(lambda: described(f"{key}=500", to_train=False))
+    assert problem.key == key and "2 cores" in problem.what and problem.hint
+    monkeypatch.setattr(machine, "usable_cores", lambda: 64)
+    assert problems_of(lambda: described(f"{key}=500", to_train=False)) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # each rank has workers and threads of its own
+    found = problems_of(lambda: described(f"{key}=500", to_train=False))
+    assert [problem.key for problem in found] == ([] if key == "data.workers" else [key])
+    assert problems_of(lambda: described(f"{key}=16", to_train=False)) == []
+
+
 def started(folder: Path, *overrides: str, before: str = "") -> subprocess.CompletedProcess[str]:
     """``luthier train`` in a process of its own; the exit code says by 10 more that torch was imported."""
     (folder / "run.yaml").write_text(GOOD)

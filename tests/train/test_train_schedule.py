@@ -148,6 +148,30 @@ def test_epochs_of_other_lengths_are_counted_one_by_one(monkeypatch: pytest.Monk
     assert Schedule(table, settings, num_epochs=30).total_steps != sum(counts)
 
 
+@pytest.mark.parametrize("kind", ["share of rows", "tokens"])
+def test_so_many_epochs_that_nobody_can_count_them_are_estimated_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few epochs are counted one by one, however many there are, and the run has as many steps as they promise."""
+    monkeypatch.setattr(schedules, "MOST_EPOCHS_COUNTED", 20)
+    lengths = 5 + np.arange(40) * 37 % 11
+    table = SegmentTable.of_lengths(lengths)
+    table = dataclasses.replace(table, source_weights=(0.5 if kind == "share of rows" else 1.0,))
+    tokens = 50 if kind == "tokens" else None
+    settings = PlanSettings(packing=Packing.WINDOW, capacity=32, seed=3, tokens_per_step=tokens)
+    planned: list[int] = []
+    real = schedules.plan_epoch
+    monkeypatch.setattr(
+        schedules, "plan_epoch", lambda *a, epoch, **k: (planned.append(epoch), real(*a, epoch=epoch, **k))[1]
+    )
+    counted = Schedule(table, settings, num_epochs=20).total_steps
+    endless = Schedule(table, settings, num_epochs=1e9)
+    assert endless.total_steps == counted * 10**9 // 20
+    assert max(planned) < 20
+    assert endless.locate(0) == (0, 0) and not endless.is_last(counted)
+    assert abs(Schedule(table, settings, num_epochs=21).total_steps - counted * 21 / 20) <= 1
+
+
 TINY = np.random.default_rng(0).integers(20, 120, size=60)
 CHANGES: list[dict[str, object]] = [
     {"packing": packing, "per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulated, **length}
