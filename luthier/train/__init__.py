@@ -3,6 +3,6 @@
 Read in this order: signals, files, result, events, lost_rows, schedule, streams, set_names, live, data, references,
 step_losses, losses, compared_losses, pairs, verdicts, precomputed, tower_features, objective_parts, kernel_choice,
 named_reference, reference_choice, objective, artifacts, state_files, training_state, checkpoint, run_folder, callbacks,
-arguments, preflight, run_stream, ranks, hooks, feature_choice, learning_rate, finite, numerics, router_balance,
+arguments, run_stream, ranks, hooks, feature_choice, preflight, learning_rate, finite, numerics, router_balance,
 trainer, assemble, generate, journal, outcome, progress, fit, plots, report_html, report.
 """
