@@ -21,7 +21,7 @@ from operator import itemgetter
 from luthier.records import Address, ControlPiece, MediaPiece, Piece, Rendered, TextPiece
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.guards import Check, Guard, compile_guards
-from luthier.rendering.references import Reference, Slot, value_of
+from luthier.rendering.references import Reference, Slot, exchanged, value_of
 
 # A text with gaps: literal text, and the numbers of the values that stand between it.
 Gapped = tuple[str | int, ...]
@@ -113,7 +113,7 @@ class Blueprint:
 
     def rendered(self, values: Sequence[str], address: Address) -> Rendered:
         """The pieces of a row, path by path."""
-        texts = {ord(char): value for char, value in zip(self.references, values, strict=True)}
+        texts = dict(zip(self.references, values, strict=True))
         paths = (_swallowed([_with_text(piece, texts) for piece in path], self.control) for path in self.paths)
         return Rendered(
             paths=tuple(tuple(piece for piece in path if not _is_empty(piece)) for path in paths), address=address
@@ -273,8 +273,8 @@ def _flatten(root: _Node, branches: list[BranchPlan]) -> None:
         branches.append(BranchPlan(parent=parent, runs=tuple(runs)))
 
 
-def _with_text(piece: Piece, texts: Mapping[int, str]) -> Piece:
-    return replace(piece, text=piece.text.translate(texts)) if isinstance(piece, TextPiece) else piece
+def _with_text(piece: Piece, texts: Mapping[str, str]) -> Piece:
+    return replace(piece, text=exchanged(piece.text, texts)) if isinstance(piece, TextPiece) else piece
 
 
 def _is_empty(piece: Piece) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from luthier.records import NOWHERE, Address, Media, MediaHeader, MediaPiece, TextPiece
 from luthier.rendering.blueprint import Blueprint
+from luthier.rendering.references import exchanged
 
 CONTROL_STRING = "control string in text: "  # before each one, in notes
 UNASKED = "answer before any question, not learned"
@@ -65,9 +66,9 @@ class Filled:
             (number for number, piece in enumerate(pieces) if not isinstance(piece, MediaPiece) and piece.by_model),
             len(pieces),
         )
-        texts = {ord(char): value for char, value in zip(self.blueprint.references, self.values, strict=True)}
+        texts = dict(zip(self.blueprint.references, self.values, strict=True))
         return "".join(
-            piece.text.translate(texts) if isinstance(piece, TextPiece) else piece.token for piece in pieces[:end]
+            exchanged(piece.text, texts) if isinstance(piece, TextPiece) else piece.token for piece in pieces[:end]
         )
 
 

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from luthier.rendering.references import is_reference, quote_of
+from luthier.rendering.references import has_reference, is_reference, quote_of
 
 
 class Guard(NamedTuple):
@@ -53,7 +53,7 @@ def compile_guards(guards: Iterable[Guard], index_of: Mapping[str, int]) -> list
 def _check(guard: Guard, index_of: Mapping[str, int]) -> Check:
     ask, arguments, answer = QUESTIONS[guard.question], guard.arguments, guard.answer
     first = guard.sketches[0]
-    if len(first) == 1 and is_reference(first) and not any(map(_varies, guard.sketches[1:])):
+    if len(first) == 1 and is_reference(first) and not any(map(has_reference, guard.sketches[1:])):
         index, constants = index_of[first], (*guard.sketches[1:], *arguments)
         match constants:
             case ():
@@ -68,7 +68,3 @@ def _check(guard: Guard, index_of: Mapping[str, int]) -> Check:
         return bool(ask(*texts, *arguments) == answer)
 
     return check
-
-
-def _varies(sketch: str) -> bool:
-    return any(map(is_reference, sketch))

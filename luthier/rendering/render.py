@@ -44,7 +44,7 @@ from luthier.rendering.paths import Path, can_be_asked, cut_paths, learned_spans
 from luthier.rendering.pieces import Weigh
 from luthier.rendering.prefixes import Joint, Judge, NotLocal
 from luthier.rendering.recordings import Recordings, RowHistory, unshared
-from luthier.rendering.references import AlphabetFull, Slot
+from luthier.rendering.references import AlphabetFull, Slot, exchanged
 from luthier.rendering.shape import MessageShape, message_shape, tools_shape
 from luthier.rendering.target_rules import apply_rules
 from luthier.rendering.targets import TargetPolicy, Weights, trained_turns
@@ -338,14 +338,14 @@ class Renderer:
 
     def _require_answers(self, known: _Known, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
         """Raise `RowError` unless what is learned of each turn reads as the row has it."""
-        texts = {ord(char): value for char, value in zip(known.blueprint.references, values, strict=True)}
+        texts = dict(zip(known.blueprint.references, values, strict=True))
         spans = learned_spans(known.paths)
         last = max((span.message for _, span in spans), default=0)
         one_rendering = self.policy.history is HistoryRendering.ONE_RENDERING
         for path, span in spans:
             require_answer(
                 row.messages[span.message],
-                path.recording.sketch[span.seam : span.stop].translate(texts),
+                exchanged(path.recording.sketch[span.seam : span.stop], texts),
                 control=self.control,
                 has_header=template.writes_header,
                 may_lack_thought=one_rendering and span.message < last,
@@ -363,11 +363,11 @@ class Renderer:
     def _check(self, known: _Known, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
         """Compare one text of a replayed row with what the template really prints."""
         path = known.paths[known.replays % len(known.paths)]
-        texts = {ord(char): value for char, value in zip(known.blueprint.references, values, strict=True)}
+        texts = dict(zip(known.blueprint.references, values, strict=True))
         for printed in path.printed:
             history = row.messages[: printed.num_messages]
             text = template.render(history, row.tools, generation_prompt=printed.generation_prompt, **path.kwargs)
-            if printed.recording.sketch.translate(texts) == text:
+            if exchanged(printed.recording.sketch, texts) == text:
                 continue
             raise TemplateError(
                 f"{row.address}: the chat template prints something else for this row than for others of its shape, "

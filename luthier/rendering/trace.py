@@ -13,6 +13,7 @@ from luthier.rendering.references import (
     Fixed,
     Reference,
     Slot,
+    exchanged,
     has_reference,
     operated,
     references_in,
@@ -104,19 +105,19 @@ class Trace:
         assert question in QUESTIONS, question
         if self.is_marking or not any(map(has_reference, sketches)):
             return
-        if any(self._may_change(char) for sketch in sketches for char in sketch):
+        if any(map(self._may_change, references_in(*sketches))):
             self.guards[Guard(question, sketches, tuple(arguments), answer)] = None
 
     def closed(self, sketch: str) -> tuple[str, tuple[Guard, ...]]:
         """A sketch, and the guards, with the constants of the shape as fixed text."""
         chars = references_in(sketch, *(one for guard in self.guards for one in guard.sketches))
         constant = [char for char in chars if isinstance(self.alphabet.reference(char), Constant)]
-        table = {ord(char): self.fix(self.value(char)) for char in constant}
+        table = {char: self.fix(self.value(char)) for char in constant}
         guards: dict[Guard, None] = {}
         for guard in self.guards:
-            if any(isinstance(self.alphabet.reference(char), Slot) for one in guard.sketches for char in one):
-                guards[guard._replace(sketches=tuple(one.translate(table) for one in guard.sketches))] = None
-        return sketch.translate(table), tuple(guards)
+            if any(isinstance(self.alphabet.reference(char), Slot) for char in references_in(*guard.sketches)):
+                guards[guard._replace(sketches=tuple(exchanged(one, table) for one in guard.sketches))] = None
+        return exchanged(sketch, table), tuple(guards)
 
     def is_own(self, owners: str) -> bool:
         """Whether text with these owners is the template's own."""
@@ -130,14 +131,15 @@ class Trace:
         if self.scope is None:
             return owners
         table = self.stamps.setdefault(self.scope, {})
-        for char in set(owners):
+        present = set(owners)
+        for char in present:
             if ord(char) not in table:
                 owner = self.owners[ord(char)]
                 stamped = (
                     owner if owner.scope is not None else Owner(self.scope, owner.message, owner.field, owner.part)
                 )
                 table[ord(char)] = self.number(stamped)
-        return owners.translate(table)
+        return table[ord(owners[0])] * len(owners) if len(present) == 1 else owners.translate(table)
 
 
 @dataclass(slots=True)

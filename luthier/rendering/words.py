@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from luthier.rendering.guards import QUESTIONS, Guard
-from luthier.rendering.references import Constant, Fixed, Slot, filled_in, is_reference, operated
+from luthier.rendering.references import Constant, Fixed, Slot, filled_in, operated, references_in
 from luthier.rendering.trace import Trace
 
 Source = int | str  # the number of a string of the row, or a text of its shape
@@ -36,8 +36,7 @@ class OtherWords:
         guards: dict[Source, list[Guard]] = {}
         words = cls(trace, texts, guards, [])
         for guard in trace.guards:
-            chars = {char for sketch in guard.sketches for char in set(sketch) if is_reference(char)}
-            for source in {words._source(char): None for char in sorted(chars)}:
+            for source in {words._source(char): None for char in sorted(references_in(*guard.sketches))}:
                 if source is not None:
                     guards.setdefault(source, []).append(guard)
         stubborn: dict[str, list[Source]] = {}
