@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
@@ -44,48 +44,33 @@ def plain_messages(messages: Sequence[Message], form: MessageForm = PLAIN) -> li
 
 
 def marked_messages(
-    messages: Sequence[Message],
-    trace: Trace,
-    form: MessageForm,
-    *,
-    num_own: int | None = None,
+    messages: Sequence[Message], trace: Trace, form: MessageForm, *, first: int = 0, are_own: bool = True
 ) -> list[dict[str, Any]]:
     """The same with every string tracked back to its message, field and part; the trace knows each dict.
 
-    Messages from ``num_own`` on are not the row's, and the same for all rows.
+    ``first`` is the number of the first message. Those that are not the row's own are the same for all rows.
     """
     dicts = []
     trace.is_marking = True
-    for index, message in enumerate(messages):
-        dicts.append(_message(message, _marker(trace, index, num_own is None or index < num_own), form))
+    for index, message in enumerate(messages, first):
+        dicts.append(_message(message, _marker(trace, index, are_own), form))
         trace.message_of[id(dicts[-1])] = index
         trace.container_owners[id(dicts[-1])] = trace.number(Owner(message=index, field="message"))
     trace.is_marking = False
     return dicts
 
 
-def other_messages(
-    messages: Sequence[Message],
-    form: MessageForm,
-    strings: Sequence[str],
-    constants: Mapping[str, str],
-    *,
-    num_own: int | None = None,
-) -> list[dict[str, Any]]:
-    """As `plain_messages`, with other strings in the places of those that `marked_messages` marks."""
-    rest = iter(strings)
+def other_message(
+    message: Message, form: MessageForm, strings: Iterator[str] | None, constants: Mapping[str, str]
+) -> dict[str, Any]:
+    """A message with other strings in the places of those that `marked_messages` marks; ``strings``: of its own."""
 
-    def mark_of(is_own: bool) -> Mark:
-        def mark(value: Any, field: str, _part: int | None, is_shape: bool) -> Any:
-            if not isinstance(value, str) or _is_ours(value, field):
-                return value
-            return next(rest) if is_own and not is_shape else constants[value]
+    def mark(value: Any, field: str, _part: int | None, is_shape: bool) -> Any:
+        if not isinstance(value, str) or _is_ours(value, field):
+            return value
+        return constants[value] if is_shape or strings is None else next(strings)
 
-        return mark
-
-    return [
-        _message(message, mark_of(num_own is None or index < num_own), form) for index, message in enumerate(messages)
-    ]
+    return _message(message, mark, form)
 
 
 def other_tools(tools: Sequence[Mapping[str, Any]], constants: Mapping[str, str]) -> list[Any] | None:

@@ -15,7 +15,8 @@ from luthier.rendering.prefixes import LONG, Prefixes
 from luthier.rendering.references import Alphabet, Fixed, Operation, Reference, Slot, references_in
 from luthier.rendering.shape import MessageShape, message_shape, tools_shape
 from luthier.rendering.template import ChatTemplate, Recording
-from luthier.rendering.trace import Written
+from luthier.rendering.trace import Trace, Written
+from luthier.rendering.words import Given
 
 MOST_RECORDINGS = 20_000  # kept at a time; then all are forgotten and begun anew
 MOST_VARIANTS = 16  # of one shape that are compared before it is recorded again
@@ -35,6 +36,7 @@ class RowHistory:
     recordings: Recordings
     guards: dict[Guard, None] = field(default_factory=dict)
     written: Written = field(default_factory=dict)
+    given: Given | None = None
     joins: bool = True  # whether the contexts of a long row are put together (`prefixes`)
     prefixes: Prefixes | None = None
     offsets: list[int] = field(default_factory=list)  # the number of each message's first string
@@ -169,7 +171,7 @@ class RowHistory:
                 generation_prompt=generation_prompt,
                 kwargs=kwargs,
                 num_own=num_own,
-                written=self.written,
+                given=self._given(),
             )
             if len(variants) >= MOST_VARIANTS:
                 variants.clear()
@@ -177,6 +179,12 @@ class RowHistory:
         for guard in recording.guards:
             self.guards[guard] = None
         return recording
+
+    def _given(self) -> Given:
+        if self.given is None:
+            trace = Trace(alphabet=self.recordings.alphabet, written=self.written)
+            self.given = self.template.given(self.row.messages, self.row.tools, trace)
+        return self.given
 
     def _fits(self, recording: Recording) -> bool:
         chars = references_in(*(sketch for guard in recording.guards for sketch in guard.sketches))

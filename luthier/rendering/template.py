@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
@@ -24,21 +24,18 @@ from luthier.rendering.media_slots import NO_SLOTS, MediaSlots, kind_of_media
 from luthier.rendering.messages import (
     ContentForm,
     MessageForm,
-    marked_messages,
-    marked_tools,
     message_strings,
-    other_messages,
-    other_tools,
     plain_messages,
 )
 from luthier.rendering.places import expression_at
 from luthier.rendering.references import Alphabet, filled_in, is_reference
-from luthier.rendering.trace import Owner, Trace, Written
+from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
-from luthier.rendering.words import OtherWords
+from luthier.rendering.words import Given, OtherWords
 from luthier.templating.limits import OverLimit, TemplateSettings
 from luthier.templating.plain import plain_environment
 
+_Made = TypeVar("_Made")
 Tools = Sequence[Mapping[str, Any]]
 Printer = Callable[..., str]  # (num_messages, *, generation_prompt, **kwargs) -> the text that inference sees
 
@@ -211,18 +208,16 @@ class ChatTemplate:
         """
         for form in ContentForm:
             for role in ("user", "assistant"):  # some templates want a user first, some print one role only
-                trace = Trace()
+                messages = [Message(role=role, parts=(Text(text="so"),))]
                 try:
-                    output = self._run_recorded(
-                        trace, [Message(role=role, parts=(Text(text="so"),))], (), form=MessageForm(content=form)
-                    )
+                    output = self._run_recorded(Given(messages, (), MessageForm(content=form), Trace()), messages)
                 except OverLimit as error:
                     raise _over_limit(error) from error
                 except TEMPLATE_ERRORS:
                     continue
                 except LostProvenance:  # it did something to it, so this is what it wanted
                     return form
-                if any(trace.owners[ord(owner)].field is not None for owner in output._owners):
+                if any(output._trace.owners[ord(owner)].field is not None for owner in output._owners):
                     return form
         return ContentForm.TEXT
 
@@ -256,17 +251,30 @@ class ChatTemplate:
 
     def printer(self, messages: Sequence[Message], tools: Tools = ()) -> Printer:
         """`render` for the first so many of some messages, which are made ready but once."""
-        dicts = plain_messages(messages, self.message_form)
+        dicts = _refusing(lambda: plain_messages(messages, self.message_form))
 
         def printed(num_messages: int, *, generation_prompt: bool = False, **kwargs: Any) -> str:
-            try:
-                return self._run_plain(dicts[:num_messages], tools, generation_prompt=generation_prompt, kwargs=kwargs)
-            except OverLimit as error:
-                raise _too_much(error, messages[:num_messages], tools) from error
-            except TEMPLATE_ERRORS as error:
-                raise _refusal(error) from error
+            return self._printed(
+                dicts[:num_messages],
+                messages[:num_messages],
+                tools,
+                generation_prompt=generation_prompt,
+                kwargs=kwargs,
+            )
 
         return printed
+
+    def _printed(self, dicts: list[dict[str, Any]], messages: Sequence[Message], tools: Tools, **asked: Any) -> str:
+        try:
+            return self._run_plain(dicts, tools, **asked)
+        except OverLimit as error:
+            raise _too_much(error, messages, tools) from error
+        except TEMPLATE_ERRORS as error:
+            raise _refusal(error) from error
+
+    def given(self, messages: Sequence[Message], tools: Tools, trace: Trace) -> Given:
+        """What it is given for a row, which is made once for all recordings of the row. Raises `RowError`."""
+        return _refusing(lambda: Given(messages, tools, self.message_form, trace))
 
     def record(
         self,
@@ -277,27 +285,20 @@ class ChatTemplate:
         generation_prompt: bool = False,
         kwargs: Mapping[str, Any] | None = None,
         num_own: int | None = None,
-        written: Written | None = None,
+        given: Given | None = None,
     ) -> Recording:
         """The same text as a sketch with owners; messages from ``num_own`` on are no row's.
 
-        ``written`` is shared by recordings with the same tools and alphabet.
+        ``given`` is what the template is given for a row that begins with the others and has these tools (`given`).
 
         Raises `RowError` where track is lost, `AlphabetFull`.
         """
-        expected = self.render(messages, tools, generation_prompt=generation_prompt, **(kwargs or {}))
-        form = self.message_form
-        trace = Trace(alphabet=alphabet, written={} if written is None else written)
+        given = given or self.given(messages[:num_own], tools, Trace(alphabet=alphabet))
+        asked: dict[str, Any] = {"generation_prompt": generation_prompt, "kwargs": kwargs or {}}
+        trace, num_own = given.trace, len(messages) if num_own is None else num_own
+        expected = self._printed(given.plain(messages, num_own), messages, tools, **asked)
         try:
-            output = self._run_recorded(
-                trace,
-                messages,
-                tools,
-                form=form,
-                num_own=num_own,
-                generation_prompt=generation_prompt,
-                kwargs=kwargs,
-            )
+            output = self._run_recorded(given, messages, num_own=num_own, **asked)
         except LostProvenance as error:
             raise RowError(
                 "untraceable", f"{self._place(error)}{_words(error)} loses track of where text came from"
@@ -314,20 +315,17 @@ class ChatTemplate:
             )
         if filled_in(output._sketch, trace.value) != text:
             raise AssertionError(f"the sketch {output._sketch!r} is not what was printed, {text!r}")
-        self._prove(
-            trace, output, messages, tools, num_own=num_own, generation_prompt=generation_prompt, kwargs=kwargs or {}
-        )
+        self._prove(given, output, messages, num_own=num_own, **asked)
         sketch, guards = trace.closed(output._sketch)
         return Recording(sketch=sketch, owners=output._owners, owner_table=trace.owners, guards=guards)
 
     def _prove(
         self,
-        trace: Trace,
+        given: Given,
         output: Tracked,
         messages: Sequence[Message],
-        tools: Tools,
         *,
-        num_own: int | None,
+        num_own: int,
         generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> None:
@@ -336,13 +334,14 @@ class ChatTemplate:
         Raises `RowError` where a string of the row stands as the template's own text, or something was asked about it
         that no guard tells.
         """
-        words = OtherWords.of(trace)
+        trace, words = given.trace, given.words()
+        others, other_tools = given.exchanged(messages, num_own, words)
         self._plain_environment.meter.start()
         try:
             printed = self._plain.render(
                 **self._arguments(kwargs),
-                messages=other_messages(messages, self.message_form, words.strings, words.constants, num_own=num_own),
-                tools=other_tools(tools, words.constants),
+                messages=others,
+                tools=other_tools,
                 add_generation_prompt=generation_prompt,
             )
         except TEMPLATE_ERRORS as error:
@@ -360,18 +359,21 @@ class ChatTemplate:
             )
         if words.pinned:
             self._prove_pinned(
-                words, messages, tools, num_own=num_own, generation_prompt=generation_prompt, kwargs=kwargs
+                given, words, messages, num_own=num_own, generation_prompt=generation_prompt, kwargs=kwargs
             )
 
-    def _prove_pinned(self, words: OtherWords, messages: Sequence[Message], tools: Tools, **asked: Any) -> None:
+    def _prove_pinned(
+        self, given: Given, words: OtherWords, messages: Sequence[Message], *, num_own: int, **asked: Any
+    ) -> None:
         """Follow the template once more over strings that it looked at as a whole, with a word behind each of them.
 
         What it prints may be quite another text then; but the word may not stand as the template's own text.
         """
         swaps = words.swaps()
-        trace = Trace(alphabet=words.trace.alphabet, swaps={source: text for source, (text, _) in swaps.items()})
+        trace = Trace(alphabet=given.trace.alphabet, swaps={source: text for source, (text, _) in swaps.items()})
+        swapped = Given(messages[:num_own], given.tools, given.form, trace)
         try:
-            output = self._run_recorded(trace, messages, tools, form=self.message_form, **asked)
+            output = self._run_recorded(swapped, messages, num_own=num_own, **asked)
         except (*TEMPLATE_ERRORS, LostProvenance):
             return  # with these strings it takes another way, which is of no concern
         own = "".join(char for char in output._sketch if not is_reference(char)).lower()
@@ -411,11 +413,9 @@ class ChatTemplate:
         media = next(of_kind for of_kind in SOME_MEDIA if kind_of_media(of_kind) == kind)
         asked: tuple[tuple[Part, ...], ...] = ((media, Text(text="so")), (media,))
         for parts in asked:
-            trace = Trace()
+            messages, form = [Message(role="user", parts=parts)], MessageForm(content=self.content_form)
             try:
-                printed = self._run_recorded(
-                    trace, [Message(role="user", parts=parts)], (), form=MessageForm(content=self.content_form)
-                )
+                printed = self._run_recorded(Given(messages, (), form, Trace()), messages)
             except (*TEMPLATE_ERRORS, LostProvenance):
                 return False
             if str.count(printed, self.slots.tokens[kind]) != 1:
@@ -435,21 +435,20 @@ class ChatTemplate:
 
     def _run_recorded(
         self,
-        trace: Trace,
+        given: Given,
         messages: Sequence[Message],
-        tools: Tools,
         *,
-        form: MessageForm,
         num_own: int | None = None,
         generation_prompt: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> Tracked:
-        self._environment.trace = trace
+        marked = given.begin(messages, len(messages) if num_own is None else num_own)
+        self._environment.trace = given.trace
         self._environment.meter.start()
         output = self._recorded.render(
             **self._environment.own(self._arguments(kwargs or {})),
-            messages=marked_messages(messages, trace, form, num_own=num_own),
-            tools=marked_tools(tools, trace),
+            messages=marked,
+            tools=given.marked_tools,
             add_generation_prompt=generation_prompt,
         )
         assert isinstance(output, Tracked)
@@ -457,6 +456,14 @@ class ChatTemplate:
 
     def _arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {**self.special_tokens, "documents": None, **self.kwargs, **kwargs}
+
+
+def _refusing(make: Callable[[], _Made]) -> _Made:
+    """What is made of a row; one in which things stand in each other too deeply is refused."""
+    try:
+        return make()
+    except RecursionError as error:
+        raise _refusal(error) from error
 
 
 def _too_much(error: OverLimit, messages: Sequence[Message], tools: Tools) -> RowError | TemplateError:

@@ -40,7 +40,7 @@ class Owner:
 
 @dataclass(slots=True)
 class Trace:
-    """The state of one run of a template over one row."""
+    """What is known of one row's strings, and the state of the run of a template over it that goes on now."""
 
     alphabet: Alphabet = field(default_factory=Alphabet.empty)
     strings: list[str] = field(default_factory=list)  # those of the row, in the order in which they were marked
@@ -59,6 +59,10 @@ class Trace:
     written: Written = field(default_factory=dict)  # of the row's tools; shared by its recordings
     literals: dict[str, Any] = field(default_factory=dict)  # the template's own texts, as tracked strings
     prints: list[tuple[int, str]] = field(default_factory=list)  # what was printed at which line of the template
+
+    def begin(self) -> None:
+        """A run of the template begins: nothing has been asked or printed."""
+        self.scope, self.loops, self.guards, self.prints = None, [], {}, []
 
     def number(self, owner: Owner) -> str:
         """The character that stands for an owner."""

@@ -3,14 +3,29 @@
 A recording claims that every row whose strings give the same answers to its guards is printed as its sketch says. So
 each string is exchanged for a word that stands nowhere else and gives the same answers, and the template is run over
 that row. A string of the row that is printed as the template's own text, or a question that nobody noted, shows.
+
+What a template is given for a row, plain, marked and with other words, is made once for all recordings of the row
+(`Given`): templates cannot change what they are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
+from luthier.records import Message
 from luthier.rendering.guards import QUESTIONS, Guard
+from luthier.rendering.messages import (
+    MessageForm,
+    marked_messages,
+    marked_tools,
+    message_strings,
+    other_message,
+    other_tools,
+    plain_messages,
+)
 from luthier.rendering.references import Constant, Fixed, Slot, filled_in, operated, references_in
 from luthier.rendering.trace import Trace
 
@@ -22,6 +37,7 @@ class OtherWords:
     """The texts of a row by their sources, each exchanged for another where the guards allow it.
 
     ``pinned`` are the sources that keep their text because the template looked at the whole of it (`Tracked._pinned`).
+    Sources that were not asked about have their words of ``fresh``.
     """
 
     trace: Trace
@@ -30,34 +46,29 @@ class OtherWords:
     pinned: list[Source]
 
     @classmethod
-    def of(cls, trace: Trace) -> OtherWords:
-        """Words for a template's run that is over."""
-        texts: dict[Source, str] = {**dict(enumerate(trace.strings)), **{text: text for text in trace.constants}}
+    def of(cls, trace: Trace, fresh: Mapping[Source, str]) -> OtherWords:
+        """Words for a template's run that is over. ``fresh`` has one for each source."""
         guards: dict[Source, list[Guard]] = {}
-        words = cls(trace, texts, guards, [])
+        words = cls(trace, dict(fresh), guards, [])
         for guard in trace.guards:
             for source in {words._source(char): None for char in sorted(references_in(*guard.sketches))}:
                 if source is not None:
                     guards.setdefault(source, []).append(guard)
+        words.texts |= {source: words._before(source) for source in guards}
         stubborn: dict[str, list[Source]] = {}
-        for number, source in enumerate(texts):
-            before = texts[source]
-            if not words._exchange([source], before, number):
+        for source in (source for source in fresh if source in guards):
+            before = words._before(source)
+            if not words._exchange([source], before, fresh[source]):
                 stubborn.setdefault(before, []).append(source)
         for number, (text, sources) in enumerate(stubborn.items()):  # equal ones that a template found to be equal
-            if not words._exchange(sources, text, len(texts) + number) and text.strip():
+            if not words._exchange(sources, text, _word(2 * len(fresh) + number)) and text.strip():
                 words.pinned += filter(words._is_pinned, sources)
         return words
 
     def swaps(self) -> dict[Source, tuple[str, str]]:
         """For each pinned source its text with a word behind it, and that word."""
-        marks = {source: _word(2 * len(self.texts) + number) for number, source in enumerate(self.pinned)}
+        marks = {source: _word(3 * len(self.texts) + number) for number, source in enumerate(self.pinned)}
         return {source: (self.texts[source] + word, word) for source, word in marks.items()}
-
-    @property
-    def strings(self) -> list[str]:
-        """The row's strings, by number."""
-        return [self.texts[number] for number in range(len(self.trace.strings))]
 
     @property
     def constants(self) -> dict[str, str]:
@@ -72,8 +83,11 @@ class OtherWords:
             case _:
                 return self.trace.value(char)
 
-    def _exchange(self, sources: list[Source], text: str, number: int) -> bool:
-        for other in _others(text, _word(number)):
+    def _before(self, source: Source) -> str:
+        return source if isinstance(source, str) else self.trace.strings[source]
+
+    def _exchange(self, sources: list[Source], text: str, word: str) -> bool:
+        for other in _others(text, word):
             for source in sources:
                 self.texts[source] = other
             if all(self._holds(guard) for source in sources for guard in self.guards.get(source, ())):
@@ -98,6 +112,73 @@ class OtherWords:
                 return source
             case _:
                 return None
+
+
+@dataclass(slots=True, eq=False)
+class Given:
+    """What a template is given for one row: its messages and tools as they are, marked, and with other words."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]]
+    form: MessageForm
+    trace: Trace
+    dicts: list[dict[str, Any]] = field(init=False)  # the messages as they are
+    marked: list[dict[str, Any]] = field(init=False)
+    marked_tools: list[Any] | None = field(init=False)
+    offsets: list[int] = field(init=False)  # the number of each message's first string
+    fresh: dict[Source, str] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)  # dicts that the trace knows by identity
+    others: dict[int, dict[str, Any]] = field(default_factory=dict)
+    other_tools: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.dicts = plain_messages(self.messages, self.form)
+        self.marked = marked_messages(self.messages, self.trace, self.form)
+        self.marked_tools = marked_tools(self.tools, self.trace)
+        self.offsets = list(accumulate((len(message_strings(one)) for one in self.messages), initial=0))
+
+    def plain(self, messages: Sequence[Message], num_own: int) -> list[dict[str, Any]]:
+        """The first ``num_own`` messages and such as are no row's, as they are."""
+        return [*self.dicts[:num_own], *plain_messages(messages[num_own:], self.form)]
+
+    def begin(self, messages: Sequence[Message], num_own: int) -> list[dict[str, Any]]:
+        """A run over the first ``num_own`` messages and such as are no row's begins; all of them marked."""
+        self.trace.begin()
+        following = marked_messages(messages[num_own:], self.trace, self.form, first=num_own, are_own=False)
+        self.kept += following
+        return [*self.marked[:num_own], *following]
+
+    def words(self) -> OtherWords:
+        """Other words for the run that is over."""
+        strings, constants = self.trace.strings, self.trace.constants
+        if len(self.fresh) < len(strings) + len(constants):
+            self.fresh = {number: _word(2 * number) for number in range(len(strings))}
+            self.fresh |= {text: _word(2 * number + 1) for number, text in enumerate(constants)}
+        return OtherWords.of(self.trace, self.fresh)
+
+    def exchanged(
+        self, messages: Sequence[Message], num_own: int, words: OtherWords
+    ) -> tuple[list[dict[str, Any]], list[Any] | None]:
+        """The messages and the tools with other words, those with fresh words only made but once."""
+        changed = {source for source in words.guards if words.texts[source] != self.fresh[source]}
+        constants = words.constants
+        in_shape = any(isinstance(source, str) for source in changed)
+        dicts = []
+        for number, message in enumerate(messages):
+            numbers = range(*self.offsets[number : number + 2]) if number < num_own else range(0)
+            is_fresh = number < num_own and not in_shape and changed.isdisjoint(numbers)
+            other = self.others.get(number) if is_fresh else None
+            if other is None:
+                strings = (words.texts[string] for string in numbers)
+                other = other_message(message, self.form, strings if number < num_own else None, constants)
+            if is_fresh:
+                self.others[number] = other
+            dicts.append(other)
+        if in_shape:
+            return dicts, other_tools(self.tools, constants)
+        if self.other_tools is None:
+            self.other_tools = other_tools(self.tools, constants)
+        return dicts, self.other_tools
 
 
 def _word(number: int) -> str:
