@@ -43,6 +43,8 @@ def process_state() -> dict[str, object]:
     """What all tests of a process share."""
     state: dict[str, object] = {"folder": os.getcwd()}
     state |= {each.name: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
-    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "is_grad_enabled"):
-        state |= {"dtype": torch.get_default_dtype(), "has gradients": torch.is_grad_enabled()}
+    torch = sys.modules.get("torch")
+    is_there = torch is not None and hasattr(torch, "is_grad_enabled")  # or on its way
+    state["dtype"] = str(torch.get_default_dtype()) if is_there else "torch.float32"  # as it is when it comes
+    state["has gradients"] = torch.is_grad_enabled() if is_there else True
     return state
