@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+import tokenizers
 
 # Tests run beside each other, and models are tiny: more threads than one only wait for each other. Programs that tests
 # start inherit it.
@@ -29,6 +33,46 @@ def shared() -> Path:
     if not (folder / "tokenizers").is_dir():
         pytest.skip(f"no test assets in {folder}: set LUTHIER_SHARED")
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _a_tokenizer_is_parsed_once() -> Iterator[None]:
+    """Hundreds of encoders share a few vocabularies, which nobody writes to: to parse one takes a second or two.
+
+    What is parsed is known by its content, so that a file that a test has changed is another.
+    """
+    from luthier.encoding import tokenizer, tokenizer_files
+
+    read, build = tokenizer_files._tokenizer, tokenizer._build
+    specs: dict[bytes, dict[str, Any]] = {}
+    built: dict[tuple[int, str], tuple[Any, tokenizers.Tokenizer]] = {}
+
+    def read_once(folder: Path, name: str) -> dict[str, Any]:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            return read(folder, name)
+        content = hashlib.sha256(path.read_bytes()).digest()
+        return dict(_once(specs, content, lambda: read(folder, name)))
+
+    def build_once(spec: dict[str, Any], files: tokenizer_files.TokenizerFiles) -> tokenizers.Tokenizer:
+        model = spec["model"]
+        if not any(known["model"] is model for known in specs.values()):
+            return build(spec, files)
+        key = id(model), json.dumps({**spec, "model": None})
+        return _once(built, key, lambda: (model, build(spec, files)))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_files, "_tokenizer", read_once)
+        patch.setattr(tokenizer, "_build", build_once)
+        yield
+
+
+def _once(made: dict[Any, Any], key: object, make: Callable[[], Any]) -> Any:
+    if key not in made:
+        if len(made) >= 8:
+            made.pop(next(iter(made)))
+        made[key] = make()
+    return made[key]
 
 
 @pytest.fixture(autouse=True)

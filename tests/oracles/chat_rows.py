@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from luthier.records import Conversation, Message, Part, Text, Thinking, ToolCall
@@ -32,6 +35,12 @@ def _message(message: dict[str, Any]) -> Message:
         name=message.get("name"),
         tool_call_id=message.get("tool_call_id"),
     )
+
+
+@cache
+def hugging_face_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerBase:
+    """The library's own tokenizer with its chat template; one for all tests, which only ask it."""
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def hugging_face_render(source: str, chat: Chat, tools: Sequence[dict[str, Any]] = (), **kwargs: Any) -> str:

@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import transformers
 
 from luthier.check.verify_row import RowVerifier
 from luthier.config.schema import DataConfig, ModelConfig, TemplateConfig
@@ -16,6 +15,7 @@ from luthier.rendering.kinds import RowKind
 from luthier.rendering.messages import plain_messages
 from luthier.sources.rows import RawRow
 from luthier.sources.source import open_sources
+from tests.oracles.chat_rows import hugging_face_tokenizer
 
 pytestmark = pytest.mark.shared
 
@@ -40,7 +40,7 @@ def encoder(folder: Path, name: str, kind: RowKind) -> Encoder:
     [*((name, "dpo_en_demo") for name in TOKENIZERS), ("qwen3", "dpo_zh_demo"), ("llama3_1", "kto_en_demo")],
 )
 def test_both_continuations_equal_apply_chat_template(shared: Path, name: str, data: str) -> None:
-    theirs = transformers.AutoTokenizer.from_pretrained(shared / "tokenizers" / name)
+    theirs = hugging_face_tokenizer(shared / "tokenizers" / name)
 
     def ids(messages: tuple[Message, ...], **options: bool) -> list[int]:
         found = theirs.apply_chat_template(plain_messages(messages), tokenize=True, return_dict=True, **options)

@@ -16,6 +16,7 @@ from luthier.rendering.messages import plain_messages
 from luthier.sources.registry import resolve_sources
 from luthier.sources.rows import RawRow
 from luthier.sources.source import open_sources
+from tests.oracles.chat_rows import hugging_face_tokenizer
 
 pytestmark = pytest.mark.shared
 
@@ -47,9 +48,8 @@ def encoder(folder: Path, name: str) -> Encoder:
     return Encoder(ModelConfig(name_or_path=str(folder / "tokenizers" / name)), TemplateConfig())
 
 
-@cache
 def reference(folder: Path, name: str) -> transformers.PreTrainedTokenizerBase:
-    return transformers.AutoTokenizer.from_pretrained(folder / "tokenizers" / name)
+    return hugging_face_tokenizer(folder / "tokenizers" / name)
 
 
 def apply_chat_template(hf: transformers.PreTrainedTokenizerBase, row: Conversation, **options: object) -> list[int]:
