@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -265,11 +266,16 @@ def _with_model_of(whole: tokenizers.Tokenizer, text: Mapping[str, Any]) -> toke
     around: dict[str, Any] = {**text, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
     made = tokenizers.Tokenizer.from_str(to_json(around))
     made.model = whole.model
-    for entry in text["added_tokens"]:
-        options = {name: entry[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-        add = made.add_special_tokens if entry["special"] else made.add_tokens
-        add([tokenizers.AddedToken(entry["content"], **options)])
+    # in as few calls as their order allows: each call builds its search for all of them anew, and Gemma has 6,400
+    for is_special, entries in groupby(text["added_tokens"], key=lambda entry: bool(entry["special"])):
+        add = made.add_special_tokens if is_special else made.add_tokens
+        add([_added(entry) for entry in entries])
     return made
+
+
+def _added(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
+    options = {name: entry[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+    return tokenizers.AddedToken(entry["content"], **options)
 
 
 def _control_in(text: str) -> RowError:
