@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
 
@@ -102,10 +102,17 @@ OPERATIONS: dict[str, Callable[..., str]] = {
 
 @dataclass(slots=True, eq=False)
 class Alphabet:
-    """Gives every reference a character of its own, the same one each time."""
+    """Gives every reference a character of its own, the same one each time.
+
+    ``texts`` are those of references that are the same in every row, ``fixed`` the characters of constants as fixed
+    text, and ``derived`` those of what operations make of a character: each as soon as it has been asked for.
+    """
 
     references: list[Reference]
     chars: dict[Reference, str]
+    texts: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, str] = field(default_factory=dict)
+    derived: dict[tuple[str, Operation], str] = field(default_factory=dict)
 
     @classmethod
     def empty(cls) -> Alphabet:
@@ -135,8 +142,39 @@ class Alphabet:
 
     def value(self, char: str, strings: Sequence[str]) -> str:
         """What a character of a sketch stands for in a row with these strings."""
+        known = self.texts.get(char)
+        if known is not None:
+            return known
         reference = self.reference(char)
-        return char if reference is None else value_of(reference, strings)
+        if reference is None:
+            return char
+        text = value_of(reference, strings)
+        if not isinstance(reference, Slot):
+            self.texts[char] = text
+        return text
+
+    def derive(self, char: str, operation: Operation) -> str:
+        """The character for what an operation makes of a reference."""
+        known = self.derived.get((char, operation))
+        if known is None:
+            match self.reference(char):
+                case Slot(number, operations):
+                    known = self.char(Slot(number, (*operations, operation)))
+                case Constant(text, operations):
+                    known = self.char(Constant(text, (*operations, operation)))
+                case Fixed(text):
+                    known = self.char(Fixed(operated(text, (operation,))))
+                case _:
+                    raise AssertionError("only references are derived from")
+            self.derived[char, operation] = known
+        return known
+
+    def settled(self, char: str) -> str:
+        """The character for the text of a constant as `Fixed`."""
+        known = self.fixed.get(char)
+        if known is None:
+            known = self.fixed[char] = self.char(Fixed(self.value(char, ())))
+        return known
 
 
 class AlphabetFull(Exception):
@@ -155,8 +193,12 @@ def filled_in(sketch: str, value: Callable[[str], str]) -> str:
 
 def exchanged(sketch: str, texts: Mapping[str, str]) -> str:
     """A sketch with texts in the places of some of its references."""
+    if not texts or sketch.isascii():
+        return sketch
     # `str.translate` would look every letter up, which takes ten times as long
-    return _REFERENCE.sub(lambda found: texts.get(found[0], found[0]), sketch) if texts else sketch
+    pieces = _BESIDE_REFERENCES.split(sketch)
+    pieces[1::2] = [texts.get(char, char) for char in pieces[1::2]]
+    return "".join(pieces)
 
 
 def references_in(*sketches: str) -> list[str]:
@@ -170,3 +212,4 @@ def has_reference(sketch: str) -> bool:
 
 
 _REFERENCE = re.compile(f"[{chr(FIRST_CHAR)}-{chr(LAST_CHAR)}]")
+_BESIDE_REFERENCES = re.compile(f"({_REFERENCE.pattern})")

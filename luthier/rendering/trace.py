@@ -11,13 +11,10 @@ from luthier.rendering.references import (
     Alphabet,
     Constant,
     Fixed,
-    Reference,
     Slot,
     exchanged,
     has_reference,
-    operated,
     references_in,
-    value_of,
 )
 
 SCAFFOLD = "\0"
@@ -84,21 +81,11 @@ class Trace:
 
     def value(self, char: str) -> str:
         """What a character of a sketch stands for in this row."""
-        reference = self.alphabet.reference(char)
-        return char if reference is None else value_of(reference, self.strings)
+        return self.alphabet.value(char, self.strings)
 
     def derive(self, char: str, *operation: Any) -> str:
         """The character for what an operation makes of a reference."""
-        reference: Reference | None = self.alphabet.reference(char)
-        match reference:
-            case Slot(number, operations):
-                return self.alphabet.char(Slot(number, (*operations, operation)))
-            case Constant(text, operations):
-                return self.alphabet.char(Constant(text, (*operations, operation)))
-            case Fixed(text):
-                return self.fix(operated(text, (operation,)))
-            case _:
-                raise AssertionError("only references are derived from")
+        return self.alphabet.derive(char, operation)
 
     def fix(self, text: str) -> str:
         """The character for text that must be the same in every row this recording stands for."""
@@ -116,7 +103,7 @@ class Trace:
         """A sketch, and the guards, with the constants of the shape as fixed text."""
         chars = references_in(sketch, *(one for guard in self.guards for one in guard.sketches))
         constant = [char for char in chars if isinstance(self.alphabet.reference(char), Constant)]
-        table = {char: self.fix(self.value(char)) for char in constant}
+        table = {char: self.alphabet.settled(char) for char in constant}
         guards: dict[Guard, None] = {}
         for guard in self.guards:
             if any(isinstance(self.alphabet.reference(char), Slot) for char in references_in(*guard.sketches)):

@@ -103,7 +103,7 @@ def written_as(text: Tracked, *operation: Any, owner: str | None = None) -> Trac
         char = run if is_reference(run[:1] or " ") else trace.fix(run)
         derived = trace.derive(char, *operation)
         parts.append(Tracked(trace.value(derived), derived, of_run, trace))
-    return concatenate(parts, trace)
+    return parts[0] if len(parts) == 1 else concatenate(parts, trace)
 
 
 def owner_of(value: Any, trace: Trace) -> str | None:

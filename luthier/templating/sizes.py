@@ -60,20 +60,25 @@ def weigh(*values: Any) -> int:
             continue
         if isinstance(value, Namespace):
             value = object.__getattribute__(value, "_Namespace__attrs")
+        inside: Iterable[Any]
+        names: Mapping[Any, Any] = {}
         if isinstance(value, dict):
             items += 2 * len(value)
-            inside: Any = (value, value.values())
+            names, inside = value, value.values()
         elif isinstance(value, list | tuple | set | frozenset | MappingView):
             items += len(value)
-            inside = (value,)
+            inside = value  # type: ignore[assignment]  # all views can be gone through
         else:
             total += len(value) if isinstance(value, bytes | range) else _digits(value)
             continue
         if items > MAX_ITEMS:
             return 10**15
         total += 2
-        for container in inside:
-            left.extend(container)
+        left.extend(inside)
+        try:
+            total += sum([length(name) + 2 for name in names])
+        except TypeError:  # names that are no strings
+            left.extend(names)
     return total + 2 * items
 
 
