@@ -76,6 +76,31 @@ def test_json_is_written_for_what_fails_too(config: str, tmp_path: Path, capsys:
     capsys.readouterr()
 
 
+REFUSES = "{{ raise_exception('no') }}"
+UNTRACEABLE = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content | urlencode) }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "template", "refused"),
+    [
+        (["data.max_drop=0.1"], None, {"truncated_json": 1}),  # one of nine is more than a tenth
+        ([], REFUSES, {"template": 8, "truncated_json": 1}),
+        ([], UNTRACEABLE, {"untraceable": 8, "truncated_json": 1}),
+    ],
+)
+def test_rows_that_are_refused_beyond_what_training_accepts_exit_with_3(
+    changes: list[str], template: str | None, refused: dict[str, int],
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if template is not None:
+        (tmp_path / "refuses.jinja").write_text(template, encoding="utf-8")
+        changes = [*changes, f"template.chat_template={tmp_path / 'refuses.jinja'}"]
+    assert run(["verify", config, *changes, "--json", "-"]) == EXIT_UNTRUE
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False and told["rows"]["failed"] == 0, "no row that is trained is wrong"
+    assert told["ledger"]["quarantined"] == refused and told["ledger"]["prepared"] == 9 - sum(refused.values())
+
+
 @pytest.mark.parametrize("options", [["--split", "eval"], ["--stored"], ["--stored", "--sample", "3"]])
 def test_other_rows_and_the_store_can_be_verified(
     options: list[str], config: str, capsys: pytest.CaptureFixture[str]
