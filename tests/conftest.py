@@ -91,4 +91,6 @@ def process_state() -> dict[str, object]:
     is_there = torch is not None and hasattr(torch, "is_grad_enabled")  # or on its way
     state["dtype"] = str(torch.get_default_dtype()) if is_there else "torch.float32"  # as it is when it comes
     state["has gradients"] = torch.is_grad_enabled() if is_there else True
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    state["stance"] = "default" if dynamo is None else dynamo._stance.stance  # whether what is compiled is used
     return state

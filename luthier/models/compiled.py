@@ -6,7 +6,8 @@ the graphs: where a row is cut changes with every batch, and a graph that knew i
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,12 +55,12 @@ def forget_graphs() -> None:
     torch.compiler.reset()
 
 
-def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
     """Within it compiled layers run as they are: in generation each layer's cache would be a graph of its own."""
-    if not any(map(_is_compiled, model.modules())):
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    is_compiled = any(map(_is_compiled, model.modules()))
+    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+        yield
 
 
 class _Recomputed:

@@ -86,10 +86,12 @@ class TextIsText:
     def _hide(self, text: str) -> str:
         return self._pattern.sub(lambda match: chr(FIRST_STAND_IN + self.control.index(match.group())), text)
 
+    @cached_property
+    def _shown(self) -> dict[int, str]:
+        return {FIRST_STAND_IN + number: token for number, token in enumerate(self.control)}
+
     def _show(self, text: str) -> str:
-        for number, token in enumerate(self.control):
-            text = text.replace(chr(FIRST_STAND_IN + number), token)
-        return text
+        return text.translate(self._shown)
 
     def _each_string(self, value: Any, change: Callable[[str], str]) -> Any:
         match value:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from tiny_models import tiny_model
 from tiny_rows import run_data
 from tiny_runs import TINY, make_config, make_data, make_segments
+from torch._dynamo import eval_frame
 from torch._dynamo.testing import CompileCounter
 
 from luthier.encoding.tokenizer import Tokenizer
@@ -193,7 +193,15 @@ def test_layers_share_their_graphs_from_the_first_look_on(train: Train, counter:
 
 
 def test_recomputed_layers_generate_as_they_are() -> None:
+    def stance() -> str:
+        return eval_frame._stance.stance
+
     model = tiny_model("qwen3")
-    assert isinstance(compiled.uncompiled(model), nullcontext)
+    with compiled.uncompiled(model):
+        assert stance() == "default"
     compiled.compile_layers(model, recomputed=True)
-    assert not isinstance(compiled.uncompiled(model), nullcontext)
+    compiled.uncompiled(model)
+    assert stance() == "default", "nothing is changed before it is entered"
+    with compiled.uncompiled(model):
+        assert stance() == "force_eager"
+    assert stance() == "default"
