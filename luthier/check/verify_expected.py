@@ -69,7 +69,7 @@ class ExpectedTurn:
     is_derived: bool = False
     elsewhere: bool = False
     otherwise: Callable[[], Iterator[ExpectedTurn]] = lambda: iter(())
-    asked: AskedTurn | None = None
+    asked: Callable[[], AskedTurn] | None = None
 
     @property
     def ids(self) -> Ids:
@@ -165,7 +165,7 @@ def expected_row(
             whole_text = cut.prompt + cut.completion
         otherwise = partial(_otherwise, shown, cut, turn_policy, whole_text)
         turn = _expected_turn(turn_policy, cut, whole_text, shown)
-        turns.append(replace(turn, otherwise=otherwise, asked=after() if prompts else None))
+        turns.append(replace(turn, otherwise=otherwise, asked=after if prompts else None))
     (text,) = neutral.readable([whole_text], tokenizer)
     return ExpectedRow(
         neutral=neutral,
@@ -229,15 +229,17 @@ class _Shown:
         Some templates print no header behind the result of a tool, where inference goes on, and one in the history.
         The model has to write it then, and does: it is part of the prompt that other turns have.
         """
-        header, shown = self.header(index, prompt, **kwargs), self.tokenizer.hide(completion)
-        if not header.strip() and index and self.row.messages[index - 1].role == "tool":
+        header, shown = cache(partial(self.header, index, prompt, **kwargs)), self.tokenizer.hide(completion)
+        if index and self.row.messages[index - 1].role == "tool" and not header().strip():
             question = next((i for i, message in enumerate(self.row.messages) if message.role == "user"), None)
             if question is not None and question + 1 < index:
-                usual = self.header(question + 1, self.prompt(question + 1, **kwargs), **kwargs)
+                asked = self.prompt(question + 1, **kwargs)
+                usual = self.header(question + 1, asked, **kwargs)
                 if usual.strip() and shown.startswith(usual):
-                    header, shown = usual, shown[len(usual) :]
+                    header, prompt, shown = cache(lambda: usual), asked, shown[len(usual) :]
         return Reading(
             header=header,
+            prompt=prompt,
             completion=shown,
             said=Said.of(self.row.messages[index].parts, self.tokenizer.hide),
             loosely=self.row.method is Method.READ_BY_TEMPLATE,
@@ -392,7 +394,8 @@ def _asked_turn(
         kwargs=tuple(kwargs for _, kwargs in prompts),
         readings=tuple(
             Reading(
-                header=shown.header(index, prompt, **kwargs),
+                header=cache(partial(shown.header, index, prompt, **kwargs)),
+                prompt=prompt,
                 completion="",
                 said=said,
                 loosely=row.method is Method.READ_BY_TEMPLATE,

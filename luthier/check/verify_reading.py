@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -25,11 +26,13 @@ from luthier.records import Audio, Image, Part, Text, Thinking, ToolCall, Video
 MOST_PLACES = 400  # ways of finding the parts that are tried, where they are short words
 SHORTEST_REPEATED = 12  # characters of an answer whose second copy beside a tool call is no coincidence
 ROLES = frozenset("assistant model ai bot chatbot gpt".split())  # noqa: SIM905
+THOUGHTS = "think|thought|reason|inner|scratchpad"  # in the names of tags around thoughts
 CHANNELS = "thought|thoughts|thinking|reasoning|analysis|final|commentary"
 
 _TOKEN = f"{SECRET_BEGIN}[^{SECRET_END}]*{SECRET_END}"
 _TAG = rf"{_TOKEN}|</?[A-Za-z_][\w:.|-]*>|<[|｜][^<>\s]{{1,40}}>|<[a-z_]{{1,40}}\|>|\[/?[A-Z_]+\]"
 _CHANNEL = re.compile(rf"({_TOKEN})[\w. =-]{{1,40}}(?={SECRET_BEGIN})|({_TOKEN})(?:{CHANNELS})(?=\s)")
+_THOUGHT = re.compile(f"{THOUGHTS}|channel")  # a text without it has no tag of a thought
 _LABEL = re.compile(r"^\s*#{0,4}\s*[A-Za-z][\w ]{0,30}:", re.MULTILINE)  # of a thought, or of the answer behind it
 
 Finding = tuple[Check, str]
@@ -73,15 +76,28 @@ class Said:
         return Said(thought=_dense(self.thought), texts=tuple(map(_dense, self.texts)), calls=self.calls)
 
 
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What the generation prompt adds to the history, asked for only where the whole ``prompt`` leaves it open."""
+
+    text: Callable[[], str]
+    prompt: str
+
+    def holds(self, tag: str) -> bool:
+        return _shown(tag) in self.prompt and tag in self.text()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
     """A completion to be read. Control tokens are written under their secret names, so that text is text.
 
-    ``completion`` has no stop at its end; ``header`` is what the generation prompt adds to the history; ``loosely``:
-    white space says nothing, for the template reads tags in the row's text and lays it out anew.
+    ``completion`` has no stop at its end; ``header`` gives what the generation prompt adds to the history, which is
+    rendered only if it matters, and ``prompt`` is the text that ends with it; ``loosely``: white space says nothing,
+    for the template reads tags in the row's text and lays it out anew.
     """
 
-    header: str
+    header: Callable[[], str]
+    prompt: str
     completion: str
     said: Said
     loosely: bool = False
@@ -90,10 +106,13 @@ class Reading:
         """What is wrong with it, of the best way to read it."""
         said = self.said.dense() if self.loosely else self.said
         text = _dense(self.completion) if self.loosely else self.completion
-        header = _dense(self.header) if self.loosely else self.header
+        prompt = _dense(self.prompt) if self.loosely else self.prompt
+        header = _Header(cache(lambda: _dense(self.header()) if self.loosely else self.header()), prompt)
+        thoughts = re.findall(_TAG, header.text()) if _THOUGHT.search(prompt.lower()) else []
+        opened = [turn for turn in map(_turn_of_thought, thoughts) if turn is not None]
         best: list[Finding] | None = None
         for places in islice(_places(text, said.items), MOST_PLACES):
-            found = list(_faults_of(text, header, said, places))
+            found = list(_faults_of(text, header, opened, said, places))
             if not found:
                 return
             best = found if best is None or len(found) < len(best) else best
@@ -135,14 +154,16 @@ def _missing(text: str, said: Said) -> Iterator[Finding]:
         return
 
 
-def _faults_of(text: str, header: str, said: Said, places: Sequence[tuple[int, int]]) -> Iterator[Finding]:
+def _faults_of(
+    text: str, header: _Header, opened: Sequence[bool], said: Said, places: Sequence[tuple[int, int]]
+) -> Iterator[Finding]:
     gaps, end = [], 0
     for begin, stop in places:
         gaps.append(text[end:begin])
         end = stop
     gaps.append(text[end:])
     yield from _header_faults(gaps[0], header, said)
-    yield from _thought_faults(gaps, header, said)
+    yield from _thought_faults(gaps, opened, said)
     if not said.calls:
         for number, gap in enumerate(gaps):
             words = _words(gap, has_label=bool(said.thought) and number < 2)
@@ -163,15 +184,16 @@ def _faults_of(text: str, header: str, said: Said, places: Sequence[tuple[int, i
             return
 
 
-def _header_faults(gap: str, header: str, said: Said) -> Iterator[Finding]:
+def _header_faults(gap: str, header: _Header, said: Said) -> Iterator[Finding]:
     """Whether the model is taught to write the header that its prompt should have given it."""
     lead = re.match(rf"[^{SECRET_BEGIN}<\[]*(?:(?:{_TAG})[^\s{SECRET_BEGIN}<\[]*)?", gap)
     beginning = "" if lead is None else lead[0]
     tags = re.findall(_TAG, beginning)
     words = set(re.findall(r"[a-z]+", _shown(beginning).lower()))
-    opens_anew = [tag for tag in tags if tag.startswith(SECRET_BEGIN) and tag in header]
-    if not header.strip() and not said.calls:
-        opens_anew += [tag for tag in tags if _turn_of_thought(tag) is None]
+    opens_anew = [tag for tag in tags if tag.startswith(SECRET_BEGIN) and header.holds(tag)]
+    others = [tag for tag in tags if _turn_of_thought(tag) is None]
+    if others and not said.calls and not header.text().strip():
+        opens_anew += others
     if opens_anew or (words & ROLES and not said.calls) or _is_role_header(gap):
         what = f"the header {_shown(gap)!r} is learned: the generation prompt does not give it"
         yield Check.NOTHING_SUPPLIED_TRAINED, what
@@ -183,14 +205,14 @@ def _is_role_header(gap: str) -> bool:
     return bool(re.match(rf"\s*(?:{_TOKEN})+\s*(?:{roles})\b|\s*(?:{roles})\s*:", gap, re.IGNORECASE))
 
 
-def _thought_faults(gaps: Sequence[str], header: str, said: Said) -> Iterator[Finding]:
-    """Whether tags of thoughts, the prompt's and the completion's, open once and close once, around the thought."""
-    is_open, num_opened, is_closed = False, 0, False
-    for tag in re.findall(_TAG, header):
-        turn = _turn_of_thought(tag)
-        if turn is not None:
-            is_open, is_closed = turn, not turn
-            num_opened += turn
+def _thought_faults(gaps: Sequence[str], opened: Sequence[bool], said: Said) -> Iterator[Finding]:
+    """Whether tags of thoughts, the prompt's and the completion's, open once and close once, around the thought.
+
+    ``opened`` are the prompt's: True for each that opens a thought, False for one that closes it.
+    """
+    is_open, num_opened, is_closed = False, sum(opened), False
+    if opened:
+        is_open, is_closed = opened[-1], not opened[-1]
     for number, gap in enumerate(gaps):
         for tag in re.findall(_TAG, gap):
             turn = _turn_of_thought(tag)
@@ -218,7 +240,7 @@ def _turn_of_thought(tag: str) -> bool | None:
     name = _shown(tag)
     bare = name.strip("<>[]|｜/").lower()
     is_channel = bare == "channel" and name.startswith("<|") != name.endswith("|>")  # Gemma's <|channel>, <channel|>
-    if not is_channel and not re.search(r"think|thought|reason|inner|scratchpad", bare):
+    if not is_channel and not re.search(THOUGHTS, bare):
         return None
     is_end = "/" in name or re.search(r"(^|[_:▁])end|suffix", bare) or (is_channel and name.endswith("|>"))
     return not is_end

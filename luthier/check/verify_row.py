@@ -263,7 +263,7 @@ def _best_position(turn: ExpectedTurn, runs: Runs) -> ExpectedTurn:
     if agree >= len(turn.ids) and learned.any():  # else it may be what history shows, and learned elsewhere
         return turn
     if turn.asked is not None:
-        derived = derived_turn(turn.asked, runs)
+        derived = derived_turn(turn.asked(), runs)
         if isinstance(derived, ExpectedTurn) and not derived.findings:
             return derived
     if agree >= len(turn.prompt):

@@ -75,8 +75,10 @@ def judged_faults(
     judge: HuggingFace, template: PlainTemplate, expected: ExpectedRow, homes: Sequence[Home], runs: Runs
 ) -> Iterator[Violation]:
     """Whether transformers renders every prompt, and encodes the last answer's conversation, as the sample has them."""
-    neutral = expected.neutral
+    neutral, last = expected.neutral, expected.turns[-1]
     assert neutral is not None, "a conversation"
+    has_whole = not (last.is_derived or last.unfinished or last.kwargs or last.after is None)
+    is_merged = has_whole and not np.array_equal(last.whole(), last.ids)  # over the seam (`whole_text_faults` counts)
     for turn, home in zip(expected.turns, homes, strict=True):
         history = neutral.messages[: turn.message]
         if not history or turn.elsewhere:  # it renders no empty conversation, and its prompts are inference's
@@ -86,20 +88,20 @@ def judged_faults(
         except RowError as error:
             yield runs.fault(Check.HUGGING_FACE, error.detail, message=turn.message, run=home.run)
             continue
-        # One text is encoded once: transformers encodes the whole conversation below, or the last prompt.
-        ids = turn.prompt if text == turn.text and turn is not expected.turns[-1] else judge.ids(text)
+        # transformers encodes the whole conversation below, or the last prompt, which is its beginning
+        is_encoded = turn is not last or (has_whole and not is_merged)
+        ids = turn.prompt if text == turn.text and is_encoded else judge.ids(text)
         found = runs.segments[home.run].input_ids[: len(ids)]
         if not np.array_equal(ids, found):
             wanted = np.array(ids, dtype=np.int32)
             index = first_difference(wanted, found)
             what = f"apply_chat_template gives a prompt of {len(ids)} tokens, and the sample differs at token {index}"
             yield runs.fault(Check.HUGGING_FACE, what, message=turn.message, run=home.run, index=index, expected=wanted)
-    last, segment = expected.turns[-1], runs.segments[homes[-1].run]
-    if last.is_derived or last.unfinished or last.kwargs or last.after is None:
+    segment = runs.segments[homes[-1].run]
+    if not has_whole or last.after is None:
         return
     ids = judge.ids(judge.text(template, neutral.messages, neutral.tools, prompt=False))
     apart = np.concatenate([last.ids, last.after()])
-    is_merged = not np.array_equal(last.whole(), last.ids)  # over the seam, which `whole_text_faults` counts
     whole = apart if is_merged else np.array(ids[: len(segment)], dtype=np.int32)
     if not np.array_equal(whole[: len(segment)], segment.input_ids):
         index = first_difference(whole, segment.input_ids)

@@ -33,8 +33,9 @@ def tree_faults(sample: Sample) -> Iterator[Violation]:
 def token_faults(sample: Sample, tokenizer: ReferenceTokenizer) -> Iterator[Violation]:
     """Ids that name no token, weights that are no weights, nothing to learn."""
     address = str(sample.address)
-    unknown = [index for index, i in enumerate(sample.input_ids.tolist()) if not tokenizer.knows(i)]
-    if unknown:
+    nameless = [i for i in np.unique(sample.input_ids).tolist() if not tokenizer.knows(i)]
+    if nameless:
+        unknown = np.flatnonzero(np.isin(sample.input_ids, nameless)).tolist()
         first = unknown[0]
         found = Token(id=int(sample.input_ids[first]), text="")
         what = f"id {found.id} names no token of the vocabulary of {len(tokenizer)} ({len(unknown)} such ids)"
