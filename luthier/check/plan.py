@@ -68,9 +68,10 @@ class DataPlan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
     """The whole run on ``num_ranks`` devices. ``more_steps``: of a run of few steps, settings that would each give it
-    more. ``no_packing``: why segments of this model cannot share a row, though the run packs them.
-    ``shares_prompts``: tokens of a prompt that two answers share are counted once. ``history``: what a template that
-    rewrites it costs in training; None: nothing. ``clock``: what rows are told of today by a template that has one.
+    more. ``unmet``: what is asked of the run and will not happen, as it is so short. ``no_packing``: why segments of
+    this model cannot share a row, though the run packs them. ``shares_prompts``: tokens of a prompt that two answers
+    share are counted once. ``history``: what a template that rewrites it costs in training; None: nothing. ``clock``:
+    what rows are told of today by a template that has one.
     """
 
     train: DataPlan
@@ -91,6 +92,7 @@ class RunPlan:
     shares_prompts: bool = False
     history: HistoryCost | None = None
     clock: str | None = None
+    unmet: tuple[str, ...] = ()
 
 
 def plan_run(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,7 +78,14 @@ def reporting(json_target: str | None) -> Iterator[Output]:
 
 
 def as_mistake(error: BaseException) -> BaseException:
-    """The error itself; for a missing package of an extra, the `UserError` that says how to install it."""
+    """The error itself; for a missing package of an extra, and for memory that ran out, the `UserError` that says what
+    to do."""
+    if _is_of_memory(error):
+        return UserError(
+            f"memory ran out: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            hint="less is needed with a smaller data.max_length or train.per_device_train_batch_size, with "
+            "train.gradient_checkpointing: true, adapter: lora, or a smaller model; luthier plan estimates it",
+        )
     if not isinstance(error, ModuleNotFoundError):
         return error
     package = (error.name or "").partition(".")[0]
@@ -85,6 +93,12 @@ def as_mistake(error: BaseException) -> BaseException:
     if extra is None:
         return error
     return UserError(f"this needs the package {package!r}, which is not installed", hint=install_hint(extra))
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """torch has a class for a GPU's memory, and for the machine's own a sentence of its allocator."""
+    told = isinstance(error, RuntimeError) and re.search(r"can't allocate memory|not enough memory", str(error))
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or bool(told)
 
 
 def error_as_json(error: BaseException) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def plan_of(loaded: Loaded, schedule: Schedule | None = None) -> RunPlan:
     """The run's plan; raises what `schedule_of` raises."""
     from luthier.check.history import history_cost
     from luthier.check.plan import plan_run
-    from luthier.train.schedule import FEW_STEPS, ways_to_more_steps
+    from luthier.train.schedule import FEW_STEPS, length_notes, ways_to_more_steps
 
     schedule = schedule or schedule_of(loaded)
     ranks, mixture, is_short = schedule.settings.num_ranks, schedule.mixture, schedule.total_steps < FEW_STEPS
@@ -150,7 +150,9 @@ def plan_of(loaded: Loaded, schedule: Schedule | None = None) -> RunPlan:
         history=history_cost(loaded.config, loaded.train, loaded.encoder.tokenizer.decode),
         more_steps=ways,
     )
-    return plan if template is None else replace(plan, clock=template.clock_note)
+    first = len(schedule.plan(0).planned)
+    unmet = length_notes(loaded.config, schedule.total_steps, -(-first // ranks))
+    return replace(plan, clock=None if template is None else template.clock_note, unmet=unmet)
 
 
 def num_processes() -> int:
@@ -180,6 +182,13 @@ def tell_preparation(loaded: Loaded, console: Console) -> None:
 
 def _remarks(prepared: Prepared) -> list[str]:
     """How files were read, source by source, where that was found out or left to a default; each is told once."""
+    import numpy as np
+
     sides = [prepared.train] if prepared.eval is None else [prepared.train, prepared.eval]
     told = [f"{source.name}: {remark}" for side in sides for source in side.sources for remark in source.remarks]
+    if prepared.eval is not None:
+        held_out = prepared.eval.sample_ids
+        same = int(np.isin(held_out, prepared.train.sample_ids).sum())
+        if same:
+            told.append(f"{same:,} of {len(held_out):,} held-out rows are trained on, too: their loss says little")
     return list(dict.fromkeys(told))

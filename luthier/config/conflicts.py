@@ -11,7 +11,14 @@ from luthier.config.adapters import check_adapter, check_features
 from luthier.config.choices import MixtureBy, MixtureStop, Packing, Precision, Strategy, ThinkingStyle, TrainOn
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
-from luthier.config.losses import check_compared, check_head_kernel, check_objective, check_rows, check_shared
+from luthier.config.losses import (
+    COMPARING,
+    check_compared,
+    check_head_kernel,
+    check_objective,
+    check_rows,
+    check_shared,
+)
 from luthier.config.schema import Format
 from luthier.config.sharding import check_sharding
 from luthier.errors import Problem
@@ -122,11 +129,44 @@ def _best_checkpoint(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("eval.load_best_model_at_end", what, f"set output.save_steps: {evaluation.steps}")
 
 
+def _metric(draft: Draft) -> Iterator[Problem]:
+    config = draft.config
+    metric = config.eval.metric_for_best_model
+    if not config.eval.load_best_model_at_end and config.eval.early_stopping_patience is None:
+        return  # it is not read then, which is told
+    known = ("loss", "accuracy") if config.objective.name in COMPARING else ("loss", "perplexity", "token_accuracy")
+    if metric not in known:
+        what = f"evaluation gives no {metric} where {draft.cite('objective.name')} is {config.objective.name}"
+        yield draft.problem("eval.metric_for_best_model", what, f"choose {' or '.join(known)}")
+
+
 def _steps(draft: Draft) -> Iterator[Problem]:
     train = draft.config.train
     if train.max_steps is not None and train.warmup_steps >= 1 and train.warmup_steps > train.max_steps:
         what = f"{train.warmup_steps} steps of warmup, and {draft.cite('train.max_steps')} is {train.max_steps}"
         yield draft.problem("train.warmup_steps", what, f"at most {train.max_steps}, or a share such as 0.03")
+
+
+def _padding(draft: Draft) -> Iterator[Problem]:
+    config = draft.config
+    longest = config.data.max_length * (2 if config.objective.name in COMPARING else 1)  # two answers share a row
+    if config.train.pad_to_multiple_of > longest:
+        what = (
+            f"every row would be filled up to {config.train.pad_to_multiple_of:,} tokens, and with "
+            f"{draft.cite('data.max_length')} none has more than {longest:,}"
+        )
+        yield draft.problem("train.pad_to_multiple_of", what, f"at most {config.data.max_length}; 64 is usual")
+
+
+def _decay(draft: Draft) -> Iterator[Problem]:
+    train = draft.config.train
+    taken = train.weight_decay * train.learning_rate
+    if taken >= 1:
+        what = (
+            f"each step takes weight decay x rate of every weight, {train.weight_decay:g} x {train.learning_rate:g} = "
+            f"{taken:.3g} of it ({draft.cite('train.learning_rate')}): nothing is left"
+        )
+        yield draft.problem("train.weight_decay", what, "0.01 to 0.1 is usual")
 
 
 def _step_size(draft: Draft) -> Iterator[Problem]:
@@ -179,6 +219,16 @@ def _schedule(draft: Draft) -> Iterator[Problem]:
         what = f"{train.lr_scheduler_type} needs {names} in {draft.cite('train.lr_scheduler_kwargs')}"
         example = "{num_decay_steps: 100}" if "num_decay_steps" in needs else "{min_lr_rate: 0.1}"
         yield draft.problem("train.lr_scheduler_type", what, f"for example lr_scheduler_kwargs: {example}")
+    rate = draft.cite("train.learning_rate")
+    kwargs = {key: value for key, value in train.lr_scheduler_kwargs.items() if isinstance(value, int | float)}
+    lowest = kwargs.get("min_lr", kwargs.get("min_lr_rate", 0.0) * train.learning_rate)
+    if lowest > train.learning_rate:
+        what = f"the schedule would end at a rate of {lowest:g}, higher than {rate}, {train.learning_rate:g}"
+        yield draft.problem("train.lr_scheduler_kwargs", what, "min_lr_rate: 0.1 ends at a tenth of the rate")
+    decay = kwargs.get("num_decay_steps", 0)
+    if "num_decay_steps" in needs and train.max_steps is not None and decay > train.max_steps:
+        what = f"the rate falls over {decay:g} steps, and {draft.cite('train.max_steps')} is {train.max_steps}"
+        yield draft.problem("train.lr_scheduler_kwargs", what, f"at most num_decay_steps: {train.max_steps}")
 
 
 def _optimizer(draft: Draft) -> Iterator[Problem]:
@@ -266,12 +316,15 @@ _RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("data.eval", "data.eval_use", "data.eval_split", "eval", "train.lr_scheduler_type"), _needs_evaluation),
     (("data.eval", "data.eval_use", "data.eval_split", "eval.generate_rows", "objective.name"), _generation),
     (("eval", "output.save_strategy", "output.save_steps"), _best_checkpoint),
+    (("eval", "objective.name"), _metric),
     (("train.warmup_steps", "train.max_steps"), _steps),
+    (("train.pad_to_multiple_of", "data.max_length", "objective.name"), _padding),
+    (("train.weight_decay", "train.learning_rate"), _decay),
     (("train.tokens_per_step", "train.gradient_accumulation_steps"), _step_size),
     (("train.packing", "objective.name"), _splitting),
     (("data.mixture",), _mixture),
     (("data.mixture", "data.train"), _weights),
-    (("train.lr_scheduler_type", "train.lr_scheduler_kwargs"), _schedule),
+    (("train.lr_scheduler_type", "train.lr_scheduler_kwargs", "train.learning_rate", "train.max_steps"), _schedule),
     (("train.optim",), _optimizer),
     (("runtime.device", "train.precision", "model"), _on_cpu),
     (("output.resume", "output.overwrite", "output.save_only_model"), _resumption),

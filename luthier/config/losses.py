@@ -11,7 +11,7 @@ from luthier.errors import Problem
 
 # Rows that only some objectives can learn from; all others are for sft and pt.
 _ROWS_FOR = {Format.PREFERENCE: ("rm", "dpo"), Format.FEEDBACK: ("kto",)}
-_COMPARING = tuple(name for names in _ROWS_FOR.values() for name in names)
+COMPARING = tuple(name for names in _ROWS_FOR.values() for name in names)
 # Alpaca and ShareGPT rows can hold pairs or verdicts beside the conversation; these cannot.
 _SINGLE_ANSWERS = (Format.PROMPT_COMPLETION, Format.TEXT)
 _LOSS_KEYS = tuple(sorted({key for options in LOSSES.values() for key in options.defaults}))
@@ -32,7 +32,7 @@ def check_compared(draft: Draft) -> Iterator[Problem]:
     """What cannot be done with rows whose answers are compared, or judged."""
     config = draft.config
     name = config.objective.name
-    if name not in _COMPARING:
+    if name not in COMPARING:
         return
     why = f"{draft.cite('objective.name')} is {name}"
     if config.train.packing is Packing.SPLIT:
@@ -123,9 +123,10 @@ def _foreign_keys(draft: Draft) -> Iterator[Problem]:
 
 def _smoothing(draft: Draft) -> Iterator[Problem]:
     objective = draft.config.objective
-    if objective.loss_name == "robust" and objective.label_smoothing >= 0.5:
+    if objective.name in COMPARING and objective.label_smoothing >= 0.5:
         what = (
-            f"{objective.label_smoothing:g} of the pairs swapped is no better than chance: the loss divides by 1 - 2e"
+            f"{objective.label_smoothing:g} of the pairs swapped is no better than chance: the better answer would not "
+            "be preferred"
         )
         yield draft.problem("objective.label_smoothing", what, "set it below 0.5")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from luthier.config.choices import Strategy
+from luthier.config.choices import MixtureBy, Packing, Strategy
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
 
@@ -14,12 +14,13 @@ _LINES = re.compile(r"\.(txt|md|text)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
 _CELLS = re.compile(r"\.(csv|tsv)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
 _OF_THE_HUB = ("subset", "revision", "streaming")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _HAS_NO_ADAM = ("sgd", "adagrad", "adafactor")
 
 
 def unread_settings(draft: Draft) -> list[str]:
     """One sentence for each key that was written and that this run does not read; it names what makes it so."""
-    checks = (_evaluation, _saving, _steps, _optimizer, _model, _tracking)
+    checks = (_evaluation, _saving, _preparing, _steps, _schedule, _optimizer, _model, _tracking)
     found = [(key, why) for check in checks for key, why in check(draft) if draft.given(key)]
     for section, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
         for index, source in enumerate(sources):
@@ -54,11 +55,27 @@ def _saving(draft: Draft) -> Iterator[tuple[str, str]]:
         yield "output.save_steps", f"{draft.cite('output.save_strategy')} is {output.save_strategy}"
 
 
+def _preparing(draft: Draft) -> Iterator[tuple[str, str]]:
+    config = draft.config
+    if config.data.prepare != "meanwhile":
+        return
+    if config.train.packing is not Packing.WINDOW:
+        yield "data.prepare", f"{draft.cite('train.packing')} is {config.train.packing}, which plans all rows at once"
+    elif config.data.mixture.by is MixtureBy.TOKENS:
+        yield "data.prepare", f"{draft.cite('data.mixture.by')} is tokens, and their shares need the length of all rows"
+
+
 def _steps(draft: Draft) -> Iterator[tuple[str, str]]:
     if draft.config.train.max_steps is not None:
         yield "train.num_train_epochs", f"{draft.cite('train.max_steps')} says when the run ends"
     if len(draft.config.data.train) + len(draft.config.data.use) == 1:
         yield "data.mixture.by", "there is one training set"
+
+
+def _schedule(draft: Draft) -> Iterator[tuple[str, str]]:
+    kind = str(draft.config.train.lr_scheduler_type)
+    if kind in _WITHOUT_WARMUP:
+        yield "train.warmup_steps", f"{draft.cite('train.lr_scheduler_type')} is {kind}, which has no warm-up"
 
 
 def _optimizer(draft: Draft) -> Iterator[tuple[str, str]]:

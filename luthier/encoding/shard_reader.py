@@ -191,7 +191,18 @@ def _verdict(stored: float) -> float | None:
     return None if math.isnan(stored) else stored
 
 
+def store_gone(folder: Path) -> StoreError:
+    """What to raise where samples are wanted of a store that was there when they were planned, and has no manifest."""
+    return StoreError(
+        f"{folder}: the store is gone, it was deleted while it was in use",
+        hint="the same command prepares the rows again and goes on from the newest checkpoint; leave data.store alone "
+        "while a run reads it",
+    )
+
+
 def _unreadable(path: Path, error: Exception) -> StoreError:
+    if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+        return store_gone(path.parent)
     return StoreError(f"{path}: a shard of the store cannot be read: {error}", hint=REPAIR)
 
 

@@ -36,7 +36,7 @@ from luthier.encoding.leaves import joined, numbers_within
 from luthier.encoding.manifest import FORMAT, LOCK, MANIFEST, Manifest, read_manifest, write_manifest
 from luthier.encoding.naming import ABOUT, USERS, row_key, store_folder
 from luthier.encoding.shard import KEY_BYTES, EncodedSample, NewShard, build_shard
-from luthier.encoding.shard_reader import Shard
+from luthier.encoding.shard_reader import Shard, store_gone
 from luthier.errors import StoreError
 from luthier.layout import held_of_leaves
 from luthier.packing.planned import take_groups
@@ -94,6 +94,8 @@ class SampleStore:
         if now.digest == self._manifest.digest:
             return self
         known = self._manifest.entries
+        if known and not (self.folder / MANIFEST).exists():
+            raise store_gone(self.folder)
         if now.entries[: len(known)] != known:
             raise StoreError(
                 f"{self.folder / MANIFEST}: the store was changed while it was in use: it had {len(known)} shards, "
@@ -115,9 +117,9 @@ class SampleStore:
         return self.read(index, NOWHERE)
 
     def read(self, index: int, address: Address) -> Sample:
-        """A sample with its row's address. Raises `StoreError` if its bytes are damaged."""
+        """A sample with its row's address. Raises `StoreError` if its bytes are damaged, or the store is gone."""
         if not 0 <= index < self._starts[-1]:
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise self._beyond(f"sample {index}")
         shard = bisect_right(self._starts, index) - 1
         return self._shards[shard].read(index - self._starts[shard], address)
 
@@ -251,12 +253,17 @@ class SampleStore:
         """uint8[n, KEY_BYTES]: every sample's key (`row_key`), 32 bytes each; `keys_of` gives some of them."""
         return np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *(shard.keys() for shard in self._shards)])
 
+    def _beyond(self, what: str) -> Exception:
+        """For numbers that this snapshot does not have: whoever opened a store after it was deleted has none."""
+        gone = not (self.folder / MANIFEST).exists()
+        return store_gone(self.folder) if gone else IndexError(f"{what} of {len(self)}")
+
     def _by_shard(self, sample_ids: Ints) -> Iterator[tuple[Shard, Ints, Ints]]:
         """Each shard that has some of the samples; which of ``sample_ids`` these are; their numbers in the shard."""
         if not len(sample_ids):
             return
         if sample_ids.min() < 0 or sample_ids.max() >= len(self):
-            raise IndexError(f"samples {sample_ids.min()} to {sample_ids.max()} of {len(self)}")
+            raise self._beyond(f"samples {sample_ids.min()} to {sample_ids.max()}")
         starts = np.array(self._starts, dtype=np.int64)
         shard_of = np.searchsorted(starts, sample_ids, side="right") - 1
         order = np.argsort(shard_of, kind="stable")

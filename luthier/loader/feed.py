@@ -19,6 +19,7 @@ from typing import Self
 import msgspec
 
 from luthier.encoding.portions import ResolvedPortion
+from luthier.encoding.shard_reader import store_gone
 from luthier.errors import UserError
 from luthier.loader.feed_files import ALIVE, FACTS, FAILED, Failure, FeedFacts, FeedJob, portion_file
 from luthier.loader.feeding import run_feed
@@ -61,6 +62,8 @@ class FeedReader:
             failed = self.folder / FAILED
             if failed.exists():
                 raise msgspec.json.decode(failed.read_bytes(), type=Failure).error()
+            if self._alive is not None and not self.folder.is_dir():  # who started the feed has made its folder
+                raise store_gone(self.folder)
             if not is_alive and self._alive is None:
                 raise self._no_sign()
             if not is_alive:

@@ -60,7 +60,8 @@ def run_feed(job: FeedJob, lifeline: Connection) -> None:
     except BaseException as error:  # noqa: BLE001  the edge of a process: the readers raise it again
         if not isinstance(error, UserError):
             traceback.print_exc()
-        publish(job.folder / FAILED, msgspec.json.encode(Failure.of(error)))
+        with suppress(StoreError):  # without the folder, which the readers then tell
+            publish(job.folder / FAILED, msgspec.json.encode(Failure.of(error)))
 
 
 class _Feeding:

@@ -52,10 +52,10 @@ from luthier.train.live import LiveData, open_live_data
 from luthier.train.numerics import own_numerics
 from luthier.train.outcome import Run, result_of
 from luthier.train.progress import ProgressBar, make_view
-from luthier.train.ranks import naming_lost_ranks
+from luthier.train.ranks import LONGEST_COLLECTIVE, naming_lost_ranks
 from luthier.train.result import LOG_FILE, RunResult
 from luthier.train.run_stream import World, check_rows, loader_state, make_schedule
-from luthier.train.schedule import FEW_STEPS
+from luthier.train.schedule import FEW_STEPS, length_notes
 from luthier.train.signals import StopSignals
 from luthier.train.trainer import taking_over
 
@@ -148,7 +148,8 @@ def _open(data: Callable[[], LiveData]) -> LiveData:
 def _set_up_process(config: RunConfig) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # of weights being loaded
-    PartialState(cpu=run_device(config) == "cpu")  # joins the other ranks, under torchrun
+    # joins the other ranks, under torchrun; nobody waits longer for another, on any device
+    PartialState(cpu=run_device(config) == "cpu", timeout=LONGEST_COLLECTIVE)
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)  # after accelerate, which gives each rank a share of the cores
 
@@ -160,6 +161,9 @@ def _set_up(
     schedule = make_schedule(config, data, world)
     if isinstance(schedule, StreamPlan) and schedule.horizon < FEW_STEPS:  # a run whose rows are all there has told it
         hooks.tell(Note(text=f"about {schedule.horizon} steps: so few teach next to nothing; {_longer(config)}"))
+    if isinstance(schedule, StreamPlan):
+        for note in length_notes(config, schedule.horizon):
+            hooks.tell(Note(text=note))
     resume = _open_folder(config, loader_state(schedule, data, 0), hooks)
     if world.is_main:
         step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, Trainer, get_scheduler
 from luthier.config.draft import Draft
 from luthier.config.machine import EXTRA, is_installed
 from luthier.config.media import MediaCache
-from luthier.config.schema import Precision, RunConfig, Sharding
+from luthier.config.schema import AdapterType, Precision, RunConfig, Sharding
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ConfigError, ModelError, Problem, TemplateError, TokenizerError, UserError
@@ -72,7 +72,11 @@ def check_run(draft: Draft) -> list[str]:
     ]
     if not lacking:  # without them no processor, and so no model, is loaded
         encoder, more = _encoder(draft)
-        found += more if encoder is None else _model(draft, encoder, notes)
+        if encoder is None:
+            found += more
+        else:
+            notes += _of_no_use(draft, encoder)
+            found += _model(draft, encoder, notes)
     problems += [problem for problem in found if problem.key not in told]
     if problems:
         raise ConfigError(sorted(problems, key=_line))
@@ -218,6 +222,22 @@ def _encoder(draft: Draft) -> tuple[Encoder | None, list[Problem]]:
         return None, [_at_its_key(draft, error, key)]
 
 
+def _of_no_use(draft: Draft, encoder: Encoder) -> Iterator[str]:
+    """What is written and not read, because of the model's template or because it reads text alone."""
+    tokenizer, config = encoder.tokenizer, draft.config
+    if draft.given("template.now") and (tokenizer.template is None or tokenizer.template.clock_note is None):
+        yield f"{draft.cite('template.now')} is not read: the chat template does not ask for the time"
+    if media_of(config, tokenizer.files.folder) is None:
+        for name in type(config.media).model_fields:
+            if name != "cache" and draft.given(f"media.{name}"):
+                yield f"{draft.cite(f'media.{name}')} is not read: the model reads text alone"
+    first: dict[str, int] = {}
+    for index, source in enumerate(config.data.train):
+        if (before := first.setdefault(repr(source), index)) != index:
+            twice = "its rows are seen twice in an epoch"
+            yield f"{draft.cite(f'data.train[{index}]')} is the same data set as data.train[{before}]: {twice}"
+
+
 def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem]:
     """The model without weights: what is trained of it, and what it is asked to do."""
     config, tokenizer = draft.config, encoder.tokenizer
@@ -232,11 +252,10 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         return
     yield from _weights(draft, model)
     yield from _positions(draft, model, notes)
-    if config.eval.generate_rows and (family := decoder_family(model.config)) is not None:
-        what = f"answers of {family.name} are not generated in training"
-        yield draft.problem(
-            "eval.generate_rows", what, "set eval.generate_rows: 0; held-out rows still have their loss"
-        )
+    yield from _generation(draft, model)
+    if refused := list(_rank(draft, model)):
+        yield from refused
+        return  # such matrices may be larger than the memory
     # an adapter to go on from is taken for a new one, and no weights are there for one to be made of
     fresh = config.adapter.model_copy(update={"name_or_path": None, "init_lora_weights": True})
     if (existing := config.adapter.name_or_path) is not None:
@@ -279,6 +298,32 @@ def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterat
         yield draft.problem("data.max_length", f"{what}, each learned", f"set data.max_length: {known}")
     elif is_said:  # the default is a bound that few rows come near
         notes.append(f"{what}: longer rows, if there are any, train positions that it has never seen")
+
+
+def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
+    """Whether this model can answer in training, and answers as long as it may."""
+    evaluation = draft.config.eval
+    if not evaluation.generate_rows:
+        return
+    if (family := decoder_family(model.config)) is not None:
+        what = f"answers of {family.name} are not generated in training"
+        hint = "set eval.generate_rows: 0; held-out rows still have their loss"
+        yield draft.problem("eval.generate_rows", what, hint)
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(known, int) and 1 <= known < evaluation.max_new_tokens:
+        what = f"an answer of {evaluation.max_new_tokens:,} tokens, and the model has {known:,} positions"
+        yield draft.problem("eval.max_new_tokens", what, f"at most {known}; 256 is the default")
+
+
+def _rank(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
+    """Beyond the smaller side of a matrix a higher rank says nothing more, and costs more than training all of it."""
+    adapter = draft.config.adapter
+    if adapter.type is not AdapterType.LORA or adapter.name_or_path is not None:
+        return
+    sides = [min(weight.shape[-2:]) for weight in model.parameters() if weight.dim() > 1]
+    if sides and adapter.r > max(sides):
+        what = f"a rank of {adapter.r:,}, and no matrix of the model has more than {max(sides):,}"
+        yield draft.problem("adapter.r", what, f"at most {max(sides)}; 8 to 64 is usual")
 
 
 def _device_of(config: RunConfig) -> str:

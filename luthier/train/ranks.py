@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from luthier.errors import TrainingError
 from luthier.train.run_stream import World
 
 FOLDER = ".ranks"
+# One rank may answer questions, merge or save while the others wait; one that is stuck or cut off is given up after it.
+LONGEST_COLLECTIVE = timedelta(minutes=30)
 SECONDS_FOR_SIGNS = 5.0  # a rank that fails writes so at once; its neighbours may be told of it earlier
 _LOST = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed out|peer|rendezvous|store", re.IGNORECASE

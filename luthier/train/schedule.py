@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.choices import MixtureBy
+from luthier.config.choices import MixtureBy, Strategy
 from luthier.config.schema import Packing, RunConfig
 from luthier.errors import UserError
 from luthier.loader.run_settings import train_settings
@@ -75,6 +75,37 @@ def ways_to_more_steps(
     unpacked = [changes for changes in enough if "packing" in changes]
     kept = [changes for changes in enough if "packing" not in changes] + unpacked[:1]
     return tuple(" and ".join(f"train.{key}: {value}" for key, value in changes.items()) for changes in kept)
+
+
+def length_notes(config: RunConfig, total_steps: int, micro_batches: int | None = None) -> tuple[str, ...]:
+    """What is asked of a run and will not happen, as it has so few steps, or its epoch so few ``micro_batches``."""
+    evaluation, output, train = config.eval, config.output, config.train
+    evaluates = bool(config.data.eval or config.data.eval_use or config.data.eval_split)
+    every = [
+        (
+            "eval.steps",
+            evaluation.steps,
+            evaluates and evaluation.strategy is Strategy.STEPS,
+            "evaluated before and after",
+        ),
+        ("output.save_steps", output.save_steps, output.save_strategy is Strategy.STEPS, "saved at its end alone"),
+        ("tracking.logging_steps", config.tracking.logging_steps, True, "logged at its end alone"),
+    ]
+    notes = [
+        f"{key} is {number:,}, and the run has {total_steps:,} steps: it is {what}"
+        for key, number, applies, what in every
+        if applies and number > total_steps
+    ]
+    patience = evaluation.early_stopping_patience
+    if evaluates and patience is not None:
+        steps = evaluation.steps if evaluation.strategy is Strategy.STEPS else 1
+        if patience * steps >= total_steps:
+            what = f"{patience:,} evaluations without improvement do not fit into {total_steps:,} steps"
+            notes.append(f"eval.early_stopping_patience: {what}: the run cannot stop early")
+    if micro_batches is not None and train.gradient_accumulation_steps > micro_batches:
+        what = f"is {train.gradient_accumulation_steps:,}, and an epoch has {micro_batches:,} micro-batches"
+        notes.append(f"train.gradient_accumulation_steps {what}: every step is a whole epoch, the rest of it is blank")
+    return tuple(notes)
 
 
 class Steps(Protocol):

@@ -287,3 +287,50 @@ def test_a_weight_that_repeats_each_row_a_million_times_is_refused(weight: str, 
     except ConfigError as error:
         problems = error.problems
     assert [problem.key for problem in problems] == ["data.train[0].weight"] * refused
+
+
+DOES_SOMETHING_ELSE = [
+    ("eval.metric_for_best_model", "eval: {metric_for_best_model: accuracy, load_best_model_at_end: true}", EVAL),
+    (
+        "eval.metric_for_best_model",
+        "objective: rm\neval: {metric_for_best_model: perplexity, early_stopping_patience: 1}",
+        EVAL,
+    ),
+    ("train.pad_to_multiple_of", "train: {pad_to_multiple_of: 5000}", ""),
+    ("train.weight_decay", "train: {weight_decay: 1e6, learning_rate: 1e-3}", ""),
+    (
+        "train.lr_scheduler_kwargs",
+        "train: {lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1.0}}",
+        "",
+    ),
+    (
+        "train.lr_scheduler_kwargs",
+        "train: {lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 2}}",
+        "",
+    ),
+    (
+        "train.lr_scheduler_kwargs",
+        "train: {max_steps: 50, lr_scheduler_type: warmup_stable_decay, lr_scheduler_kwargs: {num_decay_steps: 100}}",
+        "",
+    ),
+    ("objective.label_smoothing", "objective: {name: dpo, label_smoothing: 0.5}", ""),
+]
+SOUND = [
+    ("eval: {metric_for_best_model: token_accuracy, load_best_model_at_end: true}", EVAL),
+    ("objective: kto\neval: {metric_for_best_model: accuracy, early_stopping_patience: 1}", EVAL),
+    ("train: {pad_to_multiple_of: 4096, weight_decay: 0.1}", ""),
+    ("objective: dpo\ntrain: {pad_to_multiple_of: 8192}", ""),
+    ("train: {lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 0.1}}", ""),
+    ("objective: {name: sft, label_smoothing: 0.5}", ""),
+]
+
+
+@pytest.mark.parametrize(("key", "lines", "data"), DOES_SOMETHING_ELSE)
+def test_a_run_that_would_do_something_else_than_it_says_is_refused(key: str, lines: str, data: str) -> None:
+    (problem,) = told(lines, data)
+    assert f" {key}: " in problem
+
+
+@pytest.mark.parametrize(("lines", "data"), SOUND)
+def test_settings_near_those_are_taken(lines: str, data: str) -> None:
+    assert told(lines, data) == []

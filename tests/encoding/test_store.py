@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -399,3 +400,26 @@ def test_payloads_of_odd_lengths_stay_aligned():
     shard = build_shard([key(n) for n in range(len(odd))], odd)
     assert shard.entry.size == sum(map(len, shard.chunks()))
     assert shard.entry.keys_start % 8 == 0
+
+
+def test_a_store_that_is_deleted_while_it_is_in_use_is_named(tmp_path):
+    """By those who have it open and ask what is new, and by those who open it only now, as a late worker does."""
+    write(tmp_path / "store", range(3))
+    early = open_store(tmp_path / "store")
+    rebuild, parts = early.__reduce__()  # as for another process
+    early[0]
+    shutil.rmtree(tmp_path / "store")
+    late = open_store(tmp_path / "store")
+    asked = [early.refresh, lambda: late[2], lambda: late.leaves_of(np.array([2])), lambda: rebuild(*parts)]
+    for ask in asked:
+        with pytest.raises(StoreError, match="the store is gone") as caught:
+            ask()
+        assert str(tmp_path / "store") in caught.value.message and caught.value.hint
+    assert early[0].input_ids.tolist() == sample(4).input_ids.tolist(), "what is mapped stays readable"
+
+
+def test_a_number_that_no_commit_has_is_our_own_mistake(tmp_path):
+    """Control: the store is there, so nobody is told that it is gone."""
+    write(tmp_path, range(3))
+    with pytest.raises(IndexError):
+        open_store(tmp_path)[3]

@@ -6,6 +6,7 @@ Faults are real. Those inside a worker come from a ``sitecustomize`` that its Py
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from stored_rows import add_samples, children, is_running, plan_rows, reader_of, uses_shared_memory
 
 from luthier.encoding.store import SampleStore
-from luthier.errors import LoaderError
+from luthier.errors import LoaderError, StoreError
 from luthier.loader.prefetch import iterate
 
 FAULT = """
@@ -159,3 +160,12 @@ def test_a_script_that_ends_in_the_middle_leaves_no_worker(store: SampleStore) -
     assert (done.returncode, done.stderr) == (3, "")
     time.sleep(1)
     assert not any(is_running(int(pid)) for pid in done.stdout.split())
+
+
+def test_a_store_that_is_deleted_before_the_workers_open_it_is_named(store: SampleStore) -> None:
+    planned = plan_rows(store)
+    shutil.rmtree(store.folder)
+    began = time.monotonic()
+    with pytest.raises(StoreError, match="the store is gone") as caught:
+        list(iterate(reader_of(store), planned, num_workers=1))
+    assert caught.value.hint and time.monotonic() - began < 60

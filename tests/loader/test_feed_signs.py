@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from luthier.errors import UserError
+from luthier.errors import StoreError, UserError
 from luthier.loader import feed
 from luthier.loader.feed import FeedReader
 from luthier.loader.feed_files import ALIVE, FACTS, FeedFacts
@@ -52,3 +52,14 @@ def test_a_feed_that_takes_long_and_gives_signs_is_waited_for(tmp_path: Path) ->
     thread.start()
     assert FeedReader(tmp_path).facts() == FOUND
     thread.join()
+
+
+def test_a_store_that_is_deleted_under_a_running_feed_is_named_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "feeds" / "abc"
+    folder.mkdir(parents=True)
+    threading.Timer(0.2, lambda: folder.rmdir()).start()
+    began = time.monotonic()
+    with pytest.raises(StoreError, match="the store is gone") as caught:
+        FeedReader(folder, alive=lambda: True).facts()
+    assert str(folder) in caught.value.message and caught.value.hint
+    assert time.monotonic() - began < 20

@@ -114,6 +114,9 @@ WRONG = {
     "train.optim_args": ["train.optim_args=no_such_argument=1"],
     "train.lr_scheduler_kwargs": ["train.lr_scheduler_kwargs={no_such: 1}"],
     "template.chat_template": ["template.chat_template=no_such_template"],
+    "adapter.r": ["adapter={type: lora, r: 65536}"],
+    "eval.max_new_tokens": ["eval.max_new_tokens=16777216", "eval.generate_rows=2", "data.eval_split=2"],
+    "train.router_aux_loss_coef": ["train.router_aux_loss_coef=0.1"],
 }
 
 
@@ -166,6 +169,7 @@ UNREAD = {
     "train.adam_beta1": ["train.adam_beta1=0.5", "train.optim=sgd"],
     "train.num_train_epochs": ["train.num_train_epochs=2", "train.max_steps=30"],
     "data.mixture.by": ["data.mixture=rows"],
+    "data.prepare": ["data.prepare=meanwhile", "train.packing=none"],
     "model.revision": ["model.revision=v2"],
     "tracking.run_name": ["tracking.run_name=mine"],
     "data.train[0].subset": ["data.train=[{path: rows.jsonl, subset: en}]"],
@@ -367,3 +371,17 @@ def test_a_reference_with_other_tokens_is_told_before_a_row_is_encoded(described
     pissa = "adapter={type: lora, init_lora_weights: pissa}"
     found = problems_of(lambda: check_run(described(*pairs, pissa, "objective.reference=base")))
     assert [problem.key for problem in found] == ["objective.reference"]
+
+
+NO_USE = {
+    "template.now": ["template.now=2026-01-01"],
+    "media.max_pixels": ["media.max_pixels=1000"],
+    "train.warmup_steps": ["train.lr_scheduler_type=constant", "train.warmup_steps=2"],
+    "data.train[1]": ["data.train=[preset:skills#20, preset:skills#20]"],
+}
+
+
+@pytest.mark.parametrize("key", NO_USE)
+def test_what_the_model_or_the_data_make_meaningless_is_told(key: str, described: Callable[..., Draft]) -> None:
+    (note,) = check_run(described(*NO_USE[key]))
+    assert note.startswith(f"{key} (")

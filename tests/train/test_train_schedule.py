@@ -13,7 +13,7 @@ from luthier.loader.run_settings import train_settings, warmup_steps
 from luthier.packing import PlanSettings, SegmentTable, plan_epoch
 from luthier.train import schedule as schedules
 from luthier.train.run_stream import trained_segments
-from luthier.train.schedule import FEW_STEPS, Schedule, ways_to_more_steps
+from luthier.train.schedule import FEW_STEPS, Schedule, length_notes, ways_to_more_steps
 
 
 def _schedule(
@@ -207,3 +207,18 @@ def test_each_way_to_more_steps_gives_enough_of_them(changes: dict[str, object],
 def test_a_share_of_warmup_below_one_step_is_none(warmup: float, total: int, steps: int) -> None:
     """The first step of a warm-up has the rate 0, which would be the only step of a run of one."""
     assert warmup_steps(TrainConfig(warmup_steps=warmup), total) == steps
+
+
+def test_what_a_short_run_will_not_do_is_told() -> None:
+    asked = {
+        "eval": {"strategy": "steps", "steps": 50, "early_stopping_patience": 2},
+        "output": {"save_strategy": "steps", "save_steps": 50},
+        "tracking": {"logging_steps": 50},
+        "train": {"gradient_accumulation_steps": 50},
+    }
+    data = {"train": ["preset:skills"], "eval_split": 2}
+    config = RunConfig.model_validate({"model": {"name_or_path": "preset:tiny-qwen3"}, "data": data, **asked})
+    keys = ["eval.steps", "output.save_steps", "tracking.logging_steps", "eval.early_stopping_patience",
+            "train.gradient_accumulation_steps"]  # fmt: skip
+    assert [note.split()[0].rstrip(":") for note in length_notes(config, 20, 4)] == keys
+    assert length_notes(config, 500, 50) == ()
