@@ -52,7 +52,7 @@ def main() -> int:
             total.add(findings)
     table.add_section()
     table.add_row("all", *_cells(total))
-    Console(width=160).print(table, *total.examples[:20], sep="\n")
+    Console(width=160).print(table, *total.examples[:20], sep="\n", markup=False)
     return 1 if total.failures or not total.cases else 0
 
 

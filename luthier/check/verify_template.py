@@ -13,7 +13,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import jinja2
 import tokenizers
 from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
@@ -22,16 +21,12 @@ from luthier.check.verify_files import ReferenceFiles
 from luthier.errors import RowError
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
 from luthier.templating.limits import TemplateSettings
-from luthier.templating.plain import plain_environment
+from luthier.templating.plain import TEMPLATE_ERRORS, plain_environment
 
 Tools = Sequence[Mapping[str, Any]]
 KINDS = {Image: "image", Video: "video", Audio: "audio"}
 THINKING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 WORD = "so"  # what a template is given to find out how it takes content
-# A template may fail with its own words, and with Python's where it trips over a row.
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
 
 
 class Printer(Protocol):
@@ -229,7 +224,7 @@ class HuggingFace:
                     tokenize=False,
                     **{**template.special_tokens, **template.kwargs, **kwargs},
                 )
-        except TEMPLATE_ERRORS as error:
+        except (*TEMPLATE_ERRORS, AssertionError) as error:  # some filters of Jinja assert
             raise RowError("template", f"apply_chat_template refuses this row: {error}") from error
         return text if text.startswith(template.opening) else template.opening + text
 

@@ -18,7 +18,7 @@ from jinja2.exceptions import FilterArgumentError
 from jinja2.ext import Extension
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro
 from jinja2.sandbox import safe_range
-from jinja2.utils import Cycler, Joiner
+from jinja2.utils import Cycler, Joiner, pass_environment
 from markupsafe import Markup, escape
 
 from luthier.rendering.trace import Trace
@@ -38,7 +38,8 @@ from luthier.rendering.tracked import (
 )
 from luthier.rendering.value_text import dump_json, owner_of, printed_by, text_of, written_as
 from luthier.templating.plain import TemplateDict, raise_exception
-from luthier.templating.sandbox import TemplateNamespace
+from luthier.templating.sandbox import Sandbox, TemplateNamespace
+from luthier.templating.sandbox import truncate as cut_short
 
 # Filters that hand on what they are given, or only use operators and methods, which `Tracked` has with track.
 PASSING_FILTERS = frozenset(
@@ -126,6 +127,13 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
             [step + head if first else head, *(step + line if blank or line else line for line in rest)]
         )
 
+    @pass_environment
+    def truncate(
+        environment: Sandbox, value: Any, length: int = 255, killwords: Any = False, end: Any = None, leeway: Any = None
+    ) -> Any:
+        end = own_text("...", trace_of()) if end is None else text(end)
+        return cut_short(environment, text(value), length, killwords, end, leeway)
+
     def default(value: Any, default_value: Any = "", boolean: bool = False) -> Any:
         return settled(default_value, trace_of()) if isinstance(value, Undefined) or (boolean and not value) else value
 
@@ -144,7 +152,7 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
         "e": lambda value: _escaped(value, trace_of()),
         "escape": lambda value: _escaped(value, trace_of()),
         "random": _random,
-        **{f.__name__: f for f in (join, tojson, replace, format, title, indent, default, attr)},
+        **{f.__name__: f for f in (join, tojson, replace, format, title, indent, truncate, default, attr)},
         "d": default,
     }
 

@@ -66,6 +66,12 @@ class TrackingCodeGenerator(BoundedCodeGenerator):
         if isinstance(node.target, nodes.Name):
             self.visit(_announce("assign", node.target), frame)
 
+    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Frame) -> None:
+        # `{% autoescape true %}` changes what printing, `~`, macros and filters do
+        if not all(isinstance(option.value, nodes.Const) and not option.value.value for option in node.options):
+            self.writeline("environment.refuse_escaping()", node)
+        super().visit_EvalContextModifier(node, frame)
+
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
             raise nodes.Impossible  # nothing is worked out before there is a row

@@ -19,7 +19,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
 from jinja2.runtime import Context
 from jinja2.sandbox import SandboxedFormatter
@@ -79,6 +79,10 @@ class TrackingEnvironment(Sandbox):
     def contains(self, container: Any, item: Any) -> bool:
         """``item in container``."""
         return item in (traced(container, self.trace) if isinstance(container, str) else container)
+
+    def refuse_escaping(self) -> NoReturn:
+        """A block begins in which all that is printed is escaped."""
+        refuse("autoescape")
 
     def open_loop(self) -> None:
         self.trace.loops.append(Loop(self.trace.scope))

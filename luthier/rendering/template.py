@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
-import jinja2
 from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
 
@@ -33,16 +32,12 @@ from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.rendering.words import Given, OtherWords
 from luthier.templating.limits import OverLimit, TemplateSettings
-from luthier.templating.plain import plain_environment
+from luthier.templating.plain import TEMPLATE_ERRORS, plain_environment
 
 _Made = TypeVar("_Made")
 Tools = Sequence[Mapping[str, Any]]
 Printer = Callable[..., str]  # (num_messages, *, generation_prompt, **kwargs) -> the text that inference sees
 
-# What a template may raise: its own words, and Python's where it trips over a row.
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError,
-)  # fmt: skip
 SOME_MEDIA: tuple[Media, ...] = (Image(source="somewhere"), Video(source="somewhere"), Audio(source="somewhere"))
 SMALL_ROW, SMALL_CONVERSATION = 200_000, 1_000  # characters, messages: no template needs its limits for so few
 THINKING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})

@@ -29,6 +29,9 @@ from luthier.rendering.messages import (
 from luthier.rendering.references import Constant, Fixed, Slot, filled_in, operated, references_in
 from luthier.rendering.trace import Trace
 
+# Whatever some way of writing a text writes otherwise: HTML, JSON, a format, a path, capitals.
+MARKS = "<&>\\%s{0}\t/é"
+QUOTES = "\"'"
 Source = int | str  # the number of a string of the row, or a text of its shape
 
 
@@ -189,6 +192,8 @@ def _word(number: int) -> str:
 
 def _others(text: str, word: str) -> Iterator[str]:
     """Texts to try in the place of one: the less they have in common with it, the more they show."""
+    yield word + MARKS + QUOTES
+    yield word + MARKS
     yield word
     if not text:
         return

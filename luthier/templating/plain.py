@@ -11,6 +11,10 @@ import jinja2
 from luthier.templating.limits import TemplateLimits
 from luthier.templating.sandbox import Sandbox, TemplateNamespace
 
+# What a template may raise: its own words, and Python's where it trips over a row (`1 // 0`, an encoding that is none).
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 MAX_WORDS = 2_000  # characters of what a template says when it refuses a conversation
 
 

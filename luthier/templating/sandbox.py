@@ -15,8 +15,9 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import FilterArgumentError
 from jinja2.ext import loopcontrols
-from jinja2.filters import make_attrgetter
+from jinja2.filters import do_truncate, make_attrgetter
 from jinja2.runtime import Context, LoopContext, Macro, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
@@ -66,7 +67,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols], optimized=False
         )
         self.meter = Meter(limits)
-        self.filters["sum"] = _sum
+        self.filters |= {"sum": _sum, "truncate": truncate}
 
     def seal(self) -> None:
         """Have the meter look at all filters and tests; to be called when there are no more to come."""
@@ -279,6 +280,22 @@ def _keep(read: dict[Any, Any], key: object, value: object) -> None:
     if len(read) >= KEPT:
         read.pop(next(iter(read)), None)
     read[key] = value
+
+
+@pass_environment
+def truncate(
+    environment: Sandbox,
+    text: str,
+    length: int = 255,
+    killwords: bool = False,
+    end: str = "...",
+    leeway: int | None = None,
+) -> str:
+    """Jinja's filter, which asserts what a template gives it. Raises ``FilterArgumentError`` instead."""
+    try:
+        return do_truncate(environment, text, length, killwords, end, leeway)
+    except AssertionError as error:
+        raise FilterArgumentError(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -251,7 +251,10 @@ PLACES = """[{{ X }}];[{{ X }}];[{{ X }}];{% set v = X %}[{{ v }}];{% set v %}{{
 ;{% for x in X %}<{{ x }}>{% endfor %};{% filter upper %}{{ X }}{% endfilter %};{% filter e %}{{ X }}{% endfilter %}
 ;{% filter replace('a', text) %}{{ X }}{% endfilter %};{% call mac(X) %}{{ X }}{% endcall %}
 ;{% set ns.v = X %}[{{ ns.v }}]
-;{% if X %}yes{% endif %}""".replace("\n", "").split(";")
+;{% if X %}yes{% endif %};{% autoescape true %}{{ X }}{% endautoescape %}
+;{% set v | upper %}{{ X }}{% endset %}{{ v }};{% filter format(text) %}%s {{ X }}{% endfilter %}
+;{% call(x) mac(X) %}{{ x }}{% endcall %};{% for k, v in X %}{{ k }}={{ v }}{% endfor %}
+;{% with x = X %}{{ x ~ x }}{% endwith %}""".replace("\n", "").split(";")
 
 
 def composed(rng: random.Random, depth: int) -> str:

@@ -239,6 +239,50 @@ def test_a_filter_that_does_not_do_what_it_does_at_inference_is_found_out() -> N
         recorded(source, " hello ", idle)
 
 
+@pytest.mark.parametrize("way", ["escape", "tojson", "urlencode", "format"])
+def test_a_way_of_writing_that_is_not_seen_is_found_out_though_this_row_has_nothing_to_be_written_otherwise(
+    way: str,
+) -> None:
+    source = CHATML.replace("message.content", "(message.content | string)")
+
+    def unseen(template: ChatTemplate) -> None:
+        plain = template._plain_environment
+        plain.filters["string"] = {
+            "escape": lambda value: str(plain.filters["escape"](value)),
+            "tojson": lambda value: plain.filters["tojson"](value)[1:-1],
+            "urlencode": plain.filters["urlencode"],
+            "format": lambda value: value.replace("{0}", "0"),
+        }[way]
+
+    recorded(source, "hello")
+    with pytest.raises(RowError, match=r"untraceable.*line 2: .*string"):
+        recorded(source, "hello", unseen)
+
+
+@pytest.mark.parametrize("mode", ["true", "message.content", "1"])
+def test_a_block_that_escapes_what_it_prints_is_refused_with_its_line(mode: str) -> None:
+    inner = "{% autoescape MODE %}{{ message.content }}{% endautoescape %}"
+    source = "{% for message in messages %}\n<|im_start|>" + inner + "<|im_end|>{% endfor %}"
+    with pytest.raises(RowError, match=r"untraceable.*line 2: .*autoescape"):
+        ChatTemplate(source.replace("MODE", mode)).record(ROWS[0].messages, alphabet=Alphabet.empty())
+    ChatTemplate(source.replace("MODE", "false")).record(ROWS[0].messages, alphabet=Alphabet.empty())
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["1 // 0", "1 % 0", "'a'.encode('no')", "'abc' | truncate(1)", "'abc' | slice(0) | list", "cycler()", "2.0 ** 9999",
+     "[1, 'a'] | sort", "{}.a.b", "'%d' % 'a'", "'{1}'.format(0)", "'%s' % ()", "'%'% 1", "none + 1"],
+)  # fmt: skip
+def test_whatever_a_template_trips_over_refuses_the_row(expression: str) -> None:
+    template = ChatTemplate(CHATML.replace("message.content", f"(message.content ~ ({expression}))"))
+    with pytest.raises(RowError) as refused:
+        template.render(ROWS[0].messages)
+    assert refused.value.reason == "template"
+    with pytest.raises(RowError) as refused:
+        Renderer(template, CONTROL, TargetPolicy()).render(ROWS[0])
+    assert refused.value.reason == "template"
+
+
 def test_a_role_that_nobody_knows_is_text() -> None:
     row = Conversation(messages=(Message(role="<|im_end|>", parts=(Text(text="a"),)), assistant("b")))
     source = CHATML.replace("{{ '<|im_start|>' + message.role", "{{ '<|im_start|>' ~ message.role")
