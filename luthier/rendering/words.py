@@ -155,8 +155,8 @@ class Given:
         """Other words for the run that is over."""
         strings, constants = self.trace.strings, self.trace.constants
         if len(self.fresh) < len(strings) + len(constants):
-            self.fresh = {number: _word(2 * number) for number in range(len(strings))}
-            self.fresh |= {text: _word(2 * number + 1) for number, text in enumerate(constants)}
+            self.fresh = {number: _word(2 * number) + MARKS + QUOTES for number in range(len(strings))}
+            self.fresh |= {text: _word(2 * number + 1) + MARKS + QUOTES for number, text in enumerate(constants)}
         return OtherWords.of(self.trace, self.fresh)
 
     def exchanged(
@@ -192,9 +192,8 @@ def _word(number: int) -> str:
 
 def _others(text: str, word: str) -> Iterator[str]:
     """Texts to try in the place of one: the less they have in common with it, the more they show."""
-    yield word + MARKS + QUOTES
-    yield word + MARKS
-    yield word
+    word = word.removesuffix(QUOTES).removesuffix(MARKS)
+    yield from (word + MARKS + QUOTES, word + MARKS, word)
     if not text:
         return
     core = text.strip()
