@@ -181,7 +181,7 @@ def _for_own_text(name: str, function: Callable[..., Any], trace_of: Callable[[]
 def _pinning(function: Any) -> Callable[..., Any]:
     @functools.wraps(function)
     def looking(*args: Any, **kwargs: Any) -> Any:
-        pin(args)
+        pin([arg for arg in args if not isinstance(arg, Context | Environment | nodes.EvalContext)])
         pin(kwargs)
         return function(*args, **kwargs)
 

@@ -15,7 +15,7 @@ tracked too (`own_text`), so a plain string in a template is one whose origin no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from datetime import datetime
 from itertools import groupby
 from typing import Any, NoReturn, SupportsIndex
@@ -388,7 +388,10 @@ def concatenate(parts: Iterable[str], trace: Trace) -> Tracked:
 
 
 def pin(value: Any) -> None:
-    """Note that all tracked text in a value is looked at in a way that cannot be repeated with another row's."""
+    """Note that all tracked text in a value is looked at in a way that cannot be repeated with another row's.
+
+    Raises `LostProvenance` for an object that may hold text which nobody can find in it (a namespace, a generator).
+    """
     match value:
         case Tracked():
             value._pinned()
@@ -396,9 +399,13 @@ def pin(value: Any) -> None:
             for pair in value.items():
                 for item in pair:
                     pin(item)
-        case list() | tuple():
+        case list() | tuple() | KeysView() | ValuesView() | ItemsView():
             for item in value:
                 pin(item)
+        case RowInt() | RowFloat() | RowNone():
+            pass
+        case _ if not is_own(value):
+            refuse(f"looking at the text of a {type(value).__name__.removeprefix('Template').lower()}")
 
 
 def refuse(what: str) -> NoReturn:

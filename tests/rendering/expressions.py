@@ -210,6 +210,13 @@ undefined_variable
 undefined_variable | default([text])
 (text ~ '') is upper
 (text, 1) is lower
+namespace(a=text) | wordcount
+namespace(a=text) is upper
+[namespace(a=text)] | wordcount
+args.values() | wordcount
+args.items() is upper
+[text] | map('upper') | wordcount
+loop is lower
 [text] is upper
 args is lower
 {text: 1} is upper
