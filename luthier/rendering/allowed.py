@@ -137,11 +137,6 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
     def default(value: Any, default_value: Any = "", boolean: bool = False) -> Any:
         return settled(default_value, trace_of()) if isinstance(value, Undefined) or (boolean and not value) else value
 
-    def attr(environment: Environment, value: Any, name: Any) -> Any:
-        pin(name)
-        return jinja_filters.do_attr(environment, value, str.__str__(name))
-
-    attr.jinja_pass_arg = jinja_filters.do_attr.jinja_pass_arg  # type: ignore[attr-defined]
     return {
         "string": text,
         "trim": lambda value, chars=None: text(value).strip(chars),
@@ -152,9 +147,16 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
         "e": lambda value: _escaped(value, trace_of()),
         "escape": lambda value: _escaped(value, trace_of()),
         "random": _random,
-        **{f.__name__: f for f in (join, tojson, replace, format, title, indent, truncate, default, attr)},
+        "attr": _attr,
+        **{f.__name__: f for f in (join, tojson, replace, format, title, indent, truncate, default)},
         "d": default,
     }
+
+
+@pass_environment
+def _attr(environment: Environment, value: Any, name: Any) -> Any:
+    pin(name)
+    return jinja_filters.do_attr(environment, value, str.__str__(name))
 
 
 def _for_own_text(name: str, function: Callable[..., Any], trace_of: Callable[[], Trace]) -> Callable[..., Any]:
