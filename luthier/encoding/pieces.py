@@ -200,10 +200,10 @@ class _Assembly:
                 message = run.message if isinstance(run, TextRun | ControlPiece) else None
                 self.differs += [message in self.differing] * (len(self.constants) - len(self.differs))
         self.parents = [branch.parent for branch in blueprint.branches]
-        self.siblings = [
-            [branch for branch, parent in enumerate(self.parents) if parent == place] for place in set(self.parents)
-        ]
-        self.siblings = [group for group in self.siblings if len(group) > 1]
+        children: dict[int, list[int]] = {}
+        for number, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(number)
+        self.siblings = [group for _, group in sorted(children.items()) if len(group) > 1]
         self.first_item = np.array(first_item)
         self.weights = np.array(weights, np.float32)
         self.is_target = self.weights > 0

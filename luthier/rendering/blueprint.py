@@ -12,7 +12,7 @@ Filling in a row's strings is then a matter of looking its values up; the templa
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -161,8 +161,11 @@ class _Node:
 
 
 def _shared_start(before: Sequence[Piece], path: Sequence[Piece], runs: Sequence[tuple[Run, int]]) -> tuple[int, int]:
-    """Up to which piece, just after a control token, a path has the very pieces of another, and how many runs."""
-    same = next((n for n, (one, other) in enumerate(zip(before, path, strict=False)) if one is not other), len(before))
+    """Up to which piece, just after a control token, a path has the very pieces of another, and how many runs.
+
+    Paths have the same pieces from the beginning up to some place (`paths.cut_paths`), and none behind it.
+    """
+    same = bisect_left(range(min(len(before), len(path))), True, key=lambda place: before[place] is not path[place])
     for number in range(bisect_right(runs, same, key=itemgetter(1)) - 1, -1, -1):
         run, end = runs[number]
         if isinstance(run, ControlPiece) and end <= len(path):

@@ -26,6 +26,7 @@ TAG = r"(?:<[^<>\n\U000F0000-\U0010FFFF]{1,40}>|\[[^\[\]\n\U000F0000-\U0010FFFF]
 _OPEN = re.compile(rf"({TAG})(\w*)(\s*)$")
 _CLOSED = re.compile(rf"({TAG})(\w*)(\s*)({TAG})\s*$")
 _CLOSE = re.compile(rf"({TAG})\s*$")
+LONGEST_TAG = 42  # characters
 LONGEST_ENDING = 4_000  # characters; so far back a header's end and a thought's tags are looked for
 _SPACE = re.compile(r"\s*")
 _MARK = re.compile(TAG)
@@ -61,10 +62,11 @@ def ending_of(prompt: str, known: Collection[str] | str) -> Ending:
     tag that does not speak of thinking opens a thought if the tag that would close it is known.
     """
     start = max(0, len(prompt) - LONGEST_ENDING)
-    found = _CLOSED.search(prompt, start)
+    last = _CLOSE.search(prompt, max(start, len(prompt.rstrip()) - LONGEST_TAG))
+    found = None if last is None else _CLOSED.search(prompt, start)
     if found is not None and found[4] in _closings(found[1]):
         return Ending(header_end=found.start(), opening=found[1] + found[2], closing=found[4], space=found[3])
-    found = _CLOSE.search(prompt, start)
+    found = last
     if found is not None and _OF_THOUGHT.search(found[1]) and (opened := _opened_by(found[1], known)):
         return Ending(header_end=found.start(), opening=opened, closing=found[1])
     found = _OPEN.search(prompt, start)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, zip_longest
-from operator import attrgetter, itemgetter
+from itertools import accumulate, compress, count, islice, zip_longest
+from operator import attrgetter, is_not, itemgetter
 from typing import Any
 
 from luthier.errors import RowError
@@ -86,7 +86,9 @@ def _common_pieces(
 ) -> tuple[tuple[Piece, ...], int]:
     """The first of one path's pieces, up to a control token, that are the other's too, and where they end."""
     limit = common_length(one.recording.sketch[: one.end], other.recording.sketch[: other.end])
-    for mine, theirs in zip_longest(one.spans, other.spans):
+    same = next(compress(count(), map(is_not, one.spans, other.spans)), min(len(one.spans), len(other.spans)))
+    # a span that both have is history in both: what is learned is in one path only
+    for mine, theirs in zip_longest(one.spans[same:], other.spans[same:]):
         if (mine is not theirs and mine != theirs) or not mine.is_history:
             limit = min(limit, *(span.seam for span in (mine, theirs) if span is not None))
             break
@@ -108,9 +110,12 @@ def paths_of(
     unfinished = num_messages - 1 if history.row.continue_final_message else None
     branches: list[Path] = []
     contexts: dict[int, Context] = {}
+    passed = 0  # branches that part from the trunk too late to hold what the trunk does not
     for index in reversed(turns):  # a later turn's path often holds the context of an earlier one
         context = contexts[index] = context_of(history.template, history, index, control)
-        home = _home(context, (trunk, *branches), control, history)
+        while passed < len(branches) and _is_trunk(branches[passed], trunk, context):
+            passed += 1
+        home = _home(context, (trunk, *branches[passed:]), control, history)
         if home is None:
             home = path_of(history, context, index + 1)
             branches.append(home)
@@ -127,7 +132,7 @@ def paths_of(
                 raise no_stop(control, index)
             if ended is not None or (stop is not None and index < home.num_messages - 1):
                 # what follows it here is not what ends it
-                branches = [branch for branch in branches if branch is not home or home.spans]
+                branches, passed = [branch for branch in branches if branch is not home or home.spans], 0
                 home = path_of(history, ended or context, index + 1)
                 branches.append(home)
             home.stop = stop or home.stop
@@ -143,7 +148,7 @@ def paths_of(
         trunk.end = open_span(trunk.recording, unfinished, 0, whole=False).end
     marks = [(index, _mark(trunk, index, contexts[index], control, history)) for index in sorted(contexts)]
     for path in (trunk, *branches):
-        kept = len(marks) if path is trunk else _num_alike(path.recording, trunk.recording, marks)
+        kept = len(marks) if path is trunk else _num_alike(path, trunk.recording, marks)
         _mark_history(path, contexts, control, history, marks, kept)
     return trunk, branches[::-1]
 
@@ -184,13 +189,16 @@ def can_be_asked(history: RowHistory, index: int, control: ControlTokens) -> boo
     return True
 
 
-def _num_alike(recording: Recording, trunk: Recording, marks: Sequence[tuple[int, Span | None]]) -> int:
-    """How many of the trunk's marks a recording has too: all but the last in what they share, for a mark may depend
-    on what follows it."""
+def _num_alike(path: Path, trunk: Recording, marks: Sequence[tuple[int, Span | None]]) -> int:
+    """How many of the trunk's marks a path has too: all but the last in what they share, for a mark may depend on what
+    follows it."""
+    recording, num_messages = path.recording, path.num_messages
     if recording.base is not trunk:
         return 0
-    shared = sorted(message for message, one in recording.stretches.items() if one.end <= recording.shared)
-    return bisect_left(marks, shared[-2], key=itemgetter(0)) if len(shared) > 1 else 0
+    stretches = recording.stretches
+    shared = (n for n in range(num_messages - 1, -1, -1) if n in stretches and stretches[n].end <= recording.shared)
+    last_but_one = next(islice(shared, 1, None), None)
+    return 0 if last_but_one is None else bisect_left(marks, last_but_one, key=itemgetter(0))
 
 
 def _mark(path: Path, index: int, context: Context, control: ControlTokens, history: RowHistory) -> Span | None:
@@ -228,6 +236,12 @@ def _mark_history(
         if span is not None:
             path.spans.append(span)
     path.spans.sort(key=attrgetter("seam"))
+
+
+def _is_trunk(path: Path, trunk: Path, context: Context) -> bool:
+    """Whether a path is no other than the trunk as far as a context goes."""
+    bases = {id(path.recording.base), id(context.recording.base)}
+    return bases == {id(trunk.recording)} and path.recording.shared >= len(context.recording.sketch)
 
 
 def _home(context: Context, paths: Sequence[Path], control: ControlTokens, history: RowHistory) -> Path | None:

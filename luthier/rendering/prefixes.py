@@ -11,7 +11,7 @@ the whole row's text and, behind it, the end of the window's text:
 
 That is believed only where both recordings print the head alike and the window's first messages alike, and where the
 plain template prints the same text for the whole context. Plain renderings are quick, so every context of a row is
-compared in this way as long as they are no more than `MOST_PROVEN` messages together: rows of some 300. Of longer
+compared in this way as long as they are no more than `MOST_PROVEN` messages together: rows of some 240. Of longer
 rows it is the first ones, the last ones and a sample. Otherwise the window grows, and then every context is
 rendered whole.
 """
@@ -19,8 +19,7 @@ rendered whole.
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -34,7 +33,7 @@ from luthier.rendering.trace import Owner
 LONG = 32  # messages; the contexts of shorter rows are always rendered whole
 WINDOWS = (6, 12, 24, 48, 96)  # messages before a turn
 FIRST_PROBES, LAST_PROBES, KIND_PROBES = 22, 3, 8
-MOST_PROVEN = 50_000  # messages in the plain renderings that the contexts of one row are compared with: half a second
+MOST_PROVEN = 30_000  # messages in the plain renderings that the contexts of one row are compared with: 0.3 seconds
 MOST_WHOLE = 250_000  # messages that may be rendered for the contexts of one long row that are rendered whole
 
 
@@ -47,19 +46,17 @@ Window = Callable[[int, int, int, bool, Mapping[str, Any]], Recording]
 
 @dataclass(slots=True, eq=False)
 class Whole:
-    """The recording of a whole row, with its owners in a table that grows, and its stretches in order of messages."""
+    """The recording of a whole row, with its owners in a table that grows."""
 
     recording: Recording
     owners: list[Owner]
     numbers: dict[Owner, int]
-    stretches: list[tuple[int, Stretch]]
 
     @classmethod
     def of(cls, recording: Recording) -> Whole:
         """The same recording, indexed."""
         owners = list(recording.owner_table)
-        numbers = {owner: number for number, owner in enumerate(owners)}
-        return cls(recording, owners, numbers, sorted(recording.stretches.items()))
+        return cls(recording, owners, {owner: number for number, owner in enumerate(owners)})
 
     def number(self, owner: Owner) -> int:
         """The number of an owner in the table."""
@@ -67,6 +64,32 @@ class Whole:
             self.numbers[owner] = len(self.owners)
             self.owners.append(owner)
         return self.numbers[owner]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches(Mapping[int, Stretch]):
+    """Where the messages of a context lie: its ``own`` ones, and those of the trunk up to message ``last`` that end in
+    its first ``shared`` characters."""
+
+    own: Mapping[int, Stretch]
+    trunk: Mapping[int, Stretch]
+    last: int
+    shared: int
+
+    def __getitem__(self, message: int) -> Stretch:
+        if message in self.own:
+            return self.own[message]
+        stretch = self.trunk[message]
+        if message > self.last or stretch.end > self.shared:
+            raise KeyError(message)
+        return stretch
+
+    def __iter__(self) -> Iterator[int]:
+        known = (number for number, one in self.trunk.items() if number <= self.last and one.end <= self.shared)
+        return iter({**dict.fromkeys(known), **dict.fromkeys(self.own)})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,15 +244,15 @@ class Prefixes:
             base=trunk,
             shared=here[2],
         )
-        known = whole.stretches[: bisect_right(whole.stretches, start, key=lambda item: item[0])]
-        stretches = {message: stretch for message, stretch in known if stretch.end <= here[2]}
-        for message, stretch in window.stretches.items():
-            if stretch.begin >= cut:
-                by, number = here[2] - cut, message if message < head else message + shift
-                stretches[number] = replace(
-                    stretch, begin=stretch.begin + by, end=stretch.end + by, content_end=stretch.content_end + by
-                )
-        joined.__dict__["stretches"] = stretches
+        by = here[2] - cut
+        own = {
+            message if message < head else message + shift: Stretch(
+                begin=one.begin + by, end=one.end + by, content_end=one.content_end + by, is_owned=one.is_owned
+            )
+            for message, one in window.stretches.items()
+            if one.begin >= cut
+        }
+        joined.__dict__["stretches"] = Stretches(own, trunk.stretches, start, here[2])
         return joined
 
     def _moved(self, char: str, shift: int) -> str:

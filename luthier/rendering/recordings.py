@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from luthier.records import Conversation, Message, Text, Thinking
-from luthier.rendering.guards import Guard, compile_guards
+from luthier.rendering.guards import Guard
 from luthier.rendering.media_slots import media_of
 from luthier.rendering.messages import message_strings
 from luthier.rendering.prefixes import LONG, Prefixes
@@ -187,10 +187,9 @@ class RowHistory:
         return self.given
 
     def _fits(self, recording: Recording) -> bool:
-        chars = references_in(*(sketch for guard in recording.guards for sketch in guard.sketches))
-        index_of = {char: index for index, char in enumerate(chars)}
-        values = [self.value(char) for char in index_of]
-        return all(check(values) for check in compile_guards(recording.guards, index_of))
+        chars, checks = recording.checks
+        values = list(map(self.value, chars))
+        return all(check(values) for check in checks)
 
 
 @dataclass(slots=True, eq=False)

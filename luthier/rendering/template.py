@@ -18,7 +18,7 @@ from jinja2.meta import find_undeclared_variables
 from luthier.errors import LuthierError, RowError, TemplateError
 from luthier.records import Audio, Image, Media, Message, Part, Text, Video
 from luthier.rendering.environment import TrackingEnvironment
-from luthier.rendering.guards import Guard
+from luthier.rendering.guards import Check, Guard, compile_guards
 from luthier.rendering.media_slots import NO_SLOTS, MediaSlots, kind_of_media
 from luthier.rendering.messages import (
     ContentForm,
@@ -27,7 +27,7 @@ from luthier.rendering.messages import (
     plain_messages,
 )
 from luthier.rendering.places import expression_at
-from luthier.rendering.references import Alphabet, filled_in, is_reference
+from luthier.rendering.references import Alphabet, filled_in, is_reference, references_in
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.rendering.words import Given, OtherWords
@@ -77,7 +77,13 @@ class Recording:
         return self.owner_table[ord(self.owners[position])]
 
     @functools.cached_property
-    def stretches(self) -> dict[int, Stretch]:
+    def checks(self) -> tuple[list[str], list[Check]]:
+        """The characters that the guards ask about, and checks of what they stand for in a row."""
+        chars = references_in(*(sketch for guard in self.guards for sketch in guard.sketches))
+        return chars, compile_guards(self.guards, {char: index for index, char in enumerate(chars)})
+
+    @functools.cached_property
+    def stretches(self) -> Mapping[int, Stretch]:
         """Where each message was rendered. Messages that left no trace are missing.
 
         That is where the template's loop stood at the message, if it printed the message's own content there; else

@@ -40,9 +40,8 @@ class BoundedCodeGenerator(CodeGenerator):
         self.write("))")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        self.write("(environment.compared(")
-        self.visit(node.expr, frame)
-        self.write(")")
+        self.write("(")
+        self._compared(node.expr, frame)
         for operand in node.ops:
             self.visit(operand, frame)
         self.write(")")
@@ -50,8 +49,15 @@ class BoundedCodeGenerator(CodeGenerator):
     def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
         operator = {"eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<=", "in": "in",
                     "notin": "not in"}[node.op]  # fmt: skip
-        self.write(f" {operator} environment.compared(")
-        self.visit(node.expr, frame)
+        self.write(f" {operator} ")
+        self._compared(node.expr, frame)
+
+    def _compared(self, node: nodes.Expr, frame: Frame) -> None:
+        if isinstance(node, nodes.Const):  # it stands in the template, so it is small
+            self.visit(node, frame)
+            return
+        self.write("environment.compared(")
+        self.visit(node, frame)
         self.write(")")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
