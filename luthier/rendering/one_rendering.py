@@ -7,7 +7,9 @@ counted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from operator import itemgetter
 
 from luthier.errors import RowError
 from luthier.records import Message, Thinking
@@ -76,8 +78,10 @@ def _thoughts_of_its_own_time(context: Context | None, message: Message, index: 
     may leave out of one rendering. A thought that it never prints is none of them."""
     if context is None:
         return set()
+    if not any(isinstance(part, Thinking) for part in message.parts):
+        return set()
     recording = context.recording
-    owners = {recording.owner_table[ord(char)] for char in set(recording.owners)}
+    owners = {recording.owner_table[ord(char)] for char in set(recording.owners[recording.shared :])}
     printed = {owner.part for owner in owners if owner.message == index}
     return {number for number, part in enumerate(message.parts) if isinstance(part, Thinking) and number in printed}
 
@@ -125,9 +129,18 @@ def _between(recording: Recording, index: int) -> tuple[int, int]:
     stretch = recording.stretches.get(index)
     if stretch is None:
         raise RowError("not_rendered", "the template prints nothing for this message", field=f"messages[{index}]")
-    before = [other.content_end for number, other in recording.stretches.items() if number < index]
+    known = (recording.stretches.get(number) for number in range(index - 1, -1, -1))
+    ends = (other.content_end for other in known if other is not None and other.content_end <= stretch.begin)
+    before = next(ends, 0) if _is_in_order(recording) else max(ends, default=0)
     owned = (place for place in range(stretch.begin, stretch.end) if recording.owner(place).message == index)
-    return max((end for end in before if end <= stretch.begin), default=0), next(owned, stretch.end)
+    return before, next(owned, stretch.end)
+
+
+@functools.lru_cache(maxsize=4)
+def _is_in_order(recording: Recording) -> bool:
+    """Whether each message ends behind those before it."""
+    ends = [stretch.content_end for _, stretch in sorted(recording.stretches.items(), key=itemgetter(0))]
+    return ends == sorted(ends)
 
 
 def _common(one: str, other: str) -> int:

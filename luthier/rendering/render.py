@@ -62,7 +62,8 @@ MOST_OFFERED = 16
 MOST_BLUEPRINTS = 5_000
 MOST_VARIANTS = 16  # blueprints of one shape
 MOST_KEPT = 256  # messages of a row whose blueprint is kept for others: those of longer rows take much memory
-MOST_RENDERED = 2_000_000  # messages in all prompts of one row, each answer having its own
+MOST_RENDERED = 2_000_000  # messages in all prompts of one row, each answer having its own: three seconds
+MOST_ONCE = 50_000_000  # the same where a row is rendered once, and its prompts are only compared with it: ten seconds
 
 
 class Renderer:
@@ -256,8 +257,7 @@ class Renderer:
             if any(what == BLANK_ANSWER for what, _ in row.notes):
                 raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
             raise RowDropped("no_target", "no message of this row is trained")
-        if self.policy.history is not HistoryRendering.ONE_RENDERING:
-            _refuse_too_many(row, len(turns))
+        _refuse_too_many(row, len(turns), self.policy.history)
         try:
             return self._made(RowHistory(template, row, shapes, strings, self._recordings), turns, weights)
         except NotLocal:
@@ -396,17 +396,21 @@ class _Known:
         return self.replays in (1, 4, 16) or self.replays % 64 == 0
 
 
-def _refuse_too_many(row: Conversation, num_turns: int) -> None:
+def _refuse_too_many(row: Conversation, num_turns: int, history: HistoryRendering) -> None:
     """Each learned answer has a prompt of its own, so the work grows with the square of a conversation."""
     rendered = len(row.messages) * num_turns
-    if rendered > MOST_RENDERED:
-        raise RowError(
-            "too_many_messages",
-            f"{len(row.messages):,} messages with {num_turns:,} learned answers, each behind a prompt of its own, are "
-            f"{rendered:,} messages to render; {MOST_RENDERED:,} are allowed for one row: cut the conversation into "
-            "several, learn fewer answers (train_on: last_assistant), or set template.history: one_rendering",
-            field="messages",
-        )
+    most = MOST_ONCE if history is HistoryRendering.ONE_RENDERING else MOST_RENDERED
+    if rendered <= most:
+        return
+    ways_out = ["cut the conversation into several", "learn fewer answers (train_on: last_assistant)"]
+    if most < rendered <= MOST_ONCE:
+        ways_out.append("set template.history: one_rendering")
+    raise RowError(
+        "too_many_messages",
+        f"{len(row.messages):,} messages with {num_turns:,} learned answers, each behind a prompt of its own, are "
+        f"{rendered:,} messages to render; {most:,} are allowed for one row: {' or '.join(ways_out)}",
+        field="messages",
+    )
 
 
 def _refuse(row: Row, kind: RowKind) -> Never:

@@ -108,9 +108,8 @@ class Recording:
             found[owner.scope] = Stretch(begin=before.begin, end=stop, content_end=content_end)
         for message, (begin, end) in owned.items():
             if message not in has_content:
-                found[message] = Stretch(
-                    begin=begin, end=self._next_owned(message, end), content_end=end, is_owned=True
-                )
+                until = self._next_owned(message, end)
+                found[message] = Stretch(begin=begin, end=until, content_end=end, is_owned=True)
         return found
 
     def _next_owned(self, message: int, start: int) -> int:
@@ -387,8 +386,8 @@ class ChatTemplate:
 
     def _place(self, error: Exception) -> str:
         """Where in the template an error was raised: the line, and what stands there."""
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-        return expression_at(self.source, lines[-1], re.findall(r"\w+|%", _words(error))) if lines and lines[-1] else ""
+        line = _last_line(error)
+        return expression_at(self.source, line, re.findall(r"\w+|%", _words(error))) if line else ""
 
     def _place_of_difference(
         self, trace: Trace, text: str, other: str, *, output: Tracked | None = None, values: Callable[[str], str] = str
@@ -494,5 +493,10 @@ def _words(error: Exception) -> str:
 
 
 def _line(error: Exception) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-    return f"line {lines[-1]}: " if lines else ""
+    line = _last_line(error)
+    return "" if line is None else f"line {line}: "
+
+
+def _last_line(error: Exception) -> int | None:
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)

@@ -12,7 +12,7 @@ from chat import CHATML, CONTROL, assistant, conversation, message, renderer, us
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.config.schema import TrainOn
+from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.errors import RowError, TemplateError
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
@@ -259,10 +259,24 @@ def test_a_row_with_the_same_message_twice_is_followed() -> None:
     assert message("user", "hi") == same
 
 
-def test_a_conversation_of_too_many_answers_is_refused_at_once_and_by_name() -> None:
+@pytest.mark.parametrize("history", HistoryRendering)
+def test_a_conversation_of_too_many_answers_is_refused_at_once_and_by_name(history: HistoryRendering) -> None:
     row = conversation(*(message for _ in range(50_000) for message in (user("a"), assistant("b"))))
     began = time.thread_time()
     with pytest.raises(RowError) as refused:
-        renderer().render(row)
+        renderer(policy=TargetPolicy(history=history)).render(row)
     assert refused.value.reason == "too_many_messages"
     assert time.thread_time() - began < 10
+    assert "one_rendering" not in refused.value.detail, "it would refuse the row, too"
+
+
+def test_a_refusal_for_too_many_answers_names_one_rendering_where_that_lifts_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("luthier.rendering.render.MOST_RENDERED", 100)
+    row = conversation(*(message for _ in range(10) for message in (user("a"), assistant("b"))))
+    with pytest.raises(RowError) as refused:
+        renderer().render(row)
+    assert refused.value.reason == "too_many_messages" and "one_rendering" in refused.value.detail
+    (path,) = renderer(policy=TargetPolicy(history=HistoryRendering.ONE_RENDERING)).render(row).paths
+    assert trained(path) == 10 * ["b", "<|im_end|>"]
