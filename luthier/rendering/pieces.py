@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 from luthier.records import ControlPiece, MediaPiece, Piece, TextPiece
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.template import Recording, owner_runs
-from luthier.rendering.trace import Owner
+from luthier.rendering.template import Recording
+from luthier.rendering.trace import Owner, owner_runs
 from luthier.rendering.turns import Span
 
 # What a character counts in the loss: (its owner, the span it lies in or None, whether it is in the stop token).

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from luthier.rendering.messages import (
 )
 from luthier.rendering.places import expression_at
 from luthier.rendering.references import Alphabet, filled_in, is_reference, references_in
-from luthier.rendering.trace import Owner, Trace
+from luthier.rendering.trace import Owner, Trace, owner_runs
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.rendering.words import Given, OtherWords
 from luthier.templating.limits import OverLimit, TemplateSettings
@@ -121,14 +121,6 @@ class Recording:
             if other or (owner.scope is not None and owner.scope != scope):
                 return start + begin
         return len(self.owners)
-
-
-def owner_runs(owners: str) -> Iterator[tuple[int, int]]:
-    """Spans of one owner: ``"aab"`` -> ``(0, 2), (2, 3)``."""
-    return (match.span() for match in _RUN.finditer(owners))
-
-
-_RUN = re.compile(r"(.)\1*", re.DOTALL)
 
 
 class ChatTemplate:
@@ -253,14 +245,9 @@ class ChatTemplate:
         """`render` for the first so many of some messages, which are made ready but once."""
         dicts = _refusing(lambda: plain_messages(messages, self.message_form))
 
-        def printed(num_messages: int, *, generation_prompt: bool = False, **kwargs: Any) -> str:
-            return self._printed(
-                dicts[:num_messages],
-                messages[:num_messages],
-                tools,
-                generation_prompt=generation_prompt,
-                kwargs=kwargs,
-            )
+        def printed(num: int, *, generation_prompt: bool = False, **kwargs: Any) -> str:
+            asked = {"generation_prompt": generation_prompt, "kwargs": kwargs}
+            return self._printed(dicts[:num], messages[:num], tools, **asked)
 
         return printed
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,3 +141,11 @@ class Loop:
     outer_scope: int | None
     at_message: bool = False
     assigned: bool = False
+
+
+def owner_runs(owners: str) -> Iterator[tuple[int, int]]:
+    """Spans of one owner: ``"aab"`` -> ``(0, 2), (2, 3)``."""
+    return (match.span() for match in _RUN.finditer(owners))
+
+
+_RUN = re.compile(r"(.)\1*", re.DOTALL)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from luthier.rendering.guards import compile_guards
 from luthier.rendering.references import is_reference, value_of
-from luthier.rendering.template import owner_runs
-from luthier.rendering.trace import Owner, Trace
+from luthier.rendering.trace import Owner, Trace, owner_runs
 from luthier.rendering.tracked import LostProvenance, Tracked, concatenate, own_text
 from luthier.rendering.value_text import dump_json, formatted_by, printed_by, text_of
 
