@@ -114,11 +114,21 @@ def _run_meanwhile(config: RunConfig, console: Console) -> Report:
 
 def _tell_live(data: LiveData, reader: FeedReader, encoder: Encoder, console: Console) -> Any:
     from luthier.check.show_html import tokens_html
+    from luthier.errors import UserError
+    from luthier.loader.feeding import FIRST_PORTION
 
     facts = reader.facts()
     held_out = f", {facts.num_eval_rows:,} held out" if facts.num_eval_rows else ""
     console.print(f"{sum(facts.num_rows):,} rows in {len(facts.num_rows)} sources{held_out}")
-    data.rows.wait_for(data.order(0)[:1])
+    order = data.order(0)
+    for start in range(0, len(order), FIRST_PORTION):  # the first rows may all be lost
+        data.rows.wait_for(order[start : start + 1])
+        if len(data.train):
+            break
+    else:
+        data.rows.wait_for(order)
+    if not len(data.train):
+        raise UserError("no training row is left", hint="what became of them is in quarantine.jsonl, in output.dir")
     sample = [_view_of(data.train[0], encoder)]
     _tell_sample(sample, console)
     return tokens_html(sample)
