@@ -175,7 +175,8 @@ class Checker:
     def _compare(self, case: Case, sample: Sample, twin: Sample | RowError, findings: Findings) -> None:
         chat, tools = case.chat()
         text = self._decode(sample.unroll()[-1][0])
-        if text != with_stop_of_next_header(self.stock, _nfc(self.stock.render(chat, tools)), text):
+        whole = with_stop_of_next_header(self.stock, _nfc(self.stock.render(chat, tools)), text)
+        if text != whole and not self._is_behind_prompt(text, whole, chat, tools):
             findings.note("not_decoded", f"{self.stock.name} {case}")
         if isinstance(twin, RowError):  # a blank thought may be dropped, a neutral word may not
             if self._is_unexpected(sample, chat, tools):
@@ -189,6 +190,16 @@ class Checker:
             findings.note("forged", f"{self.stock.name} {case}")
         elif is_trained:
             findings.note("trained", f"{self.stock.name} {case}")
+
+    def _is_behind_prompt(self, text: str, whole: str, chat: Chat, tools: Tools) -> bool:
+        """Whether it is the prompt of inference with the answer behind it, where the history prints it otherwise."""
+        try:
+            prompt = _nfc(self.stock.render(chat[:-1], tools, add_generation_prompt=True))
+        except TROUBLE:
+            return False
+        completion = text.removeprefix(prompt)
+        answer = completion.rpartition("</think>")[2].lstrip()  # a thought that the prompt opens is closed
+        return text.startswith(prompt) and bool(answer) and whole.endswith(answer)
 
     def _is_unexpected(self, sample: Sample, chat: Chat, tools: Tools) -> bool:
         allowed = self.oracle.expected(chat, tools)
