@@ -26,6 +26,7 @@ HELD_OUT = range(4, 8)
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "sft": {"name": "sft"},
+    "turns": {"name": "sft"},
     "smoothed": {"name": "sft", "label_smoothing": 0.1},
     "dpo": {"name": "dpo", "ld_alpha": 0.5},
     "simpo": {"name": "dpo", "loss": "simpo"},
@@ -38,9 +39,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "aot": {"name": "dpo", "loss": "aot", "beta": 0.5},
     "aot_unpaired": {"name": "dpo", "loss": "aot_unpaired", "beta": 0.5, "label_smoothing": 0.1},
 }
-WEIGHTED = ("sft", "dpo", "kto", "aot_unpaired")
+WEIGHTED = ("sft", "turns", "dpo", "kto", "aot_unpaired")
+TURNS = {"turns": 4}  # the answers of a row, whose history is rewritten behind each of them
 PACKED = {"train__packing": "best_fit", "micro_batches": ROWS}
 WHOLE = {"train__per_device_train_batch_size": ROWS}
+UNROLLED = {**PACKED, "micro_batches": 5 * ROWS, "train__shared_prompts": False}
 DIVISIONS: dict[str, dict[str, Any]] = {
     "one row a micro-batch": {"train__per_device_train_batch_size": 1, "eval__per_device_eval_batch_size": 1},
     # 3 + 3 + 2: the last micro-batch is smaller
@@ -55,11 +58,18 @@ SAVING = {"output__save_strategy": "steps", "output__save_steps": 3}
 def _run(root: Path, tokenizer: Tokenizer, objective: str, name: str, **changes: Any) -> RunResult:
     saving = SAVING if objective.startswith("bco") else {}  # the others have no state
     config = epoch_steps(root / name, OBJECTIVES[objective], rows=ROWS, **EVALUATING, **saving, **changes)
-    data = run_data(root / "store", config, rows=range(ROWS), held_out=HELD_OUT, weighted=objective in WEIGHTED)
+    data = run_data(
+        root / "store",
+        config,
+        rows=range(ROWS),
+        held_out=HELD_OUT,
+        weighted=objective in WEIGHTED,
+        turns=TURNS.get(objective),
+    )
     return fit_data(config, tokenizer, data)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name not in TURNS])
 def test_a_step_does_not_depend_on_how_its_rows_are_divided(
     tmp_path: Path, tokenizer: Tokenizer, objective: str
 ) -> None:
@@ -120,6 +130,7 @@ def test_the_kl_and_the_mean_reward_of_the_runs_compared_take_part(tmp_path: Pat
 IDLE = 5  # turns that each step has to spare
 SHARED_OUT = {
     "sft": {**PACKED, "train__per_device_train_batch_size": 2},
+    "turns": {**PACKED, "train__shared_prompts": True},
     "dpo": {**PACKED, "train__shared_prompts": True},
     "rm": {"train__per_device_train_batch_size": 3},
     "kto": {**PACKED, "train__shared_prompts": True},
@@ -143,7 +154,8 @@ def test_two_ranks_have_the_steps_of_one(tmp_path: Path, tokenizer: Tokenizer) -
         assert all(map(any, zip(*passes, strict=True))), objective
         answers_each = 2 if objective == "kto" else 1  # a step looks at as many others before, for its KL
         assert answers_each * sum(map(sum, passes)) == sum(step.target_tokens for step in found.steps), objective
-        _require_same(found, _run(tmp_path, tokenizer, objective, f"{objective} alone", **WHOLE), objective)
+        whole = UNROLLED if objective in TURNS else WHOLE
+        _require_same(found, _run(tmp_path, tokenizer, objective, f"{objective} alone", **whole), objective)
 
 
 def _job(root: Path, objective: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -154,6 +166,7 @@ def _job(root: Path, objective: str, changes: dict[str, Any]) -> dict[str, Any]:
         "folder": str(root / objective),
         "store": str(root / f"{objective} store"),
         "weighted": objective in WEIGHTED,
+        "turns": TURNS.get(objective),
         "mode": "quiet",
         "counted": True,
         "changes": {

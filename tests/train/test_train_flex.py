@@ -139,6 +139,9 @@ def test_it_is_taken_for_trees_where_it_is_asked_for(name: str, lifted: list[Any
     assert (chosen.isolation, chosen.attention, bool(lifted)) == (Isolation.BLOCKS, NAME, True)
 
 
+TURNS = {"sft": 4}  # the answers of a row, whose history is rewritten behind each of them
+
+
 def run(root: Path, tokenizer: Tokenizer, objective: str, folder: str, attention: str) -> RunResult:
     config = epoch_steps(
         root / folder,
@@ -147,11 +150,12 @@ def run(root: Path, tokenizer: Tokenizer, objective: str, folder: str, attention
         model={"name_or_path": "preset:tiny-qwen3", "attn_implementation": attention, "config_overrides": SIZES},
         train__packing="best_fit",
         train__precision="bf16",
+        train__shared_prompts=True,
     )
-    return fit_data(config, tokenizer, run_data(root / "store", config, rows=range(3)))
+    return fit_data(config, tokenizer, run_data(root / "store", config, rows=range(3), turns=TURNS.get(objective)))
 
 
-@pytest.mark.parametrize("objective", ["dpo"])
+@pytest.mark.parametrize("objective", ["dpo", "sft"])
 def test_a_run_in_bf16_is_that_of_our_own_attention(
     tmp_path: Path, tokenizer: Tokenizer, lifted: list[Any], monkeypatch: pytest.MonkeyPatch, objective: str
 ) -> None:

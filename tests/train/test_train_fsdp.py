@@ -42,12 +42,14 @@ CASES: dict[str, dict[str, Any]] = {
         "model__dtype": "bfloat16",
         "train__precision": "bf16",  # weights of two types, and products cast
     },
+    "turns": {**PACKED, "objective": "sft", "train__shared_prompts": True},  # trees of several answers
     "dpo": {**PACKED, "objective": "dpo"},  # its reference is precomputed
     "dpo, lora": {"objective": "dpo", "adapter": {"type": "lora", "r": 4}},  # its reference is the base
     "rm": {"objective": "rm"},
     # the reference is a second model; bad rows count little, so that the KL is not clamped to 0
     "kto": {**PACKED, "objective": {"name": "kto", "beta": 0.5, "undesirable_weight": 0.05}},
 }
+TURNS_OF_ROWS = {"turns": 4}
 RESUMED = ("sft", "lora in bf16")
 # Adam divides by the root of what may be next to nothing, so a rounding in a gradient is more in a weight.
 WITHIN = {"weights": 1e-5, "steps": 1e-5}
@@ -101,6 +103,7 @@ def _job(root: Path, case: str, *, name: str | None = None, **output: str) -> di
         "folder": str(root / (name or case)),
         "store": store,
         "weighted": False,
+        "turns": TURNS_OF_ROWS.get(case),
         "mode": "quiet",
         "changes": changes,
     }
@@ -113,7 +116,8 @@ def _alone(root: Path, case: str, name: str, **output: str) -> RunResult:
     objective = {"name": objective} if isinstance(objective, str) else objective
     changes |= {f"output__{key}": value for key, value in output.items()}
     config = epoch_steps(root / name, objective, micro_batches=2 * TURNS, **changes)
-    data = run_data(root / "store of one", config, rows=range(ROWS), held_out=range(4, 8))
+    rows = {"rows": range(ROWS), "held_out": range(4, 8), "turns": TURNS_OF_ROWS.get(case)}
+    data = run_data(root / f"{case} store of one", config, **rows)
     return fit_data(config, load_tokenizer("preset:tiny-qwen3"), data)
 
 

@@ -1,7 +1,7 @@
 """One rank of a run, for `test_train_process` and its kin: ``python tiny_process.py JOB``, started by `ranks`.
 
 ``JOB`` is JSON: ``{"folder", "mode", "changes"}``. With ``"store"`` a run has rows of its objective from `tiny_rows` in
-place of segments; ``"then"`` are jobs that the same process does afterwards. With ``"counted"`` each rank writes how
+place of segments, with ``"turns"`` rows of as many turns; ``"then"`` are jobs that the same process does afterwards. With ``"counted"`` each rank writes how
 many targets every pass of its policy had that was learned from, as a JSON list, to ``FOLDER.passes-RANK``. The exit
 code is the largest of those of the runs.
 """
@@ -39,7 +39,7 @@ def run_job(job: dict[str, Any]) -> int:
     config = make_config(Path(job["folder"]), **job["changes"])
     if "store" in job:
         rows = {"rows": range(8), "held_out": range(4, 8), "weighted": job["weighted"]}
-        data = run_data(Path(job["store"]), config, **rows)
+        data = run_data(Path(job["store"]), config, **rows, turns=job.get("turns"))
     else:
         data = make_data(make_segments(13), make_segments(5, seed=8), weights=(1.0, 1.0))
     passes = count_passes() if job.get("counted") else None
