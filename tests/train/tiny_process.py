@@ -1,9 +1,9 @@
 """One rank of a run, for `test_train_process` and its kin: ``python tiny_process.py JOB``, started by `ranks`.
 
 ``JOB`` is JSON: ``{"folder", "mode", "changes"}``. With ``"store"`` a run has rows of its objective from `tiny_rows` in
-place of segments, with ``"turns"`` rows of as many turns; ``"then"`` are jobs that the same process does afterwards. With ``"counted"`` each rank writes how
-many targets every pass of its policy had that was learned from, as a JSON list, to ``FOLDER.passes-RANK``. The exit
-code is the largest of those of the runs.
+place of segments, with ``"turns"`` rows of as many turns; ``"then"`` are jobs that the same process does afterwards.
+With ``"counted"`` each rank writes how many targets every pass of its policy had that was learned from, as a JSON list,
+to ``FOLDER.passes-RANK``. The exit code is the largest of those of the runs.
 """
 
 from __future__ import annotations
