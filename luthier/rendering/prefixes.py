@@ -175,7 +175,7 @@ class Prefixes:
         for size in WINDOWS:
             start = self._start(num, size)
             if start is None:
-                return None
+                continue
             try:
                 window = self.window(self.head, start, num, generation_prompt, kwargs)
             except RowError:  # the template takes no such conversation
