@@ -30,7 +30,7 @@ from luthier.rendering.references import Alphabet, Slot, filled_in, is_reference
 from luthier.rendering.template import ChatTemplate, Recording, Stretch
 from luthier.rendering.trace import Owner
 
-LONG = 32  # messages; the contexts of shorter rows are always rendered whole
+LONG = 128  # messages; the contexts of shorter rows are always rendered whole, once for all rows of their shape
 WINDOWS = (6, 12, 24, 48, 96)  # messages before a turn
 FIRST_PROBES, LAST_PROBES, KIND_PROBES = 22, 3, 8
 MOST_PROVEN = 30_000  # messages in the plain renderings that the contexts of one row are compared with: 0.3 seconds

@@ -45,6 +45,12 @@ NOT_LOCAL = {
 }
 
 
+@pytest.fixture(autouse=True)
+def rows_of_40_messages_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put together is compared with what is rendered whole, which takes the square of a row's length."""
+    monkeypatch.setattr(recordings, "LONG", 32)
+
+
 def headed(warned: str, prompt: str | None = None, *, first: str = "", state: str = "") -> str:
     """A template that writes another header of an answer where ``warned``, and another prompt where ``prompt``."""
     header = "{{ '<|im_start|>assistant' + (' (warned)' if %s else '') + '\n' }}"
