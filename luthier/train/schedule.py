@@ -103,8 +103,10 @@ def length_notes(config: RunConfig, total_steps: int, micro_batches: int | None 
             what = f"{patience:,} evaluations without improvement do not fit into {total_steps:,} steps"
             notes.append(f"eval.early_stopping_patience: {what}: the run cannot stop early")
     if micro_batches is not None and train.gradient_accumulation_steps > micro_batches:
-        what = f"is {train.gradient_accumulation_steps:,}, and an epoch has {micro_batches:,} of them"
-        notes.append(f"train.gradient_accumulation_steps {what}: every step is a whole epoch, the rest of it is blank")
+        asked = (
+            f"asks for {train.gradient_accumulation_steps:,} micro-batches a step, and an epoch has {micro_batches:,}"
+        )
+        notes.append(f"train.gradient_accumulation_steps {asked}: every step is a whole epoch, the rest of it is blank")
     return tuple(notes)
 
 
