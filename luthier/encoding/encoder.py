@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from luthier import encoding, media, rendering, templating
 from luthier.config.schema import MediaConfig, ModelConfig, RunConfig, TemplateConfig
 from luthier.encoding.continuations import join, parts_of
 from luthier.encoding.measuring import Measurer
@@ -20,7 +19,7 @@ from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, MediaSource, decoder_of
-from luthier.records import MediaItem, Rendered, Row, Sample
+from luthier.records import SAMPLES_VERSION, MediaItem, Rendered, Row, Sample
 from luthier.rendering.filled import Expansion, Filled
 from luthier.rendering.kinds import RowKind, kind_of
 from luthier.rendering.render import Renderer
@@ -104,9 +103,9 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of all that decides a sample, beside the row: files, options, the code, the kind of row."""
+        """Hex digest of all that decides a sample beside the row: files, options, kind of row, version of the code."""
         options = self.options.model_dump_json(exclude={"chat_template"})
-        parts = [_code_version(), self.tokenizer.fingerprint, options, self.kind, self.media_source.fingerprint]
+        parts = [str(SAMPLES_VERSION), self.tokenizer.fingerprint, options, self.kind, self.media_source.fingerprint]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
@@ -208,25 +207,3 @@ def _assembled(batch: Sequence[Filled | RowError], assembler: Assembler) -> Iter
     control_ids = np.array([tokenizer.control_id(token) for token in tokenizer.control.tokens], dtype=np.int32)
     for item in batch:
         yield item if isinstance(item, RowError) else join(item, [next(outcomes) for _ in parts_of(item)], control_ids)
-
-
-@cache
-def _code_version() -> str:
-    """Digest of the source of the rooms that decide a sample: a change of code never meets samples of the old one."""
-    digest = hashlib.sha256()
-    files = [
-        *Path(templating.__path__[0]).glob("*.py"),
-        *Path(rendering.__path__[0]).glob("*.py"),
-        *Path(media.__path__[0]).glob("*.py"),
-        *(Path(encoding.__path__[0]) / f"{name}.py" for name in DECIDING),
-    ]
-    for path in sorted(files):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-# Modules of `encoding` that decide a sample; the others keep and count samples.
-DECIDING = (
-    "checked_encoder", "continuations", "encoder", "expanding", "measuring", "pieces", "text_encoders", "tokenizer",
-    "tokenizer_files", "tokenizer_spec", "tree",
-)  # fmt: skip

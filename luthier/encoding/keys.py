@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier import sources as sources_room
 from luthier.encoding.shard import KEY_BYTES
+from luthier.records import SAMPLES_VERSION
 from luthier.sources import Source
 
 
@@ -23,13 +20,5 @@ def key_array(keys: Sequence[bytes]) -> NDArray[np.uint8]:
 
 
 def conversion_of(source: Source) -> str:
-    """All that decides what a row's bytes mean: the settled layout, and the code that reads them."""
-    return json.dumps([asdict(source.reader.layout), _sources_version()], sort_keys=True)
-
-
-@cache
-def _sources_version() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(Path(sources_room.__path__[0]).rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    """All that decides what a row's bytes mean: the settled layout, and the version of the code that reads them."""
+    return json.dumps([asdict(source.reader.layout), SAMPLES_VERSION], sort_keys=True)

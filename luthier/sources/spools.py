@@ -1,7 +1,7 @@
 """Spools: files with the rows of another file, in a form in which each can be read on its own.
 
-A spool is named for the file that its rows come from (path, size, time) and for the code that read them, so one that is
-there need not be written again. It is written under another name first: it is whole, or not there.
+A spool is named for the file that its rows come from (path, size, time) and for the version of the code that read
+them, so one that is there need not be written again. It is written under another name first: it is whole, or not there.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import IO
 
 from luthier.errors import SourceError
+from luthier.records import SAMPLES_VERSION
 from luthier.sources.files import DataFile
 
-_FORMAT_VERSION = 1
 _OPEN_FILES = Path("/proc/self/fd")  # where the system has it, another process can open a file that has no name
 _NAMELESS: dict[str, IO[bytes]] = {}  # the spools of this process that have no folder, by name
 
@@ -101,24 +100,5 @@ def _nameless(name: str, write: Callable[[IO[bytes]], None]) -> str:
 
 
 def _spool_key(file: DataFile) -> str:
-    parts = (Path(file.path).resolve(), repr(file), _code_digest())
+    parts = (Path(file.path).resolve(), repr(file), SAMPLES_VERSION)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-
-
-@cache
-def _code_digest() -> str:
-    """A digest of the modules that cut files into rows: with other code, rows may be others."""
-    modules = (
-        "strict_json",
-        "rows",
-        "compressed",
-        "text_files",
-        "json_arrays",
-        "columnar",
-        "record_spool",
-        "column_groups",
-    )
-    digest = hashlib.blake2b(str(_FORMAT_VERSION).encode(), digest_size=16)
-    for module in modules:
-        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
-    return digest.hexdigest()
