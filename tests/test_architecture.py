@@ -29,6 +29,7 @@ LINES = (
     "loader models",
     "train check",
     "cli",
+    "__main__",
 )
 RANK = {room: rank for rank, rooms in enumerate(LINES) for room in rooms.split()}
 HEAVY = {"torch", "transformers", "peft", "accelerate", "datasets", "matplotlib"}

@@ -44,7 +44,7 @@ def train(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
 
     [dim]Example[/]   luthier train run.yaml
     [dim]Example[/]   luthier train run.yaml train.max_steps=10 --json -
-    [dim]Example[/]   torchrun --nproc-per-node 8 -m luthier.cli.main train run.yaml
+    [dim]Example[/]   torchrun --nproc-per-node 8 -m luthier train run.yaml
     """
     with reporting(json) as output:
         console = output.console if is_main_process() else Terminal(quiet=True)

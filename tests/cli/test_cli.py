@@ -57,9 +57,16 @@ runtime: {{threads: 1}}
 
 
 def luthier_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "luthier.cli.main", *arguments]
+    command = [sys.executable, "-m", "luthier", *arguments]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "100", **environment}
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=250, check=False)
+
+
+def test_the_package_run_as_a_module_is_the_command() -> None:
+    told = luthier_process("version")
+    assert (told.returncode, told.stdout) == (0, f"{luthier.__version__}\n")
+    misused = luthier_process("no-such-command")
+    assert misused.returncode == 2 and "luthier --help" in misused.stderr and "__main__" not in misused.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)
