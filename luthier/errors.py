@@ -33,15 +33,28 @@ class LuthierError(Exception):
 
 
 class UserError(LuthierError, ValueError):
-    """A mistake that the user can mend. ``hint`` is the way out, printed on a line of its own."""
+    """A mistake that the user can mend. ``hint`` is the way out, printed on a line of its own.
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    ``key`` is the key of the run description whose value is at fault ("train.max_steps"), if one is; ``where`` is the
+    place of that key ("run.yaml:12"), which is filled in by those who have read the file (`Draft.place`).
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, key: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.key = key
+        self.where: str | None = None
+
+    @property
+    def placed(self) -> str:
+        """The message behind the place of its key, if that is known: ``run.yaml:12 train.max_steps: …``."""
+        if self.where is None:
+            return self.message
+        return f"{self.where} {self.key}: {self.message.removeprefix(f'{self.key}: ')}"
 
     def __str__(self) -> str:
-        return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
+        return self.placed if self.hint is None else f"{self.placed}\n  hint: {self.hint}"
 
 
 def install_hint(extra: str) -> str:
@@ -60,11 +73,14 @@ def install_hint(extra: str) -> str:
     return f"pip install {' '.join(packages)}; or {in_clone}" if packages else in_clone
 
 
+UNPLACED = "run"  # the place of a problem that was found where the file's lines are not known
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """One fault of a run description: where it stands, which key, what is wrong, and how to mend it."""
 
-    where: str  # "run.yaml:12", or "override" for a command-line override
+    where: str  # "run.yaml:12", "override a.b=1" for a command-line override, or `UNPLACED`
     key: str  # dotted, "train.learning_rate"
     what: str
     hint: str | None = None
@@ -78,12 +94,19 @@ class ConfigError(UserError):
     """All faults of a run description, found in one go."""
 
     def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("")
+        self.tell(problems)
+
+    def tell(self, problems: list[Problem]) -> None:
+        """Put these in the place of the problems so far: the same ones, of which more is known."""
         self.problems = problems
-        super().__init__("\n".join(str(problem) for problem in problems))
+        self.message = "\n".join(str(problem) for problem in problems)
 
 
 class SourceError(UserError):
-    """A file or data set cannot be read as a whole."""
+    """A file or data set cannot be read as a whole. ``path`` is what the run description calls it, if that is known."""
+
+    path: str | None = None
 
 
 class TemplateError(UserError):
@@ -114,9 +137,15 @@ class LoaderError(UserError):
     """A process that reads batches died, raised, or does not answer. ``rows`` are those it held, in its order."""
 
     def __init__(
-        self, message: str, *, hint: str | None = None, pid: int | None = None, rows: tuple[Address, ...] = ()
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        key: str | None = None,
+        pid: int | None = None,
+        rows: tuple[Address, ...] = (),
     ) -> None:
-        super().__init__(message, hint=hint)
+        super().__init__(message, hint=hint, key=key)
         self.pid = pid
         self.rows = rows
 

@@ -59,9 +59,10 @@ def open_split(config: RunConfig, split: str) -> list[Source]:
         raise UserError(
             "this run names no data for evaluation: data.eval_split holds out some of its training rows",
             hint="they are among the rows that --split train verifies",
+            key="data.eval_split",
         )
     if not chosen:
-        raise UserError(f"this run names no data for {split}", hint=f"name some with data.{split}")
+        raise UserError(f"this run names no data for {split}", hint=f"name some with data.{split}", key=f"data.{split}")
     return open_sources(chosen, seed=config.runtime.seed)
 
 

@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
-from luthier.cli.pipeline import Overrides, read_config
+from luthier.cli.pipeline import Overrides
 from luthier.writing import write_text
 
 if TYPE_CHECKING:
     from luthier.check.diff_runs import EncodedSide, RunDiff
+    from luthier.config.draft import Draft
     from luthier.config.schema import RunConfig, SourceConfig
     from luthier.sources import Source
 
@@ -59,11 +60,13 @@ def diff(
     [dim]Example[/]   luthier diff run.yaml run.yaml --b template.train_on=all --sample 1000
     """
     with reporting(json) as output:
-        config_a = read_config(a, overrides)
-        config_b = read_config(b, [*(overrides or ()), *(only_b or ())])
+        from luthier.config.loading import load_draft
+
+        given_a, given_b = [*(overrides or ())], [*(overrides or ()), *(only_b or ())]
+        draft_a, draft_b = load_draft(a, given_a), load_draft(b, given_b)
         found = _compare(
-            _side(" ".join([a, *(overrides or ())]), config_a),
-            _side(" ".join([b, *(overrides or ()), *(only_b or ())]), config_b),
+            _side(" ".join([a, *given_a]), draft_a),
+            _side(" ".join([b, *given_b]), draft_b),
             sample=sample,
             num_shown=rows,
             console=output.console,
@@ -81,22 +84,33 @@ def diff(
         raise typer.Exit(EXIT_UNTRUE)
 
 
-def _side(name: str, config: RunConfig) -> EncodedSide:
+def _side(name: str, draft: Draft) -> tuple[EncodedSide, list[Source]]:
+    """One of the two runs, with its data; what is wrong with it is told with the lines of its own file."""
     from luthier.check.diff_runs import EncodedSide
     from luthier.encoding.encoder import Encoder
 
-    return EncodedSide(name=name, config=config, encoder=Encoder.from_config(config))
+    with draft.placing():
+        encoder = Encoder.from_config(draft.config)
+        return EncodedSide(name=name, config=draft.config, encoder=encoder), _sources(draft.config)
 
 
-def _compare(a: EncodedSide, b: EncodedSide, *, sample: int | None, num_shown: int, console: Console) -> RunDiff:
+def _compare(
+    side_a: tuple[EncodedSide, list[Source]],
+    side_b: tuple[EncodedSide, list[Source]],
+    *,
+    sample: int | None,
+    num_shown: int,
+    console: Console,
+) -> RunDiff:
     from luthier.check.diff_runs import diff_runs
     from luthier.check.diff_settings import changed_settings
 
+    (a, sources_a), (b, sources_b) = side_a, side_b
     with _progress(console, wanted=a.config.tracking.progress) as on_progress:
         return diff_runs(
             a,
             b,
-            (_sources(a.config), _sources(b.config)),
+            (sources_a, sources_b),
             settings=changed_settings(a.config, b.config),
             sample=sample,
             num_shown=num_shown,

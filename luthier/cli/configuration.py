@@ -26,7 +26,7 @@ def show(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = Non
     [dim]Example[/]   luthier config show run.yaml train.learning_rate=1e-4 > resolved.yaml
     """
     with reporting(json) as output:
-        resolved = read_config(config, overrides)
+        resolved = read_config(config, overrides, output)
         from luthier.config.dumping import dump_config
 
         if json is None:  # as plain text: colours or wrapped lines would not be YAML any more

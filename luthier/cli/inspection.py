@@ -70,7 +70,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None, ray: RayAddress = N
     [dim]Example[/]   luthier prepare run.yaml --ray auto
     """
     with reporting(json) as output:
-        run = read_config(config, overrides)
+        run = read_config(config, overrides, output)
         from luthier.check.tables import ledger_line
 
         loaded = prepare_data(run, output.console, ray_address=ray)
@@ -108,7 +108,7 @@ def plan(
     [dim]Example[/]   luthier plan run.yaml train.packing=none --json -
     """
     with reporting(json) as output:
-        run = read_to_plan(config, overrides, output.console)
+        run = read_to_plan(config, overrides, output)
         import msgspec
 
         from luthier.check.devices import check_name
@@ -142,7 +142,7 @@ def stats(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
     [dim]Example[/]   luthier stats run.yaml
     """
     with reporting(json) as output:
-        run = read_config(config, overrides)
+        run = read_config(config, overrides, output)
         import msgspec
 
         from luthier.check.stats import stats as stats_of
@@ -183,7 +183,7 @@ def show(
     [dim]Example[/]   luthier show run.yaml --pack 3 --html pack.html
     """
     with reporting(json) as output:
-        run = read_config(config, overrides)
+        run = read_config(config, overrides, output)
         from luthier.check.facts import run_facts
         from luthier.cli.selection import Selection
 

@@ -184,7 +184,9 @@ def _tell_mistake(error: UserError | RowError) -> None:
                 if problem.hint is not None:
                     console.print(Text(f"      {problem.hint}", style="dim"))
         case UserError():
-            console.print(Text.assemble(("error", "bold red"), ": ", error.message))
+            what = Text(error.placed)
+            what.stylize("cyan", 0, len(error.where or ""))
+            console.print(Text.assemble(("error", "bold red"), ": ", what))
             if error.hint is not None:
                 console.print(Text.assemble(("hint", "bold green"), ": ", error.hint))
         case RowError():

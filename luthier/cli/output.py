@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ from rich.text import Text
 from luthier.errors import ConfigError, UserError, install_hint
 from luthier.terminal import Terminal
 from luthier.writing import to_json, write_text
+
+if TYPE_CHECKING:
+    from luthier.config.draft import Draft
 
 STDOUT = "-"
 # What each extra of the package brings.
@@ -47,6 +50,7 @@ class Output:
     json_target: str | None
     json_stream: TextIO  # stdout as it was before prints were sent to stderr
     emitted: list[str] = field(default_factory=list)  # where the one document went, once it did
+    drafts: list[Draft] = field(default_factory=list)  # the run description, once it is read: what errors are placed by
 
     def emit(self, data: dict[str, Any]) -> None:
         """Write ``data`` to the JSON target, if one was asked for. Not a number becomes null, as JSON wants it."""
@@ -71,6 +75,9 @@ def reporting(json_target: str | None) -> Iterator[Output]:
         try:
             yield output
         except BaseException as error:
+            if isinstance(error, UserError):
+                for draft in output.drafts:
+                    draft.place(error)
             is_told = bool(output.emitted) or isinstance(error, (typer.Exit, GeneratorExit))
             if not is_told and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
                 output.emit({"error": error_as_json(error)})
@@ -106,7 +113,7 @@ def error_as_json(error: BaseException) -> dict[str, Any]:
     error = as_mistake(error)
     told: dict[str, Any] = {"type": type(error).__name__, "message": str(error), "hint": None}
     if isinstance(error, UserError):
-        told |= {"message": error.message, "hint": error.hint}
+        told |= {"message": error.message, "hint": error.hint, "where": error.where, "key": error.key}
     if isinstance(error, ConfigError):
         told["problems"] = [
             {"where": problem.where, "key": problem.key, "what": problem.what, "hint": problem.hint}

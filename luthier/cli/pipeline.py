@@ -16,6 +16,7 @@ from luthier.cli.preparing import preparing
 
 if TYPE_CHECKING:
     from luthier.check.plan import RunPlan
+    from luthier.cli.output import Output
     from luthier.config.schema import RunConfig
     from luthier.encoding.encoder import Encoder
     from luthier.encoding.prepared import Prepared
@@ -43,28 +44,33 @@ class Loaded:
     seconds: float  # that preparation took
 
 
-def read_config(path: str, overrides: Sequence[str] | None) -> RunConfig:
-    """The run description with its overrides; raises `ConfigError` before anything heavy is imported."""
-    from luthier.config.loading import load_config
+def read_config(path: str, overrides: Sequence[str] | None, output: Output) -> RunConfig:
+    """The run description with its overrides; raises `ConfigError` before anything heavy is imported.
 
-    return load_config(path, overrides or ())
+    Errors that ``output`` tells from then on have the place of their key.
+    """
+    from luthier.config.loading import load_draft
+
+    output.drafts.append(load_draft(path, overrides or ()))
+    return output.drafts[-1].config
 
 
-def read_to_plan(path: str, overrides: Sequence[str] | None, console: Console) -> RunConfig:
+def read_to_plan(path: str, overrides: Sequence[str] | None, output: Output) -> RunConfig:
     """The run description; what would stop its training on this machine is told, and stops no plan."""
     from luthier.config.loading import load_draft
     from luthier.config.machine import check_machine
     from luthier.config.unread import unread_settings
 
     draft = load_draft(path, overrides or ())
+    output.drafts.append(draft)
     for problem in check_machine(draft):
-        console.print(Text(f"training here would stop: {problem}", style="yellow"))
+        output.console.print(Text(f"training here would stop: {problem}", style="yellow"))
     for note in unread_settings(draft):
-        console.print(Text(note, style="yellow"))
+        output.console.print(Text(note, style="yellow"))
     return draft.config
 
 
-def read_to_train(path: str, overrides: Sequence[str] | None, console: Console) -> RunConfig:
+def read_to_train(path: str, overrides: Sequence[str] | None, output: Output, console: Console) -> RunConfig:
     """The run description, checked against this machine, the model, the optimizer and the folders that it names.
 
     Raises `ConfigError` with all that would stop the run later, before a row is encoded.
@@ -74,6 +80,7 @@ def read_to_train(path: str, overrides: Sequence[str] | None, console: Console) 
     from luthier.errors import ConfigError
 
     draft = load_draft(path, overrides or (), to_train=True)
+    output.drafts.append(draft)
     if not all(map(is_installed, TRAINING)):
         raise ConfigError(list(draft.machine))
     from luthier.train.preflight import check_run

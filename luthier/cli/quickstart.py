@@ -47,7 +47,7 @@ def quickstart(
     """
     with reporting(json) as output:
         with as_file(files("luthier.cli") / senses.file) as config:
-            run = read_to_train(str(config), [f"output.dir={out}", "output.overwrite=true"], output.console)
+            run = read_to_train(str(config), [f"output.dir={out}", "output.overwrite=true"], output, output.console)
         from luthier.cli.training import run_and_report
 
         report = run_and_report(run, output.console, quickstart=True)

@@ -59,7 +59,8 @@ class Selection:
         """The rows to show, each token with its owner; raises `UserError` where there is no such thing."""
         index = loaded.held_out if self.held_out else loaded.train
         if index is None:
-            raise UserError("this run has no held-out data", hint="name some with data.eval, or set data.eval_split")
+            hint = "name some with data.eval, or set data.eval_split"
+            raise UserError("this run has no held-out data", hint=hint, key="data.eval")
         tokenizer = loaded.encoder.tokenizer
         control = frozenset(tokenizer.control_id(token) for token in tokenizer.control.tokens)
         match self.kind:

@@ -48,7 +48,7 @@ def train(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
     """
     with reporting(json) as output:
         console = output.console if is_main_process() else Terminal(quiet=True)
-        run = read_to_train(config, overrides, console)
+        run = read_to_train(config, overrides, output, console)
         report = run_and_report(run, console)
         if is_main_process():
             output.emit(report.to_json())
@@ -128,7 +128,8 @@ def _tell_live(data: LiveData, reader: FeedReader, encoder: Encoder, console: Co
     else:
         data.rows.wait_for(order)
     if not len(data.train):
-        raise UserError("no training row is left", hint="what became of them is in quarantine.jsonl, in output.dir")
+        hint = "what became of them is in quarantine.jsonl, in output.dir"
+        raise UserError("no training row is left", hint=hint, key="data.train")
     sample = [_view_of(data.train[0], encoder)]
     _tell_sample(sample, console)
     return tokens_html(sample)

@@ -48,7 +48,7 @@ def verify(  # noqa: PLR0913
     [dim]Example[/]   luthier verify run.yaml --sample 1000 --against http://localhost:8000
     """
     with reporting(json) as output:
-        run = read_config(config, overrides)
+        run = read_config(config, overrides, output)
         from luthier.check.verify import Side, VerifyOptions
         from luthier.check.verify import verify as verify_data
         from luthier.check.verify_server import token_from

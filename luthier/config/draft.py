@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from luthier.config.explain import explain
 from luthier.config.schema import RunConfig
-from luthier.config.tree import Node, Path, get, parse_path, plain
-from luthier.errors import Problem
+from luthier.config.tree import Node, Path, get, parse_path, plain, show_path
+from luthier.errors import (
+    UNPLACED,
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    Problem,
+    SourceError,
+    StoreError,
+    TemplateError,
+    TokenizerError,
+    UserError,
+)
 
 # Stand-ins for required values that are missing or wrong, so that the rest can still be checked. Never returned.
 _STAND_INS: dict[str, Any] = {
@@ -21,6 +36,7 @@ _STAND_INS: dict[str, Any] = {
 }
 _RULES = "targets"
 MAX_ROUNDS = 4  # a wrong section is removed, then missed, then stood in for
+_KEY = re.compile(rf"(?<![\w./\[-])(?:{'|'.join(RunConfig.model_fields)})(?:\.\w+(?:\[\d+\])?)+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +73,84 @@ class Draft:
         node = get(self.tree, path)
         where = str(node.where) if path and node is not None else self.name
         return Problem(where=where, key=key, what=what, hint=hint)
+
+    def place(self, error: UserError) -> None:
+        """Say in an error that was raised after loading at which line the key stands that it is about, if it is."""
+        if isinstance(error, ConfigError):
+            error.tell([self._placed(problem) for problem in error.problems])
+        elif error.where is None and (key := self.key_of(error)) is not None:
+            error.key, error.where = key, self.problem(key, "", "").where
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """Within this every `UserError` is told with the place of its key."""
+        try:
+            yield
+        except UserError as error:
+            self.place(error)
+            raise
+
+    def key_of(self, error: UserError) -> str | None:
+        """The key that an error is about: the one that it or its message names, or the one that its class is about."""
+        if error.key is not None:
+            return error.key
+        if isinstance(error, SourceError):
+            return self._key_of_source(error)
+        named = (self._known_key(found[0]) for found in _KEY.finditer(error.message))
+        return next((key for key in named if key is not None), None) or self.key_of_class(error)
+
+    def leading_key(self, error: UserError) -> str | None:
+        """The key that an error says itself, or that its message begins with."""
+        found = _KEY.match(error.message)
+        return error.key or (None if found is None else self._known_key(found[0]))
+
+    def _placed(self, problem: Problem) -> Problem:
+        is_placed = problem.where != UNPLACED
+        return problem if is_placed else replace(problem, where=self.problem(problem.key, "", "").where)
+
+    def _key_of_source(self, error: SourceError) -> str | None:
+        data = self.config.data
+        for name, sources in (("data.train", data.train), ("data.eval", data.eval)):
+            for index, source in enumerate(sources):
+                if source.path == error.path:
+                    return f"{name}[{index}].path"
+        return None if error.path is None or data.registry is None else "data.registry"
+
+    def key_of_class(self, error: UserError) -> str | None:
+        """The key that errors of this class are about where they name none."""
+        config = self.config
+        match error:
+            case TemplateError() if config.template.chat_template is not None:
+                return "template.chat_template"
+            case TemplateError() | TokenizerError() if config.model.tokenizer_name_or_path is not None:
+                return "model.tokenizer_name_or_path"
+            case TemplateError() | TokenizerError() | ModelError():
+                return "model.name_or_path"
+            case BudgetError():
+                return "data.max_drop"
+            case StoreError():
+                return "data.store"
+            case CheckpointError():
+                return "output.dir" if config.output.resume in ("auto", "never") else "output.resume"
+            case _:
+                return None
+
+    def _known_key(self, text: str) -> str | None:
+        """As much of a dotted text as is a key of run descriptions: of ``model.vision_tower.layers`` nothing is."""
+        value: Any = self.config
+        steps = _path(text)
+        for number, step in enumerate(steps):
+            if isinstance(value, BaseModel):
+                if step not in type(value).model_fields:
+                    return None
+                value = getattr(value, str(step))
+            elif isinstance(value, list):
+                if not isinstance(step, int) or step >= len(value):
+                    return None
+                value = value[step]
+            else:
+                return text if isinstance(value, dict) else show_path(steps[:number])
+        return text
 
 
 def read_draft(tree: Node, name: str) -> tuple[Draft | None, list[Problem]]:

@@ -88,6 +88,7 @@ class Collection:
             raise UserError(
                 f"no row is left for {self.split}: {self.ledger.read} were read, {self.ledger.lost} are lost{why}",
                 hint=f"name data with data.{self.split}" if lost is None else f"see {lost}",
+                key=f"data.{self.split}",
             )
 
 

@@ -81,4 +81,5 @@ class Quarantine:
         return UserError(
             f"{self.path}: lost rows cannot be written down: {error.strerror or error}",
             hint="free space or mend the permissions there, or choose another output.dir",
+            key="output.dir",
         )

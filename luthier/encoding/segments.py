@@ -122,6 +122,7 @@ class SegmentIndex:
             raise UserError(
                 f"{where}: the only row of its side of the data, and the loss estimates a KL from others' answers",
                 hint="add rows there, or set objective.loss: apo_zero_unpaired, which estimates none",
+                key="objective.loss",
             )
         return SegmentTable(
             lengths=self.lengths,

@@ -19,12 +19,12 @@ import msgspec
 from luthier.config.schema import RunConfig
 from luthier.encoding.disk import Disk
 from luthier.encoding.prepared import SourceInfo
-from luthier.errors import BudgetError, SourceError, StoreError, TemplateError, TokenizerError, UserError
+from luthier.errors import BudgetError, ModelError, SourceError, StoreError, TemplateError, TokenizerError, UserError
 
 FACTS, FAILED, ALIVE = "facts.json", "failed.json", "alive"
 BEAT_SECONDS = 2.0
 _KINDS: dict[str, type[UserError]] = {
-    kind.__name__: kind for kind in (SourceError, TemplateError, TokenizerError, StoreError, BudgetError)
+    kind.__name__: kind for kind in (SourceError, TemplateError, TokenizerError, ModelError, StoreError, BudgetError)
 }
 
 
@@ -62,17 +62,24 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     message: str
     hint: str | None = None
+    key: str | None = None
+    path: str | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """An error as another process can raise it again."""
         if isinstance(error, UserError):
-            return cls(kind=type(error).__name__, message=error.message, hint=error.hint)
+            path = error.path if isinstance(error, SourceError) else None
+            kind = type(error).__name__
+            return cls(kind=kind, message=error.message, hint=error.hint, key=error.key, path=path)
         return cls(kind="UserError", message=f"preparing rows failed: {type(error).__name__}: {error}")
 
     def error(self) -> UserError:
         """What to raise."""
-        return _KINDS.get(self.kind, UserError)(self.message, hint=self.hint)
+        error = _KINDS.get(self.kind, UserError)(self.message, hint=self.hint, key=self.key)
+        if isinstance(error, SourceError):
+            error.path = self.path
+        return error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -123,6 +123,7 @@ class _Feeding:
                 raise UserError(
                     f"{source.name}: a stream cannot be shuffled as a whole",
                     hint="set train.packing: best_fit, which prepares all rows first",
+                    key="train.packing",
                 )
             found.append(index)
         return found

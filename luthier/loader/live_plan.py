@@ -339,5 +339,6 @@ class StreamPlan:
                 raise UserError(
                     "an epoch has no steps: it takes no row",
                     hint="raise the weight of data.train[], which says how often each row is seen in an epoch",
+                    key="data.train",
                 )
             self._epoch = self._begin(number)

@@ -77,6 +77,7 @@ def check_epoch(num_rows: int, all_rows: int, *, why: str) -> None:
             f"an epoch would have {num_rows:,} rows, and there are {all_rows:,}: {why}",
             hint=f"at most {most:,} rows are planned at once: change the weights of data.train[], or let "
             "train.num_train_epochs say how often all are seen",
+            key="data.train",
         )
 
 
@@ -108,6 +109,7 @@ def _shares(sizes: Ints, mixture: MixtureSettings, tokens_per_row: Floats) -> In
             f"source {source} has {sizes[source]} rows of {tokens_per_row[source]:g} tokens: "
             f"it cannot have a share of {weights[source]:g}",
             hint="remove it, or set data.mixture.by: epochs",
+            key=f"data.train[{source}]",
         )
     if mixture.temperature is not None:
         weights = weights * (sizes * tokens_per_row) ** (1 / mixture.temperature)

@@ -39,6 +39,7 @@ def draw_partners(num_rows: int, *, seed: int, epoch: int) -> Ints:
         raise UserError(
             "the KL estimate takes another row's completion, and there is only one row",
             hint="add rows, or choose a loss that estimates no KL",
+            key="data.train",
         )
     cycle = np.random.Generator(np.random.PCG64([seed, epoch, _PARTNERS])).permutation(num_rows)
     partners = np.empty(num_rows, dtype=np.int64)

@@ -166,6 +166,14 @@ def open_sources(sources: Sequence[SourceConfig], *, seed: int) -> list[Source]:
 
 
 def _open_source(config: SourceConfig, seed: int) -> Source:
+    try:
+        return _opened(config, seed)
+    except SourceError as error:
+        error.path = config.path  # by which its entry in the run description is found again
+        raise
+
+
+def _opened(config: SourceConfig, seed: int) -> Source:
     config = _take_count(config)
     origin = open_origin(config)
     layout = detect_layout(config, _first_rows(origin, config))

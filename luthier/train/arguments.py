@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 from luthier.config.schema import Precision, RunConfig, TrainConfig
-from luthier.errors import ConfigError, Problem
+from luthier.errors import UNPLACED, ConfigError, Problem
 from luthier.loader.run_settings import warmup_steps
 from luthier.models.model import run_device, use_liger
 from luthier.train.callbacks import is_greater_better
@@ -68,7 +68,7 @@ def training_arguments(
     try:
         return TrainingArguments(**arguments)
     except ValueError as error:
-        raise ConfigError([Problem(where="run", key="train", what=str(error).strip())]) from error
+        raise ConfigError([Problem(where=UNPLACED, key="train", what=str(error).strip())]) from error
 
 
 def optimization(train: TrainConfig, *, warmup_steps: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _check_trackers(names: list[str]) -> None:
             raise ConfigError(
                 [
                     Problem(
-                        where="run",
+                        where=UNPLACED,
                         key="tracking.report_to",
                         what=f"{name!r} is not installed",
                         hint=f"there is {there}",

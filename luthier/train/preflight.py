@@ -26,7 +26,7 @@ from luthier.config.media import MediaCache
 from luthier.config.schema import AdapterType, Precision, RunConfig, Sharding
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
-from luthier.errors import ConfigError, ModelError, Problem, TemplateError, TokenizerError, UserError
+from luthier.errors import ConfigError, ModelError, Problem, UserError
 from luthier.loader.run_settings import media_of
 from luthier.media import MediaSource
 from luthier.models.adapters import apply_adapter, check_existing
@@ -49,7 +49,6 @@ _FAULTS = (
     ImportError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, KeyError, AssertionError,
     OSError, ZeroDivisionError, IndexError,
 )  # fmt: skip
-_KEY = re.compile(r"(?:model|adapter|train|runtime|data|template|media|objective)\.\w+(?:\.\w+)*")
 
 
 def check_run(draft: Draft) -> list[str]:
@@ -94,8 +93,7 @@ def _told(draft: Draft, key: str, check: Callable[[], object]) -> Iterator[Probl
 
 
 def _at_its_key(draft: Draft, error: UserError, key: str) -> Problem:
-    named = _KEY.match(error.message)
-    at = named[0] if named else key
+    at = draft.leading_key(error) or key
     return draft.problem(at, error.message.removeprefix(f"{at}: "), error.hint or "see docs/config.md")
 
 
@@ -208,18 +206,12 @@ def _unread_arguments(given: SimpleNamespace, matrix: nn.Module, settings: dict[
 
 def _encoder(draft: Draft) -> tuple[Encoder | None, list[Problem]]:
     """Tokenizer and template, loaded and tried as for the rows."""
-    model = draft.config.model
     try:
         return Encoder.from_config(draft.config), []
     except ConfigError as error:
         return None, error.problems
     except UserError as error:
-        key = "model.tokenizer_name_or_path" if model.tokenizer_name_or_path else "model.name_or_path"
-        if isinstance(error, TemplateError) and draft.config.template.chat_template is not None:
-            key = "template.chat_template"
-        elif not isinstance(error, TemplateError | TokenizerError):
-            key = "model.name_or_path"
-        return None, [_at_its_key(draft, error, key)]
+        return None, [_at_its_key(draft, error, draft.key_of_class(error) or "model.name_or_path")]
 
 
 def _of_no_use(draft: Draft, encoder: Encoder) -> Iterator[str]:

@@ -191,6 +191,7 @@ class Schedule:
             raise UserError(
                 f"an epoch has no steps: of {len(table.lengths):,} sequences it takes none",
                 hint="raise the weight of data.train[], which says how often each row is seen in an epoch",
+                key="data.train",
             )
         self._constant = self._is_constant(first)
         self._ends = [first.num_steps]  # of the epochs whose lengths are known, in steps of the run

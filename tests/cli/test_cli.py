@@ -147,6 +147,42 @@ def test_mistakes_exit_with_two_and_say_how_to_go_on(
     assert "error" in err and words in err and "Traceback" not in err
 
 
+LATE = [  # faults that only reading templates, data or a model shows: the arguments, and the key that they are about
+    (["plan", "template.chat_template=chatlm"], "template.chat_template"),
+    (["show", "template.chat_template=chatlm"], "template.chat_template"),
+    (["verify", "template.chat_template=chatlm"], "template.chat_template"),
+    (["prepare", "data.train=FOLDER/mixed"], "data.train[0].path"),
+    (["stats", "data.train=[FOLDER/rows.jsonl, FOLDER/mixed]"], "data.train[1].path"),
+    (["plan", "data.train[0].format=parquet"], "data.train[0].format"),
+    (["plan", "data.max_length=3"], "data.max_drop"),
+    (["plan", "data.max_drop=0"], "data.max_drop"),
+    (["plan", "data.eval_split=12"], "data.eval_split"),
+    (["plan", "model.name_or_path=FOLDER/mixed"], "model.name_or_path"),
+    (["plan", "data.eval_split=0", "data.eval=FOLDER/mixed"], "data.eval[0].path"),
+    (["diff", "CONFIG", "template.chat_template=chatlm"], "template.chat_template"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"), LATE, ids=lambda value: " ".join(value) if type(value) is list else value
+)
+def test_a_fault_that_is_found_after_loading_has_the_place_of_its_key(
+    config: Path, arguments: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = config.parent / "mixed"
+    mixed.mkdir(exist_ok=True)
+    (mixed / "a.jsonl").write_text('{"text": "a"}\n')
+    (mixed / "b.csv").write_text("text\nb\n")
+    command, *given = (part.replace("FOLDER", str(config.parent)).replace("CONFIG", str(config)) for part in arguments)
+    assert run([command, str(config), *given, "--json", "-"]) == 2
+    told = capsys.readouterr()
+    error = json.loads(told.out)["error"]
+    places = {(problem["key"], problem["where"]) for problem in error.get("problems", [error])}
+    ((found, where),) = places
+    assert found == key and where in told.err
+    assert where.startswith((f"override {key.split('[')[0]}", f"{config}:"))
+
+
 def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan"]) == 2
     assert "CONFIG" in capsys.readouterr().err
@@ -336,7 +372,7 @@ def test_quickstart_reports_exact_answers_before_and_after(
         f"train.max_steps={num_steps}", "train.warmup_steps=0", "tracking.logging_steps=1", "eval.generate_rows=2",
         "eval.max_new_tokens=3", "runtime.threads=1", "tracking.progress=false",
     )  # fmt: skip
-    shorter = lambda path, given, console: read_to_train(path, [*given, *short], console)  # noqa: E731
+    shorter = lambda path, given, *outputs: read_to_train(path, [*given, *short], *outputs)  # noqa: E731
     monkeypatch.setattr("luthier.cli.quickstart.read_to_train", shorter)
     assert run(["quickstart", senses, "--out", str(tmp_path / "out"), "--json", "-"]) == 0
     out, err = capsys.readouterr()

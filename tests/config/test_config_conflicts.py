@@ -8,10 +8,72 @@ import pytest
 
 from luthier.config.adapters import DECIDED_BEFORE, KEYS_OF_TYPE, keys_in_force
 from luthier.config.choices import AdapterType
+from luthier.config.draft import read_draft
 from luthier.config.dumping import dump_config
 from luthier.config.loading import load_config_text
+from luthier.config.reading import parse_text
 from luthier.config.schema import AdapterConfig
-from luthier.errors import ConfigError
+from luthier.config.shorthand import expand
+from luthier.errors import (
+    UNPLACED,
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    Problem,
+    SourceError,
+    StoreError,
+    TemplateError,
+    TokenizerError,
+    UserError,
+)
+
+PLACED = """\
+model:
+  name_or_path: preset:tiny-qwen3
+data:
+  train:
+    - {path: a.jsonl}
+    - path: b.jsonl
+  max_length: 99
+template:
+  chat_template: chatml
+train: {lr_scheduler_kwargs: {power: 2}}
+"""
+# an error that is raised after loading, and where it is told
+LATE = [
+    (UserError("a row has 5 tokens, data.max_length is 3"), "run.yaml:7 data.max_length: a row has 5"),
+    (UserError("data.max_length: too small"), "run.yaml:7 data.max_length: too small"),
+    (UserError("of no key at all"), "of no key at all"),
+    (UserError("weights of model.vision_tower.layers are missing"), "weights of model.vision_tower.layers"),
+    (UserError("/data/model.name_or_path: no such file"), "/data/model.name_or_path: no such file"),
+    (UserError("train.lr_scheduler_kwargs.power of 2"), "run.yaml:10 train.lr_scheduler_kwargs.power: "),
+    (UserError("data.train[1].path and data.train[7].path"), "run.yaml:6 data.train[1].path: "),
+    (UserError("the loss is no number", key="train.learning_rate"), "run.yaml:10 train.learning_rate: the loss"),
+    (UserError("about a section that is not written", key="output.dir"), "run.yaml output.dir: about"),
+    (TemplateError("line 3: 'x' is undefined"), "run.yaml:9 template.chat_template: line 3"),
+    (TokenizerError("no tokenizer.json"), "run.yaml:2 model.name_or_path: no tokenizer.json"),
+    (ModelError("no weights"), "run.yaml:2 model.name_or_path: no weights"),
+    (BudgetError("3 of 4 rows are lost"), "run.yaml:3 data.max_drop: 3 of 4"),
+    (StoreError("damaged"), "run.yaml:3 data.store: damaged"),
+    (CheckpointError("no checkpoint is whole"), "run.yaml output.dir: no checkpoint"),
+    (SourceError("some other file cannot be read"), "some other file"),
+    (ConfigError([Problem(where=UNPLACED, key="train.optim", what="not known")]), "run.yaml:10 train.optim: not known"),
+]
+
+
+@pytest.mark.parametrize(("error", "begins"), LATE, ids=lambda value: str(value)[:40])
+def test_an_error_of_a_key_is_told_with_the_line_of_the_key_and_no_other_is(error: UserError, begins: str) -> None:
+    tree = parse_text(PLACED, "run.yaml").tree
+    assert tree is not None
+    draft, problems = read_draft(expand(tree), "run.yaml")
+    assert draft is not None and problems == []
+    with pytest.raises(type(error)) as told, draft.placing():
+        raise error
+    assert str(told.value).startswith(begins)
+    draft.place(error)  # once is enough
+    assert str(told.value).startswith(begins)
+
 
 GOOD = "model: preset:tiny-qwen3\ndata:\n  train: preset:skills\n"
 
