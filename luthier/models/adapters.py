@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, OFTConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, OFTConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -27,6 +29,7 @@ _ALWAYS_TOLD = ("r", "lora_alpha")
 _TOLD_FIRST = ("peft_type", *_ALWAYS_TOLD, "target_modules")
 _NO_FACTS = ("base_model_name_or_path", "auto_mapping", "inference_mode", "peft_version", "revision", "task_type")
 ALL_LINEAR = "all-linear"
+_IS_OF_ADAPTER = re.compile(r"\.(lora|oft)_")  # not a module that is saved whole, nor an embedding beside the adapter
 MUTATING = ("pissa", "olora")  # initialisations that move a part of the base weights into the adapter
 
 
@@ -261,6 +264,7 @@ def _new_adapter(
 ) -> PeftModel:
     targets = _targets(model, section, parts)
     _check_modules_to_save(model, section.modules_to_save)
+    _check_some_targeted(model, section, parts)
     # a reward model's head is new, so it is trained as a whole, which PEFT knows by the kind of task
     common: dict[str, Any] = {
         "task_type": "CAUSAL_LM" if model.can_generate() else "SEQ_CLS",
@@ -323,8 +327,8 @@ def _quiet_peft() -> Iterator[None]:
         yield
 
 
-def check_existing(section: AdapterConfig, source: str) -> None:
-    """Raise `ModelError` where no adapter is there to go on from, or one of another type."""
+def check_existing(section: AdapterConfig, source: str) -> PeftConfig:
+    """The settings of an adapter to go on from; raises `ModelError` where none is there, or one of another type."""
     try:
         found = PeftConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
@@ -337,15 +341,114 @@ def check_existing(section: AdapterConfig, source: str) -> None:
             f"adapter.name_or_path {source!r} is of type {kind}, adapter.type is {section.type.value}",
             hint=f"set adapter.type: {kind}",
         )
+    return found
 
 
 def _continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str) -> PeftModel:
     check_existing(section, source)
     try:
         with _quiet_peft():
-            return PeftModel.from_pretrained(model, source, is_trainable=True)
+            adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"adapter.name_or_path {source!r} does not fit the model: {error}") from error
+    _check_fit(adapted, source)
+    return adapted
+
+
+def shape_existing(model: PreTrainedModel, section: AdapterConfig, source: str) -> PeftModel:
+    """The model with matrices of the sizes of an adapter's, and not its weights, which may be larger than the memory.
+
+    Raises `ModelError` where the adapter is missing, is of another type, or does not fit the model.
+    """
+    settings = check_existing(section, source)
+    settings.inference_mode, settings.base_model_name_or_path = False, None
+    if isinstance(settings, LoraConfig):
+        settings.init_lora_weights = True  # an initialisation that reads the weights has none to read
+    try:
+        with _quiet_peft():
+            adapted = get_peft_model(model, settings)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise _misfit(source, str(error).splitlines()[0]) from error
+    _check_fit(adapted, source)
+    return adapted
+
+
+def _check_fit(adapted: PeftModel, source: str) -> None:
+    """Compare names and shapes of an adapter's file with those that the model wants; PEFT passes over what is left.
+
+    Raises `ModelError` for a matrix of another shape, one that is missing, or one that has no place in the model.
+    Adapters of the Hub, and those that are no safetensors file, are left to PEFT.
+    """
+    folder = Path(source).expanduser()
+    file = folder / SAFETENSORS_WEIGHTS_NAME
+    if not file.is_file():
+        if folder.is_dir() and not (folder / WEIGHTS_NAME).is_file():
+            raise _misfit(source, f"its weights, {SAFETENSORS_WEIGHTS_NAME}, are not there")
+        return
+    try:
+        with safe_open(file, framework="pt") as weights:
+            found = {name: list(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _misfit(source, f"{file.name} cannot be read: {error}") from error
+    with _quiet_peft():
+        state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    wanted = {name: list(weight.shape) for name, weight in state.items()}
+    for name in sorted(wanted.keys() & found.keys()):
+        if found[name] != wanted[name]:
+            raise _misfit(source, f"{name} is {found[name]}, and the model wants {wanted[name]}")
+    missing = sorted(name for name in wanted.keys() - found.keys() if _IS_OF_ADAPTER.search(name))
+    homeless = sorted(name for name in found.keys() - wanted.keys() if _IS_OF_ADAPTER.search(name))
+    for names, of, what in (
+        (homeless, found, "have no place in the model"),
+        (missing, wanted, "that the model wants are not in it"),
+    ):
+        if names:
+            raise _misfit(source, f"{len(names)} of {len(of)} matrices {what}, the first: {names[0]}")
+
+
+def _misfit(source: str, why: str) -> ModelError:
+    return ModelError(
+        f"adapter.name_or_path: {source!r} does not fit the model: {why}",
+        hint="name the model that the adapter was trained on in model.name_or_path (base_model_name_or_path in its "
+        "adapter_config.json), or another adapter",
+    )
+
+
+def _linear_modules(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> list[str]:
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and parts.of(name) in section.train_parts
+    ]
+
+
+def _check_some_targeted(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> None:
+    """A module that is trained and saved whole gets no adapter: PEFT leaves it out of the targets without a word.
+
+    Raises `ModelError` where that leaves nothing of what ``adapter.target_modules`` names.
+    """
+    saved = section.modules_to_save
+    linear = _linear_modules(model, section, parts)
+    for pattern in section.target_modules:
+        matched = [name for name in linear if pattern == ALL_LINEAR or _matches(name, pattern)]
+        if pattern == ALL_LINEAR:  # which are those of the layers, not the embedding and the output layer
+            ends = (model.get_input_embeddings(), model.get_output_embeddings())
+            matched = [name for name in matched if not any(model.get_submodule(name) is end for end in ends)]
+        if saved and matched and all(_is_in(name, saved) for name in matched):
+            raise ModelError(
+                f"adapter.modules_to_save: {', '.join(saved)} trains and saves whole all modules that "
+                f"adapter.target_modules ({pattern}) names: nothing is left to adapt of "
+                f"{', '.join(_collapse(matched))}",
+                hint=f"take {pattern} out of adapter.target_modules, or those modules out of adapter.modules_to_save; "
+                "adapter.type: full trains all weights",
+            )
+
+
+def _is_in(name: str, modules: list[str]) -> bool:
+    """Whether a module is one of these, or is inside of one; they are named by the ends of their names."""
+    steps = name.split(".")
+    paths = [".".join(steps[:end]) for end in range(1, len(steps) + 1)]
+    return any(path == each or path.endswith(f".{each}") for path in paths for each in modules)
 
 
 def _targets(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> str | list[str]:
@@ -355,11 +458,7 @@ def _targets(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) 
         if len(patterns) > 1:
             raise ModelError(f"adapter.target_modules: {ALL_LINEAR} stands alone", hint="drop the other patterns")
         return ALL_LINEAR
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding) and parts.of(name) in section.train_parts
-    ]
+    linear = _linear_modules(model, section, parts)
     chosen: list[str] = []
     for pattern in patterns:
         matched = [name for name in linear if _matches(name, pattern)]

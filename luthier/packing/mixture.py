@@ -69,6 +69,40 @@ def row_order(
     return _interleaved(sizes, shares, mixture.stop, seed, epoch)
 
 
+def check_mixture(num_rows: Sequence[int], mixture: MixtureSettings, *, seed: int, most_tokens: int = 1) -> None:
+    """Raise the `UserError` with which `row_order` would end, or for an epoch without a row, before an order is made.
+
+    How many tokens a row has is not known yet: from 1 to ``most_tokens``. By ``tokens`` an epoch is refused only where
+    it would be too long for every such number.
+    """
+    sizes = np.asarray(num_rows, dtype=np.int64)
+    match mixture.by:
+        case MixtureBy.EPOCHS:
+            pairs = zip(num_rows, mixture.weights, strict=True)
+            parts = [int(weight) * size + round(weight % 1 * size) for size, weight in pairs]
+            if sizes.sum() and not sum(parts):
+                raise UserError(
+                    f"an epoch takes no row: of {', '.join(f'{size:,}' for size in num_rows)} rows it sees a share of "
+                    f"{', '.join(f'{weight:g}' for weight in mixture.weights)}",
+                    hint="raise the weight of data.train[], which says how often each row is seen in an epoch",
+                    key="data.train",
+                )
+            check_epoch(sum(parts), int(sizes.sum()), why="the weights say how often each row is seen")
+        case MixtureBy.ROWS:
+            shares = _shares(sizes, mixture, np.ones(len(sizes)))
+            _check_length(_end(sizes, shares, mixture.stop, seed), sizes, shares)
+        case MixtureBy.TOKENS if mixture.temperature is None:
+            ends = []  # if each source in turn has the shortest rows, and all others the longest
+            for source in range(len(sizes)):
+                tokens = np.where(np.arange(len(sizes)) == source, 1.0, float(most_tokens))
+                shares = _shares(sizes, mixture, tokens)
+                ends.append(sizes[source] / shares[source] * shares.sum())
+            end = max(ends) if mixture.stop is MixtureStop.ALL else 0
+            check_epoch(int(end), int(sizes.sum()), why="only then the source with the smallest share was seen whole")
+        case _:
+            pass  # a temperature, which draws the sizes together
+
+
 def check_epoch(num_rows: int, all_rows: int, *, why: str) -> None:
     """Raise `UserError` where the weights of sources make an epoch of far more rows than there are."""
     most = max(MAX_ROWS, MAX_TIMES_ALL * all_rows)
@@ -120,15 +154,8 @@ def _shares(sizes: Ints, mixture: MixtureSettings, tokens_per_row: Floats) -> In
 
 def _interleaved(sizes: Ints, shares: Ints, stop: MixtureStop, seed: int, epoch: int) -> Ints:
     # source s gives its k-th row at the time (k + phase) / share: within a row of its share at all times
-    phases = _rng(seed, 0, 2).random(len(sizes))  # the same in all epochs, and so are the counts
-    exhausted = (sizes - 1 + phases) / shares
-    match stop:
-        case MixtureStop.FIRST:
-            end = exhausted.min()
-        case MixtureStop.ALL:
-            end = exhausted.max()
-        case _:
-            raise AssertionError(f"unknown stop {stop!r}")
+    phases = _phases(len(sizes), seed)
+    end = _end(sizes, shares, stop, seed)
     _check_length(end, sizes, shares)
     counts = [_rows_until(end, int(share), phase) for share, phase in zip(shares, phases, strict=True)]
     times = [(np.arange(n) + phase) / share for n, phase, share in zip(counts, phases, shares, strict=True)]
@@ -138,6 +165,22 @@ def _interleaved(sizes: Ints, shares: Ints, stop: MixtureStop, seed: int, epoch:
         return firsts[:0]
     order: Ints = np.concatenate(rows)[np.argsort(np.concatenate(times), kind="stable")]
     return order
+
+
+def _phases(num_sources: int, seed: int) -> Floats:
+    return _rng(seed, 0, 2).random(num_sources)  # the same in all epochs, and so are the counts
+
+
+def _end(sizes: Ints, shares: Ints, stop: MixtureStop, seed: int) -> float:
+    """The time at which an epoch ends, in rows of a source over its share."""
+    exhausted = (sizes - 1 + _phases(len(sizes), seed)) / shares
+    match stop:
+        case MixtureStop.FIRST:
+            return float(exhausted.min())
+        case MixtureStop.ALL:
+            return float(exhausted.max())
+        case _:
+            raise AssertionError(f"unknown stop {stop!r}")
 
 
 def _check_length(end: float, sizes: Ints, shares: Ints) -> None:

@@ -8,6 +8,7 @@ convert. `Source.rows` and `Source.convert` do the same in one process.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from luthier.sources.row_index import RowIndex, index_origin
 from luthier.sources.rows import RawRow, RowBytes, decode_row, json_kind
 from luthier.sources.text_files import cell_separator
 
+SHORTEST_ROW = 2  # bytes of text: an empty object, or a character and the end of its line
 _COUNT_SUFFIX = re.compile(r"^(?P<path>.+)#(?P<count>[1-9][0-9]*)$")
 
 
@@ -120,6 +122,23 @@ class Source:
         if count is None:
             return islice(rows, limit)
         return _sample(rows, count, limit, self.seed) if limit < count else rows
+
+    def count_at_most(self, counted_bytes: int) -> tuple[int, bool]:
+        """A number of rows that this source does not exceed, and whether it is their exact number.
+
+        Text files are read for it up to so many bytes; of larger ones only the sizes are known. Raises `SourceError`.
+        """
+        origin, limit = self.origin, self.config.max_rows
+        if isinstance(origin, LocalFiles) and not origin.files[0].is_columnar:
+            num_bytes = sum(file.size for file in origin.files)
+            packed = any(file.compression for file in origin.files)
+            if packed or num_bytes > counted_bytes:
+                most = sys.maxsize if packed else num_bytes // SHORTEST_ROW + len(origin.files)
+                return (most if limit is None else min(limit, most)), False
+        count = origin.count()
+        if count is None:
+            return (sys.maxsize if limit is None else limit), False
+        return (count if limit is None else min(limit, count)), True
 
     def index(self, *, spool: Path | None = None) -> RowIndex | None:
         """The rows of `row_bytes` by number, in any order; None for a stream, whose length nobody knows.

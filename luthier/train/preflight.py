@@ -26,22 +26,28 @@ from luthier.config.media import MediaCache
 from luthier.config.schema import AdapterType, Precision, RunConfig, Sharding
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
-from luthier.errors import ConfigError, ModelError, Problem, UserError
+from luthier.encoding.prepared import num_held_out
+from luthier.errors import ConfigError, ModelError, Problem, SourceError, UserError
+from luthier.loader.run_order import mixture_of
 from luthier.loader.run_settings import media_of
 from luthier.media import MediaSource
-from luthier.models.adapters import apply_adapter, check_existing
+from luthier.models.adapters import apply_adapter, shape_existing
 from luthier.models.compiled import compilable_layers
 from luthier.models.model import build_weightless, check_choices, run_device
 from luthier.models.parts import decoder_family
 from luthier.models.routers import balanced_routers
 from luthier.models.sharding import divisible_layers, refuse_other_ways
 from luthier.models.vocabulary import Vocabulary
+from luthier.packing.mixture import check_mixture
+from luthier.sources import Source, open_sources, resolve_sources
+from luthier.sources.origins import HUB
 from luthier.train.arguments import optimization
 from luthier.train.feature_choice import readable_media
 from luthier.train.reference_choice import check_reference
 from luthier.train.run_folder import check_run_folder
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
+COUNTED_BYTES = 32_000_000  # of text files: the rows of more are counted when they are read
 FOLLOWS_MEASURE = ("reduce_lr_on_plateau", "greedy")
 TAKES_NOTHING = ("constant", "constant_with_warmup")
 UPDATES_IN_BACKWARD = ("lomo", "adalomo")
@@ -66,6 +72,7 @@ def check_run(draft: Draft) -> list[str]:
         *_devices(draft),
         *_told(draft, "output.dir", lambda: check_run_folder(draft.config)),
         *_schedule(draft),
+        *_data(draft),
         *(() if "train.optim" in told else _optimizer(draft)),
         *_told(draft, "objective.reference", lambda: check_reference(draft.config)),
     ]
@@ -164,6 +171,41 @@ def _schedule(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.lr_scheduler_kwargs", what, "names and values are those of transformers' schedules")
 
 
+def _data(draft: Draft) -> Iterator[Problem]:
+    """The data sets are opened, and their rows counted where that is quick: no row is encoded."""
+    config = draft.config
+    seed, size = config.runtime.seed, config.data.eval_split
+    try:
+        named, held_out = resolve_sources(config.data)
+    except SourceError as error:
+        yield _at_its_key(draft, error, "data.registry")
+        return
+    opened: list[Source] = []
+    for each in (*named, *held_out):
+        if each.path.startswith(HUB):
+            continue  # its first rows would be fetched by every process
+        try:
+            opened += open_sources([each], seed=seed)
+        except SourceError as error:
+            yield _at_its_key(draft, error, draft.key_of(error) or "data.train")
+    if len(opened) < len(named) + len(held_out):
+        return
+    counts = [source.count_at_most(COUNTED_BYTES) for source in opened[: len(named)]]
+    most = sum(count for count, _ in counts)
+    wanted = num_held_out(size, most)
+    are_counted = all(is_exact for _, is_exact in counts)
+    if size and (not 0 < wanted < most if are_counted else size >= 1 and wanted >= most):
+        there = f"{most:,} rows" if are_counted else f"at most {most:,} rows, by the size of their files"
+        side = "nothing to evaluate on" if wanted < 1 else "nothing to train on"
+        what = f"{size:g} holds out {wanted:,} of {there}: that leaves {side}"
+        yield draft.problem("data.eval_split", what, "a share such as 0.05, or a smaller number of rows")
+        return
+    if are_counted:
+        mixture = mixture_of(config, [source.config.weight for source in opened[: len(named)]])
+        limit, numbers = config.data.max_length, [count for count, _ in counts]
+        yield from _told(draft, "data.train", lambda: check_mixture(numbers, mixture, seed=seed, most_tokens=limit))
+
+
 def _optimizer(draft: Draft) -> Iterator[Problem]:
     """The optimizer takes a step on a small matrix, on the device of the run."""
     train = draft.config.train
@@ -248,11 +290,8 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
     if refused := list(_rank(draft, model)):
         yield from refused
         return  # such matrices may be larger than the memory
-    # an adapter to go on from is taken for a new one, and no weights are there for one to be made of
-    fresh = config.adapter.model_copy(update={"name_or_path": None, "init_lora_weights": True})
-    if (existing := config.adapter.name_or_path) is not None:
-        yield from _told(draft, "adapter.name_or_path", lambda: check_existing(config.adapter, existing))
-    new_ids = vocabulary.new_ids if existing is None else ()  # an older adapter has its own rows
+    # no weights are there for an adapter to be made of
+    fresh = config.adapter.model_copy(update={"init_lora_weights": True})
     yield from _told(draft, "train.router_aux_loss_coef", lambda: balanced_routers(model, config.train))
     if config.train.torch_compile:
         yield from _told(draft, "train.torch_compile", lambda: compilable_layers(model))
@@ -260,7 +299,12 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         media = media_of(config, tokenizer.files.folder)
         yield from _told(draft, "media.cache", lambda: readable_media(media, model))
     adapted: list[PreTrainedModel | PeftModel] = []
-    yield from _told(draft, "adapter.type", lambda: adapted.append(apply_adapter(model, fresh, new_ids=new_ids)))
+    if (existing := config.adapter.name_or_path) is not None:
+        shaped = lambda: adapted.append(shape_existing(model, config.adapter, existing))  # noqa: E731
+        yield from _told(draft, "adapter.name_or_path", shaped)
+    else:
+        new_ids = vocabulary.new_ids
+        yield from _told(draft, "adapter.type", lambda: adapted.append(apply_adapter(model, fresh, new_ids=new_ids)))
     if config.runtime.sharding is Sharding.FSDP and adapted:
         yield from _told(draft, "runtime.sharding", lambda: divisible_layers(adapted[0]))
 

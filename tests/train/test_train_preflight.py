@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import save_file
 
 from luthier.config import machine
 from luthier.config.choices import OPTIMIZERS, SCHEDULERS, TRACKERS
@@ -17,7 +19,10 @@ from luthier.config.draft import Draft
 from luthier.config.loading import load_draft
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
-from luthier.errors import ConfigError, Problem
+from luthier.errors import ConfigError, ModelError, Problem
+from luthier.models.adapters import apply_adapter, shape_existing
+from luthier.models.model import build_weightless
+from luthier.models.vocabulary import Vocabulary
 from luthier.train import preflight
 from luthier.train.preflight import check_run
 from luthier.train.run_folder import RUN_CONFIG
@@ -33,6 +38,9 @@ RUNS = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsp
 @pytest.fixture
 def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Draft]:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "mixed" / "b.csv").write_text("text\nb\n")
     (tmp_path / "run.yaml").write_text(GOOD)
 
     def describe(*overrides: str, to_train: bool = True) -> Draft:
@@ -117,7 +125,33 @@ WRONG = {
     "adapter.r": ["adapter={type: lora, r: 65536}"],
     "eval.max_new_tokens": ["eval.max_new_tokens=16777216", "eval.generate_rows=2", "data.eval_split=2"],
     "train.router_aux_loss_coef": ["train.router_aux_loss_coef=0.1"],
+    "data.eval_split": ["data.eval_split=1e9"],
+    "data.train[0].path": ["data.train=[{path: mixed}]"],
 }
+SHARES = "[{path: preset:skills#20, weight: WEIGHT}, {path: 'rows.jsonl'}]"
+# more faults of the same keys: of data that is counted, or only bounded, and of weights that make no epoch
+WRONG_TOO = [
+    ("adapter.modules_to_save", ["adapter={type: lora, target_modules: [q_proj], modules_to_save: [self_attn]}"]),
+    ("adapter.modules_to_save", ["adapter={type: oft, target_modules: [q_proj, v_proj], modules_to_save: [v_proj]}"]),
+    ("adapter.modules_to_save", ["adapter={type: lora, modules_to_save: [layers]}"]),
+    ("data.eval_split", ["data.eval_split=20"]),
+    ("data.eval_split", ["data.eval_split=0.01"]),
+    ("data.eval_split", ["data.eval_split=1e7", "data.train=[rows.jsonl]", "counted=0"]),
+    ("data.train", ["data.mixture=rows", f"data.train={SHARES.replace('WEIGHT', '1e9')}"]),
+    ("data.train", ["data.mixture={by: tokens}", f"data.train={SHARES.replace('WEIGHT', '1e-12')}"]),
+    ("data.train", ["data.train=[{path: preset:skills#20, weight: 1e-9}]"]),
+]
+# the same settings with numbers that are possible
+RIGHT = [
+    ["adapter={type: lora, target_modules: [q_proj], modules_to_save: [mlp]}"],
+    ["adapter={type: lora, target_modules: [q_proj, v_proj], modules_to_save: [layers.0]}"],
+    ["adapter={type: lora, modules_to_save: [q_proj]}"],
+    ["data.eval_split=19"],
+    ["data.eval_split=0.1", "data.train=[rows.jsonl]", "counted=0"],
+    ["data.mixture=rows", f"data.train={SHARES.replace('WEIGHT', '1000')}"],
+    ["data.mixture={by: tokens}", f"data.train={SHARES.replace('WEIGHT', '1000')}"],
+    ["data.train=[{path: preset:skills#20, weight: 0.05}]"],
+]
 
 
 def encoded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +169,69 @@ def test_each_fault_is_told_at_its_key_before_a_row_is_encoded(
     found = problems_of(lambda: check_run(described(*WRONG[key])))
     assert [problem.key for problem in found] == [key], found
     assert all(problem.hint and problem.where.startswith(("run.yaml:", "override ")) for problem in found)
+
+
+def problems_with(given: list[str], described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """``counted=0`` stands for files that are too large to be counted. Of faults of data only data are asked about."""
+    Path("rows.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 9)
+    if "counted=0" in given:
+        monkeypatch.setattr(preflight, "COUNTED_BYTES", 0)
+    draft = described(*(override for override in given if override != "counted=0"))
+    if given[0].startswith("adapter"):
+        return problems_of(lambda: check_run(draft))
+    return list(preflight._data(draft))
+
+
+@pytest.mark.parametrize(("key", "given"), WRONG_TOO)
+def test_what_can_be_known_of_data_and_adapter_is_told_before_a_row_is_encoded(
+    key: str, given: list[str], described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded_nothing(monkeypatch)
+    (problem,) = problems_with(given, described, monkeypatch)
+    assert problem.key.startswith(key) and problem.hint and problem.where.startswith("override ")
+    assert "combination of mismatched" not in problem.what  # PEFT's own sentence
+
+
+@pytest.mark.parametrize("given", RIGHT)
+def test_data_and_adapters_that_are_possible_pass(
+    given: list[str], described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert problems_with(given, described, monkeypatch) == []
+
+
+def test_an_adapter_that_does_not_fit_the_model_is_told_before_a_row_is_encoded(
+    tmp_path: Path, described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded_nothing(monkeypatch)
+    sizes = "hidden_size: 32, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8"
+    given = "model.config_overrides={%s, num_hidden_layers: %d}"
+    config = described(given % (sizes, 2), "adapter={type: lora, r: 4, target_modules: [q_proj]}").config
+    vocabulary = Vocabulary.of(Encoder.from_config(config).tokenizer)
+    adapted = apply_adapter(build_weightless(config, vocabulary), config.adapter)
+    weights = {name: torch.zeros(weight.shape) for name, weight in get_peft_model_state_dict(adapted).items()}
+    folder = tmp_path / "adapter"
+    adapted.peft_config["default"].save_pretrained(str(folder))
+    file, adapter = folder / "adapter_model.safetensors", f"adapter={{type: lora, name_or_path: {folder}}}"
+
+    def refusal(model: str, weights: dict[str, torch.Tensor] = weights) -> str:
+        save_file(weights, file)
+        config = described(model, adapter).config
+        with pytest.raises(ModelError) as told:
+            shape_existing(build_weightless(config, vocabulary), config.adapter, str(folder))
+        assert told.value.hint
+        return told.value.message
+
+    right, first = given % (sizes, 2), min(weights)
+    assert "model wants" in refusal(given % (sizes.replace("32", "64"), 2))
+    assert "have no place" in refusal(given % (sizes, 1))
+    assert "are not in it" in refusal(given % (sizes, 3))
+    assert "are not in it" in refusal(right, {name: weights[name] for name in weights.keys() - {first}})
+    assert "[8, 32]" in refusal(right, {**weights, first: torch.zeros(8, 32)})
+    save_file(weights, file)
+    assert check_run(described(right, adapter)) == []
+    file.unlink()
+    (problem,) = problems_of(lambda: check_run(described(right, adapter)))
+    assert problem.key == "adapter.name_or_path" and "are not there" in problem.what and problem.hint
 
 
 NO_MODEL = {
@@ -362,7 +459,9 @@ def test_an_adapter_of_another_type_is_told_before_a_row_is_encoded(
     (tmp_path / "before" / "adapter_config.json").write_text('{"peft_type": "OFT", "base_model_name_or_path": "x"}')
     found = problems_of(lambda: check_run(described("adapter={type: lora, name_or_path: before}")))
     assert [problem.key for problem in found] == ["adapter.name_or_path"]
-    assert check_run(described("adapter={type: oft, name_or_path: before}")) == []
+    (tmp_path / "before" / "adapter_model.safetensors").write_bytes(b"no tensors")
+    (problem,) = problems_of(lambda: check_run(described("adapter={type: oft, name_or_path: before}")))
+    assert problem.key == "adapter.name_or_path" and "cannot be read" in problem.what
 
 
 def test_a_reference_with_other_tokens_is_told_before_a_row_is_encoded(described: Callable[..., Draft]) -> None:
