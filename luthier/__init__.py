@@ -1,43 +1,168 @@
 """Luthier fine-tunes language models and can prove what it trains on.
 
-Public names are loaded on first use, so that ``import luthier`` costs little and needs no torch.
+    result = luthier.train("run.yaml")          # or the same as a dict, or a luthier.RunConfig
+    report = luthier.verify("run.yaml")         # is what training sees what inference sees?
+    sample = luthier.encode(row, tokenizer)     # or piece by piece: rows, samples, batches for a loop of your own
+
+The names of this package are all that programs need; `docs/api.md` tells what they do. They are loaded on first use, so
+that ``import luthier`` costs little and needs no torch, and type checkers see them as they are.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_EXPORTS = {
-    "load_config": "luthier.config.loading",
-    "load_tokenizer": "luthier.encoding.tokenizer",
-    "encode": "luthier.encoding.interface",
-    "encode_many": "luthier.encoding.interface",
-    "verify": "luthier.check.verify",
-    "prepare": "luthier.loader.interface",
-    "plan_packs": "luthier.packing",
-    "collate": "luthier.collation.interface",
-    "media_inputs": "luthier.collation.interface",
-    "Loader": "luthier.loader.loader",
-    "token_loss_sum": "luthier.objectives",
-    "Conversation": "luthier.records",
-    "Message": "luthier.records",
-    "Text": "luthier.records",
-    "Thinking": "luthier.records",
-    "ToolCall": "luthier.records",
-    "Sample": "luthier.records",
-    "RowError": "luthier.errors",
-    "UserError": "luthier.errors",
-}
+if TYPE_CHECKING:
+    from luthier.check.devices import Device as Device
+    from luthier.check.estimate import Estimate as Estimate
+    from luthier.check.estimate import Memory as Memory
+    from luthier.check.history import HistoryCost as HistoryCost
+    from luthier.check.media_counts import MediaCount as MediaCount
+    from luthier.check.plan import DataPlan as DataPlan
+    from luthier.check.plan import LongRow as LongRow
+    from luthier.check.plan import RunPlan as RunPlan
+    from luthier.check.plan import SourcePlan as SourcePlan
+    from luthier.check.show import RowView as RowView
+    from luthier.check.show import SegmentView as SegmentView
+    from luthier.check.show import TokenView as TokenView
+    from luthier.check.stats import Distribution as Distribution
+    from luthier.check.stats import SourceStats as SourceStats
+    from luthier.check.stats import Stats as Stats
+    from luthier.check.verify import Side as Side
+    from luthier.check.verify import VerifyOptions as VerifyOptions
+    from luthier.check.verify import VerifyProgress as VerifyProgress
+    from luthier.check.verify_records import Check as Check
+    from luthier.check.verify_records import CheckResult as CheckResult
+    from luthier.check.verify_records import FailedRow as FailedRow
+    from luthier.check.verify_records import Method as Method
+    from luthier.check.verify_records import Token as Token
+    from luthier.check.verify_records import VerifyReport as VerifyReport
+    from luthier.check.verify_records import Violation as Violation
+    from luthier.collation.interface import collate as collate
+    from luthier.collation.interface import media_inputs as media_inputs
+    from luthier.collation.media_inputs import MediaInputs as MediaInputs
+    from luthier.config.choices import Overflow as Overflow
+    from luthier.config.choices import Packing as Packing
+    from luthier.config.choices import TokenizerBackend as TokenizerBackend
+    from luthier.config.loading import RunDescription as RunDescription
+    from luthier.config.loading import load_config as load_config
+    from luthier.config.schema import RunConfig as RunConfig
+    from luthier.encoding.interface import EncodeOptions as EncodeOptions
+    from luthier.encoding.interface import encode as encode
+    from luthier.encoding.interface import encode_many as encode_many
+    from luthier.encoding.prepare import Progress as Progress
+    from luthier.encoding.prepared import Prepared as Prepared
+    from luthier.encoding.prepared import PreparedSet as PreparedSet
+    from luthier.encoding.prepared import SourceInfo as SourceInfo
+    from luthier.encoding.store import SampleStore as SampleStore
+    from luthier.encoding.tokenizer import AddedTokens as AddedTokens
+    from luthier.encoding.tokenizer import Tokenizer as Tokenizer
+    from luthier.encoding.tokenizer import load_tokenizer as load_tokenizer
+    from luthier.errors import BudgetError as BudgetError
+    from luthier.errors import CheckpointError as CheckpointError
+    from luthier.errors import ConfigError as ConfigError
+    from luthier.errors import LoaderError as LoaderError
+    from luthier.errors import LuthierError as LuthierError
+    from luthier.errors import ModelError as ModelError
+    from luthier.errors import Problem as Problem
+    from luthier.errors import RowDropped as RowDropped
+    from luthier.errors import RowError as RowError
+    from luthier.errors import RowForbidden as RowForbidden
+    from luthier.errors import SourceError as SourceError
+    from luthier.errors import StoreError as StoreError
+    from luthier.errors import TemplateError as TemplateError
+    from luthier.errors import TokenizerError as TokenizerError
+    from luthier.errors import TrainingError as TrainingError
+    from luthier.errors import UserError as UserError
+    from luthier.ledger import Ledger as Ledger
+    from luthier.library import DataStats as DataStats
+    from luthier.library import FirstSample as FirstSample
+    from luthier.library import Listener as Listener
+    from luthier.library import Remark as Remark
+    from luthier.library import Reported as Reported
+    from luthier.library import Shown as Shown
+    from luthier.library import plan as plan
+    from luthier.library import prepare as prepare
+    from luthier.library import show as show
+    from luthier.library import stats as stats
+    from luthier.library import train as train
+    from luthier.library import verify as verify
+    from luthier.loader.loader import Loader as Loader
+    from luthier.loader.loader import Step as Step
+    from luthier.loader.settings import LoaderOptions as LoaderOptions
+    from luthier.media.families import MediaKind as MediaKind
+    from luthier.objectives.token_loss import TokenLoss as TokenLoss
+    from luthier.objectives.token_loss import token_loss_sum as token_loss_sum
+    from luthier.packing import PlanSummary as PlanSummary
+    from luthier.packing import SourceShare as SourceShare
+    from luthier.packing import Units as Units
+    from luthier.packing import plan_packs as plan_packs
+    from luthier.records import Address as Address
+    from luthier.records import Audio as Audio
+    from luthier.records import AudioHeader as AudioHeader
+    from luthier.records import Batch as Batch
+    from luthier.records import Branch as Branch
+    from luthier.records import Conversation as Conversation
+    from luthier.records import Document as Document
+    from luthier.records import Feedback as Feedback
+    from luthier.records import Image as Image
+    from luthier.records import ImageHeader as ImageHeader
+    from luthier.records import LostMedia as LostMedia
+    from luthier.records import Media as Media
+    from luthier.records import MediaHeader as MediaHeader
+    from luthier.records import MediaItem as MediaItem
+    from luthier.records import Message as Message
+    from luthier.records import Part as Part
+    from luthier.records import Preference as Preference
+    from luthier.records import Row as Row
+    from luthier.records import Sample as Sample
+    from luthier.records import Segment as Segment
+    from luthier.records import TargetRule as TargetRule
+    from luthier.records import Targets as Targets
+    from luthier.records import Text as Text
+    from luthier.records import Thinking as Thinking
+    from luthier.records import ToolCall as ToolCall
+    from luthier.records import Unit as Unit
+    from luthier.records import Video as Video
+    from luthier.records import VideoHeader as VideoHeader
+    from luthier.rendering.trace import Owner as Owner
+    from luthier.sources import RepeatedIds as RepeatedIds
+    from luthier.templating.limits import TemplateLimits as TemplateLimits
+    from luthier.templating.limits import TemplateSettings as TemplateSettings
+    from luthier.train.events import Note as Note
+    from luthier.train.events import Saved as Saved
+    from luthier.train.events import Started as Started
+    from luthier.train.report import Report as Report
+    from luthier.train.result import DataSummary as DataSummary
+    from luthier.train.result import Ended as Ended
+    from luthier.train.result import EvalRecord as EvalRecord
+    from luthier.train.result import GenerationRecord as GenerationRecord
+    from luthier.train.result import GenerationRound as GenerationRound
+    from luthier.train.result import ModelSummary as ModelSummary
+    from luthier.train.result import RunResult as RunResult
+    from luthier.train.result import SourceSummary as SourceSummary
+    from luthier.train.result import StepRecord as StepRecord
+else:  # hidden from type checkers, to which a module with a `__getattr__` has every name
+    from ast import ImportFrom, parse
+    from functools import cache
+    from importlib import import_module
+    from pathlib import Path
 
+    @cache
+    def _places() -> dict[str, str]:
+        """Where each public name lives, read off the imports above: they are written down once."""
+        (block,) = (node for node in parse(Path(__file__).read_text(encoding="utf-8")).body if hasattr(node, "test"))
+        imported = (node for node in block.body if isinstance(node, ImportFrom))
+        return {alias.name: node.module for node in imported for alias in node.names}
 
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module 'luthier' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name.startswith("__") or name not in _places():
+            raise AttributeError(f"module 'luthier' has no attribute {name!r}")
+        if name == "train":  # the room, which can be called: it is what Python binds to this name sooner or later
+            return import_module("luthier.train")
+        return getattr(import_module(_places()[name]), name)
 
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_EXPORTS])
+    def __dir__() -> list[str]:
+        return sorted([*globals(), *_places()])

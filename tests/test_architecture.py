@@ -28,6 +28,7 @@ LINES = (
     "collation objectives",
     "loader models",
     "train check",
+    "library",
     "cli",
     "__main__",
 )

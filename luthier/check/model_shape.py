@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from luthier.config.schema import RunConfig
+    from luthier.encoding.tokenizer import Tokenizer
+
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -49,6 +52,20 @@ class ModelShape:
     def layers(self) -> int:
         """Decoder layers."""
         return len(self.windows)
+
+
+def shape_of_run(config: RunConfig, tokenizer: Tokenizer) -> ModelShape:
+    """Of the model that a run trains, with its adapter and its new tokens. Raises `ModelError`."""
+    from luthier.models.adapters import apply_adapter
+    from luthier.models.model import build_weightless
+    from luthier.models.vocabulary import Vocabulary
+
+    vocabulary = Vocabulary.of(tokenizer)
+    model = build_weightless(config, vocabulary)
+    # an adapter to go on from is taken for a new one, and no weights are there for one to be made of
+    fresh = config.adapter.model_copy(update={"name_or_path": None, "init_lora_weights": True})
+    new_ids = vocabulary.new_ids if config.adapter.name_or_path is None else ()  # an older adapter has its own rows
+    return shape_of(apply_adapter(model, fresh, new_ids=new_ids))
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:

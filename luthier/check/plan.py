@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from luthier.check.estimate import Estimate
 from luthier.check.history import HistoryCost
 from luthier.check.media_counts import MediaCount, MediaItems, packing_refusal
 from luthier.config.schema import Overflow, Packing, RunConfig
@@ -93,6 +94,8 @@ class RunPlan:
     history: HistoryCost | None = None
     clock: str | None = None
     unmet: tuple[str, ...] = ()
+    estimate: Estimate | None = None
+    no_estimate: str | None = None
 
 
 def plan_run(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from luthier.cli.output import JsonTarget, reporting
-from luthier.cli.pipeline import ConfigFile, Overrides, read_config
+from luthier.cli.pipeline import ConfigFile, Overrides
 from luthier.terminal import stderr_terminal
 from luthier.writing import printable, to_json, write_text
 
@@ -26,8 +26,10 @@ def show(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = Non
     [dim]Example[/]   luthier config show run.yaml train.learning_rate=1e-4 > resolved.yaml
     """
     with reporting(json) as output:
-        resolved = read_config(config, overrides, output)
         from luthier.config.dumping import dump_config
+        from luthier.config.loading import load_config
+
+        resolved = load_config(config, overrides or ())
 
         if json is None:  # as plain text: colours or wrapped lines would not be YAML any more
             text = dump_config(resolved)

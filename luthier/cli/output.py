@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -21,9 +21,6 @@ from rich.text import Text
 from luthier.errors import ConfigError, UserError, install_hint
 from luthier.terminal import Terminal
 from luthier.writing import to_json, write_text
-
-if TYPE_CHECKING:
-    from luthier.config.draft import Draft
 
 STDOUT = "-"
 # What each extra of the package brings.
@@ -50,7 +47,6 @@ class Output:
     json_target: str | None
     json_stream: TextIO  # stdout as it was before prints were sent to stderr
     emitted: list[str] = field(default_factory=list)  # where the one document went, once it did
-    drafts: list[Draft] = field(default_factory=list)  # the run description, once it is read: what errors are placed by
 
     def emit(self, data: dict[str, Any]) -> None:
         """Write ``data`` to the JSON target, if one was asked for. Not a number becomes null, as JSON wants it."""
@@ -75,9 +71,6 @@ def reporting(json_target: str | None) -> Iterator[Output]:
         try:
             yield output
         except BaseException as error:
-            if isinstance(error, UserError):
-                for draft in output.drafts:
-                    draft.place(error)
             is_told = bool(output.emitted) or isinstance(error, (typer.Exit, GeneratorExit))
             if not is_told and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
                 output.emit({"error": error_as_json(error)})

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from luthier.cli.output import JsonTarget, reporting
-from luthier.cli.pipeline import read_to_train
+from luthier.cli.training import train_and_tell
 
 
 class Senses(StrEnum):
@@ -47,10 +47,8 @@ def quickstart(
     """
     with reporting(json) as output:
         with as_file(files("luthier.cli") / senses.file) as config:
-            run = read_to_train(str(config), [f"output.dir={out}", "output.overwrite=true"], output, output.console)
-        from luthier.cli.training import run_and_report
-
-        report = run_and_report(run, output.console, quickstart=True)
+            overrides = [f"output.dir={out}", "output.overwrite=true"]
+            report = train_and_tell(str(config), overrides, output.console, quickstart=True)
         output.emit(report.to_json())
     if report.result.exit_code:
         raise typer.Exit(report.result.exit_code)

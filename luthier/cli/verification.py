@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from luthier import library
 from luthier.cli.inspection import Split
 from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
-from luthier.cli.pipeline import ConfigFile, Overrides, read_config
-
-if TYPE_CHECKING:
-    from luthier.check.verify import VerifyProgress
+from luthier.cli.pipeline import ConfigFile, Overrides
 
 
 def verify(  # noqa: PLR0913
@@ -48,9 +46,7 @@ def verify(  # noqa: PLR0913
     [dim]Example[/]   luthier verify run.yaml --sample 1000 --against http://localhost:8000
     """
     with reporting(json) as output:
-        run = read_config(config, overrides, output)
         from luthier.check.verify import Side, VerifyOptions
-        from luthier.check.verify import verify as verify_data
         from luthier.check.verify_server import token_from
         from luthier.check.verify_terminal import failed_row, report_table
 
@@ -62,8 +58,8 @@ def verify(  # noqa: PLR0913
             max_failures=max_failures,
             token=token_from(token_env),
         )
-        with _progress(output.console, wanted=run.tracking.progress) as on_progress:
-            report = verify_data(run, options, on_progress=on_progress)
+        with _progress(output.console) as listen:
+            report = library.verify(config, options, overrides=overrides or (), on_event=listen)
         output.console.print(report_table(report))
         for row in report.failed_rows:
             output.console.print()
@@ -74,17 +70,22 @@ def verify(  # noqa: PLR0913
 
 
 @contextmanager
-def _progress(console: Console, *, wanted: bool) -> Iterator[Callable[[VerifyProgress], None]]:
-    if not wanted or not console.is_terminal:
-        yield lambda progress: None
-        return
+def _progress(console: Console) -> Iterator[library.Listener]:
+    from luthier.check.verify import VerifyProgress
+    from luthier.config.schema import RunConfig
+
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with ExitStack() as stack:
+        bar = Progress(*columns, console=console, transient=True)
         task = bar.add_task("verifying", total=None)
 
-        def show(now: VerifyProgress) -> None:
-            failed = f", {now.failed:,} fail" if now.failed else ""
-            lost = f", {now.lost:,} refused" if now.lost else ""
-            bar.update(task, description=f"verifying: {now.read:,} rows{failed}{lost}")
+        def show(event: object) -> None:
+            match event:
+                case RunConfig() if event.tracking.progress and console.is_terminal:
+                    stack.enter_context(bar)
+                case VerifyProgress():
+                    failed = f", {event.failed:,} fail" if event.failed else ""
+                    lost = f", {event.lost:,} refused" if event.lost else ""
+                    bar.update(task, description=f"verifying: {event.read:,} rows{failed}{lost}")
 
         yield show

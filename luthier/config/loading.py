@@ -7,10 +7,13 @@ Neither torch nor transformers is imported: a mistake is reported in a fraction 
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping as Dictionary
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from luthier.config.conflicts import check_conflicts
 from luthier.config.draft import Draft, read_draft
@@ -24,27 +27,41 @@ from luthier.config.tree import Mapping, Node, Where, show_value
 from luthier.config.yaml_text import Parsed
 from luthier.errors import ConfigError, Problem
 
+IN_MEMORY = "<config>.json"  # what messages call a description that has no file
+# A run description as programs may give it: the path of its file, the same as a dict, or what was made of either.
+RunDescription = RunConfig | Dictionary[str, Any] | Path | str
 
-def load_config(path: Path | str, overrides: Sequence[str] = (), *, check_paths: bool = True) -> RunConfig:
-    """Read a ``.yaml`` or ``.json`` run description; overrides such as ``train.max_steps=10`` win over it.
+
+def load_config(config: RunDescription, overrides: Sequence[str] = (), *, check_paths: bool = True) -> RunConfig:
+    """Read a run description: a ``.yaml`` or ``.json`` file, the same as a dict, or a `RunConfig`, which is checked
+    again. Overrides such as ``train.max_steps=10`` win over it.
 
     Raises ConfigError with every problem of the file and of the overrides. ``check_paths=False`` leaves the file
     system and the number of cores alone, for descriptions of runs that were made elsewhere.
     """
-    return load_draft(path, overrides, check_paths=check_paths).config
+    return load_draft(config, overrides, check_paths=check_paths).config
 
 
 def load_draft(
-    path: Path | str, overrides: Sequence[str] = (), *, check_paths: bool = True, to_train: bool = False
+    config: RunDescription, overrides: Sequence[str] = (), *, check_paths: bool = True, to_train: bool = False
 ) -> Draft:
     """`load_config` with the places of all values, for checks that come later. Its ``config`` is whole and sound.
 
     ``to_train``: the run is to be trained on this machine, now. Problems with that are raised with the others; where
     there are no others the draft has them, to be told together with what only torch can tell.
     """
-    path = Path(os.path.expanduser(path))
-    parsed = parse_text(read_text(path), str(path))
-    return _build(parsed, str(path), overrides, check_paths=check_paths, to_train=to_train)
+    if isinstance(config, RunConfig | Dictionary):
+        parsed, name = parse_text(_as_text(config), IN_MEMORY), IN_MEMORY
+    else:
+        path = Path(os.path.expanduser(config))
+        parsed, name = parse_text(read_text(path), str(path)), str(path)
+    return _build(parsed, name, overrides, check_paths=check_paths, to_train=to_train)
+
+
+def _as_text(config: RunConfig | Dictionary[str, Any]) -> str:
+    """JSON, so that the shorthands, checks and messages of files hold. What nobody set stays unset, as checks ask."""
+    values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
+    return json.dumps(values, default=str)
 
 
 def load_config_text(

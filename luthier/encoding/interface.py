@@ -36,7 +36,7 @@ Control = Literal["as_text", "forbid"] | Sequence[str]
 ROWS = "<rows>"  # the file of rows that come from Python
 
 
-class Options(TypedDict, total=False):
+class EncodeOptions(TypedDict, total=False):
     """What rows are encoded under; all but ``tools`` and ``control`` as in the section ``template`` of a run.
 
     train_on         ``assistant`` (default), ``last_assistant``, ``all``, ``completion`` or ``none``
@@ -64,8 +64,8 @@ class Options(TypedDict, total=False):
     media: Mapping[str, Any]
 
 
-def encode(row: Mapping[str, Any] | Row, tokenizer: Tokenizer, **options: Unpack[Options]) -> Sample:
-    """The token tree of one row, under `Options`.
+def encode(row: Mapping[str, Any] | Row, tokenizer: Tokenizer, **options: Unpack[EncodeOptions]) -> Sample:
+    """The token tree of one row, under `EncodeOptions`.
 
     ``row`` is a dict in any supported form (OpenAI messages, ShareGPT, alpaca, prompt and completion, text) or a
     record such as `Conversation`.
@@ -82,15 +82,17 @@ def encode_many(
     tokenizer: Tokenizer,
     *,
     errors: Literal["raise", "return"] = "raise",
-    **options: Unpack[Options],
+    **options: Unpack[EncodeOptions],
 ) -> Iterator[Sample | RowError]:
-    """The token trees of many rows, in order; far quicker than one by one. See `encode` and `Options`.
+    """The token trees of many rows, in order; far quicker than one by one. See `encode` and `EncodeOptions`.
 
     Dicts of several forms may be mixed. ``errors="return"`` gives a `RowError` in the place of a row that cannot be
     encoded, and goes on; its address is ``<rows>:N``, counted from 1.
     """
-    if unknown := options.keys() - Options.__annotations__.keys():
-        raise TypeError(f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(Options.__annotations__)}")
+    if unknown := options.keys() - EncodeOptions.__annotations__.keys():
+        raise TypeError(
+            f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(EncodeOptions.__annotations__)}"
+        )
     control = options.get("control", "as_text")
     policy = TargetPolicy(
         train_on=TrainOn(options.get("train_on", "assistant")),

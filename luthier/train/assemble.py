@@ -188,7 +188,7 @@ def _callbacks(
         Journal(meter, (*losses.measured, *RouterBalance(losses).measured), hooks.tell),
     ]
     callbacks += [EarlyStopping(config.eval, hooks.tell)] if stopping else []
-    return callbacks
+    return [*callbacks, *hooks.callbacks]
 
 
 def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrainer) -> ModelSummary:

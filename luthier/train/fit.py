@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
+from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from luthier.config.schema import Packing, RunConfig
@@ -60,18 +61,25 @@ from luthier.train.signals import StopSignals
 from luthier.train.trainer import taking_over
 
 
-def fit(config: RunConfig, encoder: Encoder, prepared: Prepared, *, on_event: Listener | None = None) -> RunResult:
+def fit(
+    config: RunConfig,
+    encoder: Encoder,
+    prepared: Prepared,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    on_event: Listener | None = None,
+) -> RunResult:
     """Train as ``config`` says, and leave model, checkpoints, log and ``result.json`` in ``output.dir``.
 
-    ``on_event`` gets every `luthier.train.events.Event`, on the main process. On SIGTERM or SIGINT the step is
-    finished, a checkpoint is saved, and the result says ``ended: interrupted``: exit with its ``exit_code`` (143 or
-    130). A second signal ends the process at once with the same code.
+    ``callbacks`` are transformers', called behind ours. ``on_event`` gets every `luthier.train.events.Event`, on the
+    main process. On SIGTERM or SIGINT the step is finished, a checkpoint is saved, and the result says ``ended:
+    interrupted``: exit with its ``exit_code`` (143 or 130). A second signal ends the process at once with that code.
 
     Raises `ModelError`, `CheckpointError`, `BudgetError`, `ConfigError`, and `TrainingError` when the loss is no number
     any more; the checkpoints saved before stay.
     """
     data = open_run_data(config, prepared, encoder_fingerprint=encoder.fingerprint)
-    return fit_data(config, encoder.tokenizer, data, on_event=on_event)
+    return fit_data(config, encoder.tokenizer, data, callbacks=callbacks, on_event=on_event)
 
 
 def fit_live(
@@ -86,18 +94,20 @@ def fit_data(
     tokenizer: Tokenizer,
     data: RunData | Callable[[], LiveData],
     *,
+    callbacks: Sequence[TrainerCallback] = (),
     on_event: Listener | None = None,
 ) -> RunResult:
     """`fit` for segments from anywhere. Data that is still on its way is asked for when the ranks have met."""
     refuse_other_ways(os.environ)
     with own_numerics() as not_followed:
-        return _fit(config, tokenizer, data, on_event, not_followed)
+        return _fit(config, tokenizer, data, tuple(callbacks), on_event, not_followed)
 
 
 def _fit(
     config: RunConfig,
     tokenizer: Tokenizer,
     data: RunData | Callable[[], LiveData],
+    callbacks: tuple[TrainerCallback, ...],
     on_event: Listener | None,
     not_followed: list[str],
 ) -> RunResult:
@@ -113,7 +123,7 @@ def _fit(
         config = _as_packed(config, tokenizer, tell)
         with StopSignals() as signals, naming_lost_ranks(config.output.dir, world):
             found = data if isinstance(data, RunData) else _open(data)
-            hooks = Hooks(tell=tell, stop=StopAgreement(signals, world))
+            hooks = Hooks(tell=tell, stop=StopAgreement(signals, world), callbacks=callbacks)
             run = _begun(lambda: _set_up(config, tokenizer, found, hooks, listeners))
             result = result_of(run, started_at)
     finally:

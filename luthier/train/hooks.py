@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from transformers import TrainerCallback
 
 from luthier.train.events import Listener
 from luthier.train.run_stream import World
@@ -13,10 +14,11 @@ from luthier.train.signals import StopSignals
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hooks:
-    """How a run talks, and how it is told to stop."""
+    """How a run talks, how it is told to stop, and the caller's own callbacks, which come behind ours."""
 
     tell: Listener
     stop: StopAgreement
+    callbacks: tuple[TrainerCallback, ...] = ()
 
 
 class StopAgreement:

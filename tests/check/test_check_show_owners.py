@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from luthier.check.loaded import Loaded, load_rows
 from luthier.check.origins import find_rows, row_origins, segment_origin
 from luthier.check.owners import Owner
+from luthier.check.selection import Kind, Selection
 from luthier.check.show import RowView
-from luthier.cli.pipeline import Loaded, prepare_data, read_config
-from luthier.cli.selection import Kind, Selection
+from luthier.config.loading import load_config
 from luthier.config.schema import SourceConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.owners import leaf_owners, sample_difference, token_owners
@@ -77,7 +78,7 @@ output: {{dir: {folder / "out"}}}
 tracking: {{progress: false}}
 """
     (folder / "run.yaml").write_text(text, encoding="utf-8")
-    return read_config(str(folder / "run.yaml"), overrides)
+    return load_config(str(folder / "run.yaml"), overrides)
 
 
 def chat(question: str, *turns: str) -> dict:
@@ -97,9 +98,7 @@ def owners_of(row, encoder: Encoder):
 
 
 def loaded_of(config) -> Loaded:
-    from rich.console import Console
-
-    return prepare_data(config, Console(quiet=True))
+    return load_rows(config)
 
 
 def views(loaded: Loaded, kind: Kind, number: int = 1) -> list[RowView]:

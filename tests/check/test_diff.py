@@ -21,7 +21,7 @@ from luthier.check.diff_repeats import repeats
 from luthier.check.diff_runs import EncodedSide, RunDiff, diff_runs, lesson_of
 from luthier.check.diff_settings import changed_settings
 from luthier.check.diff_terminal import diff_report
-from luthier.cli.pipeline import read_config
+from luthier.config.loading import load_config
 from luthier.config.schema import DataConfig, Overflow, RunConfig, SourceConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowDropped, RowError
@@ -297,7 +297,7 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
         f"output: {{dir: {folder / 'out'}}}\n",
         encoding="utf-8",
     )
-    return read_config(str(path), overrides)
+    return load_config(str(path), overrides)
 
 
 def compared(a: RunConfig, b: RunConfig, **options: int) -> RunDiff:

@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 import luthier
+from luthier import library
 from luthier.cli import main as edge
 from luthier.cli.main import app, run
-from luthier.cli.pipeline import read_to_train
 from luthier.cli.quickstart import Senses
 from luthier.errors import ModelError, RowError
 
@@ -191,10 +191,10 @@ def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_bug_says_so_with_its_traceback(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("oops [/]")
 
-    monkeypatch.setattr("luthier.cli.inspection.read_to_plan", broken)
+    monkeypatch.setattr("luthier.library.plan", broken)
     assert run(["plan", str(config)]) == 1
     err = capsys.readouterr().err
     assert "this is a bug" in err and "Traceback" in err and "oops [/]" in err
@@ -213,10 +213,10 @@ def test_a_bug_says_so_with_its_traceback(
 def test_what_is_raised_decides_the_exit_code(
     raised: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def failing(*_: object) -> None:
+    def failing(*_: object, **__: object) -> None:
         raise raised
 
-    monkeypatch.setattr("luthier.cli.inspection.read_to_plan", failing)
+    monkeypatch.setattr("luthier.library.plan", failing)
     assert run(["plan", "any.yaml"]) == code
     assert words in capsys.readouterr().err
 
@@ -372,8 +372,9 @@ def test_quickstart_reports_exact_answers_before_and_after(
         f"train.max_steps={num_steps}", "train.warmup_steps=0", "tracking.logging_steps=1", "eval.generate_rows=2",
         "eval.max_new_tokens=3", "runtime.threads=1", "tracking.progress=false",
     )  # fmt: skip
-    shorter = lambda path, given, *outputs: read_to_train(path, [*given, *short], *outputs)  # noqa: E731
-    monkeypatch.setattr("luthier.cli.quickstart.read_to_train", shorter)
+    whole = library.train_and_report
+    shorter = lambda path, *, overrides, **rest: whole(path, overrides=[*overrides, *short], **rest)  # noqa: E731
+    monkeypatch.setattr(library, "train_and_report", shorter)
     assert run(["quickstart", senses, "--out", str(tmp_path / "out"), "--json", "-"]) == 0
     out, err = capsys.readouterr()
     told = json.loads(out)

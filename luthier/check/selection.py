@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
 
+from luthier.check.loaded import Loaded
 from luthier.check.origins import SegmentOrigin, row_origins, segment_origin
+from luthier.check.previews import previews
 from luthier.check.show import RowView, show_batch, show_pack, show_sample
-from luthier.cli.pipeline import Loaded
+from luthier.check.show_html import page_html
 from luthier.collation import CollateSettings
 from luthier.encoding.prepared import PreparedSet
 from luthier.encoding.segments import SegmentIndex
@@ -21,6 +24,7 @@ from luthier.loader.run_settings import media_of, train_settings
 from luthier.packing import EpochPlan, Units, plan_epoch
 from luthier.records import Pack
 from luthier.sources import open_sources, resolve_sources
+from luthier.writing import write_text
 
 
 class Kind(StrEnum):
@@ -138,6 +142,14 @@ class Selection:
     def _check(self, count: int, what: str) -> None:
         if self.number > count:
             raise UserError(f"--{self.kind} {self.number}: there are {count} {what}", hint=f"choose 1 to {count}")
+
+
+def write_page(path: Path, rows: Sequence[RowView], loaded: Loaded, *, title: str, facts: Mapping[str, str]) -> None:
+    """The rows as a page that needs nothing else, with pictures of their media."""
+    measurer = loaded.encoder.measurer
+    processor = measurer.processor if any(row.media for row in rows) else None
+    pictures = previews(rows, processor, measurer.access)
+    write_text(path, page_html(rows, title=title, facts=facts, previews=pictures))
 
 
 def _plan(index: SegmentIndex, loaded: Loaded, *, rows_per_micro_batch: int) -> EpochPlan:

@@ -1,0 +1,498 @@
+"""What the commands do, for programs: `train`, `plan`, `show`, `stats`, `verify` and `prepare`, each a function.
+
+Each takes a run description as the path of its file, as the same in a dict, or as a `RunConfig`, and gives a record.
+``overrides`` such as ``["train.max_steps=10"]`` win over the description. ``on_event`` hears what happens on the way:
+first the `RunConfig` that was read, then notes, progress, and each stage's record once it stands. The commands of
+``luthier`` call these functions and print what they hear and get.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from luthier.check.estimate import Estimate
+    from luthier.check.loaded import Loaded
+    from luthier.check.plan import RunPlan
+    from luthier.check.show import RowView
+    from luthier.check.stats import Stats
+    from luthier.check.verify import VerifyOptions
+    from luthier.check.verify_records import VerifyReport
+    from luthier.config.draft import Draft
+    from luthier.config.loading import RunDescription
+    from luthier.config.schema import RunConfig
+    from luthier.encoding.encoder import Encoder
+    from luthier.encoding.prepare import Progress
+    from luthier.encoding.prepared import Prepared
+    from luthier.loader.feed import FeedReader
+    from luthier.sources import RepeatedIds
+    from luthier.train.live import LiveData
+    from luthier.train.report import Report
+    from luthier.train.result import RunResult
+    from luthier.train.schedule import Schedule
+
+Listener = Callable[[object], None]  # hears records of several kinds: `match event: case luthier.StepRecord(): …`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remark:
+    """What is worth knowing of a run before it begins, in words."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstSample:
+    """The first sample of the training data, as the model will see it."""
+
+    rows: tuple[RowView, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reported:
+    """The run is over and its report stands; ``files`` are where it was written."""
+
+    report: Report
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """Rows as the model sees them, and under which settings.
+
+    ``findings`` are in how far a second rendering of the rows disagrees with what the store holds; none is as it
+    should be.
+    """
+
+    title: str
+    facts: Mapping[str, str]
+    rows: tuple[RowView, ...]
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Each once, in their order."""
+        return tuple(dict.fromkeys(finding for row in self.rows for finding in row.findings))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataStats:
+    """The data of a run in numbers: what became of the rows, each side, and the ids that come twice."""
+
+    ledger: Mapping[str, Any]
+    train: Stats
+    eval: Stats | None
+    repeated_ids: tuple[RepeatedIds, ...]
+
+
+def train(
+    config: RunDescription,
+    *,
+    overrides: Sequence[str] = (),
+    callbacks: Iterable[TrainerCallback] = (),
+    on_event: Listener | None = None,
+) -> RunResult:
+    """Train as the run description says; what ``luthier train`` does.
+
+    Leaves the model, checkpoints, ``report.html``, ``report.json`` and ``loss.png`` in ``output.dir``, and goes on from
+    the newest checkpoint there. ``callbacks`` are transformers', added behind Luthier's own. The result's ``ended``
+    says whether the run came to its end; after Ctrl-C or SIGTERM it has saved a checkpoint.
+
+    Raises `ConfigError` with all that is wrong with the description or would stop the run later, before a row is
+    encoded; then what preparation and training raise: `SourceError`, `TokenizerError`, `TemplateError`, `StoreError`,
+    `BudgetError`, `ModelError`, `CheckpointError`, `TrainingError`.
+    """
+    return train_and_report(config, overrides=overrides, callbacks=callbacks, on_event=on_event).result
+
+
+def train_and_report(
+    config: RunDescription,
+    *,
+    overrides: Sequence[str] = (),
+    callbacks: Iterable[TrainerCallback] = (),
+    on_event: Listener | None = None,
+    quickstart: bool = False,
+) -> Report:
+    """`train`, with the report that was written. ``quickstart``: the report says how exact the answers were."""
+    tell = on_event if on_event is not None and is_main_process() else _silent
+    with _described(config, overrides, tell, to_train=True) as run:
+        from luthier.loader.choosing import prepares_meanwhile
+
+        if prepares_meanwhile(run):
+            report = _train_meanwhile(run, tuple(callbacks), tell)
+        else:
+            report = _train_prepared(run, tuple(callbacks), tell)
+        report = replace(report, quickstart=quickstart)
+        if is_main_process():
+            from luthier.train.report import write_report
+
+            tell(Reported(report=report, files=tuple(write_report(report))))
+    return report
+
+
+def verify(
+    config: RunDescription,
+    options: VerifyOptions | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    on_event: Listener | None = None,
+) -> VerifyReport:
+    """Prove on the run's own rows that training sees what inference sees; what ``luthier verify`` does.
+
+    ``report.ok`` is the answer. Raises `ConfigError`, and `UserError` if there is no data, the tokenizer or template
+    cannot be used, or the server cannot be reached.
+    """
+    tell = on_event or _silent
+    with _described(config, overrides, tell) as run:
+        from luthier.check.verify import verify as verify_rows
+
+        return verify_rows(run, options, on_progress=tell)
+
+
+def prepare(
+    config: RunDescription,
+    *,
+    overrides: Sequence[str] = (),
+    ray_address: str | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_event: Listener | None = None,
+) -> Prepared:
+    """Encode what a run's data has and the store has not, and say which samples the run will see.
+
+    Only the sections ``model``, ``data``, ``template`` and ``media`` of the description matter here, ``objective`` for
+    the kind of row, ``output.dir`` for the file of lost rows, and ``runtime.seed``. ``ray_address`` leaves the work to
+    a Ray cluster: ``auto``, ``local`` or ``ray://host:10001``. ``on_progress`` hears of the progress alone.
+
+    Raises `ConfigError` with all that is wrong with the description, and what ``luthier prepare`` ends with:
+    `SourceError`, `TokenizerError`, `TemplateError`, `StoreError`, `BudgetError`.
+    """
+    tell = on_event or _silent
+
+    def progressed(progress: Progress) -> None:
+        tell(progress)
+        if on_progress is not None:
+            on_progress(progress)
+
+    with _described(config, overrides, tell) as run:
+        return _load(run, tell, on_progress=progressed, ray_address=ray_address).prepared
+
+
+def plan(
+    config: RunDescription,
+    *,
+    overrides: Sequence[str] = (),
+    device: str | None = None,
+    utilisation: float | None = None,
+    on_event: Listener | None = None,
+) -> RunPlan:
+    """Say exactly what a run will do, without a model: rows, tokens, targets, packs, steps; what ``luthier plan`` does.
+
+    Time and memory are estimated for ``device`` (``h100``, ``a100`` …; by default the one that is here) at a share
+    ``utilisation`` of its peak. What would stop the run on this machine is told as a `Remark`, and stops no plan.
+
+    Raises `ConfigError`, `UserError` for an unknown device or data without a row, and what preparation raises.
+    """
+    from luthier.check.devices import check_name
+    from luthier.check.plan import with_media
+    from luthier.errors import ModelError
+    from luthier.loader.choosing import prepares_meanwhile
+
+    tell = on_event or _silent
+    with _described(config, overrides, tell, to_plan=True) as run:
+        check_name(device)  # before the data is prepared, which may take long
+        loaded = _load(run, tell)
+        if prepares_meanwhile(run):
+            text = "training shuffles these rows as they come (data.prepare): its packs, steps and held-out rows differ"
+            tell(Remark(text=text))
+        schedule = schedule_of(loaded)
+        model_config = loaded.encoder.media_source.model_config()
+        found = with_media(plan_of(loaded, schedule), loaded.train, loaded.held_out, model_config=model_config)
+        try:
+            return replace(found, estimate=_estimate(loaded, schedule, found, device, utilisation))
+        except ModelError as error:
+            return replace(found, no_estimate=str(error))
+
+
+def stats(config: RunDescription, *, overrides: Sequence[str] = (), on_event: Listener | None = None) -> DataStats:
+    """Describe the data: lengths, targets and the share that is learned, per source; what ``luthier stats`` does.
+
+    Raises `ConfigError` and what preparation raises.
+    """
+    from luthier.check.stats import stats as stats_of
+    from luthier.sources import open_sources, repeated_ids, resolve_sources
+
+    tell = on_event or _silent
+    with _described(config, overrides, tell) as run:
+        loaded = _load(run, tell)
+        limit, held_out = run.data.max_length, loaded.prepared.eval
+        files = [source for side in resolve_sources(run.data) for source in side if not source.streaming]
+        repeated = [repeated_ids(source) for source in open_sources(files, seed=run.runtime.seed)]
+        return DataStats(
+            ledger=loaded.train.ledger.to_json(),
+            train=stats_of(loaded.prepared.train, split="train", max_length=limit),
+            eval=None if held_out is None else stats_of(held_out, split="eval", max_length=limit),
+            repeated_ids=tuple(found for found in repeated if found is not None),
+        )
+
+
+def show(
+    config: RunDescription,
+    *,
+    overrides: Sequence[str] = (),
+    row: int | None = None,
+    pack: int | None = None,
+    batch: int | None = None,
+    split: Literal["train", "eval"] = "train",
+    html: Path | None = None,
+    on_event: Listener | None = None,
+) -> Shown:
+    """Rows as the model sees them, token by token, each token with its owner; what ``luthier show`` does.
+
+    ``row``, ``pack`` or ``batch`` says which, counted from 1: a row of the data, a pack or a micro-batch of the first
+    epoch. Nothing given is row 1. ``html`` writes them as a page, too.
+
+    Raises `ConfigError`, `UserError` where there is no such row, pack or batch, and what preparation raises.
+    """
+    from luthier.check.facts import run_facts
+    from luthier.check.selection import Selection, write_page
+
+    tell = on_event or _silent
+    selection = Selection.of_options(row=row, pack=pack, batch=batch, held_out=split == "eval")
+    with _described(config, overrides, tell) as run:
+        loaded = _load(run, tell)
+        rows = selection.views(loaded)
+        shown = Shown(title=selection.title, facts=run_facts(run, loaded.encoder), rows=tuple(rows))
+        if html is not None:
+            write_page(html, shown.rows, loaded, title=shown.title, facts=shown.facts)
+        return shown
+
+
+def schedule_of(loaded: Loaded) -> Schedule:
+    """All steps of the run on all processes launched; raises `BudgetError` and `UserError` as training would."""
+    from luthier.errors import UserError
+    from luthier.loader.run_order import mixture_of
+    from luthier.loader.run_settings import train_settings
+    from luthier.train.schedule import Schedule
+
+    config = loaded.config
+    loaded.train.ledger.check(max_drop=config.data.max_drop)
+    if not len(loaded.train):
+        raise UserError(
+            f"no training row is left at data.max_length={config.data.max_length}",
+            hint="raise data.max_length, or set data.overflow: split",
+        )
+    table = loaded.train.table()
+    return Schedule(
+        table,
+        train_settings(config, num_ranks=num_processes()),
+        num_epochs=config.train.num_train_epochs,
+        max_steps=config.train.max_steps,
+        mixture=mixture_of(config, table.source_weights),
+    )
+
+
+def plan_of(loaded: Loaded, schedule: Schedule) -> RunPlan:
+    """The run's plan, without an estimate."""
+    from luthier.check.history import history_cost
+    from luthier.check.plan import plan_run
+    from luthier.train.schedule import FEW_STEPS, length_notes, ways_to_more_steps
+
+    ranks, mixture, is_short = schedule.settings.num_ranks, schedule.mixture, schedule.total_steps < FEW_STEPS
+    ways = ways_to_more_steps(loaded.config, schedule.table, num_ranks=ranks, mixture=mixture) if is_short else ()
+    template = loaded.encoder.tokenizer.template
+    found = plan_run(
+        loaded.config,
+        loaded.train,
+        loaded.held_out,
+        total_steps=schedule.total_steps,
+        num_ranks=ranks,
+        first_epoch=schedule.plan(0),
+        history=history_cost(loaded.config, loaded.train, loaded.encoder.tokenizer.decode),
+        more_steps=ways,
+    )
+    first = len(schedule.plan(0).planned)
+    unmet = length_notes(loaded.config, schedule.total_steps, -(-first // ranks))
+    return replace(found, clock=None if template is None else template.clock_note, unmet=unmet)
+
+
+def num_processes() -> int:
+    """Processes that a launcher (torchrun, accelerate) started for this run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that tells and reports."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _silent(event: object) -> None:
+    """A listener that hears nothing."""
+
+
+@contextmanager
+def _described(
+    config: RunDescription, overrides: Sequence[str], tell: Listener, *, to_plan: bool = False, to_train: bool = False
+) -> Iterator[RunConfig]:
+    """The run description; errors that are raised within are told with the line of their key.
+
+    ``to_train``: it is checked against this machine, the model, the optimizer and the folders that it names; all that
+    would stop the run later is raised as one `ConfigError`. ``to_plan``: what would is told.
+    """
+    from luthier.config.loading import load_draft
+
+    draft = load_draft(config, overrides, to_train=to_train)
+    with draft.placing():
+        notes = _checked_to_train(draft) if to_train else list(_found_to_plan(draft)) if to_plan else []
+        for event in (draft.config, *(Remark(text=text) for text in notes)):
+            tell(event)
+        yield draft.config
+
+
+def _checked_to_train(draft: Draft) -> list[str]:
+    from luthier.config.machine import TRAINING, is_installed
+    from luthier.errors import ConfigError
+
+    if not all(map(is_installed, TRAINING)):
+        raise ConfigError(list(draft.machine))
+    from luthier.train.preflight import check_run
+
+    return check_run(draft)
+
+
+def _found_to_plan(draft: Draft) -> Iterator[str]:
+    from luthier.config.machine import check_machine
+    from luthier.config.unread import unread_settings
+
+    yield from (f"training here would stop: {problem}" for problem in check_machine(draft))
+    yield from unread_settings(draft)
+
+
+def _load(
+    run: RunConfig,
+    tell: Listener,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    ray_address: str | None = None,
+) -> Loaded:
+    from luthier.check.loaded import load_rows
+
+    loaded = load_rows(run, on_progress=on_progress or tell, ray_address=ray_address)
+    tell(loaded)
+    return loaded
+
+
+def _train_prepared(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell: Listener) -> Report:
+    """Prepare all rows, say what the run will do, and do it."""
+    loaded = _load(run, tell)
+    import msgspec
+
+    from luthier.check.selection import Selection
+    from luthier.check.show_html import tokens_html
+    from luthier.train.fit import fit
+    from luthier.train.report import Report
+
+    found = plan_of(loaded, schedule_of(loaded))
+    tell(found)
+    first = Selection.of_options(row=int(loaded.train.row_ids[0]) + 1, pack=None, batch=None, held_out=False)
+    sample = first.views(loaded)
+    tell(FirstSample(rows=tuple(sample)))
+    result = fit(run, loaded.encoder, loaded.prepared, callbacks=callbacks, on_event=tell)
+    return Report(
+        result=result,
+        plan=msgspec.to_builtins(found),
+        sample=tokens_html(sample),
+        fingerprints=_fingerprints(loaded.encoder),
+    )
+
+
+def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell: Listener) -> Report:
+    """Train while another process prepares the rows."""
+    from luthier.loader.choosing import feed_folder
+    from luthier.loader.feed import Feed, FeedReader
+    from luthier.loader.feed_files import FeedJob
+
+    folder = feed_folder(run)
+    with Feed.start(FeedJob(config=run, folder=folder)) if is_main_process() else nullcontext() as feed:
+        reader = FeedReader(folder) if feed is None else feed.reader
+        tell(Remark(text="rows are prepared while the model is trained, in the order in which they are needed"))
+
+        from luthier.check.show_html import tokens_html
+        from luthier.encoding.encoder import Encoder
+        from luthier.train.fit import fit_data
+        from luthier.train.live import open_live_data
+        from luthier.train.report import Report
+
+        encoder = Encoder.from_config(run)
+        samples: list[Any] = []
+
+        def open_data() -> LiveData:
+            data = open_live_data(run, reader)
+            view = _first_to_arrive(data, reader, encoder, tell)
+            tell(FirstSample(rows=(view,)))
+            samples.append(tokens_html([view]))
+            return data
+
+        result = fit_data(run, encoder.tokenizer, open_data, callbacks=callbacks, on_event=tell)
+    return Report(result=result, fingerprints=_fingerprints(encoder), sample=samples[0])
+
+
+def _first_to_arrive(data: LiveData, reader: FeedReader, encoder: Encoder, tell: Listener) -> RowView:
+    """The first row of the run that is not lost."""
+    from luthier.check.show import show_pack
+    from luthier.errors import UserError
+    from luthier.loader.feeding import FIRST_PORTION
+    from luthier.records import Pack
+
+    facts = reader.facts()
+    held_out = f", {facts.num_eval_rows:,} held out" if facts.num_eval_rows else ""
+    tell(Remark(text=f"{sum(facts.num_rows):,} rows in {len(facts.num_rows)} sources{held_out}"))
+    order = data.order(0)
+    for start in range(0, len(order), FIRST_PORTION):  # the first rows may all be lost
+        data.rows.wait_for(order[start : start + 1])
+        if len(data.train):
+            break
+    else:
+        data.rows.wait_for(order)
+    if not len(data.train):
+        hint = "what became of them is in quarantine.jsonl, in output.dir"
+        raise UserError("no training row is left", hint=hint, key="data.train")
+    segment, tokenizer = data.train[0], encoder.tokenizer
+    control = frozenset(tokenizer.control_id(token) for token in tokenizer.control.tokens)
+    return show_pack(Pack(segments=(segment,)), tokenizer, title=str(segment.address), control=control)
+
+
+def _fingerprints(encoder: Encoder) -> dict[str, str]:
+    return {"encoder": encoder.fingerprint, "tokenizer": encoder.tokenizer.fingerprint}
+
+
+def _estimate(
+    loaded: Loaded, schedule: Schedule, found: RunPlan, device: str | None, utilisation: float | None
+) -> Estimate:
+    """What the planned run will take on ``device``, by default the one that is here.
+
+    Raises `ModelError` if the model's config cannot be read or says too little, `UserError` for an unknown device.
+    """
+    from luthier.check.devices import device_named, present_device
+    from luthier.check.estimate import Work, computes_in_16_bits, estimate_run
+    from luthier.check.model_shape import shape_of_run
+    from luthier.models.model import run_device
+
+    config = loaded.config
+    kind = "cuda" if device is not None else run_device(config)
+    in_16_bits = computes_in_16_bits(config, on_gpu=kind == "cuda")
+    return estimate_run(
+        config,
+        shape_of_run(config, loaded.encoder.tokenizer),
+        Work.of_plan(schedule.plan(0), schedule.table),
+        present_device(kind, in_16_bits=in_16_bits) if device is None else device_named(device, in_16_bits=in_16_bits),
+        total_steps=found.total_steps,
+        num_devices=found.num_ranks,
+        straggler_factor=found.train.straggler_factor,
+        utilisation=utilisation,
+    )

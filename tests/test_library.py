@@ -1,0 +1,194 @@
+"""The package as a library: its names, their types, and that the commands do what the functions do."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import luthier
+from tests.public_surface import public_names, public_surface
+
+ROOT = Path(__file__).resolve().parents[1]
+SURFACE = ROOT / "docs" / "public_surface.txt"
+# Names of the house in the public surface that are not public: a base class and an alias of numpy's arrays.
+KNOWN_ELSEWHERE = {"Section", "Ints"}
+
+
+def test_the_public_surface_is_the_one_that_is_written_down() -> None:
+    assert public_surface() == SURFACE.read_text(encoding="utf-8"), "python -m tests.public_surface > " + str(SURFACE)
+
+
+def test_each_public_name_is_there_and_no_other() -> None:
+    for name in public_names():
+        assert getattr(luthier, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = luthier.no_such_name  # type: ignore[attr-defined]
+
+
+def own_classes() -> set[str]:
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "luthier").rglob("*.py"))
+    return {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def records_missing_from(surface: str) -> set[str]:
+    """Classes of the package that a signature or a field names, and that no program could import from it."""
+    named = set(re.findall(r"(?<![.\w])[A-Z]\w+", surface)) & own_classes()
+    collections = {"Mapping", "Sequence", "Path"}  # of the standard library, and called so in our YAML tree, too
+    return named - set(public_names()) - collections - KNOWN_ELSEWHERE
+
+
+def test_all_records_of_signatures_are_public() -> None:
+    assert records_missing_from(public_surface()) == set()
+
+
+def test_a_record_that_is_not_public_would_be_found() -> None:
+    assert records_missing_from("def load() -> 'MediaProcessor'\n") == {"MediaProcessor"}
+
+
+def test_the_names_that_type_checkers_see_are_those_of_the_running_package() -> None:
+    tree = ast.parse(Path(luthier.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = {alias.name: alias.asname for node in block.body for alias in node.names}  # type: ignore[attr-defined]
+    assert all(name == exported for name, exported in imported.items()), "`import x as x` is what exports x"
+    assert set(imported) == set(public_names())
+
+
+def test_type_checkers_see_the_examples_with_real_types_and_refuse_what_is_not_there(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        "import luthier\n"
+        "luthier.no_such_name\n"
+        'sample: int = luthier.encode({}, luthier.load_tokenizer("x"))\n'
+        'luthier.train("run.yaml", max_steps=3)\n'
+        'luthier.plan("run.yaml").no_such_field\n'
+        'loss: float | None = luthier.train({"model": "x"}, overrides=["a.b=1"]).final_loss\n',
+        encoding="utf-8",
+    )
+    examples = [str(path) for path in sorted((ROOT / "examples").glob("*.py"))]
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [*command, *examples, str(wrong)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280
+    )
+    found = [line.split(": error: ") for line in done.stdout.splitlines() if ": error: " in line]
+    assert {Path(where.rpartition(":")[0]).name for where, _ in found} == {"wrong.py"}, done.stdout
+    codes = {int(where.rpartition(":")[2]): re.findall(r"\[([\w-]+)\]$", what)[0] for where, what in found}
+    assert codes == {2: "attr-defined", 3: "assignment", 4: "call-arg", 5: "attr-defined"}, done.stdout
+
+
+def test_a_type_checker_finds_the_marker_in_the_wheel() -> None:
+    assert (ROOT / "luthier" / "py.typed").is_file()  # hatch packs every tracked file of the package
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+def chat(number: int) -> dict[str, Any]:
+    question = {"role": "user", "content": f"{number} + 1?"}
+    return {"messages": [question, {"role": "assistant", "content": f"It is {number + 1}."}]}
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> dict[str, Any]:
+    """A run description as a dict; its rows are 12 sums."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(chat(number)) + "\n" for number in range(12)), encoding="utf-8")
+    return {
+        "model": "preset:tiny-qwen3",
+        "data": {"train": str(rows), "max_length": 64, "store": str(tmp_path / "store")},
+        "train": {"max_steps": 2, "warmup_steps": 0},
+        "output": {"dir": str(tmp_path / "run")},
+        "runtime": {"threads": 1, "device": "cpu"},
+        "tracking": {"progress": False},
+    }
+
+
+def test_a_path_a_dict_and_a_config_are_one_run(described: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(described), encoding="utf-8")
+    configs = [luthier.load_config(given) for given in (path, str(path), described, luthier.load_config(described))]
+    assert all(config == configs[0] for config in configs)
+    changed = luthier.load_config(configs[0], ["train.max_steps=7"])
+    assert (changed.train.max_steps, changed.data) == (7, configs[0].data)
+
+
+def test_a_config_made_by_hand_is_checked_like_a_file(described: dict[str, Any]) -> None:
+    config = luthier.load_config(described)
+    odd = config.model_copy(update={"objective": config.objective.model_copy(update={"loss": "kto"})})
+    with pytest.raises(luthier.ConfigError) as error:
+        luthier.plan(odd)
+    assert [problem.key for problem in error.value.problems] == ["objective.loss"]
+
+
+def test_what_nobody_set_in_a_config_stays_unset(described: dict[str, Any]) -> None:
+    config = luthier.load_config(luthier.load_config(described))
+    assert config.train.model_fields_set == {"max_steps", "warmup_steps"}
+
+
+def test_plan_show_stats_and_verify_give_records(described: dict[str, Any]) -> None:
+    heard: list[object] = []
+    plan = luthier.plan(described, on_event=heard.append)
+    assert (plan.train.rows, plan.total_steps) == (12, 2)
+    assert plan.estimate is not None and plan.estimate.seconds > 0 and plan.no_estimate is None
+    assert isinstance(heard[0], luthier.RunConfig) and any(isinstance(event, luthier.Progress) for event in heard)
+    shown = luthier.show(described, row=2)
+    learned = "".join(token.text for token in shown.rows[0].tokens if token.target)
+    assert learned == "It is 2.<|im_end|>" and shown.findings == ()
+    found = luthier.stats(described)
+    assert (found.train.total.rows, found.eval, found.repeated_ids) == (12, None, ())
+    assert luthier.verify(described).ok
+    assert len(luthier.prepare(described).train) == 12
+
+
+def test_training_takes_callbacks_and_tells_what_happens(described: dict[str, Any]) -> None:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+    class Counting(TrainerCallback):  # type: ignore[misc]
+        steps: list[int] = []  # noqa: RUF012
+
+        def on_step_end(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        ) -> None:
+            self.steps.append(state.global_step)
+
+    heard: list[object] = []
+    result = luthier.train(described, overrides=["train.max_steps=3"], callbacks=[Counting()], on_event=heard.append)
+    assert isinstance(result, luthier.RunResult) and result.global_step == 3
+    assert Counting.steps == [1, 2, 3]
+    assert result.final_loss == result.steps[-1].loss
+    order = [type(event).__name__ for event in heard]
+    stages = ["RunConfig", "Loaded", "RunPlan", "FirstSample", "Started", "StepRecord", "Finished", "Reported"]
+    assert [name for name in dict.fromkeys(order) if name in stages] == stages
+    assert (result.path / "report.html").is_file()
+
+
+def test_train_is_the_function_before_and_after_its_room_is_imported() -> None:
+    code = "import luthier; before = luthier.train; import luthier.train.result; print(before is luthier.train)"
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert told.stdout == "True\n"
+    from luthier import library
+
+    parameters = list(inspect.signature(luthier.train).parameters.values())
+    expected = list(inspect.signature(library.train).parameters.values())
+    assert [(one.name, one.kind, one.default) for one in parameters] == [
+        (one.name, one.kind, one.default) for one in expected
+    ]
+
+
+def test_the_path_of_a_row_is_one_page_that_runs(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "path_of_a_row.py"
+    assert len(script.read_text(encoding="utf-8").splitlines()) < 120
+    done = subprocess.run(
+        [sys.executable, str(script), "--out", str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "learned: 'Up the map.<|im_end|>Down, if <|im_end|> is text to you.<|im_end|>'" in done.stdout
+    (loss,) = re.findall(r"loss per target: ([\d.]+)", done.stdout)
+    assert 3 < float(loss) < 12  # of a model that knows nothing: about the log of its vocabulary
