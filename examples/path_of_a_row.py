@@ -70,7 +70,7 @@ def main() -> None:
     segments = [
         cut
         for segment in sample.segments()
-        for cut in cut_segment(segment, config.data.max_length, config.data.overflow)
+        for cut in cut_segment(segment, max_length=config.data.max_length, overflow=config.data.overflow)
     ]
 
     # 6. packing: which segments share a row of a batch.

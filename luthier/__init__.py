@@ -165,4 +165,4 @@ else:  # hidden from type checkers, to which a module with a `__getattr__` has e
         return getattr(import_module(_places()[name]), name)
 
     def __dir__() -> list[str]:
-        return sorted([*globals(), *_places()])
+        return sorted([*_places(), "__version__", "__doc__"])

@@ -19,16 +19,13 @@ def public_surface() -> str:
 
 
 def public_names() -> list[str]:
-    """What `dir` offers, without what the package itself is made of."""
-    return [name for name in dir(luthier) if not name.startswith("_") and name not in _OWN]
+    """What `dir` offers, but for what every module has."""
+    return [name for name in dir(luthier) if not name.startswith("_")]
 
 
 # What functions give to be handed on to others: programs neither make it nor look into it.
 HANDLES = {"MediaInputs", "SampleStore"}
 _MADE_BY = {"Tokenizer": "load_tokenizer"}  # a class that is made by a function, whose arguments are its
-_OWN = {"annotations", "TYPE_CHECKING", "ImportFrom", "parse", "cache", "import_module", "Path"} | {
-    name for name, found in vars(luthier).items() if inspect.ismodule(found)
-} - {"train"}
 
 
 def _told(name: str) -> list[str]:
@@ -38,7 +35,7 @@ def _told(name: str) -> list[str]:
     if not inspect.isclass(found):
         return [f"def {name}{inspect.signature(found)}" if inspect.isfunction(found) else f"{name} = {found}"]
     bases = ", ".join(base.__name__ for base in found.__bases__ if base is not object)
-    head = f"class {name}({bases})" if bases else f"class {name}"
+    head = f"class {name}({bases})" if issubclass(found, Exception) else f"class {name}"
     if dataclasses.is_dataclass(found):
         fields = [f"{one.name}: {one.type}" for one in dataclasses.fields(found) if not one.name.startswith("_")]
         return [f"{head}: {', '.join(fields)}", *_methods(found)]

@@ -18,8 +18,6 @@ from tests.public_surface import public_names, public_surface
 
 ROOT = Path(__file__).resolve().parents[1]
 SURFACE = ROOT / "docs" / "public_surface.txt"
-# Names of the house in the public surface that are not public: a base class and an alias of numpy's arrays.
-KNOWN_ELSEWHERE = {"Section", "Ints"}
 
 
 def test_the_public_surface_is_the_one_that_is_written_down() -> None:
@@ -42,7 +40,7 @@ def records_missing_from(surface: str) -> set[str]:
     """Classes of the package that a signature or a field names, and that no program could import from it."""
     named = set(re.findall(r"(?<![.\w])[A-Z]\w+", surface)) & own_classes()
     collections = {"Mapping", "Sequence", "Path"}  # of the standard library, and called so in our YAML tree, too
-    return named - set(public_names()) - collections - KNOWN_ELSEWHERE
+    return named - set(public_names()) - collections
 
 
 def test_all_records_of_signatures_are_public() -> None:
@@ -167,6 +165,18 @@ def test_training_takes_callbacks_and_tells_what_happens(described: dict[str, An
     stages = ["RunConfig", "Loaded", "RunPlan", "FirstSample", "Started", "StepRecord", "Finished", "Reported"]
     assert [name for name in dict.fromkeys(order) if name in stages] == stages
     assert (result.path / "report.html").is_file()
+
+
+def test_the_program_that_the_page_shows_runs(
+    described: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(json.dumps(described), encoding="utf-8")
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(import luthier\n.*?)```", page, flags=re.DOTALL)
+    exec(compile(program.replace("max_steps=100", "max_steps=1"), "api.md", "exec"), {})
+    told = capsys.readouterr().out
+    assert re.search(r"^1 \d+\.\d+$", told, flags=re.MULTILINE) and "completed" in told and "report.html" in told
 
 
 def test_train_is_the_function_before_and_after_its_room_is_imported() -> None:
