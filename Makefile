@@ -5,9 +5,11 @@ VENV   := .venv
 RUN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-# Tests start many programs: each compiles what is not compiled yet, where Python must not write bytecode. A process that
-# has no tests left takes over half of another's, so that none waits for the file of the other.
-TESTS  = $(RUN)/python -m compileall -q luthier && $(RUN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+# Tests start many programs, and each of them would compile what is not compiled yet; so would each process of pytest, with
+# the tests rewritten, which takes ten seconds. That is why they may write bytecode wherever Python otherwise must not. A
+# process that has no tests left takes over half of another's, so that none waits for the file of the other.
+TESTS  = $(RUN)/python -m compileall -q luthier tests && \
+  PYTHONDONTWRITEBYTECODE= $(RUN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: setup quickstart quickstart-vl quickstart-audio test check format bench docs clean
 .DEFAULT_GOAL := help

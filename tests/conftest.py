@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -19,11 +20,35 @@ import tokenizers
 # start inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+SHARE = float(os.environ.get("LUTHIER_EXAMPLES", "0.4"))
+
+
+def examples(number: int) -> int:
+    """How many of so many random examples a test tries: the share of them that LUTHIER_EXAMPLES names (1: all)."""
+    return max(1, round(number * SHARE))
+
+
 # A slow machine is no fault of the code: examples may take their time, and the same ones are tried everywhere.
 hypothesis.settings.register_profile(
-    "steady", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "steady",
+    deadline=None,
+    derandomize=True,
+    max_examples=examples(100),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("steady")
+
+
+def pytest_collection_finish() -> None:
+    """A full collection would look at thousands of tests and at all that their files import, which takes half a second;
+    and transformers' Trainer asks for one at the end of every run."""
+    _leave_to_the_end()
+
+
+def _leave_to_the_end() -> None:
+    """Python's collector need not look again at what is there now."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +67,7 @@ def _a_tokenizer_is_parsed_once() -> Iterator[None]:
     What is parsed is known by its content, so that a file that a test has changed is another.
     """
     from luthier.encoding import tokenizer, tokenizer_files
+    from luthier.templating import sandbox
 
     read, build = tokenizer_files._tokenizer, tokenizer._build
     specs: dict[bytes, dict[str, Any]] = {}
@@ -52,7 +78,11 @@ def _a_tokenizer_is_parsed_once() -> Iterator[None]:
         if not path.is_file():
             return read(folder, name)
         content = hashlib.sha256(path.read_bytes()).digest()
-        return dict(_once(specs, content, lambda: read(folder, name)))
+        num_known = len(specs)
+        spec = _once(specs, content, lambda: read(folder, name))
+        if len(specs) > num_known and path.stat().st_size > 1_000_000:
+            _leave_to_the_end()  # a million lists
+        return dict(spec)
 
     def build_once(spec: dict[str, Any], files: tokenizer_files.TokenizerFiles) -> tokenizers.Tokenizer:
         model = spec["model"]
@@ -64,6 +94,7 @@ def _a_tokenizer_is_parsed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_files, "_tokenizer", read_once)
         patch.setattr(tokenizer, "_build", build_once)
+        patch.setattr(sandbox, "KEPT", 4096)  # tests take turns with hundreds of templates, and compile each once
         yield
 
 

@@ -342,15 +342,15 @@ def test_config_schema_is_json_schema(tmp_path: Path) -> None:
     assert {"model", "data"} <= set(json.loads(out.read_text())["properties"])
 
 
-def test_train_prints_json_alone_and_leaves_its_report(config: Path) -> None:
-    done = luthier_process("train", str(config), "--json", "-")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+def test_train_prints_json_alone_and_leaves_its_report(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", str(config), "--json", "-"]) == 0
+    out, err = capfd.readouterr()
+    told = json.loads(out)
     assert told["steps"] == 2 and len(told["losses"]) == 2
     ledger = told["ledger"]
     assert ledger["read"] == ledger["prepared"] + ledger["dropped"] + ledger["quarantined"]
     assert ledger["prepared"] == ledger["trained"] + ledger["not_yet_trained"]
-    assert "Plan" in done.stderr and "Trained" in done.stderr
+    assert "Plan" in err and "Trained" in err
     folder = config.parent / "out"
     assert json.loads((folder / "report.json").read_text()) == told
     assert (folder / "report.html").exists() and (folder / "loss.png").exists()

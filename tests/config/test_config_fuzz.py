@@ -11,8 +11,9 @@ from luthier.config.dumping import dump_config
 from luthier.config.loading import load_config_text
 from luthier.config.schema import RunConfig
 from luthier.errors import ConfigError
+from tests.conftest import examples
 
-FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 WHOLE = dump_config(
     RunConfig.model_validate(
         {

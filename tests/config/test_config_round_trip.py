@@ -14,6 +14,7 @@ from luthier.config.loading import load_config_text
 from luthier.config.reference import config_reference, config_schema
 from luthier.config.schema import DataConfig, ModelConfig, RunConfig
 from luthier.errors import ConfigError
+from tests.conftest import examples
 
 GOOD: dict[str, Any] = {"model": "preset:tiny-qwen3", "data": {"train": ["preset:skills"]}}
 texts = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=20)
@@ -37,7 +38,7 @@ anything = st.recursive(
     share=st.floats(0, 0.999) | st.integers(0, 10**9),
     columns=st.dictionaries(texts | tricky, texts | tricky, max_size=3),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_dumped_is_read_back_equal(
     kwargs: dict[str, Any], system: str | None, rate: float, share: float, columns: dict[str, str]
 ) -> None:

@@ -13,6 +13,7 @@ from luthier.layout import cut_segment
 from luthier.ledger import Ledger
 from luthier.packing import PlanSettings, plan_epoch
 from luthier.records import Branch, Sample
+from tests.conftest import examples
 
 FINGERPRINT = "ab" * 32
 ONE = SourceInfo(name="one", weight=1.0)
@@ -135,7 +136,7 @@ def trees(draw):
     return sample(pattern, *parts)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(
     st.lists(trees(), min_size=1, max_size=6),
     st.integers(1, 12),

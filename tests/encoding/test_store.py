@@ -17,6 +17,7 @@ from luthier.encoding.shard import build_shard, freeze_sample
 from luthier.encoding.store import MANIFEST, SampleStore, StoreWriter, row_key, store_folder
 from luthier.errors import StoreError
 from luthier.records import Address, Branch, Sample
+from tests.conftest import examples
 
 FINGERPRINT = "ab" * 32
 
@@ -72,7 +73,7 @@ def trees(draw):
     return sample(sum(lengths), seed=draw(st.integers(0, 9)), weighted=draw(st.booleans()), branches=branches)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.lists(trees(), min_size=1, max_size=6))
 def test_samples_come_back_as_they_were_with_exact_leaf_counts(tmp_path_factory, samples):
     folder = tmp_path_factory.mktemp("store")

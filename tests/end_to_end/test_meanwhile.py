@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from luthier.cli.main import run
 from luthier.config.loading import load_config
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
@@ -214,11 +215,12 @@ def test_what_stops_the_feed_stops_training(rows: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("prepare", "says"), [("meanwhile", True), ("before", False)])
-def test_the_plan_says_where_training_shuffles_otherwise(rows: Path, tmp_path: Path, prepare: str, says: bool) -> None:
+def test_the_plan_says_where_training_shuffles_otherwise(
+    rows: Path, tmp_path: Path, prepare: str, says: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = write_config(tmp_path, rows, tmp_path / "store", **{"data.prepare": prepare})
-    command = [sys.executable, "-m", "luthier.cli.main", "plan", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ("shuffles these rows as they come" in " ".join(done.stdout.split())) == says
+    assert run(["plan", str(config)]) == 0
+    assert ("shuffles these rows as they come" in " ".join(capsys.readouterr().out.split())) == says
 
 
 def test_small_data_is_prepared_before(rows: Path, tmp_path: Path) -> None:

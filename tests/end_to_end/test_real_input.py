@@ -15,6 +15,8 @@ import pytest
 import torch
 import transformers
 
+from luthier.cli.main import run
+
 pytestmark = pytest.mark.shared
 
 STEPS = 4
@@ -64,9 +66,11 @@ def luthier(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
+def finish(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """The command in this process, which has imported what it needs, and all that it prints."""
+    code = run(arguments)
+    output = "".join(capfd.readouterr())
+    assert code == 0, output
     return output
 
 
@@ -83,11 +87,10 @@ def report(run: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_every_way_to_train_runs_on_real_rows(
-    adapter: str, packing: str, shared: Path, model_folder: Path, tmp_path: Path
+    adapter: str, packing: str, shared: Path, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = write_config(tmp_path, model_folder, shared, adapter=adapter, **{"train.packing": packing})
-    output = finish(luthier(*arguments))
-    assert "Traceback" not in output
+    assert "Traceback" not in finish(arguments, capfd)
     result = report(tmp_path / "run")
     assert result["steps"] == len(result["losses"]) == STEPS
     ledger = result["ledger"]
@@ -101,12 +104,12 @@ def test_every_way_to_train_runs_on_real_rows(
 
 
 def test_a_run_killed_with_sigkill_goes_on_with_the_same_losses(
-    shared: Path, model_folder: Path, tmp_path: Path
+    shared: Path, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-    finish(luthier(*write_config(whole, model_folder, shared)))
+    finish(write_config(whole, model_folder, shared), capfd)
     expected = losses(whole / "run")
     assert [step for step, _, _ in expected] == list(range(1, STEPS + 1))
 
@@ -121,6 +124,6 @@ def test_a_run_killed_with_sigkill_goes_on_with_the_same_losses(
     assert process.returncode == -signal.SIGKILL
     assert not (killed / "run" / "report.json").exists()
 
-    output = finish(luthier(*arguments))
+    output = finish(arguments, capfd)
     assert "going on from checkpoint-" in output
     assert losses(killed / "run") == expected

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,14 @@ def hugging_face_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerBase
 
 
 def hugging_face_render(source: str, chat: Chat, tools: Sequence[dict[str, Any]] = (), **kwargs: Any) -> str:
-    """What transformers renders."""
-    ([text], _) = render_jinja_template([chat], tools=list(tools) or None, chat_template=source, **kwargs)
+    """What transformers renders. Oracles ask for the same text again and again; each is rendered once."""
+    return _rendered(source, json.dumps([chat, list(tools), kwargs]))
+
+
+@lru_cache(maxsize=2048)
+def _rendered(source: str, given: str) -> str:
+    chat, tools, kwargs = json.loads(given)
+    ([text], _) = render_jinja_template([chat], tools=tools or None, chat_template=source, **kwargs)
     return str(text)
 
 

@@ -20,6 +20,7 @@ from luthier.errors import RowError
 from luthier.presets import tokenizer_folder
 from luthier.records import Branch, Conversation, Row, Sample
 from luthier.rendering.messages import plain_messages
+from tests.conftest import examples
 from tests.oracles.catalogue import catalogue
 from tests.oracles.families import Stock, Stops
 from tests.oracles.injection import MANNERS, PLACES, Case, Checker, Findings, cases_for
@@ -65,7 +66,7 @@ CASES = st.lists(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(cases=CASES)
 def test_no_string_of_a_row_becomes_a_control_token(name: str, cases: list[Case]) -> None:
     findings = checker(name).check(cases)

@@ -36,6 +36,7 @@ class TextIsText:
         for token in spec["added_tokens"]:
             token["special"] = token["content"] in self.control
         self._spec = spec
+        self._known: dict[str, list[int]] = {}  # what templates write between control strings comes again and again
 
     @cached_property
     def _letters(self) -> tokenizers.Tokenizer:
@@ -81,7 +82,9 @@ class TextIsText:
         return ids + self._text_ids(text[start:])
 
     def _text_ids(self, text: str) -> list[int]:
-        return list(self._letters.encode(self._show(text), add_special_tokens=False).ids)
+        if text not in self._known:
+            self._known[text] = list(self._letters.encode(self._show(text), add_special_tokens=False).ids)
+        return self._known[text]
 
     def _hide(self, text: str) -> str:
         return self._pattern.sub(lambda match: chr(FIRST_STAND_IN + self.control.index(match.group())), text)

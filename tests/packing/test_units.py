@@ -13,6 +13,7 @@ from luthier.config.schema import Packing
 from luthier.errors import UserError
 from luthier.packing import PlanSettings, SegmentTable, Units, describe, draw_partners, plan_epoch, segments_of
 from luthier.packing.balance import micro_batch_costs
+from tests.conftest import examples
 
 MAX_LENGTH = 60
 
@@ -43,7 +44,7 @@ pairs = st.lists(st.tuples(st.integers(4, MAX_LENGTH), st.integers(4, MAX_LENGTH
 
 
 @given(pairs, st.sampled_from([Packing.BEST_FIT, Packing.WINDOW, Packing.NONE]), st.integers(1, 3))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_a_rows_segments_share_a_micro_batch_and_a_pack(lengths: list[tuple[int, int]], packing: Packing, rows: int):
     table = table_of(lengths)
     plan = plan_epoch(table, plan_settings(packing, rows_per_micro_batch=rows), epoch=0)

@@ -14,6 +14,7 @@ from luthier.errors import CheckpointError, UserError
 from luthier.packing import EpochPlan, PlanSettings, SegmentTable, WindowPacker, describe, plan_epoch
 from luthier.packing.planned import join
 from luthier.packing.window import MAX_CARRIED
+from tests.conftest import examples
 
 ONLINE = [Packing.WINDOW, Packing.SPLIT]
 
@@ -51,7 +52,7 @@ def fed(plan_settings, lengths, cuts=(), *, total=None):
     group=st.integers(1, 5),
     tokens=st.sampled_from([None, 900]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_the_plan_does_not_depend_on_how_segments_are_divided_among_calls(packing, count, cuts, rows, group, tokens):
     lengths = drawn(count)
     changes = {"rows_per_micro_batch": rows, "micro_batches_per_step": group, "tokens_per_step": tokens}

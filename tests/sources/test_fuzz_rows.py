@@ -17,6 +17,7 @@ from luthier.sources import RawRow, RowBytes, RowReader
 from luthier.sources.detect import detect_layout
 from luthier.sources.formats.table import FORMATS
 from luthier.sources.strict_json import decode_strict
+from tests.conftest import examples
 
 ADDRESS = Address(file="rows.jsonl", row=7)
 FORMAT_NAMES = sorted(FORMATS)
@@ -109,7 +110,7 @@ def test_the_rows_that_the_search_starts_from_convert() -> None:
 
 
 @pytest.mark.parametrize("kind", FORMAT_NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_any_value_converts_or_is_a_row_error_with_its_address(kind: Format, data: st.DataObject) -> None:
     row = data.draw(damaged(SOUND[kind]) | damaged(SOUND[kind]) | ROWS | VALUES)
@@ -123,7 +124,7 @@ def test_any_value_converts_or_is_a_row_error_with_its_address(kind: Format, dat
         assert record.address == ADDRESS
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(raw=st.binary(max_size=60) | st.text(alphabet='{}[]":,\\ \t1aNnul', max_size=40).map(str.encode))
 def test_any_bytes_decode_or_are_a_row_error_with_their_address(raw: bytes) -> None:
     row = RowBytes(raw=raw, address=ADDRESS)
@@ -155,7 +156,7 @@ def write(value: Any, rng: Any, repeat: list[str]) -> str:
     return json.dumps(value)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(value=OBJECTS, rng=st.randoms(use_true_random=False), repeats=st.integers(0, 2))
 def test_keys_written_twice_are_found_and_only_those(value: Any, rng: Any, repeats: int) -> None:
     todo = ["again"] * repeats

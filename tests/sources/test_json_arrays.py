@@ -17,6 +17,7 @@ from luthier.config.schema import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.sources import RowBytes, json_arrays, open_sources
 from luthier.sources.json_arrays import read_json_rows
+from tests.conftest import examples
 
 GOOD = b'{"text": "some words"}'
 
@@ -77,7 +78,7 @@ def arrays(draw: st.DrawFn) -> bytes:
     return (draw(BLANKS) + "[" + (",".join(parts) or draw(BLANKS)) + "]" + draw(BLANKS)).encode()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(content=arrays(), window=st.integers(1, 80))
 def test_the_rows_of_an_array_do_not_depend_on_the_windows(content: bytes, window: int) -> None:
     expected = rows_at_once(content)
@@ -85,7 +86,7 @@ def test_the_rows_of_an_array_do_not_depend_on_the_windows(content: bytes, windo
     assert rows_of(content, window) == expected
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=examples(700), deadline=None)
 @given(content=arrays(), window=st.integers(1, 80), data=st.data())
 def test_a_damaged_array_is_refused_where_decoding_it_at_once_refuses_it(
     content: bytes, window: int, data: st.DataObject

@@ -23,6 +23,7 @@ from luthier.config.schema import Format, SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.sources import RowBytes, RowIndex, Source, column_groups, line_rows, open_sources, record_spool, spools
 from luthier.sources.offsets import Ascending, AscendingBuilder, LineNumbersBuilder
+from tests.conftest import examples
 
 GOOD = b'{"text": "some words"}'
 LONG = b'{"text": "' + b"x" * 10_000_000 + b'"}'
@@ -211,7 +212,7 @@ LINES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     lines=LINES, end=st.sampled_from([b"\n", b"\r\n"]), kind=st.sampled_from(["jsonl", "txt"]), chunk=st.integers(1, 64)
 )

@@ -28,6 +28,7 @@ from luthier.train.fit import fit_data
 from luthier.train.result import RunResult
 from luthier.train.state_files import check_state, read_state, write_state
 from luthier.train.training_state import evaluation_point, go_to_evaluation_point
+from tests.conftest import examples
 
 DATA = make_data(make_segments(12), make_segments(4, seed=8))
 SAVING = {"train__max_steps": 6, "output__save_strategy": "steps", "output__save_steps": 2}
@@ -272,7 +273,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @given(state=STATES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_what_is_written_comes_back(tmp_path_factory: pytest.TempPathFactory, state: object) -> None:
     folder = tmp_path_factory.mktemp("state")
     write_state(folder, "state", state)
