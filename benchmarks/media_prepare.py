@@ -32,7 +32,7 @@ from benchmarks.harness.processes import Cost, FailedError, load, median_cost, r
 from benchmarks.harness.runs import description, forget, peer_environments, prepare, python_with, qwen3_tokenizer
 from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare as prepared_rows
+from luthier.preparation.prepare import prepare as prepared_rows
 
 CUTOFF = 4096
 PEER = "llamafactory"

@@ -44,8 +44,8 @@ from benchmarks.sharegpt import reference, verdict
 from luthier.config.loading import load_config
 from luthier.config.schema import Overflow
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare as prepared_rows
-from luthier.encoding.segments import SegmentIndex
+from luthier.preparation.prepare import prepare as prepared_rows
+from luthier.preparation.segments import SegmentIndex
 
 CUTOFF = 4096
 SCRIPTS = Path(__file__).parent / "harness" / "peers"

@@ -20,7 +20,7 @@ from transformers import BambaConfig, BambaModel, Lfm2Config, Lfm2Model, Qwen3Ne
 from luthier.collation import collate_packs
 from luthier.models.attention import SEGMENTS, register_attention
 from luthier.models.attention_inputs import Isolation
-from luthier.models.chosen_isolation import ChosenIsolation
+from luthier.models.isolation import ChosenIsolation
 from luthier.models.mixers import part_mixers
 from luthier.models.parts import set_text_attention
 from luthier.records import Batch, Pack, Segment

@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from luthier.check.plan import LongRow as LongRow
     from luthier.check.plan import RunPlan as RunPlan
     from luthier.check.plan import SourcePlan as SourcePlan
-    from luthier.check.show import RowView as RowView
-    from luthier.check.show import SegmentView as SegmentView
-    from luthier.check.show import TokenView as TokenView
+    from luthier.check.show.view import RowView as RowView
+    from luthier.check.show.view import SegmentView as SegmentView
+    from luthier.check.show.view import TokenView as TokenView
     from luthier.check.stats import Distribution as Distribution
     from luthier.check.stats import SourceStats as SourceStats
     from luthier.check.stats import Stats as Stats
-    from luthier.check.verify import Side as Side
-    from luthier.check.verify import VerifyOptions as VerifyOptions
-    from luthier.check.verify import VerifyProgress as VerifyProgress
-    from luthier.check.verify_records import Check as Check
-    from luthier.check.verify_records import CheckResult as CheckResult
-    from luthier.check.verify_records import FailedRow as FailedRow
-    from luthier.check.verify_records import Method as Method
-    from luthier.check.verify_records import Token as Token
-    from luthier.check.verify_records import VerifyReport as VerifyReport
-    from luthier.check.verify_records import Violation as Violation
+    from luthier.check.verify.records import Check as Check
+    from luthier.check.verify.records import CheckResult as CheckResult
+    from luthier.check.verify.records import FailedRow as FailedRow
+    from luthier.check.verify.records import Method as Method
+    from luthier.check.verify.records import Token as Token
+    from luthier.check.verify.records import VerifyReport as VerifyReport
+    from luthier.check.verify.records import Violation as Violation
+    from luthier.check.verify.run import Side as Side
+    from luthier.check.verify.run import VerifyOptions as VerifyOptions
+    from luthier.check.verify.run import VerifyProgress as VerifyProgress
     from luthier.collation.interface import collate as collate
     from luthier.collation.interface import media_inputs as media_inputs
     from luthier.collation.media_inputs import MediaInputs as MediaInputs
@@ -52,11 +52,6 @@ if TYPE_CHECKING:
     from luthier.encoding.interface import EncodeOptions as EncodeOptions
     from luthier.encoding.interface import encode as encode
     from luthier.encoding.interface import encode_many as encode_many
-    from luthier.encoding.prepare import Progress as Progress
-    from luthier.encoding.prepared import Prepared as Prepared
-    from luthier.encoding.prepared import PreparedSet as PreparedSet
-    from luthier.encoding.prepared import SourceInfo as SourceInfo
-    from luthier.encoding.store import SampleStore as SampleStore
     from luthier.encoding.tokenizer import AddedTokens as AddedTokens
     from luthier.encoding.tokenizer import Tokenizer as Tokenizer
     from luthier.encoding.tokenizer import load_tokenizer as load_tokenizer
@@ -92,13 +87,17 @@ if TYPE_CHECKING:
     from luthier.loader.loader import Loader as Loader
     from luthier.loader.loader import Step as Step
     from luthier.loader.settings import LoaderOptions as LoaderOptions
-    from luthier.media.families import MediaKind as MediaKind
+    from luthier.media.families.family import MediaKind as MediaKind
     from luthier.objectives.token_loss import TokenLoss as TokenLoss
     from luthier.objectives.token_loss import token_loss_sum as token_loss_sum
     from luthier.packing import PlanSummary as PlanSummary
     from luthier.packing import SourceShare as SourceShare
     from luthier.packing import Units as Units
     from luthier.packing import plan_packs as plan_packs
+    from luthier.preparation.prepare import Progress as Progress
+    from luthier.preparation.prepared import Prepared as Prepared
+    from luthier.preparation.prepared import PreparedSet as PreparedSet
+    from luthier.preparation.prepared import SourceInfo as SourceInfo
     from luthier.records import Address as Address
     from luthier.records import Audio as Audio
     from luthier.records import AudioHeader as AudioHeader
@@ -129,6 +128,7 @@ if TYPE_CHECKING:
     from luthier.records import VideoHeader as VideoHeader
     from luthier.rendering.trace import Owner as Owner
     from luthier.sources import RepeatedIds as RepeatedIds
+    from luthier.store.store import SampleStore as SampleStore
     from luthier.templating.limits import TemplateLimits as TemplateLimits
     from luthier.templating.limits import TemplateSettings as TemplateSettings
     from luthier.train.events import Note as Note

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from luthier.check.estimate import Estimate
     from luthier.check.loaded import Loaded
     from luthier.check.plan import RunPlan
-    from luthier.check.show import RowView
+    from luthier.check.show.view import RowView
     from luthier.check.stats import Stats
-    from luthier.check.verify import VerifyOptions
-    from luthier.check.verify_records import VerifyReport
+    from luthier.check.verify.records import VerifyReport
+    from luthier.check.verify.run import VerifyOptions
     from luthier.config.draft import Draft
     from luthier.config.loading import RunDescription
     from luthier.config.schema import RunConfig
     from luthier.encoding.encoder import Encoder
-    from luthier.encoding.prepare import Progress
-    from luthier.encoding.prepared import Prepared
     from luthier.loader.feed import FeedReader
+    from luthier.preparation.prepare import Progress
+    from luthier.preparation.prepared import Prepared
     from luthier.sources import RepeatedIds
     from luthier.train.live import LiveData
     from luthier.train.report import Report
@@ -150,7 +150,7 @@ def verify(
     """
     tell = on_event or _silent
     with _described(config, overrides, tell) as run:
-        from luthier.check.verify import verify as verify_rows
+        from luthier.check.verify.run import verify as verify_rows
 
         return verify_rows(run, options, on_progress=tell)
 
@@ -393,7 +393,7 @@ def _train_prepared(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell
     import msgspec
 
     from luthier.check.selection import Selection
-    from luthier.check.show_html import tokens_html
+    from luthier.check.show.html import tokens_html
     from luthier.train.fit import fit
     from luthier.train.report import Report
 
@@ -422,7 +422,7 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
         reader = FeedReader(folder) if feed is None else feed.reader
         tell(Remark(text="rows are prepared while the model is trained, in the order in which they are needed"))
 
-        from luthier.check.show_html import tokens_html
+        from luthier.check.show.html import tokens_html
         from luthier.encoding.encoder import Encoder
         from luthier.train.fit import fit_data
         from luthier.train.live import open_live_data
@@ -444,7 +444,7 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
 
 def _first_to_arrive(data: LiveData, reader: FeedReader, encoder: Encoder, tell: Listener) -> RowView:
     """The first row of the run that is not lost."""
-    from luthier.check.show import show_pack
+    from luthier.check.show.view import show_pack
     from luthier.errors import UserError
     from luthier.loader.feeding import FIRST_PORTION
     from luthier.records import Pack

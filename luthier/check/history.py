@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import RunConfig
-from luthier.encoding.segments import SegmentIndex
 from luthier.loader.run_settings import shares_prompts
 from luthier.packing import Units
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Sample
 
 MOST_READ = 2_000  # rows whose text is compared; of more, so many are taken at even distances

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import Progress, prepare
-from luthier.encoding.prepared import Prepared
-from luthier.encoding.segments import SegmentIndex
 from luthier.loader.run_settings import units_of
+from luthier.preparation.prepare import Progress, prepare
+from luthier.preparation.prepared import Prepared
+from luthier.preparation.segments import SegmentIndex
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

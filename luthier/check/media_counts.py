@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.encoding.segments import SegmentIndex
 from luthier.media import MediaKind
-from luthier.media.families import Packing
-from luthier.media.table import FAMILIES
+from luthier.media.families.family import Packing
+from luthier.media.families.table import FAMILIES
+from luthier.preparation.segments import SegmentIndex
 from luthier.rendering.media_slots import kind_of_media
 
 Ints = NDArray[np.int64]

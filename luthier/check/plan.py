@@ -12,7 +12,6 @@ from luthier.check.estimate import Estimate
 from luthier.check.history import HistoryCost
 from luthier.check.media_counts import MediaCount, MediaItems, packing_refusal
 from luthier.config.schema import Overflow, Packing, RunConfig
-from luthier.encoding.segments import SegmentIndex
 from luthier.loader.run_settings import eval_settings, train_settings, warmup_steps
 from luthier.packing import (
     EpochPlan,
@@ -25,6 +24,7 @@ from luthier.packing import (
     realised_mixture,
     straggler_factor,
 )
+from luthier.preparation.segments import SegmentIndex
 
 NUM_LONGEST = 5
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from luthier.check.loaded import Loaded
-from luthier.check.origins import SegmentOrigin, row_origins, segment_origin
-from luthier.check.previews import previews
-from luthier.check.show import RowView, show_batch, show_pack, show_sample
-from luthier.check.show_html import page_html
+from luthier.check.show.html import page_html
+from luthier.check.show.origins import SegmentOrigin, row_origins, segment_origin
+from luthier.check.show.previews import previews
+from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
 from luthier.collation import CollateSettings
-from luthier.encoding.prepared import PreparedSet
-from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
 from luthier.loader.planning import SegmentPlaces
 from luthier.loader.reader import BatchReader
 from luthier.loader.run_settings import media_of, train_settings
 from luthier.packing import EpochPlan, Units, plan_epoch
+from luthier.preparation.prepared import PreparedSet
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Pack
 from luthier.sources import open_sources, resolve_sources
 from luthier.writing import write_text

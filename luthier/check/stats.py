@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from luthier.check.media_counts import MediaCount, MediaItems
 from luthier.check.plan import LongRow, longest_rows
 from luthier.config.schema import Overflow
-from luthier.encoding.prepared import PreparedSet
-from luthier.encoding.segments import SegmentIndex
+from luthier.preparation.prepared import PreparedSet
+from luthier.preparation.segments import SegmentIndex
 
 PERCENTILES = (50, 90, 95, 99)
 NO_LIMIT = 2**31 - 1  # no segment is longer: token numbers are int32

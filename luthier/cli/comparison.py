@@ -16,7 +16,7 @@ from luthier.cli.pipeline import Overrides
 from luthier.writing import write_text
 
 if TYPE_CHECKING:
-    from luthier.check.diff_runs import EncodedSide, RunDiff
+    from luthier.check.diff.runs import EncodedSide, RunDiff
     from luthier.config.draft import Draft
     from luthier.config.schema import RunConfig, SourceConfig
     from luthier.sources import Source
@@ -71,11 +71,11 @@ def diff(
             num_shown=rows,
             console=output.console,
         )
-        from luthier.check.diff_terminal import diff_report
+        from luthier.check.diff.terminal import diff_report
 
         output.console.print(diff_report(found))
         if html is not None:
-            from luthier.check.diff_html import diff_html
+            from luthier.check.diff.html import diff_html
 
             write_text(html, diff_html(found))
             output.console.print(f"[dim]page in[/] {html}", highlight=False)
@@ -86,7 +86,7 @@ def diff(
 
 def _side(name: str, draft: Draft) -> tuple[EncodedSide, list[Source]]:
     """One of the two runs, with its data; what is wrong with it is told with the lines of its own file."""
-    from luthier.check.diff_runs import EncodedSide
+    from luthier.check.diff.runs import EncodedSide
     from luthier.encoding.encoder import Encoder
 
     with draft.placing():
@@ -102,8 +102,7 @@ def _compare(
     num_shown: int,
     console: Console,
 ) -> RunDiff:
-    from luthier.check.diff_runs import diff_runs
-    from luthier.check.diff_settings import changed_settings
+    from luthier.check.diff.runs import changed_settings, diff_runs
 
     (a, sources_a), (b, sources_b) = side_a, side_b
     with _progress(console, wanted=a.config.tracking.progress) as on_progress:

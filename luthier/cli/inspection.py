@@ -202,7 +202,7 @@ def _repeated_ids(found: RepeatedIds, output: Output) -> dict[str, Any]:
 
 
 def _print_rows(shown: library.Shown, output: Output) -> None:
-    from luthier.check.show_terminal import coloured_text, facts_line, token_table
+    from luthier.check.show.terminal import coloured_text, facts_line, token_table
 
     output.console.print(facts_line(shown.facts))
     for view in shown.rows:

@@ -15,8 +15,8 @@ from luthier.library import Listener, Remark
 
 if TYPE_CHECKING:
     from luthier.check.loaded import Loaded
-    from luthier.encoding.prepare import Progress
-    from luthier.encoding.prepared import Prepared
+    from luthier.preparation.prepare import Progress
+    from luthier.preparation.prepared import Prepared
 
 ConfigFile = Annotated[
     str, typer.Argument(metavar="CONFIG", help="The run description, a YAML file.", show_default=False)
@@ -34,7 +34,7 @@ def listening(console: Console, heard: Listener | None = None) -> Iterator[Liste
     """
     from luthier.check.loaded import Loaded
     from luthier.config.schema import RunConfig
-    from luthier.encoding.prepare import Progress
+    from luthier.preparation.prepare import Progress
 
     with ExitStack() as line:
         shown: list[Callable[[Progress], None]] = []

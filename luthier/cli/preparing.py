@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from luthier.encoding.prepare import Progress as Progressed
+    from luthier.preparation.prepare import Progress as Progressed
 
 RATE_SECONDS = 10.0  # rates are those of the last seconds: the first are spent on getting ready
 

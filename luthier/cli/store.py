@@ -19,9 +19,7 @@ from rich.text import Text
 from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
 
 if TYPE_CHECKING:
-    from luthier.encoding.store_cleaning import Cleaning
-    from luthier.encoding.store_health import StoreHealth
-    from luthier.encoding.store_listing import StoreInfo
+    from luthier.store.care import Cleaning, StoreHealth, StoreInfo
 
 app = typer.Typer(no_args_is_help=True, help="The encoded samples on this machine: list, check, clean up, export.")
 
@@ -59,8 +57,8 @@ def list_(folder: Stores = None, json: JsonTarget = None) -> None:
     [dim]Example[/]   luthier store ls /data/store --json -
     """
     with reporting(json) as output:
-        from luthier.encoding.naming import default_root
-        from luthier.encoding.store_listing import list_stores
+        from luthier.store.care import list_stores
+        from luthier.store.manifest import default_root
 
         root = default_root() if folder is None else folder
         found = list_stores(root)
@@ -82,9 +80,8 @@ def verify(
     [dim]Example[/]   luthier store verify /data/store --repair
     """
     with reporting(json) as output:
-        from luthier.encoding.naming import default_root
-        from luthier.encoding.store_health import verify_store
-        from luthier.encoding.store_listing import store_folders
+        from luthier.store.care import store_folders, verify_store
+        from luthier.store.manifest import default_root
 
         reports = []
         for store in store_folders(default_root() if folder is None else folder):
@@ -119,8 +116,8 @@ def gc(
     [dim]Example[/]   luthier store gc --max-size 50GB
     """
     with reporting(json) as output:
-        from luthier.encoding.naming import default_root
-        from luthier.encoding.store_cleaning import clean_stores
+        from luthier.store.care import clean_stores
+        from luthier.store.manifest import default_root
 
         root = default_root() if folder is None else folder
         cleaning = clean_stores(root, older_than=older_than, max_bytes=max_size, dry_run=dry_run)
@@ -139,7 +136,7 @@ def export(
     [dim]Example[/]   luthier store export ~/.cache/luthier/store/v4-0123 samples.parquet
     """
     with reporting(json) as output:
-        from luthier.encoding.store_export import export_store
+        from luthier.store.care import export_store
 
         with _progress(output.console, f"writing {target.name}") as on_samples:
             num_samples = export_store(store, target, on_samples=on_samples)

@@ -51,7 +51,7 @@ def train_and_tell(config: str, overrides: Sequence[str], console: Console, *, q
 def _tell(event: object, console: Console) -> None:
     from luthier.check.loaded import Loaded
     from luthier.check.plan import RunPlan
-    from luthier.check.show_terminal import coloured_text
+    from luthier.check.show.terminal import coloured_text
     from luthier.check.tables import plan_table
     from luthier.train.report import summary
 

@@ -46,9 +46,9 @@ def verify(  # noqa: PLR0913
     [dim]Example[/]   luthier verify run.yaml --sample 1000 --against http://localhost:8000
     """
     with reporting(json) as output:
-        from luthier.check.verify import Side, VerifyOptions
-        from luthier.check.verify_server import token_from
-        from luthier.check.verify_terminal import failed_row, report_table
+        from luthier.check.verify.run import Side, VerifyOptions
+        from luthier.check.verify.server import token_from
+        from luthier.check.verify.terminal import failed_row, report_table
 
         options = VerifyOptions(
             split=Side(split.value),
@@ -71,7 +71,7 @@ def verify(  # noqa: PLR0913
 
 @contextmanager
 def _progress(console: Console) -> Iterator[library.Listener]:
-    from luthier.check.verify import VerifyProgress
+    from luthier.check.verify.run import VerifyProgress
     from luthier.config.schema import RunConfig
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

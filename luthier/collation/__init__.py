@@ -1,7 +1,4 @@
-"""Packs to batches: the one collator, and the one place that shifts labels.
-
-Read in this order: grid, media_inputs, collator, unpacking, selecting, interface.
-"""
+"""Packs to batches: the one collator, and the one place that shifts labels."""
 
 from __future__ import annotations
 

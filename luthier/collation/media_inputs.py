@@ -30,8 +30,8 @@ from luthier.media import (
     join_features,
     merge_features,
 )
-from luthier.media.decoding import DecodedImage
 from luthier.media.feature_files import ItemFeatures, is_encoded, join_encoded
+from luthier.media.files.decoding import DecodedImage
 from luthier.records import Branch, ImageHeader, LostMedia, Media, MediaHeader, MediaItem, VideoHeader
 
 Features = Mapping[str, NDArray[Any]]

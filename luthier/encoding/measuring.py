@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 
 from luthier.config.media import LongAudio
-from luthier.encoding.disk import Disk
 from luthier.errors import RowError
 from luthier.media import MediaAccess, MediaKind, MediaProcessor, own_template, probe
 from luthier.records import AudioHeader, Media, MediaHeader, MediaItem, MediaPiece, TextPiece, Video, VideoHeader
 from luthier.rendering.filled import Expansion, Filled
 from luthier.rendering.framing import framed_slots
 from luthier.rendering.media_slots import NO_SLOTS, PLURAL, MediaSlots, kind_of_media
+from luthier.store.disk import Disk
 
 CUT_SOUND = "sound longer than the model hears, its end cut off"
 

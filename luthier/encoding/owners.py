@@ -14,7 +14,7 @@ from itertools import accumulate, groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.encoding.expanding import split_expansion
+from luthier.encoding.pieces import split_expansion
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import StoreError
 from luthier.records import ControlPiece, MediaPiece, Piece, Rendered, Sample, Segment, TextPiece

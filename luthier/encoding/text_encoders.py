@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from luthier.encoding.tokenizer_spec import joined_merges, to_json
+from luthier.encoding.tokenizer_files import joined_merges, to_json
 from luthier.errors import LuthierError, RowError
 
 Flat = tuple[NDArray[np.int32], NDArray[np.int64]]

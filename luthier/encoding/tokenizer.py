@@ -20,14 +20,21 @@ import tokenizers
 from numpy.typing import NDArray
 
 from luthier.config.choices import TokenizerBackend
-from luthier.encoding.checked_encoder import Backend, CheckedEncoder
-from luthier.encoding.opened_template import opened
+from luthier.encoding.checked_encoder import Backend, CheckedEncoder, probe_texts
 from luthier.encoding.text_encoders import BadTexts, FastokensEncoder, HuggingFaceEncoder, unflatten
-from luthier.encoding.text_probe import probe_texts
-from luthier.encoding.tokenizer_files import TokenizerFiles, find_files
-from luthier.encoding.tokenizer_spec import joined_merges, opening_tokens, text_only, to_json, with_added
+from luthier.encoding.tokenizer_files import (
+    TokenizerFiles,
+    find_files,
+    joined_merges,
+    opening_tokens,
+    text_only,
+    to_json,
+    with_added,
+)
 from luthier.errors import RowError, TokenizerError
+from luthier.media import decoder_of, opens_prompts
 from luthier.presets.named_templates import require_tokens, stop_tokens
+from luthier.records import Message, Text
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.template import ChatTemplate
 from luthier.templating.limits import TemplateSettings
@@ -309,3 +316,31 @@ def _check_bounds(tokenizer: Tokenizer) -> None:
                 f"{tokenizer.files.origin}: {name} is {token!r}, which is not in the vocabulary",
                 hint="tokenizer.json and tokenizer_config.json do not belong together",
             )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Chat templates of multimodal models: what their tokenizer puts before a text belongs to the prompt.
+
+
+def opened(template: ChatTemplate, opening: Sequence[str], *, processor_class: str) -> ChatTemplate:
+    """The template with ``opening``, which the tokenizer puts before any text, before what it prints, unless it prints
+    that itself.
+
+    A processor encodes what the template printed as any text, so that LLaVA 1.5, whose template has none, begins with
+    ``<s>`` at inference; Molmo2's puts such a token there itself. The tokenizer of a model of text alone takes what a
+    template printed as it is, and so does a decoder beside an encoder, which begins with what stands for its picture.
+    """
+    if decoder_of(processor_class) is not None:
+        return template
+    if not opening and opens_prompts(processor_class):
+        opening = [template.special_tokens.get("bos_token") or template.special_tokens["eos_token"]]
+    if not opening:
+        return template
+    try:
+        printed = template.render([Message(role="user", parts=(Text(text="so"),))], generation_prompt=True)
+    except RowError:  # it wants other messages; what those would begin with is not known
+        return template
+    if printed.startswith(opening[0]):
+        return template
+    before = "".join(f"{{{{ {token!r} }}}}" for token in opening)
+    return template.changed(source=before + template.source)

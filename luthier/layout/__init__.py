@@ -1,26 +1,27 @@
-"""Integers before tensors: positions, cuts and trees as pure functions of numbers and numpy arrays.
-
-Read in this order: trees, cutting, prompts, positions, forests, position_schemes, mrope_canvas,
-mrope_kernel, mrope.
-"""
+"""Integers before tensors: positions, cuts and trees as pure functions of numbers and numpy arrays."""
 
 from __future__ import annotations
 
 from luthier.layout.cutting import Window, cut_segment, plan_windows, take_window, without_targets
-from luthier.layout.forests import (
+from luthier.layout.mrope import mrope_positions, packed_mrope
+from luthier.layout.position_schemes import Canvas, MediaGrids, PositionScheme, TokenType, position_scheme, token_types
+from luthier.layout.prompts import cut_prompt, prompt_tree, span_of, splice, tree_of_runs
+from luthier.layout.trees import (
     ancestors,
+    cu_seqlens,
+    held_of_leaves,
     join_trees,
+    leaf_segment,
+    leaves,
+    position_ids,
     seen_blocks,
+    segment_ids,
+    segment_starts,
     tree_follows,
     tree_leaves,
     tree_mask,
     tree_positions,
 )
-from luthier.layout.mrope import mrope_positions, packed_mrope
-from luthier.layout.position_schemes import Canvas, MediaGrids, PositionScheme, TokenType, position_scheme, token_types
-from luthier.layout.positions import cu_seqlens, position_ids, segment_ids, segment_starts
-from luthier.layout.prompts import cut_prompt, prompt_tree, span_of, splice, tree_of_runs
-from luthier.layout.trees import held_of_leaves, leaf_segment, leaves
 
 __all__ = [
     "Canvas",

@@ -23,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import RowError
-from luthier.layout.forests import tree_positions, tree_reach
 from luthier.layout.mrope_canvas import canvas_positions
 from luthier.layout.position_schemes import Advance, Arrangement, MediaGrids, PositionScheme, TokenType
-from luthier.layout.positions import segment_starts
+from luthier.layout.trees import segment_starts, tree_positions, tree_reach
 from luthier.records import Branch
 
 AnyInt = NDArray[np.integer]

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import RowError
-from luthier.layout.forests import tree_positions, tree_reach
 from luthier.layout.position_schemes import Canvas
-from luthier.layout.positions import segment_ids, segment_starts
+from luthier.layout.trees import segment_ids, segment_starts, tree_positions, tree_reach
 from luthier.records import Branch
 
 AnyInt = NDArray[np.integer]

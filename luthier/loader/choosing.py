@@ -8,12 +8,12 @@ from pathlib import Path
 from luthier.config.choices import MixtureBy
 from luthier.config.media import MediaCache
 from luthier.config.schema import Packing, RunConfig, SourceConfig
-from luthier.encoding.naming import FEEDS
-from luthier.encoding.store import store_folder
 from luthier.errors import SourceError
 from luthier.loader.run_settings import units_of
 from luthier.sources import resolve_sources
 from luthier.sources.files import find_files
+from luthier.store.manifest import FEEDS
+from luthier.store.store import store_folder
 
 BYTES_WORTH_A_FEED = 32_000_000  # of files: less is prepared in the time that the model takes to load
 

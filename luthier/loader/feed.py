@@ -18,11 +18,11 @@ from typing import Self
 
 import msgspec
 
-from luthier.encoding.portions import ResolvedPortion
-from luthier.encoding.shard_reader import store_gone
 from luthier.errors import UserError
 from luthier.loader.feed_files import ALIVE, FACTS, FAILED, Failure, FeedFacts, FeedJob, portion_file
 from luthier.loader.feeding import run_feed
+from luthier.preparation.portions import ResolvedPortion
+from luthier.store.shard_reader import store_gone
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.05  # seconds between two looks
 SECONDS_WITHOUT_SIGN = 60.0  # of a feed that another machine has started: thirty of its beats

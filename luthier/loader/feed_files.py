@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 from luthier.config.schema import RunConfig
-from luthier.encoding.disk import Disk
-from luthier.encoding.prepared import SourceInfo
 from luthier.errors import BudgetError, ModelError, SourceError, StoreError, TemplateError, TokenizerError, UserError
+from luthier.preparation.prepared import SourceInfo
+from luthier.store.disk import Disk
 
 FACTS, FAILED, ALIVE = "facts.json", "failed.json", "alive"
 BEAT_SECONDS = 2.0

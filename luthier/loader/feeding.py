@@ -20,12 +20,6 @@ from numpy.typing import NDArray
 
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.naming import SPOOL
-from luthier.encoding.portions import ResolvedPortion
-from luthier.encoding.prepare import QUARANTINE_FILE
-from luthier.encoding.quarantine import Quarantine
-from luthier.encoding.resolver import resolve_portions
-from luthier.encoding.store import store_folder
 from luthier.errors import StoreError, UserError
 from luthier.loader.feed_files import (
     ALIVE,
@@ -39,7 +33,13 @@ from luthier.loader.feed_files import (
     publish,
 )
 from luthier.loader.run_order import RunOrder, held_out_rows, mixture_of
+from luthier.preparation.portions import ResolvedPortion
+from luthier.preparation.prepare import QUARANTINE_FILE
+from luthier.preparation.quarantine import Quarantine
+from luthier.preparation.resolver import resolve_portions
 from luthier.sources import RowIndex, Source, open_sources, resolve_sources
+from luthier.store.manifest import SPOOL
+from luthier.store.store import store_folder
 
 Ints = NDArray[np.int64]
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.encoding.leaves import numbers_within
 from luthier.errors import UserError
 from luthier.loader.growing import GrowingTable
 from luthier.loader.live_epoch import LARGEST_BLOCK, LiveEpoch, occurrences_of
@@ -25,6 +24,7 @@ from luthier.loader.live_rows import LiveRows
 from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.state import RowTrail
 from luthier.packing import Planned, PlanSettings, SegmentTable, WindowPacker, count_by_source, unit_table
+from luthier.store.shard import numbers_within
 
 Ints = NDArray[np.int64]
 

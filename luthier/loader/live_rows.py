@@ -13,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import Overflow
-from luthier.encoding.portions import ResolvedPortion
-from luthier.encoding.prepared import PreparedSet, SourceInfo
-from luthier.encoding.segments import SegmentIndex
-from luthier.encoding.store import SampleStore
 from luthier.errors import RowDropped
 from luthier.ledger import Ledger
 from luthier.loader.growing import GrowingTable
 from luthier.loader.places import PLACE, Places, segment_at
 from luthier.loader.planning import places_of
 from luthier.packing import PATCH_COST
+from luthier.preparation.portions import ResolvedPortion
+from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Segment
+from luthier.store.store import SampleStore
 
 Ints = NDArray[np.int64]
 

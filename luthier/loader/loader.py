@@ -17,8 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import Overflow
-from luthier.encoding.prepared import Prepared, PreparedSet
-from luthier.encoding.segments import SegmentIndex
 from luthier.errors import CheckpointError, UserError
 from luthier.ledger import Ledger
 from luthier.loader.places import PlannedMicroBatch
@@ -28,6 +26,8 @@ from luthier.loader.reader import BatchReader
 from luthier.loader.settings import LoaderOptions, LoaderSettings
 from luthier.loader.state import LoaderState, RowTrail
 from luthier.packing import EpochPlan, SegmentTable, Units, plan_epoch
+from luthier.preparation.prepared import Prepared, PreparedSet
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Batch
 
 Ints = NDArray[np.int64]

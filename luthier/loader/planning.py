@@ -11,9 +11,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.encoding.segments import SegmentIndex
 from luthier.loader.places import PLACE, Places, PlannedMicroBatch
 from luthier.packing import EpochPlan, Units, completion_room, draw_partners
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Segment
 
 Ints = NDArray[np.int64]

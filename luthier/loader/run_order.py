@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import RunConfig
-from luthier.encoding.prepared import hold_out_order, num_held_out
 from luthier.errors import UserError
 from luthier.packing.mixture import MixtureSettings, row_order
+from luthier.preparation.prepared import hold_out_order, num_held_out
 
 Ints = NDArray[np.int64]
 

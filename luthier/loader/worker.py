@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from luthier.encoding.store import SampleStore
 from luthier.errors import UserError
 from luthier.loader.messages import (
     Done,
@@ -33,6 +32,7 @@ from luthier.loader.messages import (
 )
 from luthier.loader.reader import BatchReader
 from luthier.loader.slots import Slots
+from luthier.store.store import SampleStore
 
 SECONDS_BETWEEN_LOOKS = 0.5
 

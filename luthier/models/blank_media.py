@@ -25,7 +25,7 @@ from luthier.collation import MediaInputs
 from luthier.config.schema import Part
 from luthier.errors import ModelError
 from luthier.media import Decoded, MediaKind, MediaProcessor, join_features, merge_features
-from luthier.media.decoding import DecodedAudio, DecodedImage, DecodedVideo
+from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo
 from luthier.models.parts import ModelParts, find_parts
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,29 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from luthier.config.schema import AdapterType, ModelConfig, RunConfig
 from luthier.errors import ModelError
-from luthier.media.families import Attention
+from luthier.media.families.family import Attention
 from luthier.models.attention import SEGMENTS, register_attention
-from luthier.models.decoder_inputs import name_decoder_inputs
-from luthier.models.merged_frames import merge_frames_by_chunk
+from luthier.models.hooks import (
+    hear_own_frames,
+    join_shared_slots,
+    merge_frames_by_chunk,
+    name_decoder_inputs,
+    see_own_pictures,
+)
 from luthier.models.overrides import check_computes, check_tokens, overridden
-from luthier.models.own_frames import hear_own_frames
-from luthier.models.own_pictures import see_own_pictures
-from luthier.models.parts import families_of, is_multimodal, multimodal_class, text_attention
-from luthier.models.reward_class import reward_class
-from luthier.models.shared_slots import join_shared_slots
+from luthier.models.parts import decoder_family, families_of, is_multimodal, multimodal_class, text_attention
 from luthier.models.vocabulary import Vocabulary, check_padding, fit_generation, fit_unborn, fit_vocabulary
 from luthier.presets import model_folder
 
@@ -303,3 +311,49 @@ def _load(
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The class of a reward model: transformers' own, or, for models that it has none of, one in the same manner.
+#
+# Most multimodal models have no ``…ForSequenceClassification`` in transformers. Theirs is made here of what
+# transformers makes the others of: the base model, and a linear layer ``score`` on its hidden states. `reward_class`
+# gives the same class again, so ``reward_class(config).from_pretrained(folder)`` loads what was saved.
+
+
+def reward_class(model_config: PretrainedConfig) -> Any:
+    """What has ``from_pretrained`` and ``from_config`` for reward models of this config.
+
+    Raises `ModelError` for a config that no class with a head is made of.
+    """
+    kind = type(model_config)
+    if kind in AutoModelForSequenceClassification._model_mapping:
+        return AutoModelForSequenceClassification
+    generating = None if decoder_family(model_config) is not None else multimodal_class(model_config)
+    if generating is None:
+        raise ModelError(
+            f"transformers knows no reward model for a {kind.__name__}, and none that one could be made of",
+            hint="train a reward model of another family",
+        )
+    return _made_of(generating._model_mapping[kind])
+
+
+@cache
+def _made_of(generating: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """``Qwen2_5_VLForConditionalGeneration`` -> ``Qwen2_5_VLForSequenceClassification``."""
+    plain = next(each for each in generating.__mro__[1:] if issubclass(each, PreTrainedModel))
+    name = generating.__name__.partition("For")[0]
+    members = {"__module__": __name__, "from_config": classmethod(_from_config)}
+    made: type[PreTrainedModel] = type(
+        f"{name}ForSequenceClassification", (GenericForSequenceClassification, plain), members
+    )
+    # files may call weights otherwise than modules do; which names are which goes by the class
+    renamed = get_checkpoint_conversion_mapping(generating.__name__)
+    if renamed is not None:
+        register_checkpoint_conversion_mapping(made.__name__, renamed, overwrite=True)
+    return made
+
+
+def _from_config(cls: Any, /, model_config: PretrainedConfig, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+    """As the Auto classes have it; the code is ours, whoever is trusted."""
+    return cls._from_config(model_config, **kwargs)

@@ -18,8 +18,8 @@ from torch import nn
 from luthier.errors import ModelError
 from luthier.layout import leaves
 from luthier.models.blank_media import BlankMedia, with_blanks
-from luthier.models.chosen_isolation import ChosenIsolation
 from luthier.models.head_tap import OutputHead, Scored, score_targets
+from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD
 from luthier.models.routers import Routers
 from luthier.objectives import AnyHead, TokenScores, token_scores

@@ -1,9 +1,4 @@
-"""Scores to losses: always sums, never means; the trainer divides by the whole step's count.
-
-Read in this order: token_loss, head_kernels, head, fused_head, token_scores, alignment, token_losses, hidden_loss,
-kernel_proof, sequences, measures, pair_scores, sorted_sides, pair_formulas, pair_losses, comparison, running_mean,
-feedback_losses, reward, settings, loss_table.
-"""
+"""Scores to losses: always sums, never means; the trainer divides by the whole step's count."""
 
 from __future__ import annotations
 

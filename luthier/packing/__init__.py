@@ -1,8 +1,4 @@
-"""Which segments share a row, and in which order the rows come: plans, made of integers only.
-
-Read in this order: settings, planned, units, best_fit_kernel, best_fit, window, split, balance, packer, padded,
-mixture, epoch, realised.
-"""
+"""Which segments share a row, and in which order the rows come: plans, made of integers only."""
 
 from __future__ import annotations
 

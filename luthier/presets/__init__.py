@@ -5,9 +5,6 @@ Models and the tokenizer are ordinary local folders in Hugging Face's layout (a 
 that see or hear also have their processor and a tokenizer of their own). Data sets are generated, see
 `luthier.presets.datasets`. Configs name them ``preset:tiny-qwen3`` and ``preset:skills``. Chat templates by name
 (``chatml``) are for models that have none of their own.
-
-Read in this order: world, tools, questions, skills, preferences, quizzes, drawing, pictures, beeping, sounds, datasets,
-template_table, named_templates.
 """
 
 from __future__ import annotations

@@ -3,10 +3,256 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from luthier.errors import TemplateError
-from luthier.presets.template_table import EOS, TEMPLATES, NamedTemplate
+
+# --------------------------------------------------------------------------------------------------------------------
+# The named chat templates, one row each; the template itself is ``chat_templates/NAME.jinja``.
+#
+# A row holds what cannot be read from the template without running it; a test runs each template and compares. To add
+# one, write the file and a row.
+
+
+EOS = "eos_token"  # stands for whatever the tokenizer's end-of-sequence token is
+
+
+class Bos(StrEnum):
+    """Where the tokenizer's begin-of-sequence token is written, if it names one."""
+
+    NEVER = "no"
+    ONCE = "once"
+    EXCHANGE = "each exchange"
+
+
+class SystemPrompt(StrEnum):
+    """What becomes of a system message."""
+
+    TURN = "own turn"
+    BARE = "bare text at the beginning"
+    QUESTION = "in the first question"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedTemplate:
+    """What is known of a named template.
+
+    name, aliases    how users call it; LLaMA-Factory's name where the format is the same
+    models           whose format it is
+    stops            what ends an answer: control tokens, or `EOS`
+    tokens           control tokens that it writes itself, which the tokenizer must have
+    default_system   it writes a system prompt of its own where the conversation has none
+    tools, thinking  it has a form for them; a template without tools refuses rows with tools
+    """
+
+    name: str
+    models: str
+    stops: tuple[str, ...] = (EOS,)
+    tokens: tuple[str, ...] = ()
+    bos: Bos = Bos.ONCE
+    system: SystemPrompt = SystemPrompt.TURN
+    default_system: bool = False
+    tools: bool = False
+    thinking: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+_CHATML = ("<|im_start|>", "<|im_end|>")
+_IM_END = ("<|im_end|>",)
+_HEADERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+_PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+_DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>")
+_MISTRAL = (
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+)
+
+TEMPLATES = (
+    # ------------------------------------------------------------------------------- for any base model
+    NamedTemplate(name="chatml", models="any base model", stops=_IM_END, tokens=_CHATML),
+    NamedTemplate(name="hermes", models="Hermes 2 Pro, Hermes 3", stops=_IM_END, tokens=_CHATML, tools=True),
+    NamedTemplate(name="alpaca", models="any base model", system=SystemPrompt.BARE, default_system=True),
+    NamedTemplate(name="vicuna", models="Vicuna, LLaVA 1.5", system=SystemPrompt.BARE, default_system=True),
+    NamedTemplate(name="zephyr", models="Zephyr, any base model"),
+    NamedTemplate(name="default", models="any base model"),
+    NamedTemplate(name="plain", models="any base model", system=SystemPrompt.BARE),
+    # ------------------------------------------------------------------------------------- ChatML's kin
+    NamedTemplate(
+        name="qwen",
+        aliases=("qwen2", "qwen2_5"),
+        models="Qwen2, Qwen2.5",
+        stops=_IM_END,
+        tokens=_CHATML,
+        bos=Bos.NEVER,
+        default_system=True,
+        tools=True,
+    ),
+    NamedTemplate(
+        name="qwen3", models="Qwen3", stops=_IM_END, tokens=_CHATML, bos=Bos.NEVER, tools=True, thinking=True
+    ),
+    NamedTemplate(
+        name="qwen3_nothink", models="Qwen3 without thinking", stops=_IM_END, tokens=_CHATML, bos=Bos.NEVER, tools=True
+    ),
+    NamedTemplate(name="yi", models="Yi, Yi 1.5", stops=_IM_END, tokens=_CHATML, bos=Bos.NEVER),
+    NamedTemplate(name="intern2", aliases=("internlm2",), models="InternLM2, 2.5, 3", stops=_IM_END, tokens=_CHATML),
+    NamedTemplate(name="smollm2", models="SmolLM2", stops=_IM_END, tokens=_CHATML, bos=Bos.NEVER, default_system=True),
+    NamedTemplate(name="phi4", models="Phi-4", stops=_IM_END, tokens=(*_CHATML, "<|im_sep|>"), bos=Bos.NEVER),
+    NamedTemplate(
+        name="moonlight",
+        models="Moonlight, Kimi",
+        stops=_IM_END,
+        bos=Bos.NEVER,
+        default_system=True,
+        tokens=("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
+    ),
+    # -------------------------------------------------------------------------------------------- Llama
+    NamedTemplate(name="llama2", models="Llama 2 Chat", bos=Bos.EXCHANGE, system=SystemPrompt.QUESTION),
+    NamedTemplate(
+        name="llama3", models="Llama 3, without the dates of 3.1", stops=("<|eot_id|>",), tokens=_HEADERS, tools=True
+    ),
+    NamedTemplate(name="llama3_1", models="Llama 3.1, 3.3", stops=("<|eot_id|>",), tokens=_HEADERS, tools=True),
+    NamedTemplate(
+        name="llama3_2", models="Llama 3.2, with a clock", stops=("<|eot_id|>",), tokens=_HEADERS, tools=True
+    ),
+    NamedTemplate(
+        name="llama4",
+        models="Llama 4",
+        stops=("<|eot|>",),
+        tokens=("<|header_start|>", "<|header_end|>", "<|eot|>"),
+        tools=True,
+    ),
+    NamedTemplate(name="openchat-3.6", models="OpenChat 3.6", stops=("<|eot_id|>",), tokens=_HEADERS),
+    # ------------------------------------------------------------------------------------------ Mistral
+    NamedTemplate(
+        name="mistral_v1",
+        aliases=("mixtral",),
+        models="Mistral 7B v0.1, v0.2, Mixtral 8x7B",
+        system=SystemPrompt.QUESTION,
+    ),
+    NamedTemplate(
+        name="mistral",
+        models="Mistral 7B v0.3, Mixtral 8x22B, Large 2407",
+        tokens=_MISTRAL,
+        system=SystemPrompt.QUESTION,
+        tools=True,
+    ),
+    NamedTemplate(
+        name="ministral",
+        aliases=("pixtral",),
+        models="Mistral Nemo, Ministral 8B, Pixtral",
+        tokens=_MISTRAL,
+        system=SystemPrompt.QUESTION,
+        tools=True,
+    ),
+    NamedTemplate(
+        name="mistral_small",
+        models="Mistral Small 3",
+        tokens=(*_MISTRAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+        tools=True,
+    ),
+    # ----------------------------------------------------------------------------------- vendors' own
+    NamedTemplate(
+        name="gemma",
+        aliases=("gemma2", "gemma3"),
+        models="Gemma 1, 2, 3",
+        stops=("<end_of_turn>",),
+        tokens=("<start_of_turn>", "<end_of_turn>"),
+        system=SystemPrompt.QUESTION,
+    ),
+    NamedTemplate(name="paligemma", models="PaliGemma, PaliGemma 2", system=SystemPrompt.BARE),
+    NamedTemplate(
+        name="phi", aliases=("phi3",), models="Phi-3, Phi-3.5", stops=("<|end|>",), tokens=_PHI, bos=Bos.NEVER
+    ),
+    NamedTemplate(name="phi4_mini", models="Phi-4-mini", stops=("<|end|>",), tokens=_PHI, bos=Bos.NEVER),
+    NamedTemplate(name="starchat", models="StarChat", stops=("<|end|>",), tokens=_PHI, bos=Bos.NEVER),
+    NamedTemplate(
+        name="cohere",
+        aliases=("command-r",),
+        models="Command R, Aya",
+        stops=("<|END_OF_TURN_TOKEN|>",),
+        tokens=(
+            "<|START_OF_TURN_TOKEN|>",
+            "<|SYSTEM_TOKEN|>",
+            "<|USER_TOKEN|>",
+            "<|CHATBOT_TOKEN|>",
+            "<|END_OF_TURN_TOKEN|>",
+        ),
+    ),
+    NamedTemplate(
+        name="deepseek", aliases=("deepseek2",), models="DeepSeek LLM, DeepSeek V2", system=SystemPrompt.BARE
+    ),
+    NamedTemplate(name="deepseek3", models="DeepSeek V2.5, V3", tokens=_DEEPSEEK, system=SystemPrompt.BARE),
+    NamedTemplate(
+        name="deepseekr1", models="DeepSeek R1 and distilled", tokens=_DEEPSEEK, system=SystemPrompt.BARE, thinking=True
+    ),
+    NamedTemplate(
+        name="deepseekcoder",
+        models="DeepSeek Coder",
+        stops=("<|EOT|>",),
+        tokens=("<|EOT|>",),
+        system=SystemPrompt.BARE,
+        default_system=True,
+    ),
+    NamedTemplate(
+        name="granite3",
+        models="Granite 3",
+        stops=("<|end_of_text|>",),
+        bos=Bos.NEVER,
+        tools=True,
+        tokens=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"),
+    ),
+    NamedTemplate(
+        name="glm4",
+        models="GLM-4",
+        stops=("<|user|>", "<|observation|>"),
+        bos=Bos.NEVER,
+        tools=True,
+        tokens=("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    ),
+    NamedTemplate(
+        name="chatglm3",
+        models="ChatGLM3",
+        stops=("<|user|>",),
+        bos=Bos.NEVER,
+        tokens=("[gMASK]", "sop", "<|system|>", "<|user|>", "<|assistant|>"),
+    ),
+    NamedTemplate(
+        name="exaone",
+        models="EXAONE 3",
+        stops=("[|endofturn|]",),
+        bos=Bos.NEVER,
+        tokens=("[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]"),
+    ),
+    NamedTemplate(
+        name="openchat",
+        models="OpenChat 3.5",
+        stops=("<|end_of_turn|>",),
+        tokens=("<|end_of_turn|>",),
+        system=SystemPrompt.BARE,
+    ),
+    NamedTemplate(
+        name="baichuan2",
+        models="Baichuan 2",
+        tokens=("<reserved_106>", "<reserved_107>"),
+        bos=Bos.NEVER,
+        system=SystemPrompt.BARE,
+    ),
+    NamedTemplate(name="bluelm", models="BlueLM", tokens=("[|Human|]:", "[|AI|]:"), system=SystemPrompt.BARE),
+    NamedTemplate(name="falcon", models="Falcon chat", bos=Bos.NEVER),
+    NamedTemplate(name="olmo", models="OLMo 1", bos=Bos.NEVER),
+    NamedTemplate(name="olmo2", aliases=("tulu3",), models="OLMo 2, Tulu 3"),
+    NamedTemplate(name="orion", models="Orion", system=SystemPrompt.QUESTION),
+    NamedTemplate(name="solar", models="SOLAR Instruct"),
+    NamedTemplate(name="stablelm", models="StableLM Zephyr", bos=Bos.NEVER),
+    NamedTemplate(name="xverse", models="XVERSE", bos=Bos.NEVER, system=SystemPrompt.QUESTION),
+)
 
 _FOLDER = Path(__file__).resolve().parent / "chat_templates"
 _BY_NAME = {name: template for template in TEMPLATES for name in (template.name, *template.aliases)}

@@ -13,13 +13,17 @@ plays.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from enum import StrEnum
+from functools import lru_cache, partial
 from random import Random
 from typing import Any
 
-from luthier.presets.beeping import GLIDES, LENGTHS, PITCHES, Timbre, play_beeps, play_glide
+import numpy as np
+from numpy.typing import NDArray
+
 from luthier.presets.quizzes import Question, Quiz, QuizSkill, quiz_rows
 
 _NUMBERS = ("one", "two", "three", "four")
@@ -91,3 +95,105 @@ SKILLS: Sequence[QuizSkill] = (
     QuizSkill(name="tone", draw=partial(_draw, _tone), num_train=2000, num_test=50),
     QuizSkill(name="description", draw=_draw_description, num_train=2000, num_test=50),
 )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Short sounds, a few like beeps or one gliding tone, as the bytes of a WAV file.
+#
+# Pitches, lengths, gaps, loudness and starts differ a little from one sound to the next, as the seed says.
+
+
+SAMPLING_RATE = 8000
+SECONDS = 1.3  # of every sound, so that nothing is told by how long it takes
+_LOWEST = {"low": 150.0, "middle": 330.0, "high": 730.0}
+# Hz: six steps of two semitones each; between the three there is more room.
+PITCHES = {name: [lowest * 2 ** (step / 6) for step in range(6)] for name, lowest in _LOWEST.items()}
+LENGTHS = {"short": 0.08, "long": 0.2}  # seconds of a beep
+GLIDES = {"up": ("low", "high"), "down": ("high", "low")}  # the pitches from which and to which a tone glides
+_LATEST = 0.04  # seconds of silence before the first tone
+_GLIDING = 0.6  # seconds of a tone that glides
+_KEPT = 8192  # sounds: a run goes through the rows of a data set several times
+_NOISE = 0.01  # of the loudest that a sample can be
+_SLOWNESS = 2  # of what makes a tone hiss: the periods of the tone that it takes
+_RAMP = 0.01  # seconds in which a tone comes and goes, so that it does not click
+
+_Wave = NDArray[np.float64]
+
+
+class Timbre(StrEnum):
+    """What a tone is made of."""
+
+    PURE = "pure"  # a sine
+    HOLLOW = "hollow"  # a square: the odd harmonics alone, as of a clarinet
+    HISSING = "hissing"  # noise about the frequency of the tone
+
+
+@lru_cache(maxsize=_KEPT)
+def play_beeps(number: int, *, hertz: float, length: str, timbre: Timbre, seed: int) -> bytes:
+    """A WAV of level tones, all alike, with gaps of about a tenth of a second; else as `play_glide`."""
+    rng = Random(seed)
+    tone = _course_tone([hertz, hertz], LENGTHS[length], timbre, rng)
+    return _play([tone] * number, rng)
+
+
+@lru_cache(maxsize=_KEPT)
+def play_glide(course: tuple[float, ...], *, timbre: Timbre, seed: int) -> bytes:
+    """A WAV of one tone that glides from each frequency to the next: one channel of 8 bits, 8,000 samples a second,
+    1.3 s. Raises ``ValueError`` if that is too short for it.
+    """
+    rng = Random(seed)
+    return _play([_course_tone(course, _GLIDING, timbre, rng)], rng)
+
+
+def _play(tones: Sequence[_Wave], rng: Random) -> bytes:
+    """The tones one after another, soon after the beginning of the sound."""
+    gaps = [_silence(rng.uniform(0.08, 0.1)) for _ in tones[1:]]
+    played = np.concatenate([part for pair in zip(tones, [*gaps, _silence(0)], strict=True) for part in pair])
+    count = round(SECONDS * SAMPLING_RATE)
+    if len(played) > count:
+        raise ValueError(f"{len(tones)} tones take {len(played) / SAMPLING_RATE:.2f} s, a sound has {SECONDS} s")
+    start = rng.randint(0, min(count - len(played), round(_LATEST * SAMPLING_RATE)))
+    samples = _NOISE * _white(count, rng)
+    samples[start : start + len(played)] += rng.uniform(0.4, 0.9) * played
+    return _wav(samples)
+
+
+def _course_tone(course: Sequence[float], seconds: float, timbre: Timbre, rng: Random) -> _Wave:
+    """A tone from -1 to 1. The frequencies, however many, are evenly spread over its time; between them it glides."""
+    count = round(seconds * rng.uniform(0.9, 1.1) * SAMPLING_RATE)
+    octaves = np.interp(np.linspace(0, 1, count), np.linspace(0, 1, len(course)), np.log2(course))
+    phase = 2 * np.pi / SAMPLING_RATE * np.cumsum(np.exp2(octaves) * rng.uniform(0.98, 1.02))
+    ramp = np.arange(1, count + 1) / (_RAMP * SAMPLING_RATE)
+    return np.asarray(_shaped(timbre, phase, rng) * np.minimum(1, np.minimum(ramp, ramp[::-1])))
+
+
+def _shaped(timbre: Timbre, phase: _Wave, rng: Random) -> _Wave:
+    match timbre:
+        case Timbre.PURE:
+            return np.sin(phase)
+        case Timbre.HOLLOW:  # its first harmonics: those that lie below half the sampling rate at every pitch
+            return np.sin(phase) + np.sin(3 * phase) / 3
+        case Timbre.HISSING:  # the slower the noise, the nearer to the tone its frequencies lie
+            width = round(_SLOWNESS * len(phase) * 2 * np.pi / (phase[-1] - phase[0]))
+            noise = np.convolve(_white(len(phase) + width - 1, rng), np.ones(width), mode="valid")
+            return np.asarray(np.sin(phase) * noise / np.abs(noise).max())
+        case _:
+            raise ValueError(f"{timbre!r} is no timbre")
+
+
+def _white(count: int, rng: Random) -> _Wave:
+    return np.frombuffer(rng.randbytes(count), dtype=np.uint8) / 127.5 - 1
+
+
+def _silence(seconds: float) -> _Wave:
+    return np.zeros(round(seconds * SAMPLING_RATE))
+
+
+def _wav(samples: _Wave) -> bytes:
+    """Samples from -1 to 1 as PCM, in which 128 is silence."""
+    data = np.clip(np.rint(128 + 127 * samples), 0, 255).astype(np.uint8).tobytes()
+    data += b"\0" * (len(data) % 2)  # chunks have even lengths; the header counts without it
+    form = struct.pack("<HHIIHH", 1, 1, SAMPLING_RATE, SAMPLING_RATE, 1, 8)
+    chunks = b"WAVE" + b"fmt " + struct.pack("<I", len(form)) + form
+    chunks += b"data" + struct.pack("<I", len(samples)) + data
+    return b"RIFF" + struct.pack("<I", len(chunks)) + chunks

@@ -14,8 +14,7 @@ from typing import Never
 
 from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
-from luthier.presets.named_templates import missing_tokens, named_template, stop_tokens
-from luthier.presets.template_table import TEMPLATES
+from luthier.presets.named_templates import TEMPLATES, missing_tokens, named_template, stop_tokens
 from luthier.records import (
     BLANK_ANSWER,
     Conversation,

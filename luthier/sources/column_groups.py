@@ -28,9 +28,8 @@ from luthier.sources.columnar import (
 )
 from luthier.sources.files import DataFile, FileKind
 from luthier.sources.open_files import CACHE_BYTES, OpenFiles
-from luthier.sources.record_spool import SpooledRows, index_by_spool
+from luthier.sources.record_spool import SpooledRows, index_by_spool, spooled
 from luthier.sources.rows import RowBytes
-from luthier.sources.spools import spooled
 
 _OPEN_FILE = -1  # the number under which an open file is kept beside its groups
 _MIN_KEPT_BYTES = 1 << 14  # a batch that is mapped costs no more than its bookkeeping

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from luthier.errors import RowError, SourceError
 from luthier.sources.files import DataFile, FileKind
-from luthier.sources.offsets import Ascending, AscendingBuilder, LineNumbers, LineNumbersBuilder
-from luthier.sources.open_files import OpenFiles
+from luthier.sources.open_files import Ascending, AscendingBuilder, LineNumbers, LineNumbersBuilder, OpenFiles
 from luthier.sources.rows import RowBytes
 from luthier.sources.text_files import MAX_LINE_BYTES, check_first_row, line_row, line_too_long, open_text_file
 

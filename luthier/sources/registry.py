@@ -18,7 +18,7 @@ from luthier.config.schema import DataConfig, Format, SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.sources.nearest import nearest_names
 from luthier.sources.origins import HUB
-from luthier.sources.strict_json import decode_strict
+from luthier.sources.rows import decode_strict
 
 _NAME = re.compile(r"^(?P<name>.+?)(?:#(?P<count>[1-9][0-9]*))?$")
 _JSON_KEYS = {

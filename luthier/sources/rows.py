@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+import msgspec
 
 from luthier.errors import RowError
 from luthier.records import Address
-from luthier.sources.strict_json import decode_strict
 
 # A row of text this long is a damaged file far more often than a sample: at 4 bytes a token it is 2.5 million tokens.
 MAX_ROW_BYTES = 10_000_000
@@ -96,3 +99,156 @@ def json_kind(value: object) -> str:
             return "object"
         case _:
             return type(value).__name__
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# JSON, decoded fast and strictly: what other parsers let pass (repeated keys, NaN, half surrogates) is an error here.
+#
+# msgspec decodes; two counts prove that no key came twice; only a row that fails is looked at again, slowly, to say
+# why.
+
+
+MAX_DEPTH = 100  # tool schemas reach about 20; recursive code downstream must never meet a row that can overflow it
+
+_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_SPACED_COLON = re.compile(rb'"[ \t\r\n]+:')
+
+
+def decode_strict(raw: bytes | str) -> Any:
+    """Decode one JSON value; raises `RowError` that names the fault and, where it can, the byte offset in ``raw``.
+
+    Reasons: ``invalid_utf8``, ``truncated_json``, ``invalid_json``, ``non_finite_number``, ``number_out_of_range``,
+    ``lone_surrogate``, ``nesting``, ``duplicate_key``.
+    """
+    if isinstance(raw, str):
+        raw = raw.encode("utf-8", "surrogatepass")
+    try:
+        data = _DECODER.decode(raw)
+    except RecursionError:
+        raise _too_deep() from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        _diagnose(raw, error)
+    num_keys = _count_keys(data)
+    if num_keys and _may_repeat_keys(raw, num_keys):
+        _refuse_repeated_keys(raw, num_keys)
+    return data
+
+
+def decode_text(text: str, *, reason: str, field: str | None = None) -> Any:
+    """Decode JSON that stands as text in a row; raises `RowError` with the given reason and field."""
+    try:
+        return decode_strict(text)
+    except RowError as error:
+        raise RowError(reason, f"not JSON: {error} in {text[:60]!r}", field=field) from None
+
+
+def _count_keys(data: Any) -> int:
+    """Keys of all objects in a decoded value; refuses values nested deeper than `MAX_DEPTH`."""
+    num_keys = 0
+    level = [data] if type(data) is dict or type(data) is list else []
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for node in level:
+            values: Iterable[Any] = node
+            if type(node) is dict:
+                num_keys += len(node)
+                values = node.values()
+            for value in values:
+                kind = type(value)
+                if kind is dict or kind is list:
+                    below.append(value)
+        if not below:
+            return num_keys
+        level = below
+    raise _too_deep()
+
+
+def _may_repeat_keys(raw: bytes, num_keys: int) -> bool:
+    """Whether the text may hold more keys than were decoded: false is a proof, true asks for the exact count.
+
+    A key is a string followed by a colon, and a colon inside a string can only follow an escaped quote, so
+    {"a": 1, "b": "\\":"} -> 3 of `":` less 1 of `\\":` = 2 keys.
+    """
+    num_quoted_colons = raw.count(b'":')
+    if num_quoted_colons != num_keys:
+        if b'\\\\":' in raw:  # a key or a text that ends in a backslash: the subtraction below would be wrong
+            return True
+        num_quoted_colons -= raw.count(b'\\":')
+    return num_quoted_colons != num_keys or _SPACED_COLON.search(raw) is not None
+
+
+def _refuse_repeated_keys(raw: bytes, num_keys: int) -> None:
+    # With all strings replaced by nothing, every colon left belongs to a key.
+    num_written = _STRING.sub(b"", raw).count(b":")
+    if num_written != num_keys:
+        raise RowError(
+            "duplicate_key", f"{num_written} keys are written, {num_keys} are different: {_repeated_key(raw)}"
+        )
+
+
+def _repeated_key(raw: bytes) -> str:
+    repeated: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        repeated.extend(name for name in dict.fromkeys(names) if names.count(name) > 1)
+        return dict(pairs)
+
+    json.loads(raw, object_pairs_hook=note)
+    return ", ".join(repr(name) for name in repeated)
+
+
+class _NonFinite(Exception):
+    """Found NaN or Infinity."""
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _NonFinite(name)
+
+
+def _diagnose(raw: bytes, error: Exception) -> NoReturn:
+    """Say why msgspec refused ``raw``: Python's own decoder is slower and more lenient, so it gets further."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise RowError("invalid_utf8", f"byte 0x{raw[fault.start]:02x} at offset {fault.start} of the row") from None
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise _too_deep() from None
+    except _NonFinite as fault:
+        raise RowError("non_finite_number", f"{fault} is not JSON; write null or a number") from None
+    except json.JSONDecodeError as fault:
+        offset = len(text[: fault.pos].encode())
+        if fault.pos >= len(text.rstrip()) or fault.msg.startswith("Unterminated string"):
+            raise RowError("truncated_json", f"the row ends after {len(raw)} bytes, inside a value") from None
+        raise RowError("invalid_json", f"{fault.msg} at byte {offset} of the row") from None
+    except ValueError:
+        raise RowError("number_out_of_range", "an integer has thousands of digits") from None
+    for path in _surrogates(data):
+        raise RowError("lone_surrogate", "half of a UTF-16 surrogate pair is not a character", field=path or None)
+    raise RowError("number_out_of_range", str(error))
+
+
+def _surrogates(data: Any) -> Iterator[str]:
+    """Paths of the strings that hold a lone surrogate: ``messages[0].content``."""
+    stack = [("", data)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, dict):
+            stack += [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
+            if any(not _is_encodable(key) for key in value):
+                yield path
+        elif isinstance(value, list):
+            stack += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        elif isinstance(value, str) and not _is_encodable(value):
+            yield path
+
+
+def _is_encodable(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _too_deep() -> RowError:
+    return RowError("nesting", f"nested deeper than {MAX_DEPTH} levels")

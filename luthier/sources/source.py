@@ -27,8 +27,7 @@ from luthier.sources.files import FileKind
 from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.reading import Reading
 from luthier.sources.formats.table import FORMATS
-from luthier.sources.formats.text_limit import check_texts
-from luthier.sources.formats.written_slots import parted_slots, written_slots
+from luthier.sources.formats.written_slots import check_texts, parted_slots, written_slots
 from luthier.sources.origins import HUB, PRESET, LocalFiles, Origin, open_origin
 from luthier.sources.row_index import RowIndex, index_origin
 from luthier.sources.rows import RawRow, RowBytes, decode_row, json_kind

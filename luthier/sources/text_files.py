@@ -16,8 +16,7 @@ import msgspec
 from luthier.config.choices import Documents
 from luthier.errors import RowError, SourceError
 from luthier.records import Address
-from luthier.sources.compressed import open_compressed
-from luthier.sources.files import DataFile, FileKind
+from luthier.sources.files import DataFile, FileKind, open_compressed
 from luthier.sources.json_arrays import read_json_rows
 from luthier.sources.rows import MAX_ROW_BYTES, RowBytes, row_too_long
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from luthier.config.schema import RunConfig
-from luthier.encoding.prepared import Prepared, PreparedSet
-from luthier.encoding.segments import SegmentIndex
 from luthier.errors import UserError
 from luthier.loader.run_settings import units_of
 from luthier.packing import PlanSettings, Segments, SegmentTable, Units, describe, plan_epoch
+from luthier.preparation.prepared import Prepared, PreparedSet
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address
 from luthier.train.result import DataSummary
 from luthier.train.set_names import distinct_names

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from luthier.collation import MediaInputs
 from luthier.config.media import MediaCache
 from luthier.config.schema import RunConfig
-from luthier.encoding.segments import SegmentIndex
 from luthier.errors import ModelError
 from luthier.loader.live_plan import StreamPlan
+from luthier.preparation.segments import SegmentIndex
 from luthier.train.arguments import run_precision
 from luthier.train.data import RunData
 from luthier.train.events import Note

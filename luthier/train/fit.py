@@ -18,18 +18,18 @@ from transformers.utils import logging as transformers_logging
 
 from luthier.config.schema import Packing, RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepared import Prepared
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
 from luthier.loader.feed import FeedReader
 from luthier.loader.live_plan import StreamPlan
 from luthier.loader.run_settings import media_of
 from luthier.loader.state import LoaderState
-from luthier.media.families import Packing as FamilyPacking
+from luthier.media.families.family import Packing as FamilyPacking
 from luthier.models import adapters
 from luthier.models.model import run_device
 from luthier.models.parts import decoder_family
 from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
+from luthier.preparation.prepared import Prepared
 from luthier.train import artifacts, run_folder
 from luthier.train.assemble import (
     make_model,

@@ -14,11 +14,11 @@ from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel
 
 from luthier.collation import MediaInputs
-from luthier.encoding.segments import SegmentIndex
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
 from luthier.models.compiled import uncompiled
 from luthier.packing import Segments, Units
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
 from luthier.train.result import GenerationRecord, GenerationRound
 

@@ -10,10 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import RunConfig
-from luthier.encoding.portions import ResolvedPortion
-from luthier.encoding.prepared import PreparedSet, SourceInfo
-from luthier.encoding.segments import SegmentIndex
-from luthier.encoding.store import SampleStore, store_folder
 from luthier.errors import UserError
 from luthier.ledger import Ledger
 from luthier.loader.feed import FeedReader
@@ -21,7 +17,11 @@ from luthier.loader.live_plan import StreamPlan
 from luthier.loader.live_rows import LiveRows, LiveSegments, LiveSettings
 from luthier.loader.run_order import RunOrder, held_out_rows, mixture_of
 from luthier.packing import PlanSettings, SegmentTable
+from luthier.preparation.portions import ResolvedPortion
+from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address
+from luthier.store.store import SampleStore, store_folder
 from luthier.train.set_names import distinct_names
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from luthier.config.schema import AdapterConfig, AdapterType, ModelConfig, RunConfig
 from luthier.encoding.tokenizer_files import find_files
 from luthier.errors import ModelError, RowError, TokenizerError
-from luthier.sources.strict_json import decode_strict
+from luthier.sources.rows import decode_strict
 
 KEY = "objective.reference.name_or_path"
 

@@ -16,13 +16,11 @@ from luthier.errors import ModelError
 from luthier.loader.run_settings import units_of
 from luthier.models.attention_inputs import Isolation
 from luthier.models.blank_media import run_blanks
-from luthier.models.chosen_isolation import ChosenIsolation
 from luthier.models.compiled import compile_layers, forget_graphs
 from luthier.models.head_tap import find_head, prove_head
-from luthier.models.isolation import choose_isolation
-from luthier.models.media_needs import MediaNeeds, media_needs, model_needs
+from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.model import REWARD_HEAD, is_reward_model
-from luthier.models.parts import families_of, text_attention
+from luthier.models.parts import MediaNeeds, families_of, media_needs, model_needs, text_attention
 from luthier.models.passes import ModelPass, casting, reward_head
 from luthier.models.routers import Routers, balanced_routers
 from luthier.objectives import TokenSettings, feedback_settings, pair_settings, token_settings

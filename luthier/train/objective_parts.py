@@ -14,13 +14,12 @@ from transformers import PreTrainedModel
 
 from luthier.collation import CollateSettings, MediaInputs, collate_packs
 from luthier.config.schema import RunConfig
-from luthier.encoding.segments import SegmentIndex
-from luthier.models.chosen_isolation import ChosenIsolation
-from luthier.models.isolation_trial import TOKENS_TRIED
+from luthier.models.isolation import TOKENS_TRIED, ChosenIsolation
 from luthier.models.model import LoadedModel
 from luthier.models.parts import decoder_family
 from luthier.models.vocabulary import Vocabulary
 from luthier.packing import Segments
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Pack
 from luthier.train.streams import EvalStream
 

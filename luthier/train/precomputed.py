@@ -27,13 +27,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from luthier.config.schema import RunConfig
-from luthier.encoding.disk import Disk
-from luthier.encoding.segments import SegmentIndex
-from luthier.encoding.store import SampleStore
 from luthier.models.sharding import give_up_gathered, undivided
 from luthier.objectives import tail_discount
 from luthier.packing import plan_epoch
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch
+from luthier.store.disk import Disk
+from luthier.store.store import SampleStore
 from luthier.train.compared_losses import pairs_of
 from luthier.train.references import PrecomputedReference, ReferenceModel
 from luthier.train.streams import EvalStream

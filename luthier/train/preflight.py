@@ -26,7 +26,6 @@ from luthier.config.media import MediaCache
 from luthier.config.schema import AdapterType, Precision, RunConfig, Sharding
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepared import num_held_out
 from luthier.errors import ConfigError, ModelError, Problem, SourceError, UserError
 from luthier.loader.run_order import mixture_of
 from luthier.loader.run_settings import media_of
@@ -39,6 +38,7 @@ from luthier.models.routers import balanced_routers
 from luthier.models.sharding import divisible_layers, refuse_other_ways
 from luthier.models.vocabulary import Vocabulary
 from luthier.packing.mixture import check_mixture
+from luthier.preparation.prepared import num_held_out
 from luthier.sources import Source, open_sources, resolve_sources
 from luthier.sources.origins import HUB
 from luthier.train.arguments import optimization

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from luthier.config.objective import ReferenceSource
 from luthier.config.schema import AdapterType, RunConfig
-from luthier.encoding.segments import SegmentIndex
 from luthier.errors import ModelError
 from luthier.models.adapters import apply_adapter, mutates_base
 from luthier.models.head_tap import find_head, prove_head
@@ -19,6 +18,7 @@ from luthier.models.model import load_model
 from luthier.models.parts import set_text_attention
 from luthier.models.passes import ModelPass, casting
 from luthier.models.quantized import quantize
+from luthier.preparation.segments import SegmentIndex
 from luthier.train.kernel_choice import choose_kernel
 from luthier.train.named_reference import check_tokenizers, named_adapter, named_fault, named_model
 from luthier.train.objective_parts import ObjectiveParts, first_inputs

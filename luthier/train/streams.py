@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from luthier.collation import CollateSettings, MediaInputs, blank_grid, lay_out, to_batch
-from luthier.encoding.segments import SegmentIndex
 from luthier.loader.live_plan import StreamPlan
 from luthier.loader.places import PlannedMicroBatch, part_of
 from luthier.loader.planning import SegmentPlaces
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
 from luthier.packing import EpochPlan, PlanSettings, Segments, SegmentTable, plan_epoch
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Pack
 from luthier.train.schedule import Schedule, Steps
 

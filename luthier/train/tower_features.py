@@ -25,15 +25,14 @@ from transformers import PreTrainedModel
 
 from luthier.collation import MediaInputs, collate_packs
 from luthier.config.schema import Part, Precision
-from luthier.encoding.disk import Disk
-from luthier.encoding.segments import SegmentIndex
 from luthier.errors import ModelError, RowError, StoreError
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, item_key
 from luthier.models.blank_media import blank_features
-from luthier.models.encoders import Encoders
+from luthier.models.encoders import Encoders, with_encoder_outputs
 from luthier.models.parts import find_parts
-from luthier.models.tower_inputs import with_encoder_outputs
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Media, MediaHeader, MediaItem, Pack, Segment
+from luthier.store.disk import Disk
 from luthier.train.precomputed import SAID_OF_FILES
 
 FOLDER = "tower_features"

@@ -18,7 +18,7 @@ from transformers import DefaultFlowCallback, PrinterCallback, Trainer, TrainerC
 from luthier.errors import UserError
 from luthier.models import sharding
 from luthier.models.adapters import split_loraplus_groups
-from luthier.models.restore import restore_weights
+from luthier.models.sharding import restore_weights
 from luthier.records import Address, Batch
 from luthier.train import checkpoint as checkpoints
 from luthier.train.callbacks import Meter

@@ -16,12 +16,12 @@ from luthier.check.tables import plan_table, stats_table
 from luthier.config.inputs import MixtureConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare
-from luthier.encoding.prepared import Prepared
-from luthier.encoding.segments import SegmentIndex
 from luthier.loader.run_order import mixture_of
 from luthier.loader.run_settings import train_settings
 from luthier.packing import Units, plan_epoch, realised_mixture, straggler_factor
+from luthier.preparation.prepare import prepare
+from luthier.preparation.prepared import Prepared
+from luthier.preparation.segments import SegmentIndex
 from luthier.train.schedule import Schedule
 
 SHARES = MixtureConfig.model_validate({"by": "rows"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from luthier.check.show import RowView, show_batch, show_pack, show_sample
+from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
 from luthier.records import Address, Branch, Pack, Sample, Segment
 
 

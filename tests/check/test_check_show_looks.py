@@ -10,12 +10,11 @@ import numpy as np
 from markupsafe import Markup
 from rich.console import Console
 
-from luthier.check.origins import SegmentOrigin
-from luthier.check.owners import PROMPT, STOP, Owner
-from luthier.check.show import RowView, show_pack
-from luthier.check.show_html import page_html, tokens_html
-from luthier.check.show_terminal import coloured_text, token_table
-from luthier.check.show_text import plain_text
+from luthier.check.show.html import page_html, tokens_html
+from luthier.check.show.origins import PROMPT, STOP, Owner, SegmentOrigin
+from luthier.check.show.terminal import coloured_text, token_table
+from luthier.check.show.text import plain_text
+from luthier.check.show.view import RowView, show_pack
 from luthier.records import Address, Pack, Segment
 
 SCRIPT = "<script>alert(1)</script>"
@@ -231,7 +230,7 @@ def test_weights_and_findings_and_facts_are_on_the_page() -> None:
 
 
 def test_hidden_spaces_are_shown_and_words_are_left_alone() -> None:
-    from luthier.check.show_blocks import spaces_visible
+    from luthier.check.show.html import spaces_visible
 
     assert [spaces_visible(text) for text in (" the", " ", "a  b", "a b ")] == [" the", "·", "a··b", "a b "]
 

@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 
 from luthier.check.loaded import Loaded, load_rows
-from luthier.check.origins import find_rows, row_origins, segment_origin
-from luthier.check.owners import Owner
 from luthier.check.selection import Kind, Selection
-from luthier.check.show import RowView
+from luthier.check.show.origins import Owner, find_rows, row_origins, segment_origin
+from luthier.check.show.view import RowView
 from luthier.config.loading import load_config
 from luthier.config.schema import SourceConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.owners import leaf_owners, sample_difference, token_owners
-from luthier.encoding.prepared import PreparedSet
 from luthier.errors import RowError, StoreError
+from luthier.preparation.prepared import PreparedSet
 from luthier.records import (
     Address,
     ControlPiece,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from luthier.check.show_text import visible
-from luthier.check.tokens import REPLACEMENT, spans, token_texts
+from luthier.check.show.text import visible
+from luthier.check.show.tokens import REPLACEMENT, spans, token_texts
 
 
 class ByteVocabulary:

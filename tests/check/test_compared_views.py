@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from luthier.check.show import RowView, show_pack
-from luthier.check.show_html import page_html, tokens_html
-from luthier.check.show_terminal import coloured_text
+from luthier.check.show.html import page_html, tokens_html
+from luthier.check.show.terminal import coloured_text
+from luthier.check.show.view import RowView, show_pack
 from luthier.records import Address, Pack, Segment
 
 

@@ -14,13 +14,19 @@ import pytest
 from markupsafe import Markup
 from rich.console import Console
 
-from luthier.check.diff import Change, Comparison, Lesson, Unit
-from luthier.check.diff_html import diff_html
-from luthier.check.diff_pairs import Pairing, pairing_of, pairs
-from luthier.check.diff_repeats import repeats
-from luthier.check.diff_runs import EncodedSide, RunDiff, diff_runs, lesson_of
-from luthier.check.diff_settings import changed_settings
-from luthier.check.diff_terminal import diff_report
+from luthier.check.diff.html import diff_html
+from luthier.check.diff.rows import Change, Comparison, Lesson, Unit, repeats
+from luthier.check.diff.runs import (
+    EncodedSide,
+    Pairing,
+    RunDiff,
+    changed_settings,
+    diff_runs,
+    lesson_of,
+    pairing_of,
+    pairs,
+)
+from luthier.check.diff.terminal import diff_report
 from luthier.config.loading import load_config
 from luthier.config.schema import DataConfig, Overflow, RunConfig, SourceConfig
 from luthier.encoding.encoder import Encoder

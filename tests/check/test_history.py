@@ -11,16 +11,16 @@ import pytest
 
 from luthier import encode, load_tokenizer
 from luthier.check.history import history_cost
-from luthier.check.origins import SegmentOrigin
-from luthier.check.show import show_batch, show_pack
+from luthier.check.show.origins import SegmentOrigin
+from luthier.check.show.view import show_batch, show_pack
 from luthier.collation import CollateSettings
 from luthier.config.schema import Overflow, RunConfig
-from luthier.encoding.segments import SegmentIndex
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.planning import SegmentPlaces
 from luthier.loader.reader import BatchReader
 from luthier.loader.run_settings import train_settings
 from luthier.packing import describe, plan_epoch
+from luthier.preparation.segments import SegmentIndex
 from luthier.presets import tokenizer_folder
 from luthier.records import NOWHERE
 from luthier.rendering.filled import DIFFERING_ROWS, DIFFERING_TOKENS

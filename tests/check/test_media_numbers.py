@@ -16,15 +16,15 @@ from luthier.check.media_counts import MediaItems, packing_refusal
 from luthier.check.plan import plan_run, with_media
 from luthier.check.stats import stats
 from luthier.check.tables import plan_table, stats_table
-from luthier.check.verify import VerifyOptions, verify
+from luthier.check.verify.run import VerifyOptions, verify
 from luthier.cli.main import app
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare
-from luthier.encoding.prepared import Prepared
-from luthier.encoding.segments import SegmentIndex
-from luthier.media.families import Packing
-from luthier.media.table import FAMILIES
+from luthier.media.families.family import Packing
+from luthier.media.families.table import FAMILIES
+from luthier.preparation.prepare import prepare
+from luthier.preparation.prepared import Prepared
+from luthier.preparation.segments import SegmentIndex
 from luthier.rendering.media_slots import kind_of_media
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from luthier.check.owners import TOOLS, Owner
-from luthier.check.show import TokenView
-from luthier.check.show_blocks import blocks
+from luthier.check.show.html import blocks
+from luthier.check.show.origins import TOOLS, Owner
+from luthier.check.show.view import TokenView
 
 OWNERS = {
     "t": Owner(field=TOOLS),

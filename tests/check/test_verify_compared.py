@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from luthier.check.owners import speakers_of
-from luthier.check.verify_records import Check, Method
-from luthier.check.verify_row import RowVerifier
+from luthier.check.show.origins import speakers_of
+from luthier.check.verify.records import Check, Method
+from luthier.check.verify.row import RowVerifier
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Branch, Feedback, Preference, Sample, Thinking, ToolCall

@@ -12,13 +12,13 @@ import pytest
 from media_encoders import encoder_of
 from verify_cases import AT, chat, message
 
-from luthier.check.verify_records import Check, RowVerdict
-from luthier.check.verify_row import RowVerifier, _is_drawn
-from luthier.check.verify_structure import same_sample, tree_faults
+from luthier.check.verify.records import Check, RowVerdict
+from luthier.check.verify.row import RowVerifier, _is_drawn
+from luthier.check.verify.tokens import same_sample, tree_faults
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.media import MediaProcessor, MediaSource
-from luthier.media.families import Settings
+from luthier.media.families.family import Settings
 from luthier.records import (
     Branch,
     Conversation,

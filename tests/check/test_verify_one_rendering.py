@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from luthier.check.verify_records import Check
-from luthier.check.verify_row import RowVerifier
+from luthier.check.verify.records import Check
+from luthier.check.verify.row import RowVerifier
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.presets import tokenizer_folder

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from luthier.check.verify import Side, VerifyOptions, VerifyProgress, verify
-from luthier.check.verify_records import MEANING, METHOD_MEANING, Check, Method
-from luthier.check.verify_samples import choose_rows, open_split
-from luthier.check.verify_terminal import failed_row, report_table
+from luthier.check.verify.records import MEANING, METHOD_MEANING, Check, Method
+from luthier.check.verify.run import Side, VerifyOptions, VerifyProgress, verify
+from luthier.check.verify.samples import choose_rows, open_split
+from luthier.check.verify.terminal import failed_row, report_table
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare
-from luthier.encoding.store import SampleStore
 from luthier.errors import UserError
+from luthier.preparation.prepare import prepare
 from luthier.records import Row, Sample
+from luthier.store.store import SampleStore
 from luthier.train.data import open_run_data
 
 NUM_ROWS = 20

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from verify_cases import FORGERY, PLAIN, THINKING, TOOLS, chat, encoder, message
 
-from luthier.check.verify import VerifyOptions
-from luthier.check.verify_records import Check
-from luthier.check.verify_row import RowVerifier
-from luthier.check.verify_server import Dialect, TokenServer, token_from, wire_messages
+from luthier.check.verify.records import Check
+from luthier.check.verify.row import RowVerifier
+from luthier.check.verify.run import VerifyOptions
+from luthier.check.verify.server import Dialect, TokenServer, token_from, wire_messages
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import UserError

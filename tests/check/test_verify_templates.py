@@ -22,8 +22,8 @@ from verify_broken_templates import (
 from verify_cases import THINKING, chat, message
 from verify_chats import CHATS
 
-from luthier.check.verify_records import Check
-from luthier.check.verify_row import RowVerifier
+from luthier.check.verify.records import Check
+from luthier.check.verify.row import RowVerifier
 from luthier.errors import RowError
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation

@@ -3,7 +3,7 @@ from io import StringIO
 from rich.console import Console
 
 from luthier.cli.preparing import Meter, describe, preparing
-from luthier.encoding.prepare import Progress
+from luthier.preparation.prepare import Progress
 
 
 def report(read, *, tokens=0, share=None, split="train", lost=0):

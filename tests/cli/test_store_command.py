@@ -15,10 +15,10 @@ import typer
 
 from luthier.cli.main import run
 from luthier.cli.store import seconds, size
-from luthier.encoding.naming import row_key, store_folder
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter
 from luthier.records import Branch, Sample
+from luthier.store.manifest import row_key, store_folder
+from luthier.store.shard import freeze_sample
+from luthier.store.store import SampleStore, StoreWriter
 
 FINGERPRINT = "9a" * 32
 

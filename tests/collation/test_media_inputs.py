@@ -14,10 +14,9 @@ import luthier
 from luthier.collation import CollateSettings, MediaInputs, collate_trees, lay_out, paths_of_row
 from luthier.collation.interface import media_inputs
 from luthier.layout import held_of_leaves, tree_of_runs
-from luthier.media import decoding
+from luthier.media.files import decoding
 from luthier.models.isolation import choose_isolation
-from luthier.models.media_needs import model_needs
-from luthier.models.parts import set_text_attention
+from luthier.models.parts import model_needs, set_text_attention
 from luthier.records import Pack, Sample, Segment, Unit
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import TEMPLATE, write_folder
@@ -124,7 +123,7 @@ def test_an_item_is_decoded_once_for_all_that_show_it(
     decoded: list[Any] = []
     real = decoding.decode
     monkeypatch.setattr(
-        "luthier.media.taking.decode",
+        "luthier.media.processors.source.decode",
         lambda media, *rest, **more: decoded.append(media) or real(media, *rest, **more),
     )
     batch = luthier.collate([samples[0], samples[0], samples[0]], media=inputs)

@@ -8,14 +8,14 @@ import torch
 
 from luthier.collation import collate_packs
 from luthier.config.schema import Overflow, Packing
-from luthier.encoding.prepared import PreparedSet, SourceInfo
-from luthier.encoding.segments import SegmentIndex
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.layout import without_targets
 from luthier.ledger import Ledger
 from luthier.packing import PlanSettings, describe, plan_epoch
+from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Pack, Sample
+from luthier.store.shard import freeze_sample
+from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "ab" * 32
 

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from luthier.encoding.shard import EncodedSample
-from luthier.encoding.store import SampleStore, StoreWriter, row_key
-from luthier.encoding.work_list import WorkList
+from luthier.store.shard import EncodedSample
+from luthier.store.store import SampleStore, StoreWriter, row_key
+from luthier.store.work_list import WorkList
 
 FINGERPRINT = "ef" * 32
 NUM_UNITS = 400

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from luthier.config.schema import RunConfig
-from luthier.encoding import prepare as preparing
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import Prepared, prepare
-from luthier.encoding.segments import SegmentIndex
 from luthier.errors import RowError, SourceError
 from luthier.ledger import Ledger
+from luthier.preparation import prepare as preparing
+from luthier.preparation.prepare import Prepared, prepare
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import BLANK_ANSWER, Sample
 
 USER = {"role": "user", "content": "Hi"}

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import luthier
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.errors import RowError
 from luthier.presets import tokenizer_folder
 from luthier.records import Sample
+from luthier.store.shard import freeze_sample
+from luthier.store.store import SampleStore, StoreWriter, row_key
 
 PAIR = {"prompt": "Which is best?", "chosen": "This one.", "rejected": "That one, I think.", "margin": 0.5}
 CHAT = [

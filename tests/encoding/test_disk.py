@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from luthier.encoding import disk as disk_module
-from luthier.encoding.disk import Disk, Hold, only_user
-from luthier.encoding.shard import EncodedSample
-from luthier.encoding.store import SampleStore, StoreWriter
-from luthier.encoding.work_list import WorkList
 from luthier.errors import StoreError
+from luthier.store import disk as disk_module
+from luthier.store.disk import Disk, Hold, only_user
+from luthier.store.shard import EncodedSample
+from luthier.store.store import SampleStore, StoreWriter
+from luthier.store.work_list import WorkList
 
 ONE = EncodedSample(
     payload=bytes(8), num_tokens=1, has_weight=False, branches=((-1, 1),), leaf_lengths=(1,), leaf_targets=(0,)

@@ -8,17 +8,16 @@ from pathlib import Path
 import numpy as np
 
 from luthier.config.schema import Overflow, Packing
-from luthier.encoding.leaves import measure_encoders
-from luthier.encoding.prepared import PreparedSet, SourceInfo
-from luthier.encoding.segments import SegmentIndex
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.ledger import Ledger
 from luthier.loader.planning import places_of
 from luthier.media import MediaKind
-from luthier.media.table import FAMILIES
+from luthier.media.families.table import FAMILIES
 from luthier.packing import PATCH_COST, PlanSettings, Units, plan_epoch, straggler_factor
+from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Image, ImageHeader, MediaItem, Sample
+from luthier.store.shard import freeze_sample, measure_encoders
+from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "ab" * 32
 

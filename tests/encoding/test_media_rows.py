@@ -17,11 +17,11 @@ from PIL import Image as Pillow
 import luthier
 from luthier.config.schema import Overflow
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.shard import build_shard, freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter
 from luthier.errors import ModelError, RowError, TemplateError, UserError
 from luthier.layout import plan_windows
 from luthier.records import Image, ImageHeader, MediaItem
+from luthier.store.shard import build_shard, freeze_sample
+from luthier.store.store import SampleStore, StoreWriter
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import TEMPLATE, TEXT_TEMPLATE, write_folder
 
@@ -248,8 +248,8 @@ def test_a_stored_sample_has_its_media(tmp_path: Path, tokenizer: Any, processor
 
 
 def test_every_kind_of_reference_survives_the_store() -> None:
-    from luthier.encoding.media_items import media_from_bytes, media_to_bytes
     from luthier.records import Audio, AudioHeader, Video, VideoHeader
+    from luthier.store.shard import media_from_bytes, media_to_bytes
 
     sound = AudioHeader(num_samples=7, sampling_rate=16000, version="b")
     items = (
@@ -278,7 +278,7 @@ def config_of(folder: Path, rows: Path, out: Path) -> Any:
 
 
 def prepared(folder: Path, rows: Path, out: Path) -> Any:
-    from luthier.encoding.prepare import prepare
+    from luthier.preparation.prepare import prepare
 
     config = config_of(folder, rows, out)
     return prepare(config, Encoder.from_config(config))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig, RuntimeConfig
-from luthier.encoding import intake, workers
-from luthier.encoding.prepare import prepare
-from luthier.encoding.prepared import hold_out_order, num_held_out
 from luthier.errors import BudgetError, RowError, SourceError, StoreError, UserError
+from luthier.preparation import portions, workers
+from luthier.preparation.prepare import prepare
+from luthier.preparation.prepared import hold_out_order, num_held_out
 from luthier.records import Branch, Conversation, Sample
 
 
@@ -267,7 +267,7 @@ def contents(folder):
 
 
 def test_results_do_not_depend_on_the_number_of_workers(tmp_path, make_config, monkeypatch):
-    monkeypatch.setattr(intake, "PORTION_BYTES", 300)
+    monkeypatch.setattr(portions, "PORTION_BYTES", 300)
     questions = ["-none" if n % 17 == 3 else "!bad" if n % 11 == 5 else f"row {n % 70} " for n in range(120)]
     rows = write(tmp_path / "rows.jsonl", [line(question) for question in questions])
     results = []
@@ -293,7 +293,7 @@ def test_results_do_not_depend_on_the_number_of_workers(tmp_path, make_config, m
 
 def test_auto_starts_processes_only_when_enough_is_to_be_encoded(tmp_path, make_config, monkeypatch):
     started = []
-    monkeypatch.setattr(intake, "PORTION_BYTES", 300)
+    monkeypatch.setattr(portions, "PORTION_BYTES", 300)
     monkeypatch.setattr(workers, "_num_cores", lambda: 2)
 
     def elsewhere(chunks, encoder, readers, num_workers):
@@ -346,7 +346,7 @@ def test_a_worker_that_dies_is_reported_with_the_rows_it_was_at(tmp_path, make_c
 
 
 def test_progress_accounts_for_every_row(tmp_path, make_config, monkeypatch):
-    monkeypatch.setattr(intake, "PORTION_ROWS", 4)
+    monkeypatch.setattr(portions, "PORTION_ROWS", 4)
     rows = write(tmp_path / "rows.jsonl", [line("!x" if n % 5 == 0 else f"row {n}") for n in range(10)])
     reports = []
     prepare(make_config(rows), LetterEncoder(), on_progress=reports.append)
@@ -356,8 +356,8 @@ def test_progress_accounts_for_every_row(tmp_path, make_config, monkeypatch):
 
 
 def test_a_crash_while_reading_keeps_what_was_encoded(tmp_path, make_config, monkeypatch):
-    monkeypatch.setattr(intake, "PORTION_ROWS", 1)
-    monkeypatch.setattr("luthier.encoding.store.SHARD_BYTES", 1)
+    monkeypatch.setattr(portions, "PORTION_ROWS", 1)
+    monkeypatch.setattr("luthier.store.store.SHARD_BYTES", 1)
     rows = write(tmp_path / "rows.jsonl", [line("a"), line("!b"), line("?c")])
     with pytest.raises(MemoryError):
         prepare(make_config(rows), LetterEncoder())

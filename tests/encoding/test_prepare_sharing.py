@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig, SourceConfig
-from luthier.encoding import units as units_room
-from luthier.encoding.prepare import prepare
-from luthier.encoding.units import Units
 from luthier.errors import RowError, SourceError
+from luthier.preparation import units as units_room
+from luthier.preparation.prepare import prepare
+from luthier.preparation.units import Units
 from luthier.records import Branch, Sample
 from luthier.sources import RowBytes, open_sources, text_files
 from luthier.sources.files import find_files

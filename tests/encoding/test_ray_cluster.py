@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from test_prepare_sharing import SlowLetterEncoder, account, config_of, line, rows_for, write
 
-from luthier.encoding import units as units_room
-from luthier.encoding.prepare import prepare
 from luthier.errors import UserError
+from luthier.preparation import units as units_room
+from luthier.preparation.prepare import prepare
 
 
 def crossed(value):

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from luthier.config.schema import SourceConfig
-from luthier.encoding.keys import conversion_of
-from luthier.encoding.leaves import measure_leaves
-from luthier.encoding.portions import ResolvedPortion
-from luthier.encoding.resolver import resolve_portions
-from luthier.encoding.store import SampleStore, row_key, store_folder
 from luthier.errors import RowDropped, RowError
 from luthier.ledger import Ledger
+from luthier.preparation.portions import ResolvedPortion
+from luthier.preparation.resolver import conversion_of, resolve_portions
 from luthier.records import Branch, Sample
 from luthier.sources import open_sources
+from luthier.store.shard import measure_leaves
+from luthier.store.store import SampleStore, row_key, store_folder
 
 FINGERPRINT = "ab" * 32
 

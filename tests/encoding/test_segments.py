@@ -4,15 +4,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luthier.config.schema import Overflow, Packing
-from luthier.encoding.prepared import PreparedSet, SourceInfo
-from luthier.encoding.segments import SegmentIndex
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.errors import RowDropped, UserError
 from luthier.layout import cut_segment
 from luthier.ledger import Ledger
 from luthier.packing import PlanSettings, plan_epoch
+from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Sample
+from luthier.store.shard import freeze_sample
+from luthier.store.store import SampleStore, StoreWriter, row_key
 from tests.conftest import examples
 
 FINGERPRINT = "ab" * 32

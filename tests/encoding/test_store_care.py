@@ -9,17 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from luthier import __version__
-from luthier.encoding.disk import Hold
-from luthier.encoding.manifest import FORMAT, MANIFEST
-from luthier.encoding.naming import WORK, store_folder
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter, row_key
-from luthier.encoding.store_cleaning import clean_stores
-from luthier.encoding.store_export import export_store
-from luthier.encoding.store_listing import list_stores
-from luthier.encoding.work_list import WorkList
 from luthier.errors import StoreError, UserError
 from luthier.records import Branch, Sample
+from luthier.store.care import clean_stores, export_store, list_stores
+from luthier.store.disk import Hold
+from luthier.store.manifest import FORMAT, MANIFEST, WORK, store_folder
+from luthier.store.shard import freeze_sample
+from luthier.store.store import SampleStore, StoreWriter, row_key
+from luthier.store.work_list import WorkList
 
 DAY = 86_400
 

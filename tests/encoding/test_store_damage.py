@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import MANIFEST, SampleStore, StoreWriter, row_key
-from luthier.encoding.store_health import verify_store
 from luthier.errors import StoreError
 from luthier.records import Branch, Sample
+from luthier.store.care import verify_store
+from luthier.store.shard import freeze_sample
+from luthier.store.store import MANIFEST, SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "12" * 32
 

@@ -7,12 +7,12 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from luthier.encoding import key_index, shard_reader
-from luthier.encoding.key_index import KeyIndex
-from luthier.encoding.shard import EncodedSample, freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter
 from luthier.errors import StoreError
 from luthier.records import Branch, Sample
+from luthier.store import key_index, shard_reader
+from luthier.store.key_index import KeyIndex
+from luthier.store.shard import EncodedSample, freeze_sample
+from luthier.store.store import SampleStore, StoreWriter
 
 FINGERPRINT = "cd" * 32
 

@@ -6,9 +6,9 @@ import os
 import time
 from pathlib import Path
 
-from luthier.encoding.naming import FEEDS, SPOOL, UNITS
-from luthier.encoding.store import StoreWriter
-from luthier.encoding.store_cleaning import clean_stores
+from luthier.store.care import clean_stores
+from luthier.store.manifest import FEEDS, SPOOL, UNITS
+from luthier.store.store import StoreWriter
 
 DAY = 86_400.0
 

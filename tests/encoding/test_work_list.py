@@ -6,11 +6,10 @@ import time
 
 import pytest
 
-from luthier.encoding import participants, work_list
-from luthier.encoding.disk import Disk
-from luthier.encoding.participants import Participant, living
-from luthier.encoding.work_list import WorkList, anybody_at_work
 from luthier.errors import StoreError
+from luthier.store import work_list
+from luthier.store.disk import Disk
+from luthier.store.work_list import Participant, WorkList, anybody_at_work, living
 
 
 @pytest.fixture(autouse=True)
@@ -132,10 +131,10 @@ def test_of_processes_on_other_nodes_only_time_tells():
 
 def test_a_zombie_is_gone():
     pid = os.posix_spawn("/bin/true", ["true"], {})
-    started = participants._start_of(os.getpid())
+    started = work_list._start_of(os.getpid())
     assert started is not None
     for _ in range(500):
-        if participants._start_of(pid) is None:
+        if work_list._start_of(pid) is None:
             break
         time.sleep(0.01)
     else:

@@ -11,7 +11,7 @@ from transformers import AutoProcessor
 
 import luthier
 from luthier.errors import RowError
-from luthier.media.processor import MediaProcessor
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
 from luthier.sources.formats.written_slots import parted_slots, written_slots
 from tests.media.tiny_folder import write_folder

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import luthier
 from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare
+from luthier.preparation.prepare import prepare
 from luthier.presets import model_folder, tokenizer_folder
 from luthier.presets.datasets import dataset_rows
 from luthier.records import Segment

@@ -20,10 +20,10 @@ from PIL import Image
 import luthier
 from luthier.collation import MediaInputs, collate_packs
 from luthier.config.schema import Overflow
-from luthier.encoding.segments import SegmentIndex
 from luthier.media import MediaKind, MediaProcessor
-from luthier.models.own_frames import hear_own_frames
+from luthier.models.hooks import hear_own_frames
 from luthier.models.parts import find_parts, multimodal_class
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Pack, Segment
 from tests.families_matrix.tiny_hearing import CONFIGS, Words
 from tests.media.media_files import wav

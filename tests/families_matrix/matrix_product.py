@@ -14,14 +14,13 @@ import transformers as hf
 import luthier
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.schema import Overflow, RunConfig
-from luthier.encoding.prepared import Prepared
-from luthier.encoding.segments import SegmentIndex
 from luthier.media import Family, MediaProcessor
-from luthier.models.chosen_isolation import ChosenIsolation
-from luthier.models.isolation import choose_isolation
-from luthier.models.media_needs import model_needs
+from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.model import load_model
+from luthier.models.parts import model_needs
 from luthier.models.vocabulary import Vocabulary as ModelVocabulary
+from luthier.preparation.prepared import Prepared
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Segment
 from tests.families_matrix.matrix_cases import Case, chat_template
 from tests.families_matrix.matrix_rows import Row, write_rows

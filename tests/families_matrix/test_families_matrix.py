@@ -16,8 +16,8 @@ import torch
 import luthier
 from luthier.errors import RowError
 from luthier.media import MediaProcessor
-from luthier.media.families import Packing
-from luthier.media.table import FAMILIES
+from luthier.media.families.family import Packing
+from luthier.media.families.table import FAMILIES
 from luthier.models.attention_inputs import Isolation
 from luthier.models.parts import find_parts
 from luthier.records import Branch, ImageHeader, Segment, VideoHeader

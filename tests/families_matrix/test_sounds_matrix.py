@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings
-from luthier.media.families import Packing
+from luthier.media.families.family import Packing
 from luthier.models.attention_inputs import Isolation
 from luthier.models.isolation import choose_isolation
-from luthier.models.media_needs import model_needs
+from luthier.models.parts import model_needs
 from luthier.records import Batch
 from tests.families_matrix.hearing_cases import ONE_EACH, Heard, Hearing, rows_of, tower_names
 from tests.families_matrix.stand_ins import stand_ins

@@ -12,15 +12,15 @@ from itertools import islice
 from pathlib import Path
 
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig
-from luthier.encoding import store as store_room
-from luthier.encoding import units as units_room
-from luthier.encoding.disk import Disk
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare
-from luthier.encoding.store import SampleStore, store_folder
-from luthier.encoding.store_health import verify_store
 from luthier.errors import StoreError
+from luthier.preparation import units as units_room
+from luthier.preparation.prepare import prepare
 from luthier.presets.skills import skills_rows
+from luthier.store import store as store_room
+from luthier.store.care import verify_store
+from luthier.store.disk import Disk
+from luthier.store.store import SampleStore, store_folder
 from tests.faults.killing import FailsOnce, Findings, Kills, before_each, die_at
 
 BROKEN_EVERY = 29  # so many rows apart, one that is no JSON and one that answers nothing

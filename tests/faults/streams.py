@@ -17,10 +17,6 @@ import numpy as np
 
 from luthier.collation import CollateSettings
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, Overflow, Packing, RunConfig, TrainConfig
-from luthier.encoding.portions import ResolvedPortion
-from luthier.encoding.prepared import PreparedSet, SourceInfo
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter
 from luthier.ledger import Ledger
 from luthier.loader import feeding, live_epoch, live_plan
 from luthier.loader.feed import FeedReader
@@ -36,7 +32,11 @@ from luthier.loader.run_settings import train_settings
 from luthier.loader.state import LoaderState
 from luthier.packing import PlanSettings
 from luthier.packing.mixture import MixtureSettings
+from luthier.preparation.portions import ResolvedPortion
+from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
+from luthier.store.shard import freeze_sample
+from luthier.store.store import SampleStore, StoreWriter
 from luthier.train.live import open_live_data
 from tests.faults.loading import Line, Shape, line_of
 

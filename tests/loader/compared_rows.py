@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from luthier.encoding.prepared import PreparedSet, SourceInfo
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.layout import prompt_tree
 from luthier.ledger import Ledger
+from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.records import Sample, Segment
+from luthier.store.shard import freeze_sample
+from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "cd" * 32
 

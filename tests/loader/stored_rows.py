@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from luthier.collation import CollateSettings
-from luthier.encoding.prepared import PreparedSet, SourceInfo
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.ledger import Ledger
 from luthier.loader.places import PLACE, PlannedMicroBatch
 from luthier.loader.reader import BatchReader
+from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
+from luthier.store.shard import freeze_sample
+from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "ab" * 32
 PACKED = CollateSettings(packed=True, pad_token_id=0)

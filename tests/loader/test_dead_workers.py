@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 from stored_rows import add_samples, children, is_running, plan_rows, reader_of, uses_shared_memory
 
-from luthier.encoding.store import SampleStore
 from luthier.errors import LoaderError, StoreError
 from luthier.loader.prefetch import iterate
+from luthier.store.store import SampleStore
 
 FAULT = """
 import ctypes, os, time
-from luthier.encoding.store import SampleStore
+from luthier.store.store import SampleStore
 real = SampleStore.read
 def read(self, index, address):
     if index == {sample}:

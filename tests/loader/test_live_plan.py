@@ -12,10 +12,6 @@ from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings
 from luthier.config.schema import Overflow, Packing
-from luthier.encoding.portions import LostRow, ResolvedPortion
-from luthier.encoding.prepared import SourceInfo
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter
 from luthier.errors import BudgetError, RowError
 from luthier.ledger import Ledger
 from luthier.loader.live_plan import StreamPlan
@@ -24,7 +20,11 @@ from luthier.loader.reader import BatchReader
 from luthier.loader.run_order import RunOrder
 from luthier.packing import PlanSettings
 from luthier.packing.mixture import MixtureSettings
+from luthier.preparation.portions import LostRow, ResolvedPortion
+from luthier.preparation.prepared import SourceInfo
 from luthier.records import Address, Branch, Sample
+from luthier.store.shard import freeze_sample
+from luthier.store.store import SampleStore, StoreWriter
 
 Ints = NDArray[np.int64]
 

@@ -13,10 +13,10 @@ import torch
 from stored_rows import children, make_rows
 
 import luthier
-from luthier.encoding.prepared import PreparedSet
 from luthier.errors import CheckpointError, UserError
 from luthier.loader.loader import Loader
 from luthier.loader.state import LoaderState, RowTrail
+from luthier.preparation.prepared import PreparedSet
 from luthier.records import Batch
 
 OPTIONS: dict[str, Any] = {"max_length": 64, "seed": 3, "rank": 0, "world_size": 1}

@@ -13,12 +13,12 @@ import torch
 from stored_rows import PACKED, add_samples, children, plan_rows, reader_of
 
 from luthier.collation import CollateSettings
-from luthier.encoding.store import SampleStore
 from luthier.errors import LoaderError, StoreError
 from luthier.loader.places import PLACE, PlannedMicroBatch
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
 from luthier.records import Batch
+from luthier.store.store import SampleStore
 
 BLANK = PlannedMicroBatch(step=99, places=np.zeros(0, PLACE), pack_bounds=[0], files={})
 

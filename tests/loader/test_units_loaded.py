@@ -14,10 +14,10 @@ from compared_rows import compared_sample, random_rows, stored
 
 import luthier
 from luthier.config.schema import Overflow
-from luthier.encoding.prepared import PreparedSet
-from luthier.encoding.segments import SegmentIndex
 from luthier.errors import CheckpointError, UserError
 from luthier.packing import Units, draw_partners
+from luthier.preparation.prepared import PreparedSet
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch
 
 MAX_LENGTH, PADDING = 48, 999_999

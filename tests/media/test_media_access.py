@@ -15,7 +15,7 @@ import pytest
 from media_files import OPEN, access
 
 from luthier.errors import RowError, RowForbidden
-from luthier.media import remote
+from luthier.media.files import access as fetching
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_a_name_that_leads_to_a_private_address_is_refused(address: str, monkeyp
     "address", ["93.184.215.14", "8.8.8.8", "2606:2800:21f::1", "2a00:1450:4001::1", "::ffff:8.8.8.8"]
 )
 def test_public_addresses_are_public(address: str) -> None:
-    assert remote._is_public(address)
+    assert fetching._is_public(address)
 
 
 def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch: pytes
 
 
 def test_a_server_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "TIMEOUT", 0.2)
+    monkeypatch.setattr(fetching, "TIMEOUT", 0.2)
     given_up, ended = threading.Event(), threading.Event()
 
     def never_end(request: BaseHTTPRequestHandler) -> None:

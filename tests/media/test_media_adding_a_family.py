@@ -15,9 +15,9 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.image_utils import make_flat_list_of_images
 
-from luthier.media.batching import merge_features
-from luthier.media.families import CAT, Family, Modules, Rule, Settings
-from luthier.media.processor import MediaProcessor
+from luthier.media.families.family import CAT, Family, Modules, Rule, Settings
+from luthier.media.processors.batching import merge_features
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
 from tests.media.test_media_batching import decoded
 from tests.media.test_media_families import our_ids, own_ids, picture, random_sizes
@@ -79,7 +79,7 @@ POSTCARD = Family(
 
 @pytest.fixture
 def media(monkeypatch: pytest.MonkeyPatch) -> MediaProcessor:
-    monkeypatch.setattr("luthier.media.table.FAMILIES", (POSTCARD,))
+    monkeypatch.setattr("luthier.media.families.table.FAMILIES", (POSTCARD,))
     return MediaProcessor.of(PostcardProcessor(PostcardImageProcessor(), tiny_tokenizer("<card>", "<row>")))
 
 

@@ -14,13 +14,12 @@ from transformers.models.granite_speech.feature_extraction_granite_speech import
 
 from luthier.config.media import MediaConfig
 from luthier.errors import ModelError, RowError
-from luthier.media.batching import merge_features
-from luthier.media.decoding import DecodedAudio
-from luthier.media.families import Settings
-from luthier.media.geometry_audio import projected_blocks
-from luthier.media.outputs import TOKEN_OUTPUTS
-from luthier.media.processor import MediaProcessor
-from luthier.media.resampling import resample
+from luthier.media.families.family import Settings
+from luthier.media.files.decoding import DecodedAudio, resample
+from luthier.media.geometry.sounds import projected_blocks
+from luthier.media.processors.batching import merge_features
+from luthier.media.processors.outputs import TOKEN_OUTPUTS
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader
 from tests.media.tiny_av_processors import AUDIO
 

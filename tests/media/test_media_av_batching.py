@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from luthier.errors import RowError
-from luthier.media.batching import merge_features
-from luthier.media.decoding import Decoded, DecodedImage, DecodedVideo
-from luthier.media.families import MediaKind
-from luthier.media.outputs import TOKEN_OUTPUTS
-from luthier.media.processor import MediaProcessor
-from luthier.media.sampling import sampled_frames
+from luthier.media.families.family import MediaKind
+from luthier.media.files.decoding import Decoded, DecodedImage, DecodedVideo
+from luthier.media.geometry.frames import sampled_frames
+from luthier.media.processors.batching import merge_features
+from luthier.media.processors.outputs import TOKEN_OUTPUTS
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader, MediaHeader, VideoHeader
 from tests.media.test_media_families import own_ids as own_picture_ids
 from tests.media.test_media_families import picture, random_sizes

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from luthier.errors import ModelError, RowError
-from luthier.media.batching import join_features, merge_features
-from luthier.media.decoding import DecodedImage
-from luthier.media.families import CAT, PAD_CAT, STACK, Batching, Family, Modules
-from luthier.media.outputs import TOKEN_OUTPUTS
-from luthier.media.processor import MediaProcessor
+from luthier.media.families.family import CAT, PAD_CAT, STACK, Batching, Family, Modules
+from luthier.media.files.decoding import DecodedImage
+from luthier.media.processors.batching import join_features, merge_features
+from luthier.media.processors.outputs import TOKEN_OUTPUTS
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
 from tests.media.test_media_families import NESTED, around, picture
 from tests.media.tiny_processors import BUILDERS

@@ -14,10 +14,10 @@ import pytest
 from media_files import OPEN, RATE, access, gray_of_frame, image_file, picture, sound, tone, video, wav
 
 from luthier.errors import RowError, SourceError
-from luthier.media.access import MediaAccess
-from luthier.media.containers import read_audio
-from luthier.media.decoding import DecodedAudio, DecodedVideo, decode
-from luthier.media.probing import probe
+from luthier.media.files.access import MediaAccess
+from luthier.media.files.containers import read_audio
+from luthier.media.files.decoding import DecodedAudio, DecodedVideo, decode
+from luthier.media.files.probing import probe
 from luthier.records import Audio, AudioHeader, Video, VideoHeader
 
 CONTAINERS = [("a.mp4", "mpeg4"), ("a.mov", "mpeg4"), ("a.mkv", "mpeg4"), ("a.avi", "mpeg4"), ("a.ts", "mpeg2video"),

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from luthier.errors import RowError
-from luthier.media.access import MediaAccess
-from luthier.media.decoding import DecodedAudio, DecodedImage, DecodedVideo, decode
-from luthier.media.probing import probe
-from luthier.media.resampling import resample, resampled_length
+from luthier.media.files.access import MediaAccess
+from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo, decode, resample, resampled_length
+from luthier.media.files.probing import probe
 from luthier.records import Audio, Image, ImageHeader, Video
 
 KINDS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -220,11 +219,11 @@ def test_resampling_is_that_of_torchaudio() -> None:
 
 
 def test_resampling_in_pieces_is_resampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    from luthier.media import resampling
+    from luthier.media.files import decoding
 
     samples = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
     whole = resample(samples, 44_100, 16_000)
-    monkeypatch.setattr(resampling, "_SAMPLES_AT_ONCE", 7)
+    monkeypatch.setattr(decoding, "_SAMPLES_AT_ONCE", 7)
     assert np.array_equal(resample(samples, 44_100, 16_000), whole)
 
 

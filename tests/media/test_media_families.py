@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from luthier.errors import RowError
-from luthier.media.processor import MediaProcessor
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader, ImageHeader
 from tests.media.tiny_processors import BUILDERS
 

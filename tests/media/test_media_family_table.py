@@ -9,10 +9,9 @@ import transformers.models.auto.modeling_auto
 import transformers.models.auto.processing_auto
 
 from luthier.errors import ModelError
-from luthier.media.families import MediaKind
-from luthier.media.family_table import family_table
-from luthier.media.refusals import MODEL_TYPES, PROCESSORS, refusal, refusal_list
-from luthier.media.table import FAMILIES, family_of
+from luthier.media.families.documented import family_table
+from luthier.media.families.family import MediaKind
+from luthier.media.families.table import FAMILIES, MODEL_TYPES, PROCESSORS, family_of, refusal, refusal_list
 from tests.media.tiny_processors import BUILDERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"

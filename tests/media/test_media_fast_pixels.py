@@ -10,10 +10,10 @@ import torch
 import transformers as hf
 
 from luthier.errors import RowError
-from luthier.media.batching import join_features, merge_features
-from luthier.media.decoding import DecodedImage
-from luthier.media.fast_pixels import write_patches
-from luthier.media.processor import MediaProcessor
+from luthier.media.files.decoding import DecodedImage
+from luthier.media.processors.batching import join_features, merge_features
+from luthier.media.processors.patches_kernel import write_patches
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
 from tests.media.media_files import picture
 from tests.media.tiny_processors import BUILDERS

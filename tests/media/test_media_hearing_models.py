@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers as hf
 
-from luthier.media.batching import join_features, merge_features
-from luthier.media.families import Family
-from luthier.media.processor import MediaProcessor
+from luthier.media.families.family import Family
+from luthier.media.processors.batching import join_features, merge_features
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader
 from tests.media.test_media_audio_families import decoded, sound
 from tests.media.tiny_av_processors import AUDIO

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from luthier.config.media import MediaConfig
-from luthier.media.batching import merge_features
-from luthier.media.decoding import Decoded, DecodedAudio, DecodedImage, DecodedVideo
-from luthier.media.families import MediaKind
-from luthier.media.interleaving import sounds_of
-from luthier.media.outputs import TOKEN_OUTPUTS
-from luthier.media.processor import MediaProcessor
-from luthier.media.sampling import sampled_frames
+from luthier.media.families.family import MediaKind
+from luthier.media.files.decoding import Decoded, DecodedAudio, DecodedImage, DecodedVideo
+from luthier.media.geometry.frames import sampled_frames
+from luthier.media.processors.batching import merge_features
+from luthier.media.processors.interleaving import sounds_of
+from luthier.media.processors.outputs import TOKEN_OUTPUTS
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 from tests.media.test_media_audio_families import samples_of, sound
 from tests.media.test_media_av_batching import picture_of

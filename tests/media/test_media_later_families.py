@@ -10,9 +10,9 @@ import pytest
 
 from luthier.config.media import MediaConfig
 from luthier.errors import ModelError, RowError
-from luthier.media.batching import merge_features
-from luthier.media.families import MediaKind
-from luthier.media.processor import MediaProcessor
+from luthier.media.families.family import MediaKind
+from luthier.media.processors.batching import merge_features
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
 from tests.media import test_media_audio_families as hearing
 from tests.media import test_media_av_batching as watching

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from luthier.media.batching import merge_features
-from luthier.media.processor import MediaProcessor
+from luthier.media.processors.batching import merge_features
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
 from tests.media.test_media_batching import decoded
 from tests.media.test_media_families import picture

@@ -13,14 +13,14 @@ import transformers as hf
 from luthier.config.media import MediaConfig
 from luthier.errors import ModelError, RowError
 from luthier.layout.position_schemes import position_scheme
-from luthier.media.area_limits import AreaLimits
-from luthier.media.batching import merge_features
-from luthier.media.decoding import DecodedImage
-from luthier.media.families import MediaKind, Packing
-from luthier.media.pictures_alone import process_pictures
-from luthier.media.processor import MediaProcessor
-from luthier.media.quick_pictures import quick_patches
-from luthier.media.table import FAMILIES, family_named, family_of
+from luthier.media.families.family import MediaKind, Packing
+from luthier.media.families.table import FAMILIES, family_named, family_of
+from luthier.media.files.decoding import DecodedImage
+from luthier.media.processors.batching import merge_features
+from luthier.media.processors.calling import AreaLimits
+from luthier.media.processors.patches import quick_patches
+from luthier.media.processors.pictures import process_pictures
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
 from tests.media.test_media_families import our_ids, own_ids, picture
 from tests.media.tiny_processors import BUILDERS, tiny_tokenizer
@@ -146,7 +146,7 @@ class SilentProcessor(hf.ProcessorMixin):
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> MediaProcessor:
-    monkeypatch.setattr("luthier.media.table.FAMILIES", ())
+    monkeypatch.setattr("luthier.media.families.table.FAMILIES", ())
     parent = BUILDERS["llava_next"]()
     return MediaProcessor.of(
         NewProcessor(parent.image_processor, parent.tokenizer, 7, "default", num_additional_image_tokens=1)
@@ -224,7 +224,7 @@ def test_a_processor_without_its_packages_says_which_and_how_to_install_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "processor_config.json").write_text('{"processor_class": "Qwen3VLProcessor"}')
-    monkeypatch.setattr("luthier.media.processor.find_spec", lambda name: None if name == "PIL" else name)
+    monkeypatch.setattr("luthier.media.processors.processor.find_spec", lambda name: None if name == "PIL" else name)
     with pytest.raises(ModelError) as refused:
         MediaProcessor.load(str(tmp_path), MediaConfig())
     assert "PIL" in refused.value.message and "torchvision" not in refused.value.message

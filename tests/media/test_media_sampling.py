@@ -9,10 +9,10 @@ import pytest
 
 from luthier.config.media import MediaConfig
 from luthier.errors import RowError
-from luthier.media.batching import merge_features
-from luthier.media.families import MediaKind
-from luthier.media.processor import MediaProcessor
-from luthier.media.sampling import sampled_frames, video_metadata
+from luthier.media.families.family import MediaKind
+from luthier.media.geometry.frames import sampled_frames, video_metadata
+from luthier.media.processors.batching import merge_features
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import VideoHeader
 from tests.media.test_media_av_batching import decoded
 from tests.media.test_media_video_families import FAMILIES, clip, our_ids, own_ids

@@ -12,10 +12,10 @@ import pytest
 
 from luthier.config.media import MediaConfig
 from luthier.errors import ModelError, RowError
-from luthier.media.decoding import DecodedVideo
-from luthier.media.families import MediaKind
-from luthier.media.processor import MediaProcessor
-from luthier.media.sampling import sampled_frames, video_metadata
+from luthier.media.families.family import MediaKind
+from luthier.media.files.decoding import DecodedVideo
+from luthier.media.geometry.frames import sampled_frames, video_metadata
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import VideoHeader
 from tests.media.tiny_av_processors import AUDIO, VIDEO
 

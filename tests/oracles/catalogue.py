@@ -8,8 +8,7 @@ from functools import cache
 from transformers.models.llama4.processing_llama4 import chat_template as llama_4
 from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE as SMOLVLM
 
-from luthier.presets.named_templates import named_template
-from luthier.presets.template_table import EOS, TEMPLATES, NamedTemplate
+from luthier.presets.named_templates import EOS, TEMPLATES, NamedTemplate, named_template
 from tests.oracles.families import Stock, Stops, family, stock_names
 
 

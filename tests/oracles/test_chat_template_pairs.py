@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from luthier.check.verify_row import RowVerifier
+from luthier.check.verify.row import RowVerifier
 from luthier.config.schema import DataConfig, ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Feedback, Message, Preference

@@ -13,7 +13,7 @@ from jinja2 import nodes
 
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
-from luthier.presets.template_table import TEMPLATES
+from luthier.presets.named_templates import TEMPLATES
 from tests.oracles.catalogue import catalogue
 from tests.oracles.families import Stock
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from luthier.presets.named_templates import named_template
-from luthier.presets.template_table import TEMPLATES
+from luthier.presets.named_templates import TEMPLATES, named_template
 from luthier.records import Message, Part, Text, Thinking, ToolCall
 from luthier.rendering.messages import plain_messages
 from luthier.rendering.template import ChatTemplate

@@ -14,6 +14,10 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import RowError, TemplateError
 from luthier.presets.named_templates import (
+    TEMPLATES,
+    Bos,
+    NamedTemplate,
+    SystemPrompt,
     missing_tokens,
     named_template,
     require_tokens,
@@ -22,7 +26,6 @@ from luthier.presets.named_templates import (
     template_names,
     templates_table,
 )
-from luthier.presets.template_table import TEMPLATES, Bos, NamedTemplate, SystemPrompt
 from luthier.records import ControlPiece, Conversation, Message, Part, Piece, Rendered, Text, Thinking, ToolCall
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.render import Renderer

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 
 from luthier.errors import SourceError
 from luthier.presets import tokenizer_folder
-from luthier.presets.skills import SKILLS, skills_rows
-from luthier.presets.tools import TOOLS
+from luthier.presets.skills import SKILLS, TOOLS, skills_rows
 from luthier.presets.world import KINDS, NAMES, PEOPLE, QUESTIONS, STATEMENTS
 
 Row = dict[str, Any]

@@ -15,10 +15,19 @@ from numpy.typing import NDArray
 
 from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare
+from luthier.preparation.prepare import prepare
 from luthier.presets import model_folder
-from luthier.presets.beeping import GLIDES, PITCHES, SAMPLING_RATE, SECONDS, Timbre, play_beeps, play_glide
-from luthier.presets.sounds import SKILLS, sound_rows
+from luthier.presets.sounds import (
+    GLIDES,
+    PITCHES,
+    SAMPLING_RATE,
+    SECONDS,
+    SKILLS,
+    Timbre,
+    play_beeps,
+    play_glide,
+    sound_rows,
+)
 from luthier.train.fit import fit
 
 Row = dict[str, Any]

@@ -16,7 +16,7 @@ from luthier.records import Address, Conversation, Document, Feedback, Preferenc
 from luthier.sources import RawRow, RowBytes, RowReader
 from luthier.sources.detect import detect_layout
 from luthier.sources.formats.table import FORMATS
-from luthier.sources.strict_json import decode_strict
+from luthier.sources.rows import decode_strict
 from tests.conftest import examples
 
 ADDRESS = Address(file="rows.jsonl", row=7)

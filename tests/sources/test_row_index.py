@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Format, SourceConfig
 from luthier.errors import RowError, SourceError
-from luthier.sources import RowBytes, RowIndex, Source, column_groups, line_rows, open_sources, record_spool, spools
-from luthier.sources.offsets import Ascending, AscendingBuilder, LineNumbersBuilder
+from luthier.sources import RowBytes, RowIndex, Source, column_groups, line_rows, open_sources, record_spool
+from luthier.sources.open_files import Ascending, AscendingBuilder, LineNumbersBuilder
 from tests.conftest import examples
 
 GOOD = b'{"text": "some words"}'
@@ -335,7 +335,7 @@ def read_all(index: RowIndex) -> tuple[list[tuple[Any, ...]], str]:
 def test_a_spool_without_a_folder_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("this system has no /proc")
-    monkeypatch.setattr(spools.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(record_spool.tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     path = tmp_path / "array.json"
     path.write_bytes(FILES["array.json"])

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from luthier.config.schema import SourceConfig
 from luthier.errors import RowError, SourceError
-from luthier.sources import compressed, open_sources, text_files
+from luthier.sources import files, open_sources, text_files
 
 PAGE = "One.\nTwo.\n\n \t\n\nThree.\r\n\r\nFour\n"
 
@@ -149,7 +149,7 @@ def test_compressed_files_are_the_files(tmp_path: Path, ending: str) -> None:
 def test_a_bomb_is_refused_before_it_is_inflated_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, line: bytes
 ) -> None:
-    monkeypatch.setattr(compressed, "ALWAYS_ALLOWED_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "ALWAYS_ALLOWED_BYTES", 1 << 20)
     path = tmp_path / f"rows.jsonl{ending}"
     path.write_bytes(PACKERS[ending](line * ((50 << 20) // len(line))))
     tracemalloc.start()

@@ -20,11 +20,12 @@ from luthier.layout import tree_mask
 from luthier.models.attention import (
     PLAN,
     SEGMENTS,
+    AttentionPlan,
+    plan_attention,
     register_attention,
     segments_attention,
 )
 from luthier.models.attention_inputs import Isolation, attention_inputs, layer_windows, tree_mask_mod
-from luthier.models.attention_plan import AttentionPlan, plan_attention
 from luthier.records import Batch, Branch, Pack
 
 SAMPLES = [tree(9, 5, 7, seed=1), tree(6, 11, 4, seed=2), tree(8, 6, seed=3)]

@@ -13,17 +13,17 @@ import torch
 import transformers as hf
 
 import luthier
-from luthier.check.verify import verify
-from luthier.check.verify_records import Check
+from luthier.check.verify.records import Check
+from luthier.check.verify.run import verify
 from luthier.cli.main import run
 from luthier.config.schema import Part, RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare
 from luthier.errors import ModelError, RowError, UserError
 from luthier.layout import leaves
 from luthier.media import MediaProcessor
+from luthier.models.model import reward_class
 from luthier.models.parts import find_parts
-from luthier.models.reward_class import reward_class
+from luthier.preparation.prepare import prepare
 from luthier.records import Sample
 from luthier.train.fit import fit
 from luthier.train.result import LOG_FILE

@@ -21,7 +21,7 @@ from luthier.collation import MediaInputs
 from luthier.config.schema import MediaConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.media import MediaProcessor, decode
-from luthier.media.decoding import DecodedAudio
+from luthier.media.files.decoding import DecodedAudio
 from luthier.models.model import load_model
 from luthier.models.vocabulary import Vocabulary
 from luthier.presets import model_folder

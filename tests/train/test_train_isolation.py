@@ -27,11 +27,9 @@ from transformers import (
 
 from luthier.collation import CollateSettings, collate_packs, collate_trees
 from luthier.errors import ModelError
-from luthier.models.attention import SEGMENTS
+from luthier.models.attention import SEGMENTS, AttentionPlan
 from luthier.models.attention_inputs import Isolation
-from luthier.models.attention_plan import AttentionPlan
-from luthier.models.chosen_isolation import ChosenIsolation
-from luthier.models.isolation import choose_isolation
+from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.records import Pack
 
 SIZES: dict[str, Any] = {

@@ -12,9 +12,9 @@ import transformers as hf
 
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare
 from luthier.errors import BudgetError
-from luthier.models.reward_class import reward_class
+from luthier.models.model import reward_class
+from luthier.preparation.prepare import prepare
 from luthier.train.fit import fit
 from luthier.train.lost_rows import LOST_FILE
 from luthier.train.result import RunResult

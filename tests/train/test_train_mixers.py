@@ -25,14 +25,11 @@ from luthier.collation import CollateSettings, collate_packs, collate_trees
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models import mixers
-from luthier.models.attention import PLAN, SEGMENTS, register_attention
+from luthier.models.attention import PLAN, SEGMENTS, AttentionPlan, register_attention
 from luthier.models.attention_inputs import Isolation
-from luthier.models.attention_plan import AttentionPlan
-from luthier.models.chosen_isolation import ChosenIsolation
 from luthier.models.head_tap import find_head, score_targets
-from luthier.models.isolation import choose_isolation
-from luthier.models.mixer_calls import MixerCall, plan_calls
-from luthier.models.mixers import MIXERS, part_mixers
+from luthier.models.isolation import ChosenIsolation, choose_isolation
+from luthier.models.mixers import MIXERS, MixerCall, part_mixers, plan_calls
 from luthier.models.parts import set_text_attention
 from luthier.objectives import token_scores
 from luthier.records import Batch, Pack

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen3ForSequenceClassification
 
 from luthier.errors import CheckpointError
-from luthier.models.restore import restore_weights
+from luthier.models.sharding import restore_weights
 
 
 def _judge() -> nn.Module:

@@ -16,10 +16,10 @@ from ranks import run_ranks
 from luthier.collation import media_inputs
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare
 from luthier.errors import ModelError, StoreError
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, join_encoded
 from luthier.models.encoders import Encoders
+from luthier.preparation.prepare import prepare
 from luthier.train import tower_features
 from luthier.train.events import Event, Note
 from luthier.train.fit import fit

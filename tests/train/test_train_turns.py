@@ -14,8 +14,8 @@ from tiny_runs import make_config
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import CheckpointError
-from luthier.models.chosen_isolation import ChosenIsolation
-from luthier.models.isolation_trial import Trial as IsolationTrial
+from luthier.models.isolation import ChosenIsolation
+from luthier.models.isolation import Trial as IsolationTrial
 from luthier.train.events import Event, Note, StepDone
 from luthier.train.fit import fit_data
 from luthier.train.result import RunResult

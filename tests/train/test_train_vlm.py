@@ -16,14 +16,11 @@ from luthier.collation import CollateSettings
 from luthier.errors import ModelError
 from luthier.layout import seen_blocks, tree_mask
 from luthier.models import mixers
-from luthier.models.attention import SEGMENTS
+from luthier.models.attention import SEGMENTS, AttentionPlan, BlockReach, plan_attention
 from luthier.models.attention_inputs import Isolation, tree_mask_mod
-from luthier.models.attention_plan import AttentionPlan, BlockReach, plan_attention
-from luthier.models.chosen_isolation import ChosenIsolation
 from luthier.models.head_tap import find_head, prove_head, score_targets
-from luthier.models.isolation import choose_isolation
-from luthier.models.media_needs import MediaNeeds
-from luthier.models.parts import set_text_attention, text_attention
+from luthier.models.isolation import ChosenIsolation, choose_isolation
+from luthier.models.parts import MediaNeeds, set_text_attention, text_attention
 from luthier.objectives import token_scores
 from luthier.records import Batch, Branch
 

@@ -10,11 +10,11 @@ import numpy as np
 from tiny_runs import make_config
 
 from luthier.config.schema import RunConfig
-from luthier.encoding.prepared import Prepared, PreparedSet, SourceInfo
-from luthier.encoding.shard import freeze_sample
-from luthier.encoding.store import SampleStore, StoreWriter, row_key
 from luthier.ledger import Ledger
+from luthier.preparation.prepared import Prepared, PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
+from luthier.store.shard import freeze_sample
+from luthier.store.store import SampleStore, StoreWriter, row_key
 from luthier.train.data import RunData, open_run_data
 
 FINGERPRINT = "ef" * 32

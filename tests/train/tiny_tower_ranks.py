@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from luthier.config.schema import RunConfig
-from luthier.encoding.disk import Disk
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare
+from luthier.preparation.prepare import prepare
+from luthier.store.disk import Disk
 from luthier.train.fit import fit
 
 

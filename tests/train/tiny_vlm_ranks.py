@@ -19,8 +19,8 @@ from luthier.config.schema import AdapterConfig, Part
 from luthier.models.adapters import apply_adapter
 from luthier.models.attention_inputs import Isolation
 from luthier.models.blank_media import BlankMedia, needed_blanks
-from luthier.models.chosen_isolation import ChosenIsolation
 from luthier.models.head_tap import find_head
+from luthier.models.isolation import ChosenIsolation
 from luthier.models.parts import find_parts
 from luthier.models.passes import ModelPass
 from luthier.records import Batch

@@ -11,7 +11,7 @@ from step_costs import StepCosts
 
 from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.prepare import prepare
+from luthier.preparation.prepare import prepare
 from luthier.train.events import Event, Started, StepDone
 from luthier.train.fit import fit
 from luthier.train.result import StepRecord

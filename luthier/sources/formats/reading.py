@@ -15,12 +15,10 @@ from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.media import COLUMN_OF_KIND, FindSlots, MediaQueue, media_queue
 from luthier.sources.formats.odd_turns import settle_compared, settle_turns
 from luthier.sources.formats.targets import read_weight
-from luthier.sources.formats.thinking import split_thinking
-from luthier.sources.formats.tools import check_tool_results, read_tools
+from luthier.sources.formats.tools import check_tool_results, read_tools, split_thinking
 from luthier.sources.formats.transcripts import read_transcript
 from luthier.sources.formats.turns import read_message, read_messages
-from luthier.sources.rows import RawRow, json_kind, refuse_unreadable
-from luthier.sources.strict_json import decode_text
+from luthier.sources.rows import RawRow, decode_text, json_kind, refuse_unreadable
 
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
 _SIGNED = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,20})?")

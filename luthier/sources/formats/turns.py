@@ -14,10 +14,8 @@ from luthier.records import Message, Part, Text, Thinking, ToolCall
 from luthier.sources.formats.layout import FUNCTION_CALL, Tags
 from luthier.sources.formats.media import MediaQueue, names_media, read_media
 from luthier.sources.formats.targets import mark_spans, read_flags, read_spans
-from luthier.sources.formats.thinking import split_thinking
-from luthier.sources.formats.tools import read_call, read_calls
-from luthier.sources.rows import json_kind
-from luthier.sources.strict_json import decode_text
+from luthier.sources.formats.tools import read_call, read_calls, split_thinking
+from luthier.sources.rows import decode_text, json_kind
 
 _STYLES = (("role", "content"), ("from", "value"))
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")

@@ -1,0 +1,302 @@
+"""Where a segment comes from: its row, found again in its source, and the owner of each of its tokens.
+
+Segments come from the store, which holds no owners. So the few rows that are looked at are read once more, rendered,
+and laid along the stored tokens (`luthier.encoding.owners`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.owners import AGAIN, leaf_owners, sample_difference, token_owners
+from luthier.errors import RowError, SourceError, StoreError
+from luthier.packing import Units
+from luthier.preparation.prepared import PreparedSet
+from luthier.preparation.segments import SegmentIndex
+from luthier.records import (
+    Address,
+    ControlPiece,
+    Conversation,
+    Document,
+    Feedback,
+    MediaPiece,
+    Message,
+    Piece,
+    Preference,
+    Row,
+    Sample,
+    TextPiece,
+)
+from luthier.sources import RowBytes, Source
+from luthier.sources.origins import LocalFiles, Origin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentOrigin:
+    """Which part of its row a segment is: tokens ``start`` and on of root-to-leaf run ``run`` of ``num_runs``.
+
+    ``run`` counts from 1. ``owners`` has one entry a token, or none at all where they cannot be known; ``finding``
+    then says why. ``run_tokens`` is the length of the whole run: more than the segment has if the run was cut. Of a
+    prompt cut between messages its first ``head`` tokens stay as well, and ``start`` is where the rest begins.
+    ``continuation``: what it is compared as, None where nothing is compared. ``held``: so many of its first tokens are
+    those of the segment before it, and computed once for both.
+    """
+
+    run: int
+    num_runs: int
+    start: int
+    run_tokens: int
+    owners: tuple[Owner, ...] = ()
+    finding: str | None = None
+    continuation: str | None = None
+    head: int = 0
+    held: int = 0
+
+
+def row_origins(
+    prepared: PreparedSet, rows: Collection[int], encoder: Encoder, sources: Sequence[Source]
+) -> dict[int, list[SegmentOrigin]]:
+    """For each of these rows of ``prepared`` the origins of its root-to-leaf runs, in order, before any cutting.
+
+    ``sources`` are those that ``prepared`` was read from. Each file is read as far as its last row of interest.
+    """
+    found: dict[int, Row | RowError] = {}
+    for number, source in enumerate(sources):
+        here = {prepared.address(row): row for row in rows if prepared.source_ids[row] == number}
+        found |= {here[address]: row for address, row in find_rows(source, here).items()}
+    return {row: _origins(prepared[row], found.get(row), encoder) for row in rows}
+
+
+def segment_origin(
+    index: SegmentIndex, segment: int, of_row: Sequence[SegmentOrigin], *, shared: bool = False
+) -> SegmentOrigin:
+    """The origin of a segment of the index, cut as the segment is; ``of_row`` are the runs of its row. ``shared``: it
+    stands behind the segment before it, in a row in which segments share their beginnings.
+
+    Of a prompt with another row's completion the owners are not told: its tokens are those of two rows.
+    """
+    leaf, start, stop = index.place(segment)
+    run = of_row[leaf]
+    if index.units is Units.FEEDBACK_KL and segment % 2:
+        what = "this row's prompt with another row's answer, as many tokens of it as there is room for (KL estimate)"
+        return SegmentOrigin(run=1, num_runs=1, start=0, run_tokens=0, continuation=what)
+    head = index.head(segment)
+    held = int(index.held[segment]) if shared else 0
+    return replace(run, start=start, head=head, held=held, owners=run.owners[:head] + run.owners[start:stop])
+
+
+def find_rows(source: Source, addresses: Collection[Address]) -> dict[Address, Row | RowError]:
+    """The rows with these addresses, read again from their source; one that is not there any more is left out.
+
+    A row that cannot be read or converted comes as the `RowError` that says why.
+    """
+    found: dict[Address, Row | RowError] = {}
+    for origin, wanted in _parts(source.origin, addresses):
+        for row in _until_found(origin, wanted):
+            assert row.address is not None, "rows that are found have an address"
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                found[row.address] = source.convert(source.reader.read(row))
+            except RowError as error:
+                found[row.address] = error
+    return found
+
+
+def _parts(origin: Origin, addresses: Collection[Address]) -> Iterator[tuple[Origin, set[Address]]]:
+    """What has to be read, with the addresses to look for in it: of local files only those that have one."""
+    if not isinstance(origin, LocalFiles):
+        if addresses:
+            yield origin, set(addresses)
+        return
+    for file in origin.files:
+        here = {address for address in addresses if address.file == file.path}
+        if here:
+            yield replace(origin, files=(file,)), here
+
+
+def _until_found(origin: Origin, wanted: set[Address]) -> Iterator[RowBytes | RowError]:
+    for row in origin.rows():
+        if row.address in wanted:
+            wanted.discard(row.address)
+            yield row
+            if not wanted:
+                return
+
+
+def _origins(sample: Sample, row: Row | RowError | None, encoder: Encoder) -> list[SegmentOrigin]:
+    lengths = [len(segment) for segment in sample.segments()]
+    runs = [
+        SegmentOrigin(
+            run=number, num_runs=len(lengths), start=0, run_tokens=length, continuation=_continuation(sample, number)
+        )
+        for number, length in enumerate(lengths, start=1)
+    ]
+    try:
+        if row is None:
+            raise SourceError(f"{sample.address}: the row is not in its file any more")
+        if isinstance(row, RowError):
+            raise row
+        pieces = _checked_pieces(sample, row, encoder)
+    except (RowError, SourceError, StoreError) as error:
+        return [replace(run, finding=f"owners are not known: {error}") for run in runs]
+    speakers = speakers_of(row, default_system=encoder.options.default_system)
+    special = encoder.tokenizer.control.special
+    owners = [name_owners(run_pieces, speakers, special=special) for run_pieces in pieces]
+    return [replace(run, owners=tuple(of_run)) for run, of_run in zip(runs, owners, strict=True)]
+
+
+def _continuation(sample: Sample, run: int) -> str | None:
+    if sample.verdict is None:
+        return None
+    if len(sample.branches) == 2:  # a prompt and what follows it
+        return f"the answer to a prompt, {'desirable' if sample.verdict else 'undesirable'}"
+    margin = f", margin {sample.verdict:g}" if sample.verdict else ""  # one of 0 is as none
+    return f"the {'chosen' if run == 1 else 'rejected'} one of two answers to a prompt{margin}"
+
+
+def _checked_pieces(sample: Sample, row: Row, encoder: Encoder) -> list[list[Piece]]:
+    """The pieces of each run. Raises `StoreError` if the sample is not what the row is encoded to now."""
+    difference = sample_difference(sample, encoder.encode(row), encoder.tokenizer)
+    if difference is not None:
+        what = "what the store holds of this row is not what rendering and encoding give now"
+        raise StoreError(f"{sample.address}: {what}: {difference}", hint=AGAIN)
+    allowed = encoder.renderer.policy.allowed
+    texts = [expansion.text for expansion in encoder.expansions(row)] if sample.media else []
+    owned = token_owners(encoder.render(row), encoder.tokenizer, allowed=allowed, expansions=texts)
+    return leaf_owners(sample, owned)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Whose a token is, in words that a person knows: the message, its role, and which field of it.
+
+
+TEMPLATE = "template"
+TOOLS = "tools"
+MEDIA = "media"
+PROMPT = "template (prompt)"
+STOP = "stop"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """Whose a token is. ``message`` counts from 0, as ``messages[3]`` in error messages does.
+
+    ``field`` is a field of the message (``content``, ``tool_calls``, ``media`` …), ``tools`` for the declarations of
+    a conversation, ``text`` of a document; or the template's own: ``template``, ``template (prompt)`` for what
+    inference puts before the model's turn, ``stop`` for the token that ends it. ``message`` None with a role is the
+    system message that the run itself supplies (``template.default_system``).
+    """
+
+    message: int | None = None
+    role: str | None = None
+    field: str = TEMPLATE
+
+    def __str__(self) -> str:
+        """``3 assistant · content``, or ``tools``."""
+        speaker = " ".join(str(part) for part in (self.message, self.role) if part is not None)
+        return f"{speaker} · {self.field}" if speaker else self.field
+
+    @property
+    def voice(self) -> str:
+        """Whose words they are: a role, ``tools``, ``text`` or ``media`` of a document, or ``template`` for its own."""
+        return TEMPLATE if self.field in (TEMPLATE, PROMPT, STOP) else self.role or self.field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speaker:
+    """Who speaks in a message, and its number in the row; None for the system message that the run supplies."""
+
+    message: int | None
+    role: str
+
+
+def speakers_of(row: Row, *, default_system: str | None) -> list[Speaker]:
+    """The speakers of a row's messages as they are rendered: with the run's system message, if it supplies one."""
+    match row:
+        case Conversation() | Preference() | Feedback():
+            said = [Speaker(message=number, role=message.role) for number, message in enumerate(_messages(row))]
+            is_supplied = default_system is not None and not (said and said[0].role == "system")
+            return [Speaker(message=None, role="system"), *said] if is_supplied else said
+        case Document():
+            return []
+        case _:
+            raise AssertionError(f"unknown kind of row {row!r}")
+
+
+def _messages(row: Conversation | Preference | Feedback) -> tuple[Message, ...]:
+    """The row's messages; of two continuations the longer one, for both are numbered on from the prompt."""
+    match row:
+        case Conversation():
+            return row.messages
+        case Preference():
+            return (*row.prompt, *max(row.chosen, row.rejected, key=len))
+        case Feedback():
+            return (*row.prompt, *row.completion)
+
+
+def name_owners(pieces: Sequence[Piece], speakers: Sequence[Speaker], *, special: Collection[str]) -> list[Owner]:
+    """The owner of each token, given the piece of each token in the order of the text.
+
+    ``special`` are the tokens that can end a turn.
+    """
+    runs = [(run[0], len(run)) for _, group in groupby(pieces, key=id) if (run := list(group))]
+    distinct = [piece for piece, _ in runs]
+    prompts = _prompts(distinct)
+    owners = []
+    for place, (piece, count) in enumerate(runs):
+        follows = distinct[place + 1] if place + 1 < len(distinct) else None
+        if place in prompts:
+            field = PROMPT
+        elif _is_stop(piece, follows, special):
+            field = STOP
+        else:
+            field = _field(piece)
+        owners.extend([_owner(piece, field, speakers)] * count)
+    return owners
+
+
+def _prompts(pieces: Sequence[Piece]) -> set[int]:
+    """Places of the template's own text that lies right before what the model emits, in the same message."""
+    prompts: set[int] = set()
+    for place in range(len(pieces) - 1, 0, -1):
+        piece, before = pieces[place], pieces[place - 1]
+        opens_turn = place in prompts or _by_model(piece)
+        same_message = piece.message is not None and piece.message == before.message
+        is_scaffold = isinstance(before, ControlPiece) or (isinstance(before, TextPiece) and before.field is None)
+        if opens_turn and same_message and is_scaffold and not _by_model(before):
+            prompts.add(place - 1)
+    return prompts
+
+
+def _is_stop(piece: Piece, follows: Piece | None, special: Collection[str]) -> bool:
+    ends_turn = follows is None or not _by_model(follows) or follows.message != piece.message
+    return isinstance(piece, ControlPiece) and piece.by_model and piece.token in special and ends_turn
+
+
+def _by_model(piece: Piece) -> bool:
+    return isinstance(piece, ControlPiece | TextPiece) and piece.by_model
+
+
+def _field(piece: Piece) -> str:
+    match piece:
+        case MediaPiece():
+            return MEDIA
+        case TextPiece():
+            return piece.field or TEMPLATE
+        case ControlPiece():
+            return TEMPLATE
+        case _:
+            raise AssertionError(f"unknown piece {piece!r}")
+
+
+def _owner(piece: Piece, field: str, speakers: Sequence[Speaker]) -> Owner:
+    if piece.message is None or piece.message >= len(speakers):
+        return Owner(field=field)
+    speaker = speakers[piece.message]
+    if speaker.message is None and field == "content":
+        field = "template.default_system"
+    return Owner(message=speaker.message, role=speaker.role, field=field)

@@ -1,0 +1,102 @@
+"""Whether what is learned reads as the answer that the row gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from luthier.check.verify.policy import Spoken
+from luthier.check.verify.tokens import ReferenceTokenizer
+from luthier.records import Text, Thinking, ToolCall
+
+LONGEST_SHOWN = 60  # characters of a text in a message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnedText:
+    """What is learned, as text, and what the prompt ends with: a template may begin the answer itself (``<think>``)."""
+
+    before: str
+    learned: str
+
+    def holds(self, text: str, *, loosely: bool = False) -> bool:
+        """Whether a text ends in what is learned; ``loosely``: whatever the white space."""
+        before, learned = (_dense(self.before), _dense(self.learned)) if loosely else (self.before, self.learned)
+        text = _dense(text) if loosely else text
+        place = (before + learned).rfind(text)
+        return place >= 0 and (not text or place + len(text) > len(before))
+
+
+def missing_of_part(part: Spoken, learned: LearnedText, tokenizer: ReferenceTokenizer, *, loosely: bool) -> str | None:
+    """What of a part is not to be read in the text that is learned, in words; None if all is there.
+
+    White space at a text's ends is the template's to trim; with ``loosely``, as where the template reads ``<think>`` in
+    an answer and lays it out anew, all white space is. A tool call's arguments are found as JSON, whatever the
+    order and white space of its keys, or, where the template writes no JSON, as their strings one by one. A media
+    item is no such part: nothing of it is emitted.
+    """
+    match part:
+        case Text() | Thinking():
+            text = tokenizer.normalised(part.text).strip()
+            kind = "answer" if isinstance(part, Text) else "thinking"
+            if learned.holds(text, loosely=loosely):
+                return None
+            return f"the {kind} {short(text)} is not what is learned: {short(learned.learned)}"
+        case ToolCall():
+            if not learned.holds(tokenizer.normalised(part.name).strip()):
+                return f"the tool's name {part.name!r} is not learned"
+            if any(holds_arguments(value, part.arguments) for value in json_values(learned.learned)):
+                return None
+            texts = [tokenizer.normalised(text).strip() for text in _leaves(part.arguments)]
+            lost = [text for text in texts if not learned.holds(text)]
+            return f"the argument {short(lost[0])} of {part.name!r} is not learned" if lost else None
+        case _:
+            raise AssertionError(f"unknown part {part!r}")
+
+
+def json_values(text: str) -> Iterator[Any]:
+    """Every JSON object that begins somewhere in a text, outermost first."""
+    decoder, place = json.JSONDecoder(), 0
+    while (place := text.find("{", place)) >= 0:
+        try:
+            value, end = decoder.raw_decode(text, place)
+        except ValueError:
+            place += 1
+            continue
+        yield value
+        place = end
+
+
+def holds_arguments(value: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a JSON value is the arguments, or an object that has them under some key."""
+    return isinstance(value, Mapping) and (
+        value == arguments or any(holds_arguments(inner, arguments) for inner in value.values())
+    )
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for key, item in value.items():
+                yield str(key)
+                yield from _leaves(item)
+        case list() | tuple():
+            for item in value:
+                yield from _leaves(item)
+        case bool() | None:
+            return  # templates write True or true
+        case _:
+            yield str(value)
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
+
+
+def short(text: str) -> str:
+    """A text as messages quote it."""
+    return repr(text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…")

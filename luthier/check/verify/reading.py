@@ -1,0 +1,479 @@
+"""Whether a prompt and what is learned after it read, together, as one answer: the row's, once, and nothing else.
+
+A template can be wrong in ways that a comparison with the template cannot find: it prints an answer twice, cuts it,
+adds words of its own, leaves the header to the model, or closes a thought that its prompt has closed. So the text is
+read like a reader would: the thought inside its tags, the answer behind it, and between them only what is markup.
+
+    prompt      …<|im_start|>assistant\n<think>\n
+    completion  add them\n</think>\n\ntwo<|im_end|>
+    reads       thought "add them", closed once, answer "two", stop
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from luthier.check.verify.answer import holds_arguments, json_values, short
+from luthier.check.verify.records import Check, Method
+from luthier.check.verify.template import PlainTemplate, Tools
+from luthier.check.verify.tokens import SECRET_BEGIN, SECRET_END, ReferenceTokenizer
+from luthier.errors import RowError
+from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
+
+MOST_PLACES = 400  # ways of finding the parts that are tried, where they are short words
+SHORTEST_REPEATED = 12  # characters of an answer whose second copy beside a tool call is no coincidence
+ROLES = frozenset("assistant model ai bot chatbot gpt".split())  # noqa: SIM905
+THOUGHTS = "think|thought|reason|inner|scratchpad"  # in the names of tags around thoughts
+CHANNELS = "thought|thoughts|thinking|reasoning|analysis|final|commentary"
+
+_TOKEN = f"{SECRET_BEGIN}[^{SECRET_END}]*{SECRET_END}"
+_TAG = rf"{_TOKEN}|</?[A-Za-z_][\w:.|-]*>|<[|｜][^<>\s]{{1,40}}>|<[a-z_]{{1,40}}\|>|\[/?[A-Z_]+\]"
+_CHANNEL = re.compile(rf"({_TOKEN})[\w. =-]{{1,40}}(?={SECRET_BEGIN})|({_TOKEN})(?:{CHANNELS})(?=\s)")
+_THOUGHT = re.compile(f"{THOUGHTS}|channel")  # a text without it has no tag of a thought
+_LABEL = re.compile(r"^\s*#{0,4}\s*[A-Za-z][\w ]{0,30}:", re.MULTILINE)  # of a thought, or of the answer behind it
+
+Finding = tuple[Check, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """What a message says, as templates print it.
+
+    ``thought`` and ``texts`` are stripped (texts between media are several); ``calls`` are the arguments of its calls.
+    """
+
+    thought: str
+    texts: tuple[str, ...]
+    calls: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], shown: Callable[[str], str]) -> Said:
+        """``shown`` is how a string of the row stands in the text that is read."""
+        thoughts = [part.text for part in parts if isinstance(part, Thinking)]
+        texts = [""]
+        for part in parts:
+            if isinstance(part, Image | Video | Audio):
+                texts.append("")
+            elif isinstance(part, Text):
+                texts[-1] += part.text
+        return cls(
+            thought=shown("".join(thoughts)).strip(),
+            texts=tuple(text for text in (shown(text).strip() for text in texts) if text),
+            calls=tuple(part.arguments for part in parts if isinstance(part, ToolCall)),
+        )
+
+    @property
+    def items(self) -> tuple[tuple[str, str], ...]:
+        """What is looked for, in this order, each with its name."""
+        thought = (("thinking", self.thought),) if self.thought else ()
+        return (*thought, *(("answer", text) for text in self.texts))
+
+    def dense(self) -> Said:
+        """The same without white space."""
+        return Said(thought=_dense(self.thought), texts=tuple(map(_dense, self.texts)), calls=self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What the generation prompt adds to the history, asked for only where the whole ``prompt`` leaves it open."""
+
+    text: Callable[[], str]
+    prompt: str
+
+    def holds(self, tag: str) -> bool:
+        return _shown(tag) in self.prompt and tag in self.text()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """A completion to be read. Control tokens are written under their secret names, so that text is text.
+
+    ``completion`` has no stop at its end; ``header`` gives what the generation prompt adds to the history, which is
+    rendered only if it matters, and ``prompt`` is the text that ends with it; ``loosely``: white space says nothing,
+    for the template reads tags in the row's text and lays it out anew.
+    """
+
+    header: Callable[[], str]
+    prompt: str
+    completion: str
+    said: Said
+    loosely: bool = False
+
+    def faults(self) -> Iterator[Finding]:
+        """What is wrong with it, of the best way to read it."""
+        said = self.said.dense() if self.loosely else self.said
+        text = _dense(self.completion) if self.loosely else self.completion
+        prompt = _dense(self.prompt) if self.loosely else self.prompt
+        header = _Header(cache(lambda: _dense(self.header()) if self.loosely else self.header()), prompt)
+        thoughts = re.findall(_TAG, header.text()) if _THOUGHT.search(prompt.lower()) else []
+        opened = [turn for turn in map(_turn_of_thought, thoughts) if turn is not None]
+        best: list[Finding] | None = None
+        for places in islice(_places(text, said.items), MOST_PLACES):
+            found = list(_faults_of(text, header, opened, said, places))
+            if not found:
+                return
+            best = found if best is None or len(found) < len(best) else best
+        yield from best if best is not None else _missing(text, said)
+
+
+def _places(text: str, items: Sequence[tuple[str, str]], start: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Every way to find the items one behind the other: spans ``[begin, end)``, one for each."""
+    if not items:
+        yield ()
+        return
+    (_, wanted), *rest = items
+    begin = text.find(wanted, start)
+    while begin >= 0:
+        for others in _places(text, rest, begin + len(wanted)):
+            yield ((begin, begin + len(wanted)), *others)
+        begin = text.find(wanted, begin + 1)
+
+
+def _missing(text: str, said: Said) -> Iterator[Finding]:
+    """Which item cannot be found, and what became of it, as far as that is seen."""
+    start = 0
+    for name, wanted in said.items:
+        begin = text.find(wanted, start)
+        if begin >= 0:
+            start = begin + len(wanted)
+            continue
+        if wanted in text:
+            why = "stands in another place than it should"
+        elif wanted.casefold() in text.casefold():
+            why = "is learned in another case"
+        elif _dense(wanted) in _dense(text):
+            why = "is learned with other white space"
+        elif wanted[: max(len(wanted) // 4, 1)] in text or wanted[-max(len(wanted) // 4, 1) :] in text:
+            why = "is learned only in part"
+        else:
+            why = "is not what is learned"
+        yield Check.ANSWER_DECODES, f"the {name} {short(wanted)} {why}: {short(_shown(text))}"
+        return
+
+
+def _faults_of(
+    text: str, header: _Header, opened: Sequence[bool], said: Said, places: Sequence[tuple[int, int]]
+) -> Iterator[Finding]:
+    gaps, end = [], 0
+    for begin, stop in places:
+        gaps.append(text[end:begin])
+        end = stop
+    gaps.append(text[end:])
+    yield from _header_faults(gaps[0], header, said)
+    yield from _thought_faults(gaps, opened, said)
+    if not said.calls:
+        for number, gap in enumerate(gaps):
+            words = _words(gap, has_label=bool(said.thought) and number < 2)
+            copied = next((name for name, item in said.items if _dense(item) and _dense(item) in _dense(gap)), None)
+            if copied is not None and words:
+                yield Check.ANSWER_DECODES, f"the {copied} is learned twice: {short(_shown(text))}"
+            elif words:
+                yield Check.ANSWER_DECODES, f"words are learned that the row does not have: {short(_shown(words))}"
+        return
+    for name, item in said.items:
+        if len(item) >= SHORTEST_REPEATED and any(item in gap for gap in gaps):
+            yield Check.ANSWER_DECODES, f"the {name} is learned twice: {short(_shown(text))}"
+    values = [value for gap in gaps for value in json_values(gap)]  # a thought or an answer may quote a call
+    for arguments in said.calls:
+        wanted = sum(other == arguments for other in said.calls)
+        if arguments and sum(holds_arguments(value, arguments) for value in values) > wanted:
+            yield Check.ANSWER_DECODES, f"a tool call is learned twice: {short(_shown(text))}"
+            return
+
+
+def _header_faults(gap: str, header: _Header, said: Said) -> Iterator[Finding]:
+    """Whether the model is taught to write the header that its prompt should have given it."""
+    lead = re.match(rf"[^{SECRET_BEGIN}<\[]*(?:(?:{_TAG})[^\s{SECRET_BEGIN}<\[]*)?", gap)
+    beginning = "" if lead is None else lead[0]
+    tags = re.findall(_TAG, beginning)
+    words = set(re.findall(r"[a-z]+", _shown(beginning).lower()))
+    opens_anew = [tag for tag in tags if tag.startswith(SECRET_BEGIN) and header.holds(tag)]
+    others = [tag for tag in tags if _turn_of_thought(tag) is None]
+    if others and not said.calls and not header.text().strip():
+        opens_anew += others
+    if opens_anew or (words & ROLES and not said.calls) or _is_role_header(gap):
+        what = f"the header {_shown(gap)!r} is learned: the generation prompt does not give it"
+        yield Check.NOTHING_SUPPLIED_TRAINED, what
+
+
+def _is_role_header(gap: str) -> bool:
+    """``<|im_start|>assistant\\n``, ``ASSISTANT: ``: a role right behind a control token, or before a colon."""
+    roles = "|".join(ROLES - {"ai"})
+    return bool(re.match(rf"\s*(?:{_TOKEN})+\s*(?:{roles})\b|\s*(?:{roles})\s*:", gap, re.IGNORECASE))
+
+
+def _thought_faults(gaps: Sequence[str], opened: Sequence[bool], said: Said) -> Iterator[Finding]:
+    """Whether tags of thoughts, the prompt's and the completion's, open once and close once, around the thought.
+
+    ``opened`` are the prompt's: True for each that opens a thought, False for one that closes it.
+    """
+    is_open, num_opened, is_closed = False, sum(opened), False
+    if opened:
+        is_open, is_closed = opened[-1], not opened[-1]
+    for number, gap in enumerate(gaps):
+        for tag in re.findall(_TAG, gap):
+            turn = _turn_of_thought(tag)
+            if turn is None:
+                continue
+            if turn and (is_open or is_closed):
+                yield Check.ANSWER_DECODES, f"a thought is opened twice, by the prompt or before: {_shown(tag)}"
+            if not turn and is_closed:
+                yield Check.ANSWER_DECODES, f"a thought is closed that was closed already: {_shown(tag)}"
+            is_open, is_closed = turn, is_closed or not turn
+            num_opened += turn
+        if number == len(gaps) - 1:
+            break
+        is_thought = number == 0 and bool(said.thought)
+        if is_thought and not is_open and (num_opened or is_closed):
+            yield Check.ANSWER_DECODES, f"the thinking {short(said.thought)} stands outside of its tags"
+        if not is_thought and is_open:
+            yield Check.ANSWER_DECODES, f"the answer {short(said.items[number][1])} stands inside of a thought"
+    if is_open:
+        yield Check.ANSWER_DECODES, "a thought is opened and never closed"
+
+
+def _turn_of_thought(tag: str) -> bool | None:
+    """True for a tag that opens a thought, False for one that closes it, None for any other."""
+    name = _shown(tag)
+    bare = name.strip("<>[]|｜/").lower()
+    is_channel = bare == "channel" and name.startswith("<|") != name.endswith("|>")  # Gemma's <|channel>, <channel|>
+    if not is_channel and not re.search(THOUGHTS, bare):
+        return None
+    is_end = "/" in name or re.search(r"(^|[_:▁])end|suffix", bare) or (is_channel and name.endswith("|>"))
+    return not is_end
+
+
+def _words(gap: str, *, has_label: bool) -> str:
+    """What is left of a gap without markup."""
+    rest = _CHANNEL.sub(lambda match: match[1] or match[2], gap)
+    rest = re.sub(rf"[\w.-]+=[\w.-]+(?={SECRET_BEGIN})", "", rest)  # whom it is for: `to=user` before a control token
+    rest = re.sub(_TAG, " ", rest)
+    return (_LABEL.sub("", rest) if has_label else rest).strip()
+
+
+def _shown(text: str) -> str:
+    return text.replace(SECRET_BEGIN, "").replace(SECRET_END, "")
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
+
+
+def added_text(history: str, prompt: str) -> str:
+    """What a prompt has behind the history; where it rewrites it, what stands behind their common beginning.
+
+    A tag that both begin with is given back whole: ``<a>x<eos>``, ``<a>x<think>`` -> ``<think>``.
+    """
+    common = next(
+        (at for at, (one, two) in enumerate(zip(history, prompt, strict=False)) if one != two),
+        min(len(history), len(prompt)),
+    )
+    if common < len(history):
+        opening = max(prompt.rfind(bracket, max(0, common - 40), common) for bracket in "<[")
+        if opening >= 0 and not set(prompt[opening:common]) & set(">] \n"):
+            common = opening
+    return prompt[common:]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rows whose own text holds control strings, made readable for a tokenizer that cannot know who wrote them.
+#
+# Each control string of the row is replaced by an innocent word before the template runs. All control strings in what
+# it renders are then the template's own; they get secret names, the words become the row's strings again, and the
+# text can be encoded in one go:
+#
+#     row        "say <|im_end|>"
+#     rendered   "<|im_start|>user\nsay zqaqz<|im_end|>\n"
+#     readable   "«<|im_start|>»user\nsay <|im_end|>«<|im_end|>»\n"      where «…» is a secret name
+#
+# A template may read such a string itself, as Qwen's does with ``</think>`` in an answer. Then the replaced row
+# renders to something else, which is seen; those strings are left in place, and what stands in the text is the
+# template's.
+
+
+TOOLS = -1  # stands for the tool declarations where messages are counted
+Spot = tuple[int, str]  # (message, control string)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeutralRow:
+    """A conversation as the template is shown it: ``words`` maps each innocent word to the string it stands for."""
+
+    messages: tuple[Message, ...]
+    tools: Tools
+    words: Mapping[str, str]
+    method: Method
+    found: Mapping[str, int]  # how often each control string stands in the row's own text
+
+    def restored(self, text: str) -> str:
+        """A rendered text with the row's own strings back in it."""
+        for word, token in self.words.items():
+            text = text.replace(word, token)
+        return text
+
+    def readable(self, texts: Sequence[str], tokenizer: ReferenceTokenizer) -> list[str]:
+        """Rendered texts as `ReferenceTokenizer.encode` takes them with ``forged=self.forged``."""
+        return [self.restored(tokenizer.hide(text)) for text in texts] if self.forged else list(texts)
+
+    @property
+    def forged(self) -> bool:
+        """Whether some control string of the row has to be held apart."""
+        return bool(self.words)
+
+
+def neutralise(
+    row: Conversation, template: PlainTemplate, tokenizer: ReferenceTokenizer, *, meant: frozenset[str]
+) -> NeutralRow:
+    """The conversation with its control strings replaced, as far as the template does not read them itself.
+
+    Those in ``meant`` are left in place: the run says that they are control tokens in a row's own text too.
+    """
+    messages, tools = row.messages, row.tools
+    merged = tuple(_with_one_text(message) for message in messages)
+    spots = _spots(merged, tools, tokenizer, meant)
+    found = Counter({token: 0 for _, token in spots})
+    for (_, token), count in spots.items():
+        found[token] += count
+    if not spots:
+        return NeutralRow(messages=merged, tools=tools, words={}, method=Method.WHOLE, found={})
+    words = _neutral_words(sorted(found), merged, tools, template)
+    original = template.render(merged, tools)
+
+    def attempt(chosen: frozenset[Spot], method: Method) -> NeutralRow:
+        def change(at: int) -> Callable[[str], str]:
+            mine = [(token, word) for word, token in words.items() if (at, token) in chosen]
+            mine.sort(key=lambda pair: -len(pair[0]))  # longest first, as a tokenizer would read them
+            return lambda text: functools.reduce(lambda so_far, pair: so_far.replace(*pair), mine, text)
+
+        return NeutralRow(
+            messages=tuple(_changed(message, change(at)) for at, message in enumerate(merged)),
+            tools=[_leaves(tool, change(TOOLS)) for tool in tools],
+            words={word: token for word, token in words.items() if any(spot[1] == token for spot in chosen)},
+            method=method,
+            found=dict(found),
+        )
+
+    whole = attempt(frozenset(spots), Method.NEUTRALISED)
+    if _renders_to(whole, template, original):
+        return whole
+    harmless = [spot for spot in spots if _renders_to(attempt(frozenset([spot]), whole.method), template, original)]
+    return attempt(frozenset(harmless), Method.READ_BY_TEMPLATE)
+
+
+def strings_of(message: Message) -> list[str]:
+    """Every string of a message that a template may print."""
+    found: list[str] = []
+    _changed(message, _collector(found))
+    return found
+
+
+def mark_ends(message: Message, mark: str, *, begin: bool = False) -> Message:
+    """The message with ``mark`` after each of its strings that says something, or before it."""
+    return _changed(message, lambda text: (mark + text if begin else text + mark) if text.strip() else text)
+
+
+def _renders_to(row: NeutralRow, template: PlainTemplate, original: str) -> bool:
+    try:
+        return row.restored(template.render(row.messages, row.tools)) == original
+    except RowError:
+        return False  # the template reads the string and does not like the word
+
+
+def _spots(
+    messages: Sequence[Message], tools: Tools, tokenizer: ReferenceTokenizer, meant: frozenset[str]
+) -> Counter[Spot]:
+    texts = [(at, text) for at, message in enumerate(messages) for text in strings_of(message)]
+    for tool in tools:
+        declared: list[str] = []
+        _leaves(tool, _collector(declared))
+        texts += [(TOOLS, text) for text in declared]
+    found = ((at, token) for at, text in texts for token in tokenizer.control_strings(text))
+    return Counter(spot for spot in found if spot[1] not in meant)
+
+
+def _neutral_words(
+    tokens: Sequence[str], messages: Sequence[Message], tools: Tools, template: PlainTemplate
+) -> dict[str, str]:
+    """A word for each control string; none occurs in the row or the template, none is part of another."""
+    taken = "\0".join([template.source, repr(tools), *(text for message in messages for text in strings_of(message))])
+    words: dict[str, str] = {}
+    number = 0
+    for token in tokens:
+        while (word := f"zq{_letters(number)}qz") in taken:
+            number += 1
+        words[word] = token
+        number += 1
+    return words
+
+
+def _letters(number: int) -> str:
+    return "".join("abcdefghij"[int(digit)] for digit in f"{number:04d}")
+
+
+def _with_one_text(message: Message) -> Message:
+    """The message's texts as one between media, as templates are given them: a control string may be split over two."""
+    parts: list[Part] = []
+    place = -1  # of the text that the next one goes on in
+    for part in message.parts:
+        before = parts[place] if place >= 0 else None
+        if isinstance(part, Text) and isinstance(before, Text):
+            parts[place] = Text(text=before.text + part.text)
+        elif isinstance(part, Text):
+            place = len(parts)
+            parts.append(Text(text=part.text))
+        else:
+            place = -1 if isinstance(part, Image | Video | Audio) else place
+            parts.append(part)
+    return replace(message, parts=tuple(parts))
+
+
+def _collector(found: list[str]) -> Callable[[str], str]:
+    def collect(text: str) -> str:
+        found.append(text)
+        return text
+
+    return collect
+
+
+def _changed(message: Message, change: Callable[[str], str]) -> Message:
+    parts: list[Part] = []
+    for part in message.parts:
+        match part:
+            case Text() | Thinking():
+                parts.append(replace(part, text=change(part.text)))
+            case ToolCall():
+                parts.append(
+                    replace(
+                        part,
+                        name=change(part.name),
+                        arguments=_leaves(part.arguments, change),
+                        id=None if part.id is None else change(part.id),
+                    )
+                )
+            case _:
+                parts.append(part)
+    return replace(
+        message,
+        parts=tuple(parts),
+        name=None if message.name is None else change(message.name),
+        tool_call_id=None if message.tool_call_id is None else change(message.tool_call_id),
+    )
+
+
+def _leaves(value: Any, change: Callable[[str], str]) -> Any:
+    match value:
+        case str():
+            return change(value)
+        case Mapping():
+            return {change(key) if isinstance(key, str) else key: _leaves(item, change) for key, item in value.items()}
+        case list() | tuple():
+            return [_leaves(item, change) for item in value]
+        case _:
+            return value

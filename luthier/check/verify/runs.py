@@ -1,0 +1,264 @@
+"""A sample's runs as wholes: do they read as the template renders, with the template's control tokens and no others?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from luthier.check.verify.answer import LearnedText, missing_of_part
+from luthier.check.verify.expected import AskedTurn, ExpectedRow, ExpectedTurn
+from luthier.check.verify.learned import Home, Mask, Runs
+from luthier.check.verify.policy import answer_weights
+from luthier.check.verify.records import Check, Violation
+from luthier.check.verify.template import HuggingFace, PlainTemplate, Printer
+from luthier.check.verify.tokens import Ids, ReferenceTokenizer, first_difference
+from luthier.errors import RowError
+
+
+def run_faults(expected: ExpectedRow, runs: Runs, judged: Set[int]) -> Iterator[Violation]:
+    """Each run is the conversation, or ends with one of its turns: in text, and in control tokens.
+
+    Of a long row whose turns were drawn only the runs ``judged`` hold a turn that was rendered.
+    """
+    candidates: list[Ids] = []
+    control = np.array(sorted(runs.tokenizer.control_ids.values()), dtype=np.int32)
+    passed_over = expected.policy is not None and bool(expected.policy.passed)
+    for number, segment in enumerate(runs.segments):
+        ids = segment.input_ids
+        if np.array_equal(expected.text_ids, ids) or (passed_over and number not in judged):
+            continue
+        candidates = candidates or list(_candidates(expected))
+        nearest = max(candidates, key=lambda ids_: (first_difference(ids_, ids), -len(ids_)))
+        if np.array_equal(nearest, ids):
+            continue
+        wanted, found = nearest[np.isin(nearest, control)], ids[np.isin(ids, control)]
+        if not np.array_equal(wanted, found):
+            place = first_difference(wanted, found)
+            where = np.flatnonzero(np.isin(ids, control))
+            what = f"control token {place} of the sequence is not the template's ({len(found)}, expected {len(wanted)})"
+            index = int(where[place]) if place < len(where) else len(ids)
+            yield runs.fault(Check.NO_FORGED_CONTROL, what, run=number, index=index)
+        if runs.tokenizer.decode(nearest) != runs.tokenizer.decode(ids):
+            index = first_difference(nearest, ids)
+            what = f"the sequence reads differently from what the template renders, from token {index} on"
+            yield runs.fault(Check.DECODES, what, run=number, index=index, expected=nearest)
+
+
+def whole_text_faults(expected: ExpectedRow, homes: Sequence[Home], runs: Runs) -> Iterator[Violation | str]:
+    """Whether the run of the last trained turn equals the text encoded as one; yields ``"seam"`` for an expected merge.
+
+    A tokenizer may merge the end of a prompt with the beginning of an answer. Inference cannot: it is given the one and
+    emits the other. Nothing is said of an answer that the whole text shows in another way than inference does.
+    """
+    turn, home = expected.turns[-1], homes[-1]
+    if turn.is_derived:
+        return
+    ids = runs.segments[home.run].input_ids
+    whole = turn.whole() if len(ids) <= len(turn.ids) or turn.after is None else expected.text_ids
+    if np.array_equal(ids, whole):
+        return
+    index = first_difference(whole, ids)
+    apart = turn.ids if turn.after is None else np.concatenate([turn.ids, turn.after()])
+    if (
+        len(ids) >= len(turn.ids)
+        and np.array_equal(ids, apart[: len(ids)])
+        and not np.array_equal(turn.whole(), turn.ids)
+    ):
+        yield "seam"
+        return
+    what = f"encoded as one text this conversation has {len(whole)} tokens, the sample {len(ids)}"
+    yield runs.fault(Check.WHOLE_TEXT, what, message=turn.message, run=home.run, index=index, expected=whole)
+
+
+def judged_faults(
+    judge: HuggingFace, template: PlainTemplate, expected: ExpectedRow, homes: Sequence[Home], runs: Runs
+) -> Iterator[Violation]:
+    """Whether transformers renders every prompt, and encodes the last answer's conversation, as the sample has them."""
+    neutral, last = expected.neutral, expected.turns[-1]
+    assert neutral is not None, "a conversation"
+    has_whole = not (last.is_derived or last.unfinished or last.kwargs or last.after is None)
+    is_merged = has_whole and not np.array_equal(last.whole(), last.ids)  # over the seam (`whole_text_faults` counts)
+    for turn, home in zip(expected.turns, homes, strict=True):
+        history = neutral.messages[: turn.message]
+        if not history or turn.elsewhere:  # it renders no empty conversation, and its prompts are inference's
+            continue
+        try:
+            text = judge.text(template, history, neutral.tools, prompt=True, **turn.kwargs)
+        except RowError as error:
+            yield runs.fault(Check.HUGGING_FACE, error.detail, message=turn.message, run=home.run)
+            continue
+        # transformers encodes the whole conversation below, or the last prompt, which is its beginning
+        is_encoded = turn is not last or (has_whole and not is_merged)
+        ids = turn.prompt if text == turn.text and is_encoded else judge.ids(text)
+        found = runs.segments[home.run].input_ids[: len(ids)]
+        if not np.array_equal(ids, found):
+            wanted = np.array(ids, dtype=np.int32)
+            index = first_difference(wanted, found)
+            what = f"apply_chat_template gives a prompt of {len(ids)} tokens, and the sample differs at token {index}"
+            yield runs.fault(Check.HUGGING_FACE, what, message=turn.message, run=home.run, index=index, expected=wanted)
+    segment = runs.segments[homes[-1].run]
+    if not has_whole or last.after is None:
+        return
+    ids = judge.ids(judge.text(template, neutral.messages, neutral.tools, prompt=False))
+    apart = np.concatenate([last.ids, last.after()])
+    whole = apart if is_merged else np.array(ids[: len(segment)], dtype=np.int32)
+    if not np.array_equal(whole[: len(segment)], segment.input_ids):
+        index = first_difference(whole, segment.input_ids)
+        what = f"apply_chat_template gives {len(ids)} tokens for this conversation, the sample has {len(segment)}"
+        yield runs.fault(Check.HUGGING_FACE, what, message=last.message, run=homes[-1].run, index=index, expected=whole)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Besides:
+    """What is to be learned besides answers. ``masks``: where, a mask per run; None where that cannot be told.
+
+    ``regions``: for each message that is asked for, ``(tokens before it, ids up to its end)``.
+    """
+
+    masks: list[Mask] | None
+    regions: Mapping[int, tuple[int, Ids]]
+
+
+def asked_besides(expected: ExpectedRow, runs: Runs) -> Besides:
+    """Where the row or the run asks to learn more than answers."""
+    masks = [np.zeros(len(segment), dtype=np.bool_) for segment in runs.segments]
+    policy, template = expected.policy, expected.template
+    if policy is None or template is None:
+        return Besides(masks=masks, regions={})
+    wanted = {index: _region(expected, index, template, runs.tokenizer) for index in policy.asked}
+    regions = {index: region for index, region in wanted.items() if region is not None}
+    if policy.everything:
+        masks = [~mask for mask in masks]
+        unwanted = [_region(expected, index, template, runs.tokenizer) for index in sorted(policy.taken_out)]
+        marked = [region for region in unwanted if region is not None]
+        is_told = len(marked) == len(unwanted)
+    else:
+        marked, is_told = list(regions.values()), len(regions) == len(wanted)
+    for before, ids in marked:
+        for mask, segment in zip(masks, runs.segments, strict=True):
+            if first_difference(ids, segment.input_ids) >= len(ids):
+                mask[before : len(ids)] = not policy.everything
+    return Besides(masks=masks if is_told else None, regions=regions)
+
+
+def besides_faults(expected: ExpectedRow, runs: Runs, besides: Besides) -> Iterator[Violation]:
+    """Whether each message that is asked for besides answers is learned, in words."""
+    policy = expected.policy
+    for index, (before, ids) in besides.regions.items():
+        assert policy is not None, "a conversation"
+        learned = [
+            LearnedText(before="", learned=runs.tokenizer.decode(ids[before:][segment.target[before : len(ids)]]))
+            for segment in runs.segments
+            if first_difference(ids, segment.input_ids) >= len(ids)
+        ]
+        for part in policy.asked[index].parts:
+            missing = [missing_of_part(part, text, runs.tokenizer, loosely=True) for text in learned]
+            if missing and all(missing):
+                yield runs.fault(Check.ANSWER_DECODES, str(missing[0]), message=index)
+
+
+def _candidates(expected: ExpectedRow) -> Iterator[Ids]:
+    yield expected.text_ids
+    for turn in expected.turns:
+        yield turn.ids
+        if turn.after is not None:
+            yield np.concatenate([turn.ids, turn.after()])
+
+
+def _region(
+    expected: ExpectedRow, index: int, template: Printer, tokenizer: ReferenceTokenizer
+) -> tuple[int, Ids] | None:
+    """``(tokens before a message, ids up to its end)``, where the one text begins the other."""
+    neutral = expected.neutral
+    assert neutral is not None, "a conversation"
+    try:
+        before = template.render(neutral.messages[:index], neutral.tools) if index else ""
+        upto = template.render(neutral.messages[: index + 1], neutral.tools)
+    except RowError:
+        return None
+    if not upto.startswith(before):
+        return None
+    texts = neutral.readable([before, upto], tokenizer)
+    first, second = tokenizer.encode(texts, forged=neutral.forged)
+    return first_difference(first, second), second
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Turns whose completion no rendering has, read from the sample itself.
+#
+# A prompt may open a thought that history drops, or write an empty one that history never shows. What the model must
+# emit after that prompt is then not the rest of any text that the template prints. So it is judged by reading: the
+# context has to be the prompt, token for token; what follows, up to the first stop, has to be the tokenizer's own ids
+# for its text; and prompt and text together have to read as exactly this row's thought, answer and calls.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """Where a prompt stands: ``run`` begins with ``prompts[prompt]`` and has a completion behind it."""
+
+    run: int
+    prompt: int
+    completion: Ids
+    num_stop: int
+
+
+def derived_turn(asked: AskedTurn, runs: Runs) -> ExpectedTurn | Violation:
+    """The turn as the sample has it, with what is wrong with it; or that its context is nowhere in the sample."""
+    found = list(_places(asked, runs))
+    if not found:
+        return _no_context(asked, runs)
+    turns = [_turn(asked, place, runs) for place in found]
+    return min(turns, key=lambda turn: len(turn.findings))
+
+
+def _places(asked: AskedTurn, runs: Runs) -> Iterator[_Found]:
+    stops = np.array(sorted(runs.tokenizer.stop_ids), dtype=np.int32)
+    for number, prompt in enumerate(asked.prompts):
+        for run, segment in enumerate(runs.segments):
+            if first_difference(prompt, segment.input_ids) < len(prompt) or len(segment) == len(prompt):
+                continue
+            rest = segment.input_ids[len(prompt) :]
+            ends = np.flatnonzero(np.isin(rest, stops))
+            if asked.unfinished or not len(ends):
+                yield _Found(run=run, prompt=number, completion=rest, num_stop=0)
+            else:
+                yield _Found(run=run, prompt=number, completion=rest[: ends[0] + 1], num_stop=1)
+
+
+def _turn(asked: AskedTurn, place: _Found, runs: Runs) -> ExpectedTurn:
+    tokenizer, ids = runs.tokenizer, place.completion
+    text = tokenizer.read(ids)
+    body = tokenizer.read(ids[: len(ids) - place.num_stop])
+    (again,) = tokenizer.continue_text([text], forged=True)
+    findings = list(replace(asked.readings[place.prompt], completion=body).faults())
+    if not np.array_equal(again, ids):
+        what = f"the answer's {len(ids)} tokens are not those that the tokenizer gives to their text ({len(again)})"
+        findings.append((Check.COMPLETION_TOKENS, what))
+    prompt = asked.prompts[place.prompt]
+    weights = answer_weights(asked.policy, ids, text, tokenizer, forged=True)
+    return ExpectedTurn(
+        message=asked.message,
+        prompt=prompt,
+        completion=ids,
+        num_stop=place.num_stop,
+        text=asked.texts[place.prompt],
+        whole=lambda: np.concatenate([prompt, ids]),
+        after=lambda: tokenizer.continue_text([asked.ending])[0],
+        kwargs=asked.kwargs[place.prompt],
+        policy=asked.policy,
+        unfinished=asked.unfinished,
+        weights=weights if len(weights) == len(ids) else np.full(len(ids), np.nan, dtype=np.float32),
+        findings=tuple(findings),
+        is_derived=True,
+    )
+
+
+def _no_context(asked: AskedTurn, runs: Runs) -> Violation:
+    prompt = asked.prompts[0]
+    agree = [first_difference(prompt, segment.input_ids) for segment in runs.segments]
+    run = int(np.argmax(agree))
+    what = f"the context of this answer differs from inference's at token {agree[run]} of {len(prompt)}"
+    place = {"message": asked.message, "run": run, "index": agree[run]}
+    return runs.fault(Check.PROMPT_TOKENS, what, **place, expected=prompt)

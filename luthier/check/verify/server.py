@@ -1,0 +1,191 @@
+"""Asking a running inference server which tokens it makes of messages.
+
+Two ways of asking are known. vLLM takes messages at ``/tokenize`` and answers with ids. llama.cpp renders messages at
+``/apply-template`` and tokenizes a text at ``/tokenize``. Which one a server speaks is found with the first question.
+Only the standard library is used.
+
+Each is asked for the tokens that its own chat would work with. vLLM takes what the template prints as it stands.
+llama.cpp takes the begin token off what the template prints, where its vocabulary says that it adds one, and adds it
+again when it tokenizes: so its ``/tokenize`` is asked to add special tokens, which is what its chat does. A model whose
+template writes a begin token and whose server adds another one is then seen with two.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from luthier.check.verify.template import Tools, plain_message
+from luthier.check.verify.tokens import Ids
+from luthier.errors import UserError
+from luthier.records import Message
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+TIMEOUT = 30.0  # seconds for one answer; tokenizing takes milliseconds, a busy server queues
+LONGEST_ANSWER = 64_000_000  # bytes; a million ids are ten
+
+
+class Dialect(StrEnum):
+    """How a server is asked."""
+
+    MESSAGES = "messages"  # vLLM
+    TEMPLATE = "template"  # llama.cpp
+
+
+class TokenServer:
+    """A server by its base address, ``http://localhost:8000``; ``/v1`` at its end is left away."""
+
+    def __init__(self, url: str, *, timeout: float = TIMEOUT, token: str | None = None) -> None:
+        """Nothing is sent yet. ``token`` is sent along as a bearer token, over https or to this machine alone.
+
+        Raises `UserError` for what is no http address, and for a token that would travel openly.
+        """
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise UserError(f"--against {url}: no address of a server", hint="give one like http://localhost:8000")
+        if token is not None and parts.scheme != "https" and parts.hostname not in LOOPBACK:
+            raise UserError(
+                f"--token-env with {parts.scheme}://{parts.hostname}: the token would travel in the open",
+                hint="use an https address, or a server on this machine",
+            )
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.timeout = timeout
+        self.dialect: Dialect | None = None
+        self._model: str | None = None
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools, kwargs: Mapping[str, Any]) -> Ids:
+        """Ids of the prompt that the server makes of a history, generation prompt included.
+
+        Raises `UserError` if the server cannot be reached, refuses, or answers with something else than ids.
+        """
+        if self.dialect is None:
+            self.dialect, self._model = self._find_dialect(), self._first_model()
+        body: dict[str, Any] = {"messages": wire_messages(messages), "chat_template_kwargs": dict(kwargs)}
+        if tools:
+            body["tools"] = [dict(tool) for tool in tools]
+        if self._model is not None:
+            body["model"] = self._model
+        match self.dialect:
+            case Dialect.MESSAGES:
+                answer = self._post("/tokenize", {**body, "add_generation_prompt": True, "add_special_tokens": False})
+            case Dialect.TEMPLATE:
+                prompt = self._post("/apply-template", {**body, "add_generation_prompt": True}).get("prompt")
+                if not isinstance(prompt, str):
+                    raise self._strange("/apply-template", "no text under 'prompt'")
+                answer = self._post("/tokenize", {"content": prompt, "add_special": True, "parse_special": True})
+            case _:
+                raise AssertionError(self.dialect)
+        return self._ids(answer)
+
+    def _ids(self, answer: Mapping[str, Any]) -> Ids:
+        tokens = answer.get("tokens")
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise self._strange("/tokenize", "no list of ids under 'tokens'")
+        return np.array(tokens, dtype=np.int64)
+
+    def _find_dialect(self) -> Dialect:
+        """llama.cpp renders messages apart from tokenizing; whoever does not know that address takes messages."""
+        try:
+            self._post("/apply-template", {"messages": [{"role": "user", "content": "a"}]})
+        except _Refused as refusal:
+            if refusal.status in (404, 405, 501):
+                return Dialect.MESSAGES
+            raise
+        return Dialect.TEMPLATE
+
+    def _first_model(self) -> str | None:
+        """The name of the model that is served, where the server lists it; vLLM needs none, others do."""
+        try:
+            models = self._ask(urllib.request.Request(f"{self.url}/v1/models", headers=self._headers)).get("data")
+        except _Refused:
+            return None
+        names = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
+        return names[0] if names and isinstance(names[0], str) else None
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        data = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **self._headers}
+        return self._ask(urllib.request.Request(f"{self.url}{path}", data=data, headers=headers))
+
+    def _ask(self, request: urllib.request.Request) -> dict[str, Any]:
+        path = request.full_url.removeprefix(self.url)
+        try:
+            with _OPENER.open(request, timeout=self.timeout) as response:
+                raw = response.read(LONGEST_ANSWER)
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error.read(2000).decode("utf-8", "replace").strip()
+            raise _Refused(f"{request.full_url} answers {error.code}: {said[:300]}", status=error.code) from error
+        except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
+            why = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise UserError(
+                f"{request.full_url} cannot be reached: {why or type(error).__name__}",
+                hint=f"start the server, or check the address (each answer may take {self.timeout:g} s)",
+            ) from error
+        try:
+            answer = json.loads(raw)
+        except ValueError as error:
+            raise self._strange(path, "no JSON") from error
+        if not isinstance(answer, dict):
+            raise self._strange(path, f"a JSON {type(answer).__name__}, not an object")
+        return answer
+
+    def _strange(self, path: str, what: str) -> UserError:
+        return UserError(
+            f"{self.url}{path} answers with {what}",
+            hint="servers that answer like vLLM (/tokenize takes messages) or llama.cpp (/apply-template) can be asked",
+        )
+
+
+class _StayHere(urllib.request.HTTPRedirectHandler):
+    """A redirection would take the token to another address."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_StayHere)
+
+
+def token_from(name: str | None) -> str | None:
+    """The token in the environment variable ``name``. Raises `UserError` if there is none."""
+    if name is None:
+        return None
+    token = os.environ.get(name, "").strip()
+    if not token or not token.isprintable() or not token.isascii():
+        raise UserError(
+            f"--token-env {name}: this variable of the environment holds no token",
+            hint=f"set it where the command runs: export {name}=…",
+        )
+    return token
+
+
+class _Refused(UserError):
+    """The server answered, but not with what was asked for."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(
+            message, hint="the model that is served must have a chat template, and the server an endpoint to tokenize"
+        )
+        self.status = status
+
+
+def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as the OpenAI interface has them: a tool call's arguments are a text, and each call has an id."""
+    sent = [plain_message(message) for message in messages]
+    for message in sent:
+        for number, call in enumerate(message.get("tool_calls", [])):
+            call.setdefault("id", f"call_{number}")
+            function = call["function"]
+            call["function"] = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return sent

@@ -1,0 +1,296 @@
+"""The tokenizer that verification trusts: the file itself, as the `tokenizers` library reads it, nothing taken out.
+
+Training encodes text in pieces, with a vocabulary that lacks the control tokens. Here a text is encoded in one go, with
+the whole vocabulary, which is what an inference server does with what a chat template renders. Only where a row's own
+text holds control strings can a server not tell them from the template's; there the template's are written under secret
+names, so that the row's stay text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from luthier.check.verify.records import Check, Token, Violation
+from luthier.check.verify.template import ReferenceFiles
+from luthier.records import Sample
+
+Ids = NDArray[np.int32]
+
+# Of the last private plane: no text has them, no normaliser touches them, no template writes them.
+SECRET_BEGIN, SECRET_END = "\U0010fff0", "\U0010fff1"
+
+
+class ReferenceTokenizer:
+    """Ids of whole texts. Built from the tokenizer's own file and the tokens that the run adds."""
+
+    def __init__(self, files: ReferenceFiles) -> None:
+        self.files = files
+        self._whole = self._load(json.loads(files.tokenizer_json), rename=False)
+        self.control_ids = {token: self._id(token) for token in sorted(files.control)}
+        told = {str(self._whole.id_to_token(number)) for number in files.generation_stops}
+        self.stops = frozenset((files.named_stops | told) & files.control)
+        self.stop_ids = frozenset(self.control_ids[token] for token in self.stops)
+        bos = files.special_tokens.get("bos_token")
+        self.bos_id = None if bos is None else self._whole.token_to_id(bos)
+        self._anchor = self._find_anchor()
+
+    def __len__(self) -> int:
+        """Number of ids, added tokens included."""
+        return int(self._whole.get_vocab_size(with_added_tokens=True))
+
+    def knows(self, token_id: int) -> bool:
+        """Whether an id names a token."""
+        return token_id >= 0 and self._whole.id_to_token(token_id) is not None
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        """Text of ids, control tokens included; what is no id at all has no text."""
+        return str(self._whole.decode([int(i) for i in ids if i >= 0], skip_special_tokens=False))
+
+    def encode(self, texts: Sequence[str], *, forged: bool = False) -> list[Ids]:
+        """Ids of whole texts, as inference encodes what the template rendered.
+
+        With ``forged``, control strings are text wherever they are not written by `secret_name`.
+        """
+        backend = self._secret if forged else self._whole
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [self._true_ids(encoding.ids) if forged else _array(encoding.ids) for encoding in encodings]
+
+    def continue_text(self, texts: Sequence[str], *, forged: bool = False) -> list[Ids]:
+        """Ids of texts that the model emits after a prompt: no begin of a text, so nothing that is put at one."""
+        if self._anchor is None:
+            return self.encode(texts, forged=forged)
+        anchor = self.secret_name(self._anchor) if forged else self._anchor
+        found = self.encode([anchor + text for text in texts], forged=forged)
+        assert all(ids[0] == self.control_ids[self._anchor] for ids in found), "the anchor is one token"
+        return [ids[1:] for ids in found]
+
+    def continued_spans(self, text: str, *, forged: bool = False) -> list[tuple[int, int]]:
+        """For each token that `continue_text` gives, the characters of ``text`` that it covers."""
+        anchor = "" if self._anchor is None else self.secret_name(self._anchor) if forged else self._anchor
+        encoding = (self._secret if forged else self._whole).encode(anchor + text, add_special_tokens=False)
+        spans = encoding.offsets[1:] if anchor else encoding.offsets
+        return [(start - len(anchor), end - len(anchor)) for start, end in spans]
+
+    def around_document(self, *, rendered: bool) -> tuple[Ids, Ids]:
+        """What stands before and behind a plain text; nothing, if it was ``rendered`` and has it already."""
+        if rendered:
+            return _array([]), _array([])
+        end = self.files.special_tokens.get("eos_token")
+        return _array([self._id(token) for token in self.opening]), _array([] if end is None else [self._id(end)])
+
+    @cached_property
+    def opening(self) -> tuple[str, ...]:
+        """Tokens that the tokenizer puts before any text by itself: found by giving it one."""
+        own = self._whole.encode("a", add_special_tokens=True).ids
+        bare = self._whole.encode("a", add_special_tokens=False).ids
+        places = [at for at in range(len(own)) if own[at : at + len(bare)] == bare]
+        return tuple(str(self._whole.id_to_token(number)) for number in own[: places[0]]) if places else ()
+
+    def normalised(self, text: str) -> str:
+        """A text after the tokenizer's own normaliser and back: what decoding its ids can give at best."""
+        (ids,) = self.encode([text])
+        return self.decode(ids)
+
+    def read(self, ids: Ids) -> str:
+        """The text of ids with control tokens under their secret names, so that text which looks like one is text."""
+        pieces: list[str] = []
+        text: list[int] = []
+        for number in ids.tolist():
+            if number in self._control_names:
+                pieces += [self.decode(text), self.secret_name(self._control_names[number])]
+                text = []
+            else:
+                text.append(number)
+        return "".join([*pieces, self.decode(text)])
+
+    @cached_property
+    def _control_names(self) -> dict[int, str]:
+        return {number: token for token, number in self.control_ids.items()}
+
+    def normalised_hidden(self, text: str) -> str:
+        """A text with control tokens under their secret names, after the tokenizer's normaliser and back."""
+        return self.read(self.encode([text], forged=True)[0])
+
+    def secret_name(self, token: str) -> str:
+        """The name under which a control token is known to the ``forged`` vocabulary."""
+        return f"{SECRET_BEGIN}{token}{SECRET_END}"
+
+    def hide(self, text: str, tokens: frozenset[str] | None = None) -> str:
+        """A text whose control strings (those in ``tokens``) are meant, with them written under their secret names."""
+        return self._pattern.sub(
+            lambda match: self.secret_name(match[0]) if tokens is None or match[0] in tokens else match[0], text
+        )
+
+    def control_strings(self, text: str) -> list[str]:
+        """The control strings in a text, in order."""
+        return self._pattern.findall(text)
+
+    def control_spans(self, text: str, start: int) -> list[tuple[int, int]]:
+        """Where the control strings of a text stand, from ``start`` on."""
+        return [match.span() for match in self._pattern.finditer(text, start)]
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self.files.control, key=lambda token: (-len(token), token))
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @cached_property
+    def _secret(self) -> tokenizers.Tokenizer:
+        return self._load(json.loads(self.files.tokenizer_json), rename=True)
+
+    @cached_property
+    def _renumbered(self) -> dict[int, int]:
+        # A library that loads tokens under other names numbers them anew.
+        names = [entry["content"] for entry in self.files.added_entries]
+        names += [*self.files.model.add_tokens, *self.files.model.add_special_tokens]
+        ids = {}
+        for name in names:
+            secret = self.secret_name(name) if name in self.files.control else name
+            number = self._secret.token_to_id(secret)
+            assert number is not None, f"{name!r} was loaded under a secret name"
+            ids[number] = self._id(name)
+        return ids
+
+    def _load(self, spec: dict[str, object], *, rename: bool) -> tokenizers.Tokenizer:
+        ordinary, special = list(self.files.model.add_tokens), list(self.files.model.add_special_tokens)
+        if rename:
+            entries = spec.get("added_tokens", [])
+            assert isinstance(entries, list)
+            spec["added_tokens"] = [{**entry, "content": self._renamed(entry["content"])} for entry in entries]
+            ordinary, special = [list(map(self._renamed, names)) for names in (ordinary, special)]
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**spec, "truncation": None, "padding": None}))
+        tokenizer.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in ordinary])
+        tokenizer.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in special])
+        return tokenizer
+
+    def _renamed(self, name: str) -> str:
+        return self.secret_name(name) if name in self.files.control else name
+
+    def _true_ids(self, ids: Sequence[int]) -> Ids:
+        return _array([self._renumbered.get(i, i) for i in ids])
+
+    def _id(self, token: str) -> int:
+        found = self._whole.token_to_id(token)
+        assert found is not None, f"{token!r} is in the vocabulary"
+        return int(found)
+
+    def _find_anchor(self) -> str | None:
+        """A control token that a completion may stand behind without being changed by it."""
+        stops = sorted(self.files.plain & self.stops) or sorted(self.files.plain & self.files.special)
+        return stops[0] if stops else None
+
+
+def _array(ids: Sequence[int]) -> Ids:
+    return np.array(ids, dtype=np.int32)
+
+
+def first_difference(expected: Ids, found: Ids) -> int:
+    """Index of the first token in which two sequences differ; the shorter one's length, if it begins the other."""
+    length = min(len(expected), len(found))
+    differs = expected[:length] != found[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What can be said of a sample without rendering anything: its tree, its ids, its weights.
+
+
+def tree_faults(sample: Sample) -> Iterator[Violation]:
+    """Whether the token tree is well-formed; where it is not, nothing else can be asked of the sample."""
+    address, num_tokens = str(sample.address), len(sample.input_ids)
+    lengths = [branch.length for branch in sample.branches]
+    arrays = {"target": sample.target, "weight": sample.weight}
+    for name, array in arrays.items():
+        if array is not None and len(array) != num_tokens:
+            yield _fault(Check.BRANCHES, address, f"{num_tokens} tokens, but {name} has {len(array)} entries")
+    if sum(lengths) != num_tokens or min(lengths, default=0) < 1:
+        yield _fault(Check.BRANCHES, address, f"{num_tokens} tokens, but the branches have {lengths}")
+    for number, branch in enumerate(sample.branches):
+        if not -1 <= branch.parent < number:
+            yield _fault(
+                Check.BRANCHES, address, f"branch {number} continues branch {branch.parent}, not an earlier one"
+            )
+    yield from _media_faults(sample)
+
+
+def token_faults(sample: Sample, tokenizer: ReferenceTokenizer) -> Iterator[Violation]:
+    """Ids that name no token, weights that are no weights, nothing to learn."""
+    address = str(sample.address)
+    nameless = [i for i in np.unique(sample.input_ids).tolist() if not tokenizer.knows(i)]
+    if nameless:
+        unknown = np.flatnonzero(np.isin(sample.input_ids, nameless)).tolist()
+        first = unknown[0]
+        found = Token(id=int(sample.input_ids[first]), text="")
+        what = f"id {found.id} names no token of the vocabulary of {len(tokenizer)} ({len(unknown)} such ids)"
+        yield Violation(check=Check.IDS_IN_VOCABULARY, address=address, what=what, index=first, found=found)
+    if not sample.target.any():
+        yield _fault(Check.HAS_TARGETS, address, "the row is kept, and nothing of it is learned")
+    if sample.weight is not None:
+        learned = sample.weight[sample.target]
+        bad = learned[~(np.isfinite(learned) & (learned > 0))]
+        if len(bad):
+            what = f"{len(bad)} of {len(learned)} targets weigh nothing or no number; the first {bad[0]:g}"
+            yield _fault(Check.FINITE_WEIGHTS, address, what)
+
+
+def begin_faults(sample: Sample, opening: bool, tokenizer: ReferenceTokenizer) -> Iterator[Violation]:
+    """Whether each run begins with one begin token, if ``opening``, else with none; never with two."""
+    bos, address = tokenizer.bos_id, str(sample.address)
+    assert bos is not None, "asked only of tokenizers that name a begin token"
+    for number, segment in enumerate(sample.segments()):
+        ids = segment.input_ids
+        count = int((ids != bos).argmax()) if (ids != bos).any() else len(ids)
+        if count != int(opening):
+            found = Token(id=int(ids[0]), text=tokenizer.decode(ids[:1]))
+            what = f"the sequence begins with {count} begin tokens, inference with {int(opening)}"
+            yield Violation(
+                check=Check.SINGLE_BOS, address=address, what=what, run=number, index=max(count - 1, 0),
+                expected=Token(id=bos, text=tokenizer.decode([bos])) if opening else None, found=found,
+            )  # fmt: skip
+
+
+def same_sample(first: Sample, second: Sample) -> str | None:
+    """None if two samples are equal, else in what they differ."""
+    if first.branches != second.branches:
+        return f"branches {len(first.branches)} and {len(second.branches)}, or of other lengths"
+    for name in ("input_ids", "target"):
+        one, other = (first.input_ids, second.input_ids) if name == "input_ids" else (first.target, second.target)
+        if not np.array_equal(one, other):
+            place = int((one != other).argmax()) if len(one) == len(other) else min(len(one), len(other))
+            return f"{name} differ from token {place} on"
+    if first.media != second.media:
+        return f"media items {len(first.media)} and {len(second.media)}, or others, or elsewhere"
+    if first.verdict != second.verdict:
+        return f"verdicts {first.verdict} and {second.verdict}"
+    return None if np.array_equal(_weights(first), _weights(second)) else "weights differ"
+
+
+def _media_faults(sample: Sample) -> Iterator[Violation]:
+    """Whether each item has tokens of its own, all of them in one branch, in the order of the tokens."""
+    ends = np.cumsum([branch.length for branch in sample.branches]).tolist()
+    taken = 0
+    for number, item in enumerate(sample.media):
+        stop = item.start + item.length
+        where = f"media item {number} stands at tokens {item.start} to {stop - 1}"
+        if item.length < 1 or item.start < 0 or stop > len(sample.input_ids):
+            yield _fault(Check.MEDIA_PLACES, str(sample.address), f"{where} of {len(sample.input_ids)}")
+        elif item.start < taken:
+            yield _fault(Check.MEDIA_PLACES, str(sample.address), f"{where}, and the one before it to {taken - 1}")
+        elif any(item.start < end < stop for end in ends):
+            yield _fault(Check.MEDIA_PLACES, str(sample.address), f"{where}, on two branches")
+        taken = max(taken, stop)
+
+
+def _weights(sample: Sample) -> NDArray[np.float32]:
+    return np.ones(len(sample.input_ids), dtype=np.float32) if sample.weight is None else sample.weight
+
+
+def _fault(check: Check, address: str, what: str) -> Violation:
+    return Violation(check=check, address=address, what=what)

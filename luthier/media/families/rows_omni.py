@@ -1,0 +1,188 @@
+"""Families that hear: pictures or videos, and sounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.media.families import rules
+from luthier.media.families.family import CAT, PAD_CAT, Attention, Batching, Family, MediaKind, Modules, OwnFrames, Rule
+from luthier.media.geometry import pictures, tiles
+from luthier.media.processors.interleaving import expand_with_sound_tracks
+
+AREA = {"min_pixels": "size.shortest_edge", "max_pixels": "size.longest_edge"}
+# Both classes take it from there, and then want the sound tracks along with the sounds.
+SOUND_TRACK = {"use_audio_in_video": "use_audio_in_video"}
+OMNI_VIDEO = Rule(measure=rules.FRAME_GRID.measure, options={**rules.FRAME_GRID.options, **SOUND_TRACK}, fold=4)
+OMNI_MEASURES = {
+    MediaKind.IMAGE: pictures.area_grid,
+    MediaKind.VIDEO: OMNI_VIDEO.measure,
+}
+GRIDS = {
+    "pixel_values": CAT,
+    "image_grid_thw": CAT,
+    "pixel_values_videos": CAT,
+    "video_grid_thw": CAT,
+    "video_second_per_grid": CAT,
+}
+GEMMA4 = {
+    "pixel_values": CAT,
+    "image_position_ids": CAT,
+    "pixel_values_videos": CAT,
+    "video_position_ids": CAT,
+    "num_frames_per_video": CAT,
+    "input_features": PAD_CAT,
+    "input_features_mask": PAD_CAT,
+}
+THINKER = Modules(
+    tower=("thinker.model.visual", "thinker.model.audio_tower", "model.visual", "model.audio_tower"),
+    projector=(
+        "thinker.model.visual.merger",
+        "thinker.model.audio_tower.proj",
+        "model.visual.merger",
+        "model.audio_tower.proj",
+    ),
+    language=("thinker.model.language_model", "thinker.lm_head", "model.language_model", "lm_head"),
+)
+THINKER_3 = replace(
+    THINKER,
+    projector=tuple(
+        f"{model}.{part}"
+        for model in ("thinker.model", "model")
+        for part in ("visual.merger", "visual.merger_list", "audio_tower.proj1", "audio_tower.proj2")
+    ),
+)
+
+
+def _all_frames(features: Mapping[str, NDArray[Any]]) -> NDArray[Any] | None:
+    """bool[N, T]: Phi-4's processor gives no mask to a sound that is alone in its call."""
+    sounds = features.get("audio_input_features")
+    return None if sounds is None else np.ones(sounds.shape[:2], dtype=bool)
+
+
+ROWS = (
+    Family(
+        name="qwen2_5_omni",
+        processors=("Qwen2_5OmniProcessor",),
+        model_types=("qwen2_5_omni", "qwen2_5_omni_thinker"),
+        image=Rule(measure=pictures.area_grid, options=AREA, fold=4),
+        video=OMNI_VIDEO,
+        audio=rules.WHOLE_WINDOWS,
+        together=partial(
+            expand_with_sound_tracks,
+            measures={**OMNI_MEASURES, MediaKind.AUDIO: rules.WHOLE_WINDOWS.measure},
+            nominal_rate=2.0,
+        ),
+        batching={**GRIDS, "input_features": CAT, "feature_attention_mask": CAT},
+        positions="grid_sound",
+        modules=THINKER,
+    ),
+    Family(
+        name="qwen3_omni_moe",
+        processors=("Qwen3OmniMoeProcessor",),
+        model_types=("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+        image=Rule(measure=pictures.area_grid, options=AREA, fold=4),
+        video=OMNI_VIDEO,
+        audio=rules.WINDOW_STEPS,
+        together=partial(
+            expand_with_sound_tracks,
+            measures={**OMNI_MEASURES, MediaKind.AUDIO: rules.WINDOW_STEPS.measure},
+            nominal_rate=1.0,
+        ),
+        batching={**GRIDS, "input_features": PAD_CAT, "feature_attention_mask": PAD_CAT},
+        positions="grid_sound_fractional",
+        modules=THINKER_3,
+    ),
+    Family(
+        name="gemma3n",
+        processors=("Gemma3nProcessor",),
+        model_types=("gemma3n",),
+        image=Rule(measure=pictures.nothing, fold=9),
+        audio=rules.FIXED_LENGTH,
+        batching={"pixel_values": CAT, "input_features": PAD_CAT, "input_features_mask": PAD_CAT},
+        token_inputs={"token_type_ids": rules.kinds},
+        modules=Modules(
+            tower=("model.vision_tower", "model.audio_tower"), projector=("model.embed_vision", "model.embed_audio")
+        ),
+    ),
+    Family(
+        name="gemma4",
+        processors=("Gemma4Processor",),
+        model_types=("gemma4",),
+        image=Rule(measure=pictures.soft_tokens, fold=9),
+        video=rules.SOFT_TOKENS,
+        audio=rules.VALID_FRAMES,
+        batching=GEMMA4,
+        token_inputs={"mm_token_type_ids": rules.kinds},
+        attention=Attention.IMAGE_BLOCKS,
+        modules=Modules(
+            tower=("model.vision_tower", "model.audio_tower"), projector=("model.embed_vision", "model.embed_audio")
+        ),
+    ),
+    Family(
+        name="gemma4_unified",
+        processors=("Gemma4UnifiedProcessor",),
+        model_types=("gemma4_unified",),
+        image=Rule(measure=pictures.soft_tokens),
+        video=rules.SOFT_TOKENS,
+        audio=rules.WAVEFORM_FRAMES,
+        batching=GEMMA4,
+        token_inputs={"mm_token_type_ids": rules.kinds},
+        attention=Attention.WHOLE_BLOCKS,
+        modules=Modules(tower=(), projector=("model.embed_vision", "model.embed_audio")),
+    ),
+    Family(
+        name="phi4_multimodal",
+        processors=("Phi4MultimodalProcessor",),
+        model_types=("phi4_multimodal",),
+        image=Rule(measure=tiles.dynamic_tiles, fold=4),
+        audio=rules.COMPRESSED_FRAMES,
+        batching={
+            "image_pixel_values": PAD_CAT,
+            "image_sizes": CAT,
+            "image_attention_mask": Batching(pad=1),  # so its class fills up the tiles of a picture of few
+            "audio_input_features": PAD_CAT,
+            "audio_embed_sizes": CAT,
+            "audio_attention_mask": PAD_CAT,
+        },
+        derived={"audio_attention_mask": _all_frames},
+        own_frames=OwnFrames(
+            module="model.embed_tokens_extend.audio_embed.encoder", features="hidden_states", mask="mask"
+        ),
+        modules=Modules(
+            tower=(
+                "model.embed_tokens_extend.image_embed.img_processor",
+                "model.embed_tokens_extend.audio_embed.encoder",
+            ),
+            projector=("model.embed_tokens_extend.image_embed", "model.embed_tokens_extend.audio_embed"),
+            language=("model.layers", "model.embed_tokens", "model.norm", "lm_head"),
+        ),
+    ),
+    Family(
+        name="nemotron_h_omni",
+        processors=("NemotronH_Omni_Reasoning_V3Processor",),
+        model_types=("nemotron_h_omni",),
+        image=Rule(measure=pictures.context_grid, fold=4),
+        video=rules.TUBELETS,
+        one_kind="its model cannot tell frames from pictures",
+        audio=rules.SUBSAMPLED_FRAMES,
+        batching={
+            "pixel_values": CAT,
+            "image_grid_hw": CAT,
+            "pixel_values_videos": CAT,
+            "input_features": PAD_CAT,
+            "input_features_mask": PAD_CAT,
+        },
+        own_frames=OwnFrames(module="audio_tower", features="input_features", mask="attention_mask", beyond=1),
+        modules=Modules(
+            tower=("vision_model", "audio_tower"),
+            projector=("multi_modal_projector", "embed_audio"),
+            language=("language_model",),
+        ),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Files of media: references opened, headers probed, pixels and samples decoded."""

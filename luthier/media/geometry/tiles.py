@@ -1,0 +1,288 @@
+"""What image processors that cut pictures into tiles compute of a picture's size, from headers alone.
+
+Every public function is the ``measure`` of a `Rule`, as in `geometry`. The entries are those that the processor's
+``replace_image_token`` reads; N pictures, (rows, columns) a grid of tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from luthier.media.families.family import Settings
+from luthier.media.geometry import tiling
+from luthier.media.geometry.pictures import Measured, no_pixels
+from luthier.records import ImageHeader
+
+
+def nearest_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Tiles of the nearest shape and a thumbnail (InternVL, Aya Vision): ``num_patches`` [N]."""
+    size = settings["size"]
+    grids = tiling.grids_of(settings["min_patches"], settings["max_patches"])
+    counts = []
+    for item in headers:
+        tiles = 1
+        if settings["crop_to_patches"]:
+            area = size["height"] * size["width"]
+            tiles = math.prod(tiling.nearest_shape(item.height, item.width, tile_area=area, candidates=grids))
+        counts.append(tiles + (tiles > 1))
+    return {"num_patches": counts}
+
+
+def fitting_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Tiles that the picture is least enlarged for, and a thumbnail (Cohere2 Vision): ``num_patches`` [N]."""
+    tile, most = settings["size"]["height"], settings["max_patches"]
+    counts = []
+    for item in headers:
+        tiles = 1
+        if settings["crop_to_patches"]:
+            tiles = math.prod(tiling.least_upscaling(item.height, item.width, tile=tile, max_tiles=most))
+        counts.append(tiles + (tiles > 1))
+    return {"num_patches": counts}
+
+
+def covering_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """The fewest tiles that show nearly all (Ovis2): ``grids`` [N, 2] as the processor calls them, (rows, columns)."""
+    most, tile = settings["max_patches"], settings["size"]["height"]
+    if not settings["crop_to_patches"] or most <= 1:
+        return {"grids": np.ones((len(headers), 2), dtype=np.int64)}
+    grids = []
+    for item in headers:
+        if settings["use_covering_area_grid"]:
+            grids.append(tiling.covering(item.height, item.width, tile=tile, max_tiles=most))
+        else:
+            area, candidates = tile * settings["size"]["width"], tiling.grids_of(settings["min_patches"], most)
+            grids.append(tiling.nearest_shape(item.height, item.width, tile_area=area, candidates=candidates))
+    return {"grids": np.array(grids, dtype=np.int64)}
+
+
+def local_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Local tiles besides the whole picture if it is larger than one (DeepSeek-OCR2): ``num_local_patches`` [N]."""
+    tile = settings["tile_size"]
+    grids = tiling.grids_of(settings["min_patches"], settings["max_patches"])
+    counts = []
+    for item in headers:
+        cut = settings["crop_to_patches"] and max(item.height, item.width) > tile
+        grid = tiling.nearest_shape(item.height, item.width, tile_area=tile * tile, candidates=grids)
+        counts.append(math.prod(grid) if cut else 0)
+    return {"num_local_patches": counts}
+
+
+def canvas_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Tiles of the best canvas (Llama 4): ``aspect_ratios`` (rows, columns), and pixels of one tile for their size."""
+    tile, most = settings["size"]["height"], settings["max_patches"]
+    largest = bool(settings["resize_to_max_canvas"])
+    grids = [
+        tiling.best_canvas(item.height, item.width, tile=tile, max_tiles=most, largest=largest) for item in headers
+    ]
+    return {"aspect_ratios": grids, "pixel_values": [no_pixels(3, tile, tile)]}
+
+
+def rows_and_columns(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Tiles of the picture at a fixed longest side (Idefics3, SmolVLM): ``rows``, ``cols``, each [[N]]."""
+    if not settings["do_image_splitting"]:
+        return {"rows": [[0] * len(headers)], "cols": [[0] * len(headers)]}
+    tile, longest = settings["max_image_size"]["longest_edge"], settings["size"]["longest_edge"]
+    grids = [tiling.split_rows(item.height, item.width, longest=longest, tile=tile) for item in headers]
+    return {"rows": [[rows for rows, _ in grids]], "cols": [[columns for _, columns in grids]]}
+
+
+def any_resolution(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """The processor's own arithmetic needs sizes alone (LLaVA-NeXT): ``image_sizes`` [N, 2], pixels of one tile."""
+    size, crop = settings["size"], settings["crop_size"]
+    if settings["do_center_crop"] and crop is not None:
+        tile = crop["height"], crop["width"]
+    else:
+        tile = (size.get("height") or size["shortest_edge"],) * 2
+    return {
+        "image_sizes": [(item.height, item.width) for item in headers],
+        "pixel_values": no_pixels(1, 1, 3, *tile),
+    }
+
+
+def any_resolution_alone(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """The same; pictures that are not alone in their context are not cut (LLaVA-OneVision): ``batch_num_images``."""
+    return {**any_resolution(settings, headers), "batch_num_images": [len(headers)]}
+
+
+def crops(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Crops of elongated pictures besides themselves (Gemma 3): ``num_crops`` [N]."""
+    if not settings["do_pan_and_scan"]:
+        return {"num_crops": [0] * len(headers)}
+    limits = {
+        "min_crop": settings["pan_and_scan_min_crop_size"],
+        "max_crops": settings["pan_and_scan_max_num_crops"],
+        "min_ratio": settings["pan_and_scan_min_ratio_to_activate"],
+    }
+    return {"num_crops": [tiling.pan_and_scan(item.height, item.width, **limits) for item in headers]}
+
+
+def equal_crops(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Squares of the best resolution, and every picture of a call gets as many slots as the largest (Aria)."""
+    side = settings["max_image_size"]
+    most = 1
+    if settings["split_image"]:
+        resolutions = settings["split_resolutions"]
+        best = [tiling.best_resolution(item.height, item.width, resolutions) for item in headers]
+        most = max(math.ceil(height / side) * math.ceil(width / side) for height, width in best)
+    return {"num_crops": most, "pixel_values": no_pixels(1, 3, side, side)}
+
+
+def dynamic_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Tiles of which those that are mostly padding count less (Phi-4 multimodal): ``num_img_tokens`` [N]."""
+    return {"num_img_tokens": [_tokens_of_shown(settings, item) for item in headers]}
+
+
+def tiles_or_whole(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Tiles of large pictures, small ones whole (LFM2-VL): ``image_rows``, ``image_cols``, ``image_sizes``."""
+    fitted = [_whole_size(settings, item) for item in headers]
+    grids = [_tiles_of_large(settings, item) for item in headers]
+    return {
+        "image_rows": [rows for rows, _ in grids],
+        "image_cols": [columns for _, columns in grids],
+        "image_sizes": fitted,
+    }
+
+
+def slices(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """The picture and its slices (MiniCPM-V): ``grids``, ``num_patches_per_image``, ``target_sizes`` in patches."""
+    patch = settings["patch_size"]
+    merge = patch * (2 if settings["downsample_mode"] == "4x" else 4)
+    resolution, most = settings["scale_resolution"], settings["max_slice_nums"]
+    grids, counts, targets = [], [], []
+    for item in headers:
+        size, grid = (item.height, item.width), None
+        if settings["slice_mode"]:
+            grid = tiling.slices(*size, max_slices=most, resolution=resolution)
+        whole = _merged_size(*size, resolution, merge, enlarge=grid is None)
+        targets.append([side // patch for side in whole])
+        if grid is not None:
+            one = _slice_size(*size, grid, resolution, merge)
+            targets.extend([[side // patch for side in one]] * math.prod(grid))
+        grids.append(list(grid or (0, 0)))
+        counts.append(1 + (math.prod(grid) if grid else 0))
+    return {"grids": grids, "num_patches_per_image": counts, "target_sizes": np.array(targets, dtype=np.int32)}
+
+
+def window_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Windows over large or elongated pictures (Step-3.7): ``num_local_patches`` [N], ``patch_newline_masks``."""
+    grids = [_windows(settings, item) for item in headers]
+    newlines = [
+        [column == columns - 1 and row < rows - 1 for row in range(rows) for column in range(columns)]
+        for rows, columns in grids
+    ]
+    return {"num_local_patches": [math.prod(grid) for grid in grids], "patch_newline_masks": newlines}
+
+
+def overlapping_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Pooled patches of the whole picture and of its overlapping crops (Molmo2): ``image_grids`` [N, 4]."""
+    patch, (pool_rows, pool_columns) = settings["patch_size"], settings["pooling_size"]
+    side = settings["size"]["height"] // patch
+    margin = sum(settings["overlap_margins"])
+    window = (side - margin) * patch
+    grids = []
+    for item in headers:
+        rows, columns = tiling.least_upscaling_single(
+            item.height - margin * patch, item.width - margin * patch, tile=window, max_tiles=settings["max_crops"]
+        )
+        tall, wide = rows * (side - margin) + margin, columns * (side - margin) + margin
+        whole = (math.ceil(side / pool_rows), math.ceil(side / pool_columns))
+        grids.append([*whole, math.ceil(tall / pool_rows), math.ceil(wide / pool_columns)])
+    return {"image_grids": np.array(grids, dtype=np.int64).reshape(-1, 4)}
+
+
+def _tokens_of_shown(settings: Settings, item: ImageHeader) -> int:
+    tile, patch, most = settings["size"]["height"], settings["patch_size"], settings["dynamic_hd"]
+    height, width, side = item.height, item.width, settings["size"]["height"] // settings["patch_size"]
+    rows, columns = math.ceil(height / tile), math.ceil(width / tile)
+    if rows * columns > most:
+        candidates = tiling.hashed_grids(1, most)
+        rows, columns = tiling.nearest_shape(height, width, tile_area=tile * tile, candidates=candidates)
+    scale_width, scale_height = columns * tile / width, rows * tile / height
+    tall, wide = rows * tile, columns * tile
+    if scale_width < scale_height:
+        tall = int(height * scale_width)
+    else:
+        wide = int(width * scale_height)
+    if min(tall, wide) < 10:
+        raise ValueError(f"resized to {wide}x{tall} pixels, and the processor takes no side below 10")
+    # patches of padding alone are masked, then every second patch of each tile is looked at
+    shown_rows = _every_second(rows, side, rows * side - (rows * tile - tall) // patch)
+    shown_columns = _every_second(columns, side, columns * side - (columns * tile - wide) // patch)
+    return 256 + 1 + shown_rows * shown_columns + shown_rows + 16
+
+
+def _every_second(tiles: int, side: int, shown: int) -> int:
+    """Of the patches 0, 2, 4 … of each tile of ``side`` patches, how many are among the first ``shown`` of all."""
+    return sum(len(range(0, min(side, max(0, shown - tile * side)), 2)) for tile in range(tiles))
+
+
+def _whole_size(settings: Settings, item: ImageHeader) -> list[int]:
+    factor = settings["encoder_patch_size"] * settings["downsample_factor"]
+    least, most = settings["min_image_tokens"] * factor**2, settings["max_image_tokens"] * factor**2
+    height, width = item.height, item.width
+    fitted = [max(factor, round(side / factor) * factor) for side in (height, width)]
+    if math.prod(fitted) > most:
+        scale = math.sqrt(height * width / most)
+        return [max(factor, math.floor(side / scale / factor) * factor) for side in (height, width)]
+    if math.prod(fitted) < least:
+        scale = math.sqrt(least / (height * width))
+        return [math.ceil(side * scale / factor) * factor for side in (height, width)]
+    return fitted
+
+
+def _tiles_of_large(settings: Settings, item: ImageHeader) -> tuple[int, int]:
+    patch, least, most = settings["encoder_patch_size"], settings["min_tiles"], settings["max_tiles"]
+    factor = patch * settings["downsample_factor"]
+    area = math.prod(max(patch, round(side / factor) * factor) for side in (item.height, item.width))
+    large = area > settings["max_image_tokens"] * factor**2 * settings["max_pixels_tolerance"]
+    if not settings["do_image_splitting"] or least == most == 1 or not large:
+        return 1, 1
+    tile = settings["tile_size"]
+    candidates = tiling.hashed_grids(least, most)
+    return tiling.nearest_shape(item.height, item.width, tile_area=tile * tile, candidates=candidates)
+
+
+def _merged_size(height: float, width: float, resolution: int, merge: int, *, enlarge: bool) -> tuple[int, int]:
+    if height * width > resolution * resolution or enlarge:
+        shape = width / height
+        height = int(resolution / math.sqrt(shape))
+        width = int(height * shape)
+    return _multiple(height, merge), _multiple(width, merge)
+
+
+def _slice_size(height: int, width: int, grid: tuple[int, int], resolution: int, merge: int) -> tuple[int, int]:
+    rows, columns = grid
+    tall, wide = _multiple(height, rows) / rows, _multiple(width, columns) / columns
+    return _merged_size(tall, wide, resolution, merge, enlarge=True)
+
+
+def _multiple(length: float, divisor: int) -> int:
+    return max(round(length / divisor) * divisor, divisor)
+
+
+def _windows(settings: Settings, item: ImageHeader) -> tuple[int, int]:
+    """Rows and columns of windows; (0, 0) if the whole picture is enough."""
+    height, width, view = item.height, item.width, settings["size"]["height"]
+    if min(width, height) < 32 and max(width / height, height / width) > 4:
+        width = height = max(width, height)
+    limit: Any = settings.part.max_image_size
+    if max(height, width) > limit:
+        scale = limit / max(height, width)
+        width, height = int(width * scale), int(height * scale)
+    short, long = min(height, width), max(height, width)
+    if long <= view:
+        window = short if long / short > 1.5 else 0
+    else:
+        window = min(short, settings["patch_size"]) if long / short > 4 else settings["patch_size"]
+    if window == 0:
+        return 0, 0
+    return _snapped(height, window), _snapped(width, window)
+
+
+def _snapped(side: int, window: int) -> int:
+    """How many windows: one more where over a fifth of one is left."""
+    return max(1, side // window + (side % window > 0.2 * window)) if side >= window else 1

@@ -1,0 +1,371 @@
+"""What video processors compute of a video's size: grids, frames and chunks, from headers alone.
+
+Every public function is the ``measure`` of a `Rule`: (settings, headers of the videos of one context) -> the entries
+that the processor's ``replace_video_token`` reads; it raises `ValueError` for a size that the processor refuses. N
+videos, F frames taken, C chunks of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.errors import ModelError
+from luthier.media.families.family import Settings
+from luthier.media.geometry.frames import sampled_frames, video_metadata
+from luthier.media.geometry.pages import shaped_tokens
+from luthier.media.geometry.pictures import aim_patches, fill_patches, fit_area, fit_canvas, fit_patches, fit_volume
+from luthier.media.geometry.tiles import any_resolution
+from luthier.media.geometry.tiling import slices
+from luthier.records import ImageHeader, VideoHeader
+
+Measured = dict[str, Any]
+# (settings, frames taken, height, width) -> (height, width) that the frames are resized to
+Fit = Callable[[Settings, int, int, int], tuple[int, int]]
+
+
+# ------------------------------------------------------------------------------------------- grids of patches
+
+
+def frame_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """Each frame within an area of its own (Qwen2-VL, Qwen2.5-VL, EXAONE 4.5): ``video_grid_thw`` int64[N, 3]."""
+    return _grids(settings, headers, _fit_frame, temporal=settings["temporal_patch_size"])
+
+
+def volume_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """All frames within one volume (GLM-4.1V, GLM-4.6V, Qwen3-VL): ``video_grid_thw`` int64[N, 3]."""
+    return _grids(settings, headers, _fit_volume, temporal=settings["temporal_patch_size"])
+
+
+def canvas_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """All frames within one volume, padded and not stretched (GLM-5): ``video_grid_thw`` int64[N, 3]."""
+    return _grids(settings, headers, _fit_canvas, temporal=settings["temporal_patch_size"])
+
+
+def canvas_of_pictures(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Pictures as videos of one temporal patch (GLM-5): ``image_grid_thw`` int64[N, 3]."""
+    patch, frames = settings["patch_size"], settings["temporal_patch_size"]
+    grids = []
+    for header in headers:
+        height, width = header.height, header.width
+        if settings["do_resize"]:
+            height, width = _fit_canvas(settings, frames, height, width)
+        grids.append((1, height // patch, width // patch))
+    return {"image_grid_thw": _rows(grids)}
+
+
+def any_resolution_of_pictures(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """As LLaVA-NeXT, whose video class looks for the size of a tile once for every picture (LLaVA-NeXT-Video)."""
+    measured = any_resolution(settings, headers)
+    return measured | {"pixel_values": [measured["pixel_values"][0]] * len(headers)}
+
+
+def plain_frame_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """Each frame a step of the grid, an odd last one twice (ERNIE 4.5): ``video_grid_thw`` int64[N, 3]."""
+    measured = _grids(settings, headers, _fit_plain_frame, temporal=1)
+    measured["video_grid_thw"][:, 0] += measured["video_grid_thw"][:, 0] % settings["temporal_patch_size"]
+    return measured
+
+
+def shared_area_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """Frames that share one area (VideoLLaMA 3): ``video_grid_thw`` int64[N, 3], and that no token is left out.
+
+    The processor can leave out tokens of frames that hardly change. How many is up to the pixels, which no header
+    tells: that raises `ModelError`.
+    """
+    import torch
+
+    if settings["use_token_compression"]:
+        raise ModelError(
+            "this processor leaves out video tokens by what is on the frames, so they cannot be counted from a header",
+            hint='set "use_token_compression": false in the video processor\'s files, for inference too',
+        )
+    measured = _grids(settings, headers, _fit_shared_area, temporal=settings["temporal_patch_size"])
+    merge = settings["merge_size"]
+    tokens = int(measured["video_grid_thw"].prod(-1).sum()) // merge**2
+    return measured | {
+        "video_merge_sizes": [merge] * len(headers),
+        "video_compression_mask": torch.ones(tokens, dtype=torch.bool),
+    }
+
+
+def chunked_patch_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """A grid for each ``temporal_patch_size`` frames (Kimi K2.5): ``video_grid_thw`` int64[C, 3]."""
+    patch, temporal = settings["patch_size"], settings["temporal_patch_size"]
+    metadata = [video_metadata(settings, header) for header in headers]
+    grids, chunks = [], []
+    for header, meta in zip(headers, metadata, strict=True):
+        height, width = _resized(settings, header, len(meta.frames_indices), _fit_navit)
+        left = range(len(meta.frames_indices), 0, -temporal)
+        grids += [(min(temporal, frames), height // patch, width // patch) for frames in left]
+        chunks.append(len(left))
+    return {"video_grid_thw": _rows(grids), "num_chunks_per_video": chunks, "video_metadata": metadata}
+
+
+def shaped_frame_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """Each frame within a budget of tokens, near its own shape (Muse): ``video_grid_thw`` int64[N, 3]."""
+    return _grids(settings, headers, _fit_shape, temporal=settings["temporal_patch_size"])
+
+
+def segmented_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """Grids of at most ``vision_segment_max_frames`` temporal patches (MiniMax-M3): ``video_grid_thw`` int64[C, 3]."""
+    whole = _grids(settings, headers, _fit_pixels, temporal=settings["temporal_patch_size"])
+    limit = settings["vision_segment_max_frames"]
+    grids, chunks = [], []
+    for time, height, width in whole["video_grid_thw"].tolist():
+        longest = limit or time
+        parts = [(min(longest, time - start), height, width) for start in range(0, time, longest)]
+        grids += parts
+        chunks.append(len(parts))
+    return whole | {"video_grid_thw": _rows(grids), "num_chunks_per_video": chunks}
+
+
+# ------------------------------------------------------------------------------------ frames of a size that is given
+
+
+def fixed_frames(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """Frames of the size in the settings (LLaVA, InternVL): ``pixel_values_videos``, N of [F, 3, H, W] with no data."""
+    size = settings["crop_size"] if settings["do_center_crop"] else settings["size"]
+    height, width = size["height"], size["width"]
+    return {"pixel_values_videos": [_no_pixels(_count(settings, header), height, width) for header in headers]}
+
+
+def padded_frames(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """Square frames, as many for each video as the longest has (SmolVLM): ``pixel_values`` [N, F, 3, S, S]."""
+    metadata = [video_metadata(settings, header) for header in headers]
+    side = settings["max_image_size"]["longest_edge"]
+    frames = max(len(meta.frames_indices) for meta in metadata)
+    pixels = np.broadcast_to(np.float32(0), (len(headers), frames, 3, side, side))
+    return {"pixel_values": pixels, "video_metadata": metadata}
+
+
+def soft_tokens(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """Frames of as many tokens as their shape allows (Gemma 4): ``num_soft_tokens_per_video`` [N]."""
+    patch, pooling = settings["patch_size"], settings["pooling_kernel_size"]
+    tokens = []
+    for header in headers:
+        height, width = _resized(settings, header, 0, _fill_patches)
+        tokens.append((height // patch) * (width // patch) // pooling**2)
+    metadata = [video_metadata(settings, header) for header in headers]
+    return {"num_soft_tokens_per_video": tokens, "video_metadata": metadata}
+
+
+def pooled_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """Square frames whose patches are pooled (Molmo 2): ``video_grids`` int64[N, 3] of (F, rows, columns)."""
+    metadata = [video_metadata(settings, header) for header in headers]
+    patches = settings["size"]["height"] // settings["patch_size"]
+    rows, columns = (-(-patches // pooling) for pooling in settings["pooling_size"])
+    grids = _rows([(len(meta.frames_indices), rows, columns) for meta in metadata])
+    return {"video_grids": grids, "video_metadata": metadata}
+
+
+def tubelets(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """Frames of about ``video_target_num_patches`` patches (Nemotron Omni): ``num_tokens`` of a frame [N].
+
+    Raises `ValueError` for two videos in a context, of which the processor makes one.
+    """
+    if len(headers) > 1:
+        raise ValueError(f"{len(headers)} videos in one conversation, and this processor takes one")
+    downsampling = round(1.0 / settings["downsample_ratio"])
+    tokens = []
+    for header in headers:
+        rows, columns = aim_patches(
+            header.height,
+            header.width,
+            target=settings["video_target_num_patches"],
+            multiple=downsampling,
+            keep_shape=settings["video_maintain_aspect_ratio"],
+        )
+        tokens.append(rows * columns // downsampling**2)
+    return {"num_tokens": tokens, "video_metadata": [video_metadata(settings, header) for header in headers]}
+
+
+# ------------------------------------------------------------------------------------------------ how frames are fitted
+
+
+def _fit_frame(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    size, factor = settings["size"], settings["patch_size"] * settings["merge_size"]
+    limit = size["longest_edge"]
+    if settings["cap_pixels_per_frame"]:
+        pixels = int(settings["max_video_tokens"] * factor * factor * 0.9)
+        share = pixels * settings["temporal_patch_size"] // frames
+        limit = max(min(limit, share), int(size["shortest_edge"] * 1.05))
+    return fit_area(height, width, factor=factor, min_pixels=size["shortest_edge"], max_pixels=limit)
+
+
+def _fit_volume(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    size, factor = settings["size"], settings["patch_size"] * settings["merge_size"]
+    limit = size["longest_edge"]
+    if hasattr(settings.part, "cap_pixels_per_frame") and settings["cap_pixels_per_frame"]:
+        of_frame = min(settings["max_video_tokens"] * factor * factor, limit // frames)
+        limit = max(of_frame, int(size["shortest_edge"] * 1.05)) * frames
+    temporal = settings["temporal_patch_size"]
+    shortest = size["shortest_edge"]
+    return fit_volume(frames, height, width, factor=factor, temporal=temporal, min_pixels=shortest, max_pixels=limit)
+
+
+def _fit_canvas(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    factor = settings["patch_size"] * settings["merge_size"] * settings["patch_expand_factor"]
+    temporal = settings["temporal_patch_size"]
+    pixels_per_token = temporal * factor**2
+    return fit_canvas(
+        frames,
+        height,
+        width,
+        factor=factor,
+        temporal=temporal,
+        min_pixels=settings["min_image_tokens"] * pixels_per_token,
+        max_pixels=settings["max_image_tokens"] * pixels_per_token,
+    )
+
+
+def _fit_plain_frame(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    size, factor = settings["size"], settings["patch_size"] * settings["merge_size"]
+    return fit_area(height, width, factor=factor, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
+
+
+def _fit_shared_area(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    size, factor = settings["size"], settings["patch_size"] * settings["merge_size"]
+    limit = size["longest_edge"] // frames
+    return fit_area(height, width, factor=factor, min_pixels=size["shortest_edge"], max_pixels=limit)
+
+
+def _fit_navit(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    return fit_patches(
+        height,
+        width,
+        patch=settings["patch_size"],
+        max_patches=settings["max_patches"],
+        max_side=settings["size"]["max_height"],
+        multiple=settings["merge_size"],
+    )
+
+
+def _fit_pixels(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    factor = settings["patch_size"] * settings["merge_size"]
+    return fit_area(height, width, factor=factor, min_pixels=settings["min_pixels"], max_pixels=settings["max_pixels"])
+
+
+def _fit_shape(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    side = settings["patch_size"] * settings["merge_size"]
+    rows, columns = shaped_tokens(height, width, side=side, most=settings["max_video_frame_tokens"])
+    return rows * side, columns * side
+
+
+def _fill_patches(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    pooling = settings["pooling_kernel_size"]
+    limit = settings["max_soft_tokens"] * pooling**2
+    return fill_patches(height, width, patch=settings["patch_size"], max_patches=limit, multiple=pooling)
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+def _grids(settings: Settings, headers: Sequence[VideoHeader], fit: Fit, *, temporal: int) -> Measured:
+    patch = settings["patch_size"]
+    metadata = [video_metadata(settings, header) for header in headers]
+    grids = []
+    for header, meta in zip(headers, metadata, strict=True):
+        frames = len(meta.frames_indices)
+        height, width = _resized(settings, header, frames, fit)
+        grids.append((-(-frames // temporal), height // patch, width // patch))
+    return {"video_grid_thw": _rows(grids), "video_metadata": metadata}
+
+
+def _resized(settings: Settings, header: VideoHeader, frames: int, fit: Fit) -> tuple[int, int]:
+    """Raises `ValueError` if the processor refuses the size."""
+    if not settings["do_resize"]:
+        factor = settings["patch_size"] * settings["merge_size"]
+        if header.height % factor or header.width % factor:
+            raise ValueError(f"the processor does not resize videos, and wants sides in multiples of {factor}")
+        return header.height, header.width
+    return fit(settings, frames, header.height, header.width)
+
+
+def _count(settings: Settings, header: VideoHeader) -> int:
+    return len(sampled_frames(settings, header))
+
+
+def _rows(grids: Sequence[tuple[int, int, int]]) -> NDArray[np.int64]:
+    return np.array(grids, dtype=np.int64).reshape(-1, 3)
+
+
+def _no_pixels(frames: int, height: int, width: int) -> NDArray[np.float32]:
+    return np.broadcast_to(np.float32(0), (frames, 3, height, width))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Videos whose frames are cut into slices (MiniCPM-V): sizes from headers alone.
+#
+# F frames, P pictures: each frame and its slices.
+
+
+def frame_slices(settings: Settings, headers: Sequence[VideoHeader]) -> dict[str, Any]:
+    """A frame whole and, if it is large, in slices: ``target_sizes_videos`` int64[P, 2] in patches, ``grids_videos``
+    int64[F, 2] of (rows, columns), ``num_frames_per_video`` [N].
+
+    Raises `ModelError` where frames are joined to one picture a second (``stack_frames``).
+    """
+    if settings["stack_frames"] != 1:
+        raise ModelError(
+            f"this video processor joins {settings['stack_frames']} frames to one picture, which is not counted",
+            hint='set "stack_frames": 1 in the video processor\'s files',
+        )
+    sizes: list[tuple[int, int]] = []
+    grids: list[tuple[int, int]] = []
+    counts = []
+    for header in headers:
+        frames = len(sampled_frames(settings, header))
+        grid, of_frame = _sizes_of_frame(settings, header.height, header.width)
+        sizes += of_frame * frames
+        grids += [grid] * frames
+        counts.append(frames)
+    return {
+        "target_sizes_videos": np.array(sizes, dtype=np.int64).reshape(-1, 2),
+        "grids_videos": np.array(grids, dtype=np.int64).reshape(-1, 2),
+        "num_frames_per_video": counts,
+    }
+
+
+def write_slices(settings: Settings, measured: dict[str, Any], index: int) -> str:
+    """The processor's string for one video; without the number that it may get in its context."""
+    divisor = _MERGED[settings["downsample_mode"]] ** 2
+    return str(settings.processor.replace_video_token(measured, index, video_token_divisor=divisor))
+
+
+# How many patches of a side become one token, by the mode of the connector.
+_MERGED = {"4x": 2, "16x": 4}
+
+
+def _sizes_of_frame(settings: Settings, height: int, width: int) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    patch, resolution = settings["patch_size"], settings["scale_resolution"]
+    if not settings["do_resize"]:
+        return (0, 0), [(height // patch, width // patch)]
+    multiple = patch * _MERGED[settings["downsample_mode"]]
+    grid = None
+    if settings["slice_mode"]:
+        grid = slices(height, width, max_slices=settings["max_slice_nums"], resolution=resolution)
+    whole = _best_size(height, width, resolution, multiple, upscale=grid is None)
+    sizes = [(whole[0] // patch, whole[1] // patch)]
+    if grid is None:
+        return (0, 0), sizes
+    rows, columns = grid
+    part = _round_to(height, rows) / rows, _round_to(width, columns) / columns
+    slice_height, slice_width = _best_size(*part, resolution, multiple, upscale=True)
+    return grid, sizes + [(slice_height // patch, slice_width // patch)] * (rows * columns)
+
+
+def _best_size(height: float, width: float, resolution: int, multiple: int, *, upscale: bool) -> tuple[int, int]:
+    if height * width > resolution * resolution or upscale:
+        shape = width / height
+        height = int(resolution / math.sqrt(shape))
+        width = int(height * shape)
+    return _round_to(height, multiple), _round_to(width, multiple)
+
+
+def _round_to(length: float, divisor: int) -> int:
+    return max(round(length / divisor) * divisor, divisor)

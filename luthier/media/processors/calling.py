@@ -1,0 +1,180 @@
+"""How decoded media are handed to a processor: its arguments for images, videos and sounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from luthier.errors import ModelError, RowError
+from luthier.media.families.family import Family, MediaKind, Rule, Settings
+from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo
+from luthier.media.geometry.frames import video_metadata
+from luthier.media.processors.interleaving import sounds_of
+from luthier.records import ImageHeader, MediaHeader, VideoHeader
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+    from luthier.config.media import MediaConfig
+    from luthier.media.files.decoding import Decoded
+
+# Named by kind and not for all, since some classes cannot read their own ids as tensors.
+AS_TENSORS = {"images_kwargs": "pt", "videos_kwargs": "pt", "audio_kwargs": "pt"}
+
+
+def media_arguments(
+    items: Sequence[tuple[MediaHeader, Decoded]], settings: Mapping[MediaKind, Settings], call: Call
+) -> dict[str, Any]:
+    """The arguments of a processor but its text, for the items of one text in the order of their placeholders.
+
+    ``call`` are the run's options. Frames are those that decoding has taken: the processor is told not to choose any,
+    and where they stand in their video, which is what timestamps are made from.
+
+    Raises `RowError` under ``media_mismatch`` for frames that are not those that were planned.
+    """
+    kwargs: Call = {name: {**call.get(name, {}), "return_tensors": tensors} for name, tensors in AS_TENSORS.items()}
+    arguments: dict[str, Any] = {}
+    if images := [item.pixels for _, item in items if isinstance(item, DecodedImage)]:
+        arguments["images"] = [images]
+    videos = [(header, item) for header, item in items if isinstance(item, DecodedVideo)]
+    if videos:
+        arguments["videos"] = [video.frames for _, video in videos]
+        metadata = [_metadata(settings[MediaKind.VIDEO], header, video) for header, video in videos]
+        # of one video not as a list, since one class (Nemotron Omni) reads it as it is given
+        alone = metadata[0] if len(metadata) == 1 else metadata
+        # whose return one class (Cosmos 3 Edge) does not ask for, and then misses
+        told = {"video_metadata": alone, "return_metadata": True}
+        kwargs["videos_kwargs"] |= {"do_sample_frames": False, **told}
+    sounds = [item for _, item in items if isinstance(item, DecodedAudio)]
+    if videos and kwargs["videos_kwargs"].get("use_audio_in_video"):
+        _, owners = sounds_of([header for header, _ in items], with_tracks=True)
+        sounds = [sound for _, item in items if (sound := _sound(item)) is not None]
+        arguments["audio_from_video_indices"] = owners
+    if sounds:
+        arguments["audio"] = [sound.samples for sound in sounds]
+    used = {
+        name: kwargs[name]
+        for name, given in zip(AS_TENSORS, ("images", "videos", "audio"), strict=True)
+        if given in arguments
+    }
+    return {**arguments, **used}
+
+
+def limited(item: Decoded, limits: AreaLimits) -> Decoded:
+    """A picture within limits; anything else as it is."""
+    return DecodedImage(pixels=limits.picture(item.pixels)) if isinstance(item, DecodedImage) else item
+
+
+def _metadata(settings: Settings, header: MediaHeader, video: DecodedVideo) -> Any:
+    assert isinstance(header, VideoHeader), "a video is planned by the header of a video"
+    metadata = video_metadata(settings, header)
+    planned, taken = [int(index) for index in metadata.frames_indices], list(video.frame_indices)
+    if planned != taken:
+        raise RowError(
+            "media_mismatch", f"{len(planned)} frames of the video were planned, {len(taken)} are there, or others"
+        )
+    return metadata
+
+
+def _sound(item: Decoded) -> DecodedAudio | None:
+    match item:
+        case DecodedAudio():
+            return item
+        case DecodedVideo():
+            return item.audio
+        case _:
+            return None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A run's options under the names that a family's processor has for them.
+
+
+Call = dict[str, dict[str, Any]]
+# Which options are of which kind of media.
+OPTIONS = {
+    MediaKind.IMAGE: ("min_pixels", "max_pixels", "crop_to_patches", "pan_and_scan"),
+    MediaKind.VIDEO: ("video_min_pixels", "video_max_pixels", "fps", "max_frames", "use_audio_in_video"),
+    MediaKind.AUDIO: ("sampling_rate",),
+}
+# Those that are met without the processor's help where it has no setting for them.
+LIMITS = ("min_pixels", "max_pixels")
+
+
+def call_options(parts: Mapping[MediaKind, tuple[str, Any]], family: Family, options: MediaConfig) -> Call:
+    """Keyword arguments for the processor: ``max_pixels`` -> ``{"images_kwargs": {"size": {"longest_edge": …}}}``.
+
+    ``parts``: for each kind the argument's name and the part of the processor. Raises `ModelError` for an option that
+    is set and that this family has no way to meet; options of kinds that it does not take mean nothing to it.
+    """
+    call: Call = {}
+    for kind, (name, part) in parts.items():
+        if (rule := family.rule(kind)) is None:
+            continue
+        chosen: dict[str, Any] = {}
+        for key in OPTIONS[kind]:
+            value = getattr(options, key)
+            if value is None or (value is False and key not in rule.options):
+                continue
+            if key in rule.options:
+                _set(chosen, part, rule.options[key], value)
+            elif key not in LIMITS:
+                raise _unknown_option(key, family, kind, rule)
+        if chosen:
+            call[name] = chosen
+    return call
+
+
+def area_limits(family: Family, options: MediaConfig) -> AreaLimits | None:
+    """The limits of a picture's area that are not the processor's; None if there are none."""
+    known = {} if family.image is None else family.image.options
+    least = None if "min_pixels" in known else options.min_pixels
+    most = None if "max_pixels" in known else options.max_pixels
+    return None if least is None and most is None else AreaLimits(least=least, most=most)
+
+
+def _set(chosen: dict[str, Any], part: Any, target: str, value: Any) -> None:
+    name, _, entry = target.partition(".")
+    chosen[name] = {**dict(chosen.get(name) or getattr(part, name) or {}), entry: value} if entry else value
+
+
+def _unknown_option(key: str, family: Family, kind: MediaKind, rule: Rule) -> ModelError:
+    known = [*rule.options, *(LIMITS if kind is MediaKind.IMAGE else ())]
+    return ModelError(
+        f"media.{key} is set, and the processor of {family.name} has no such option",
+        hint=f"leave it out; for its {kind}s there are {', '.join(dict.fromkeys(known)) or 'none'}",
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Pictures brought within limits of area before a processor that has no such limits sees them.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AreaLimits:
+    """Fewest and most pixels; None: no limit. The shape is kept up to a pixel: 400x100 with 10000 at most -> 200x50."""
+
+    least: int | None = None
+    most: int | None = None
+
+    def header(self, header: ImageHeader) -> ImageHeader:
+        """The header of the picture within the limits."""
+        width, height = self._size(header.width, header.height)
+        return replace(header, width=width, height=height)
+
+    def picture(self, picture: PIL.Image.Image) -> PIL.Image.Image:
+        """The picture within the limits, of the size that `header` says."""
+        size = self._size(*picture.size)
+        return picture if size == picture.size else picture.resize(size)
+
+    def _size(self, width: int, height: int) -> tuple[int, int]:
+        area = width * height
+        wanted = min(max(area, self.least or area), self.most or max(area, self.least or area))
+        if wanted == area:
+            return width, height
+        scale = math.sqrt(wanted / area)
+        # never over the most that may be, so sides are rounded down; up where there is a least
+        tidy = math.floor if wanted < area else math.ceil
+        return max(1, tidy(width * scale)), max(1, tidy(height * scale))

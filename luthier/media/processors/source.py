@@ -1,0 +1,191 @@
+"""Where a model's processor is: a small record, known without any framework, that can be sent to a worker."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from luthier.config.media import MediaConfig
+from luthier.config.schema import ModelConfig
+from luthier.errors import ModelError
+from luthier.media.families.family import MediaKind
+from luthier.media.files.access import MediaAccess
+from luthier.media.files.decoding import Decoded, decode
+from luthier.media.geometry.frames import sampled_frames
+from luthier.media.processors.processor import PROCESSOR_FILES, MediaProcessor
+from luthier.presets import model_folder, model_names
+from luthier.records import AudioHeader, Media, MediaHeader, VideoHeader
+
+PRESET = "preset:"
+CONFIG = "config.json"
+# The model's own template says what goes around an item in texts that no template makes.
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+DECIDING = ("transformers", "torchvision")  # libraries whose versions decide how many tokens an item takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaSource:
+    """A folder with a processor's files, None if the model has none; the options of the run.
+
+    ``config_folder`` has the model's ``config.json``; None: it is where the processor is.
+    """
+
+    folder: Path | None
+    options: MediaConfig
+    trust_remote_code: bool = False
+    config_folder: Path | None = None
+
+    @classmethod
+    def of_model(cls, tokenizer_folder: Path, model: ModelConfig, options: MediaConfig) -> MediaSource:
+        """The model's own folder, or that of its tokenizer, whichever has the processor's files.
+
+        A model of the Hub is described by what came with its tokenizer; where that is from elsewhere, by a few files of
+        its own that are fetched.
+        """
+        own = _own_folder(model)
+        places = (tokenizer_folder,) if own is None else (own, tokenizer_folder)
+        found = next((folder for folder in places if _has_processor(folder)), None)
+        described = next((folder for folder in places if (folder / CONFIG).is_file()), None)
+        return cls(folder=found, options=options, trust_remote_code=model.trust_remote_code, config_folder=described)
+
+    @classmethod
+    def of_folder(cls, folder: Path, options: MediaConfig) -> MediaSource:
+        """A folder that has to have a processor's files. Raises `ModelError`."""
+        if not _has_processor(folder):
+            raise ModelError(
+                f"{folder}: no processor in it ({', '.join(PROCESSOR_FILES)})",
+                hint="name the folder of a multimodal model, with the files of its processor",
+            )
+        return cls(folder=folder, options=options)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Covers all that decides how many tokens stand for an item; of a model without a processor it says so."""
+        if self.folder is None:
+            return "text"
+        digest = hashlib.sha256(self.options.model_dump_json(exclude={"cache"}).encode())
+        for name in (*PROCESSOR_FILES, *TEMPLATE_FILES):
+            path = self.folder / name
+            digest.update(path.read_bytes() if path.is_file() else b"")
+        digest.update(self._model_type.encode())
+        for library in DECIDING:
+            digest.update(_version(library).encode())
+        return digest.hexdigest()
+
+    def model_config(self) -> dict[str, Any]:
+        """The model's ``config.json``; {} if there is none."""
+        folder = self.config_folder or self.folder
+        path = None if folder is None else folder / CONFIG
+        if path is None or not path.is_file():
+            return {}
+        found = json.loads(path.read_bytes())
+        assert isinstance(found, dict), f"{path} holds no object"
+        return found
+
+    def load(self) -> MediaProcessor | None:
+        """The processor, None if the model has none. Raises `ModelError` if its files are no processor's."""
+        if self.folder is None:
+            return None
+        return MediaProcessor.load(
+            str(self.folder),
+            self.options,
+            trust_remote_code=self.trust_remote_code,
+            model_type=self._model_type,
+        )
+
+    @property
+    def _model_type(self) -> str:
+        return str(self.model_config().get("model_type", ""))
+
+
+def _own_folder(model: ModelConfig) -> Path | None:
+    """Where the model's own files are; None: they came with its tokenizer, or cannot be had."""
+    name = model.name_or_path
+    if name.startswith(PRESET):
+        own = name.removeprefix(PRESET)
+        return model_folder(own) if own in model_names() else None  # a tokenizer's name, where no model is needed
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    elsewhere = model.tokenizer_name_or_path not in (None, name)
+    return _fetched(name, model) if elsewhere and name.count("/") == 1 else None
+
+
+def _fetched(name: str, model: ModelConfig) -> Path | None:
+    """The files that describe a model of the Hub; None where it cannot be reached, which loading the model will say."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    wanted = [CONFIG, *PROCESSOR_FILES, *(["*.py"] if model.trust_remote_code else [])]
+    try:
+        return Path(snapshot_download(name, revision=model.revision, cache_dir=model.cache_dir, allow_patterns=wanted))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
+        return None
+
+
+def _has_processor(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in PROCESSOR_FILES)
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The chat template that came with a model's processor, whatever template the run has chosen.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnTemplate:
+    """As its tokenizer would run it.
+
+    source          None: the model has none, as models that were not made for chat
+    special_tokens  the variables that it is given (``bos_token`` …)
+    control         the control tokens of the tokenizer
+    """
+
+    source: str | None
+    special_tokens: dict[str, str]
+    control: frozenset[str]
+
+
+def own_template(processor: Any) -> OwnTemplate:
+    """That of a transformers processor, else of its tokenizer; of several named ones the default."""
+    tokenizer = processor.tokenizer
+    found = processor.chat_template or tokenizer.chat_template
+    source = found.get("default") if isinstance(found, dict) else found
+    return OwnTemplate(
+        source=source or None,
+        special_tokens={
+            name: str(token) for name, token in tokenizer.special_tokens_map.items() if name.endswith("_token")
+        },
+        control=frozenset(token.content for token in tokenizer.added_tokens_decoder.values()),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Items decoded to what a processor takes of them.
+
+
+def decode_for(processor: MediaProcessor, media: Media, header: MediaHeader, access: MediaAccess) -> Decoded:
+    """Of a video the frames that the processor would choose, and its sound if the run wants it; sound at its own rate.
+
+    Raises `RowError` as `decode` does.
+    """
+    frames, hears = None, False
+    if isinstance(header, VideoHeader):
+        frames = sampled_frames(processor.settings(MediaKind.VIDEO), header)
+        hears = bool(access.config.use_audio_in_video) and header.audio is not None
+    heard = hears or isinstance(header, AudioHeader)
+    rate = int(processor.settings(MediaKind.AUDIO)["sampling_rate"]) if heard else None
+    return decode(media, header, access, frame_indices=frames, sampling_rate=rate, with_audio=hears)

@@ -1,0 +1,320 @@
+"""Hooks on models that treat a row in a batch otherwise than the row alone, or take no batch as it is.
+
+One section for each kind of model; `model.load_model` asks each of them whether a model is of its kind.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import ModelOutput
+
+from luthier.media.families.family import FrameMarks, OwnFrames, SharedSlots
+from luthier.models.parts import decoder_family, families_of
+
+# --------------------------------------------------------------------------------------------------------------------
+# Encoders of sounds to which the filling of a batch is not hidden: hooks let them hear a sound as if it were alone.
+#
+# transformers' Phi-4 adds its mask to the scores of attention as 0 and 1, so frames that fill up a shorter sound are
+# heard like others; Nemotron Omni keeps a token more than its encoder masks; the encoder of Granite Speech has no mask.
+# Such an encoder runs on the sounds of one length at a time, without any filling.
+#
+# N sounds, F frames, C numbers of a frame, E frames of the output.
+
+HEARD = "last_hidden_state"
+
+
+def hear_own_frames(model: PreTrainedModel) -> int:
+    """Hook the encoders of which the model's family says so (`Family.own_frames`); returns how many there are.
+
+    One whose weights are divided among ranks hears all sounds at once, as in transformers: ranks would wait for one
+    that has fewer lengths.
+    """
+    modules = dict(model.named_modules())
+    rules = {family.own_frames for family in families_of(model.config)} - {None}
+    hooked = 0
+    for rule in rules:
+        if rule is None or rule.module not in modules:
+            continue  # a model without sounds
+        calls = _Calls(rule)
+        modules[rule.module].register_forward_pre_hook(calls.begin, with_kwargs=True)
+        modules[rule.module].register_forward_hook(calls.complete, with_kwargs=True)
+        hooked += 1
+    return hooked
+
+
+class _Calls:
+    """One call of the encoder, as many as there are lengths: hooks see the first, and make the others."""
+
+    def __init__(self, rule: OwnFrames) -> None:
+        self.rule = rule
+        # sounds of one length: their numbers, and the call for them
+        self.groups: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        self.num_sounds = 0
+
+    def begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Let the call be for the sounds of the first length alone."""
+        self.groups = []
+        given = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+        given |= given.pop("kwargs", {})
+        features_NFC = given[self.rule.features]
+        mask_NF = None if self.rule.mask is None else given.get(self.rule.mask)
+        if not _is_whole(module) or (mask_NF is None and self.rule.mask is not None):
+            return None
+        heard_N = _until_silence(features_NFC) if mask_NF is None else mask_NF.sum(dim=1) + self.rule.beyond
+        frames_N = heard_N.clamp(max=features_NFC.shape[1])
+        lengths = frames_N.unique().tolist()
+        if lengths == [features_NFC.shape[1]]:
+            return None
+        self.num_sounds = len(frames_N)
+        for length in lengths:
+            these = (frames_N == length).nonzero()[:, 0]
+            call = {**given, self.rule.features: features_NFC[these, :length]}
+            if self.rule.mask is not None and mask_NF is not None:
+                call[self.rule.mask] = mask_NF[these, :length]
+            self.groups.append((these, call))
+        return (), self.groups[0][1]
+
+    def complete(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        """Add what the encoder makes of the other lengths; what is behind a sound's end is 0."""
+        groups, self.groups = self.groups, []
+        if not groups:
+            return None
+        outputs = [output, *(module.forward(**call) for _, call in groups[1:])]
+        heard = [each[HEARD] if isinstance(each, ModelOutput) else each for each in outputs]
+        largest = max(value.shape[1] for value in heard)
+        whole_NEC = heard[0].new_zeros((self.num_sounds, largest, heard[0].shape[2]))
+        for (these, _), value in zip(groups, heard, strict=True):
+            filled = nn.functional.pad(value, (0, 0, 0, largest - value.shape[1]))
+            whole_NEC = whole_NEC.index_copy(0, these, filled)
+        return type(output)(**{HEARD: whole_NEC}) if isinstance(output, ModelOutput) else whole_NEC
+
+
+def _until_silence(features_NFC: torch.Tensor) -> torch.Tensor:
+    """int64[N]: frames up to the last that is not 0 throughout, as what fills up is."""
+    numbers_F = torch.arange(1, features_NFC.shape[1] + 1, device=features_NFC.device)
+    return ((features_NFC != 0).any(dim=2) * numbers_F).amax(dim=1)
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether all weights are here, none divided among ranks (as by FSDP or ZeRO-3)."""
+    return all(weight.numel() > 0 and not isinstance(weight, DTensor) for weight in module.parameters())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models that look at pictures across (Llama 3.2 Vision): a row sees its own pictures and no filling of its batch.
+#
+# transformers' layer shows a token that has no picture yet *all* vision tokens of its row, unmasked (only its MLP is
+# left out), blank pictures included, which fill the row up to the most pictures of the batch; and of a row without
+# pictures it makes one that sees blanks, where alone it would skip the layer. Hooks make both what they are alone.
+#
+# B rows, T tokens, N pictures, V vision tokens of one picture.
+
+
+MASK = "cross_attention_mask"
+ATTENTION = "cross_attn"
+
+
+def see_own_pictures(model: PreTrainedModel) -> int:
+    """Hook all layers of a model that attend across, those with a ``cross_attn``; returns how many there are."""
+    rows = _Rows()
+    # what adapters wrap is called by its ``forward``, which runs no hooks; what is inside of it is called
+    inner = model.get_submodule(model.base_model_prefix)
+    inner.register_forward_pre_hook(rows.note, with_kwargs=True)
+    layers = {
+        name.removesuffix(f".{ATTENTION}"): attention
+        for name, attention in inner.named_modules()
+        if name.endswith(f".{ATTENTION}")
+    }
+    for name, attention in layers.items():
+        attention.register_forward_pre_hook(rows.hide_filling, with_kwargs=True)
+        inner.get_submodule(name).register_forward_hook(rows.skip, with_kwargs=True)
+    return len(layers)
+
+
+class _Rows:
+    """What the rows of the batch in the model are; kept for the backward pass, where layers may run again."""
+
+    def __init__(self) -> None:
+        self.shown_BN: torch.Tensor | None = None
+        self.are_filled = self.are_blind = False  # whether there are fillings; rows without pictures
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Which pictures are there: those that a token of the row looks at."""
+        mask_BTNt = kwargs.get(MASK)
+        self.shown_BN = None if mask_BTNt is None else mask_BTNt.bool().any(dim=3).any(dim=1)
+        self.are_filled = self.shown_BN is not None and not bool(self.shown_BN.all())
+        self.are_blind = self.shown_BN is not None and not bool(self.shown_BN.any(dim=1).all())
+
+    def hide_filling(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Pictures that are not there are masked for tokens that would see everything."""
+        mask_B1TK = kwargs.get("attention_mask")
+        if self.shown_BN is None or mask_B1TK is None or not self.are_filled:
+            return None
+        filling_BN = ~self.shown_BN & self.shown_BN.any(dim=1, keepdim=True)  # a row of fillings alone is skipped
+        filling_BK = filling_BN.repeat_interleave(mask_B1TK.shape[-1] // filling_BN.shape[1], dim=1)
+        hidden = mask_B1TK.masked_fill(filling_BK[:, None, None, :], torch.finfo(mask_B1TK.dtype).min)
+        return args, {**kwargs, "attention_mask": hidden}
+
+    def skip(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        """Rows without pictures pass the layer unchanged."""
+        if self.shown_BN is None or not self.are_blind:
+            return None
+        before = args[0] if args else kwargs["hidden_states"]
+        sees_B11 = self.shown_BN.any(dim=1)[:, None, None]
+        return torch.where(sees_B11, output, before)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A model that merges the frames of a video's chunk into one (Kimi K2.5): its videos reach it at all.
+#
+# transformers' class splits the merged features as if there were as many as before, and joins only chunks of equally
+# many frames; so it fails on any video of more than one frame. A hook encodes the chunks itself, those of as many
+# frames at a time, and hands the features over. One whose weights are divided among ranks needs chunks of as many
+# frames on all.
+#
+# N chunks, P patches of them, S slots, H hidden size.
+
+
+PIXELS, GRIDS = "pixel_values_videos", "video_grid_thw"
+
+
+def merge_frames_by_chunk(model: PreTrainedModel) -> bool:
+    """Hook the model, if its family says so (`Family.merges_frames`)."""
+    family = next((family for family in families_of(model.config) if family.merges_frames), None)
+    if family is None:
+        return False
+    (tower,), (projector,) = family.modules.tower, family.modules.projector
+    merging = _Merging(model.get_submodule(tower), model.get_submodule(projector))
+    model.get_submodule(model.base_model_prefix).register_forward_pre_hook(merging, with_kwargs=True)
+    return True
+
+
+class _Merging:
+    """Called before the forward of the model's inside."""
+
+    def __init__(self, tower: nn.Module, projector: nn.Module) -> None:
+        self.tower: Any = tower
+        self.projector = projector
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if kwargs.get(PIXELS) is None:
+            return None
+        features = self._features(kwargs[PIXELS], kwargs[GRIDS])
+        outputs = {"video": BaseModelOutputWithPooling(pooler_output=features)}
+        if kwargs.get("pixel_values") is not None:  # the class takes either pixels or what was made of them
+            outputs["image"] = module.get_image_features(  # type: ignore[operator]
+                kwargs["pixel_values"], kwargs["image_grid_thw"], return_dict=True
+            )
+        rest = {name: value for name, value in kwargs.items() if name not in (PIXELS, "pixel_values")}
+        return args, {**rest, "mm_encoder_outputs": outputs}
+
+    def _features(self, pixels_P: torch.Tensor, grids_N3: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """For each chunk [S, H]."""
+        chunks = torch.split(pixels_P, grids_N3.prod(-1).tolist())
+        kernel = self.tower.merge_kernel_size[0] * self.tower.merge_kernel_size[1]
+        found: dict[int, torch.Tensor] = {}
+        for num_frames in sorted(set(grids_N3[:, 0].tolist())):
+            numbers = (grids_N3[:, 0] == num_frames).nonzero()[:, 0].tolist()
+            seen = self.tower(torch.cat([chunks[n] for n in numbers]), grid_thw=grids_N3[numbers])
+            slots = self.projector(seen.pooler_output).squeeze(1)
+            sizes = (grids_N3[numbers, 1:].prod(-1) // kernel).tolist()
+            found |= dict(zip(numbers, torch.split(slots, sizes), strict=True))
+        return tuple(found[number] for number in range(len(chunks)))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models whose pictures and videos stand on the same tokens (GLM-4V, Molmo 2): a batch may hold both.
+#
+# transformers' forward counts the features of each kind against all of these tokens, or refuses a batch of both
+# kinds. A hook computes the two and hands them over as one, in the order of their tokens. A batch of one kind is left
+# as it is.
+#
+# B rows, T tokens, S slots of both kinds, H hidden size.
+
+
+def join_shared_slots(model: PreTrainedModel) -> bool:
+    """Hook the model, if its family says so (`Family.shared_slots`)."""
+    rule = next((family.shared_slots for family in families_of(model.config) if family.shared_slots), None)
+    if rule is None:
+        return False
+    # what adapters wrap is called by its ``forward``, which runs no hooks; what is inside of it is called
+    model.get_submodule(model.base_model_prefix).register_forward_pre_hook(_Joining(rule), with_kwargs=True)
+    return True
+
+
+class _Joining:
+    """Called before the forward of the model's inside."""
+
+    def __init__(self, rule: SharedSlots) -> None:
+        self.rule = rule
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        rule = self.rule
+        if kwargs.get(rule.pictures[0]) is None or kwargs.get(rule.videos[0]) is None:
+            return None
+        pictures_SH = _features(module.get_image_features, [kwargs[name] for name in rule.pictures])
+        videos_SH = _features(module.get_video_features, [kwargs[name] for name in rule.videos])
+        ids_BT = kwargs["input_ids"]
+        of_video_S = self._frames(module, ids_BT, kwargs)[ids_BT == module.config.image_token_id]
+        joined_SH = pictures_SH.new_zeros((len(of_video_S), pictures_SH.shape[1]))
+        joined_SH[~of_video_S], joined_SH[of_video_S] = pictures_SH, videos_SH.to(joined_SH.dtype)
+        rest = {name: v for name, v in kwargs.items() if name not in (rule.pictures[0], rule.videos[0])}
+        return args, {**rest, "mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=(joined_SH,))}}
+
+    def _frames(self, module: nn.Module, ids_BT: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """bool[B, T]: tokens of videos."""
+        match self.rule.frames:
+            case FrameMarks.TYPES:
+                frames_BT: torch.Tensor = kwargs["mm_token_type_ids"] == 2
+            case FrameMarks.BORDERS:
+                config: Any = module.config
+                opened_BT = (ids_BT == config.frame_start_token_id).cumsum(1)
+                frames_BT = opened_BT > (ids_BT == config.frame_end_token_id).cumsum(1)
+            case _:
+                raise AssertionError(self.rule.frames)
+        return frames_BT
+
+
+def _features(encode: Any, inputs: list[Any]) -> torch.Tensor:
+    """[S, H]"""
+    return torch.cat(tuple(encode(*inputs, return_dict=True).pooler_output))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models whose decoder stands beside an encoder (Nemotron-Parse): called with batches like any other.
+#
+# Batches call ids ``input_ids`` everywhere in this package. Such a model calls them ``decoder_input_ids``, and has no
+# positions: its forward is given what its family's row says (`Family.decoder_names`).
+
+
+def name_decoder_inputs(model: PreTrainedModel) -> bool:
+    """Let the model take the names of a batch, if its family says so; it takes its own as before."""
+    if decoder_family(model.config) is None:
+        return False
+    # not a hook: what adapters wrap is called by its ``forward``, which runs none. Bound, so that a copy is the copy's
+    model.forward = MethodType(_forward, model)
+    return True
+
+
+def _forward(model: PreTrainedModel, **inputs: Any) -> Any:
+    family = decoder_family(model.config)
+    assert family is not None
+    given = {name: value for name, value in inputs.items() if value is not None}  # adapters fill in all they know
+    return type(model).forward(model, **family.named(given))

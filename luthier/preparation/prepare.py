@@ -1,0 +1,180 @@
+"""Rows to stored samples: what a run does before its first step, and what a second run hardly does at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.config.schema import RunConfig
+from luthier.errors import BudgetError, UserError
+from luthier.ledger import Ledger
+from luthier.preparation.portions import Ints, ResolvedPortion, read_in_order
+from luthier.preparation.prepared import Prepared, PreparedSet, SourceInfo, hold_out
+from luthier.preparation.quarantine import Quarantine
+from luthier.preparation.ray_cluster import resolve_units_with_ray
+from luthier.preparation.resolver import Progress, Resolver
+from luthier.preparation.sharing import resolve_units
+from luthier.preparation.units import Units
+from luthier.preparation.workers import RowEncoder
+from luthier.sources import Source, open_sources, resolve_sources
+from luthier.store.manifest import SPOOL
+from luthier.store.store import SampleStore, store_folder
+
+__all__ = ["Prepared", "PreparedSet", "Progress", "prepare"]
+
+QUARANTINE_FILE = "quarantine.jsonl"
+
+
+def prepare(
+    config: RunConfig,
+    encoder: RowEncoder,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    ray_address: str | None = None,
+) -> Prepared:
+    """Encode what the run's data has and the store has not, and say which samples the run will see.
+
+    Several processes may do so at once: they share the work. ``ray_address`` leaves it to a Ray cluster.
+
+    Rows that are lost are in ``quarantine.jsonl`` in the run's output folder. Raises `SourceError`, `StoreError`,
+    `BudgetError` if more rows are lost than ``data.max_drop`` allows, and `UserError` if none is left.
+    """
+    train_configs, eval_configs = resolve_sources(config.data)
+    folder = store_folder(config.data.store, encoder.fingerprint)
+    num_encoded = num_reused = 0
+    collections = []
+    with Quarantine(config.output.dir / QUARANTINE_FILE) as quarantine:
+        for split, configs in (("train", train_configs), ("eval", eval_configs)):
+            sources = open_sources(configs, seed=config.runtime.seed) if configs else []
+            resolver = Resolver(
+                sources=sources, encoder=encoder, folder=folder, split=split, eager=False, on_progress=on_progress
+            )
+            collections.append(Collection(split=split, sources=sources))
+            with closing(_portions(sources, resolver, config.data.workers, ray_address)) as portions:
+                collections[-1].add_all(portions, quarantine)
+            for source in sources:
+                source.check_unchanged()  # after the last row, too
+            num_encoded += resolver.num_encoded
+            num_reused += resolver.num_reused
+    lost = quarantine.path if quarantine.num_rows else None
+    store = SampleStore.open(folder, fingerprint=encoder.fingerprint)
+    sets = [collection.finish(store, max_drop=config.data.max_drop, lost=lost) for collection in collections]
+    (train, rows), evaluation = sets[0], sets[1][0] if eval_configs else None
+    if evaluation is None and config.data.eval_split:
+        train, evaluation = hold_out(train, rows, config.data.eval_split, seed=config.runtime.seed)
+    return Prepared(
+        train=train,
+        eval=evaluation,
+        num_encoded=num_encoded,
+        num_reused=num_reused,
+        quarantine=lost,
+    )
+
+
+def _portions(
+    sources: Sequence[Source], resolver: Resolver, workers: int | Literal["auto"], ray_address: str | None
+) -> Generator[ResolvedPortion, None, None]:
+    units = Units.of(sources, spool=resolver.folder.parent / SPOOL)
+    if units is None or not units.units:  # a stream has no parts that could be shared
+        return resolver.resolve(read_in_order(sources), workers=workers)
+    if ray_address is not None:
+        return resolve_units_with_ray(units, resolver, address=ray_address)
+    return resolve_units(units, resolver, workers=workers)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Resolved portions become a set: columns of numbers, 28 bytes a row, for there may be many millions.
+
+
+Number = TypeVar("Number", np.int32, np.int64)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Collection:
+    """The rows of one split that stay, and the account of those that do not."""
+
+    split: str
+    sources: Sequence[Source]
+    ledger: Ledger = field(default_factory=Ledger)
+    files: list[str] = field(default_factory=list)
+    _rows: list[Ints] = field(default_factory=list)
+    _sample_ids: list[Ints] = field(default_factory=list)
+    _source_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    _file_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    _row_numbers: list[Ints] = field(default_factory=list)
+    _ids: dict[int, list[NDArray[np.uint64]]] = field(default_factory=dict)  # by source: ids of two may be alike
+
+    def add_all(self, portions: Iterable[ResolvedPortion], quarantine: Quarantine) -> None:
+        """Take in portions, in their order; lost rows go into quarantine."""
+        for portion in portions:
+            self.ledger.add(portion.ledger)
+            self.files.extend(portion.new_files)
+            for row in portion.lost:
+                quarantine.add(row.error, split=self.split, raw=row.raw)
+            if len(portion.id_digests):
+                self._ids.setdefault(int(portion.source_ids[0]), []).append(portion.id_digests)
+            stays = portion.sample_ids >= 0
+            self._rows.append(portion.rows[stays])
+            self._sample_ids.append(portion.sample_ids[stays])
+            self._source_ids.append(portion.source_ids[stays].astype(np.int32))
+            self._file_ids.append(portion.file_ids[stays].astype(np.int32))
+            self._row_numbers.append(portion.row_numbers[stays])
+
+    def finish(self, store: SampleStore, *, max_drop: float, lost: Path | None) -> tuple[PreparedSet, Ints]:
+        """The set of the rows that are kept, and their global numbers. Raises `BudgetError` or `UserError`."""
+        self._check(max_drop, lost)
+        sample_ids = _joined(self._sample_ids, np.int64)
+        is_used = np.zeros(len(store), dtype=np.bool_)
+        is_used[sample_ids] = True
+        repeated = len(sample_ids) - int(is_used.sum())
+        if repeated:
+            self.ledger.note("repeated", repeated)
+        if repeated_ids := sum(map(_num_repeated, self._ids.values())):
+            self.ledger.note("repeated_id", repeated_ids)  # `luthier stats` says which
+        whole = PreparedSet(
+            store=store,
+            sample_ids=sample_ids,
+            source_ids=_joined(self._source_ids, np.int32),
+            file_ids=_joined(self._file_ids, np.int32),
+            row_numbers=_joined(self._row_numbers, np.int64),
+            files=tuple(self.files),
+            sources=tuple(
+                SourceInfo(name=source.name, weight=source.config.weight, remarks=source.remarks)
+                for source in self.sources
+            ),
+            ledger=self.ledger,
+        )
+        return whole, _joined(self._rows, np.int64)
+
+    def _check(self, max_drop: float, lost: Path | None) -> None:
+        try:
+            self.ledger.check(max_drop=max_drop)
+        except BudgetError as error:
+            raise BudgetError(f"{error.message}\n  all of them: {lost}", hint=error.hint) from None
+        if not self.ledger.prepared and (self.sources or self.split == "train"):
+            why = f": {self.ledger.reasons()}" if self.ledger.lost else ""
+            raise UserError(
+                f"no row is left for {self.split}: {self.ledger.read} were read, {self.ledger.lost} are lost{why}",
+                hint=f"name data with data.{self.split}" if lost is None else f"see {lost}",
+                key=f"data.{self.split}",
+            )
+
+
+def _num_repeated(parts: list[NDArray[np.uint64]]) -> int:
+    """How many ids an earlier row of the source has."""
+    digests = np.concatenate(parts)
+    digests = digests[digests > 0]
+    return len(digests) - len(np.unique(digests))
+
+
+def _joined(parts: list[NDArray[Number]], kind: type[Number]) -> NDArray[Number]:
+    """The parts as one array; the list is emptied, so that the memory is needed once."""
+    joined = np.concatenate([np.zeros(0, kind), *parts])
+    parts.clear()
+    return joined

@@ -1,0 +1,306 @@
+"""Resolving rows: find a row's sample in the store, or encode it and put it there; or name why it is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.errors import RowDropped, RowError, RowForbidden
+from luthier.ledger import Ledger
+from luthier.preparation.portions import Ints, LostRow, ReadPortion, ReadsRows, ResolvedPortion, read_by_number
+from luthier.preparation.workers import Chunk, Outcome, RowEncoder, encode_chunks
+from luthier.records import SAMPLES_VERSION, Address
+from luthier.sources import RowBytes, Source
+from luthier.sources.row_ids import id_digests
+from luthier.store import store as store_room
+from luthier.store.shard import KEY_BYTES
+from luthier.store.store import SampleStore, StoreWriter, row_key
+
+BYTES_WORTH_HASTE = 24_000_000  # of rows to come: the encoder need not find out by itself that there is much text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far preparation is, in rows of one split. ``encoded + reused + lost == read``.
+
+    ``num_tokens``: of the rows that were encoded. ``share``: of the whole work, 1.0 at its end; None if nobody knows.
+    """
+
+    split: str
+    source: str
+    read: int
+    encoded: int
+    reused: int
+    lost: int
+    num_tokens: int = 0
+    share: float | None = None
+
+
+def resolve_portions(
+    sources: Sequence[Source],
+    indexes: Sequence[ReadsRows],
+    portions: Iterator[Ints],
+    encoder: RowEncoder,
+    folder: Path,
+    *,
+    split: str,
+    workers: int | Literal["auto"],
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Generator[ResolvedPortion, None, None]:
+    """Each portion of global row numbers (the source's first number + the row's number in its index), resolved.
+
+    Portions come out in the order in which they went in, each when all that it names is committed to the store in
+    ``folder``; several are encoded at a time where there are workers. Close the generator to stop these.
+
+    Raises `SourceError`, `StoreError`, and `UserError` if a worker dies.
+    """
+    resolver = Resolver(
+        sources=sources, encoder=encoder, folder=folder, split=split, eager=True, on_progress=on_progress
+    )
+    yield from resolver.resolve(read_by_number(indexes, portions), workers=workers)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Resolver:
+    """Resolves portions of rows of one split, once.
+
+    ``eager``: each portion is committed by itself, so that it can be used at once; else portions wait until a shard
+    is full, which makes fewer and larger shards.
+    """
+
+    sources: Sequence[Source]
+    encoder: RowEncoder
+    folder: Path
+    split: str
+    eager: bool
+    on_progress: Callable[[Progress], None] | None = None
+    num_encoded: int = 0
+    num_reused: int = 0
+    share: float | None = None  # of the whole work that is done, for reports
+    bytes_left: float = math.inf  # of rows that are still to come, as far as anyone knows
+    _encodes_here: bool = False
+    _num_tokens: int = 0
+    _num_lost: int = 0
+    _files: dict[str, int] = field(default_factory=dict)
+    _under_way: set[bytes] = field(default_factory=set)  # keys that are being encoded, or wait for a commit
+    _failed: dict[bytes, RowError] = field(default_factory=dict)  # why rows with this content are lost
+    _waiting: deque[_Booked] = field(default_factory=deque)
+    store: SampleStore = field(init=False)
+    _writer: StoreWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._writer = StoreWriter(self.folder, fingerprint=self.encoder.fingerprint, about=self.encoder.about)
+        self.store = SampleStore.open(self.folder, fingerprint=self.encoder.fingerprint)
+
+    def resolve(
+        self, portions: Iterator[ReadPortion], *, workers: int | Literal["auto"]
+    ) -> Generator[ResolvedPortion, None, None]:
+        """The portions in their order; see `resolve_portions`."""
+        readers = [source.reader for source in self.sources]
+        self._encodes_here = workers in (0, "auto")
+        uncommitted = 0
+        chunks = encode_chunks(
+            self._chunks(portions), self.encoder, readers, workers=workers, bytes_left=lambda: self.bytes_left
+        )
+        with closing(chunks) as encoded:
+            for pending, outcomes in encoded:
+                uncommitted += self._book(pending, outcomes)
+                if uncommitted and (self.eager or uncommitted >= store_room.SHARD_BYTES):
+                    self._commit()
+                    uncommitted = 0
+                yield from self._resolved()
+        self._commit()
+        yield from self._resolved()
+        assert not self._waiting, f"{len(self._waiting)} portions are left over"
+
+    def count(self, *, encoded: int, reused: int, lost: int, source: int) -> None:
+        """Count rows that were not resolved here: because all is known of them, or because others have done it."""
+        self.num_encoded += encoded
+        self.num_reused += reused
+        self._num_lost += lost
+        self._tell(source)
+
+    def _chunks(self, portions: Iterator[ReadPortion]) -> Iterator[Chunk[_Pending]]:
+        fingerprint = self.encoder.fingerprint
+        conversions = [conversion_of(source) for source in self.sources]
+        nothing = bytes(KEY_BYTES)
+        for portion in portions:
+            source_ids = portion.source_ids.tolist()
+            keys = [
+                nothing
+                if isinstance(row, RowError)
+                else row_key(row.raw, fingerprint=fingerprint, conversion=conversions[source])
+                for row, source in zip(portion.read, source_ids, strict=True)
+            ]
+            pending = _Pending(portion=portion, keys=keys, sample_ids=self.store.lookup(key_array(keys)))
+            self._look_at_media(pending)
+            for place in np.flatnonzero(pending.sample_ids < 0).tolist():
+                key = keys[place]
+                if key not in self._under_way and key not in self._failed and key != nothing:
+                    self._under_way.add(key)
+                    pending.fresh.append(place)
+            rows = [row for row in map(portion.read.__getitem__, pending.fresh) if isinstance(row, RowBytes)]
+            if rows and self._encodes_here and BYTES_WORTH_HASTE <= self.bytes_left < math.inf:
+                self.encoder.expect_many_rows()
+                self._encodes_here = False  # once is enough
+            yield Chunk(
+                tag=pending,
+                rows=rows,
+                source_ids=[source_ids[place] for place in pending.fresh],
+                num_bytes=sum(len(row.raw) for row in rows),
+            )
+
+    def _look_at_media(self, pending: _Pending) -> None:
+        """Give rows whose media have changed since they were encoded keys of their own: what is stored is of others."""
+        known = np.flatnonzero(pending.sample_ids >= 0)
+        for place in known[self.store.have_media(pending.sample_ids[known])].tolist():
+            change = self.encoder.media_change(self.store[int(pending.sample_ids[place])].media)
+            if change is not None:
+                key = pending.keys[place] = hashlib.sha256(pending.keys[place] + change).digest()
+                pending.sample_ids[place] = self.store.lookup(key_array([key]))[0]
+
+    def _book(self, pending: _Pending, outcomes: Sequence[Outcome]) -> int:
+        """Put the portion among those that wait for a commit; how many bytes it adds to the store."""
+        ledger = Ledger()
+        num_bytes = num_encoded = 0
+        for place, outcome in zip(pending.fresh, outcomes, strict=True):
+            key = pending.keys[place]
+            if isinstance(outcome, RowForbidden):
+                raise outcome.stop() from outcome
+            if isinstance(outcome, RowError) or not any(outcome.leaf_targets):
+                self._under_way.discard(key)
+                self._failed[key] = outcome if isinstance(outcome, RowError) else _no_target()
+                continue
+            self._writer.add(key, outcome)
+            num_bytes += len(outcome.payload)
+            num_encoded += 1
+            self._num_tokens += outcome.num_tokens
+            for what, count in outcome.counts:
+                ledger.note(what, count)
+        lost = tuple(self._lost_rows(pending))
+        for row in lost:
+            ledger.lose(row.error)
+        num_kept = len(pending.keys) - len(lost)
+        ledger.read += num_kept
+        ledger.prepared += num_kept
+        self.num_encoded += num_encoded
+        self.num_reused += num_kept - num_encoded
+        self._num_lost += len(lost)
+        self._waiting.append(_Booked(portion=self._portion(pending, ledger, lost), fresh=pending.fresh))
+        if pending.keys:
+            self._tell(int(pending.portion.source_ids[-1]))
+        return num_bytes
+
+    def _lost_rows(self, pending: _Pending) -> Iterator[LostRow]:
+        for place in np.flatnonzero(pending.sample_ids < 0).tolist():
+            row = pending.portion.read[place]
+            if isinstance(row, RowError):
+                yield LostRow(place=place, error=row, raw=None)
+            elif (error := self._failed.get(pending.keys[place])) is not None:
+                yield LostRow(place=place, error=error.at(row.address), raw=row.raw)
+
+    def _portion(self, pending: _Pending, ledger: Ledger, lost: tuple[LostRow, ...]) -> ResolvedPortion:
+        files = self._files
+        num_files = len(files)
+        addresses = [_address(row) for row in pending.portion.read]
+        file_ids = [files.setdefault(address.file, len(files)) for address in addresses]
+        return ResolvedPortion(
+            rows=pending.portion.rows,
+            sample_ids=pending.sample_ids,
+            keys=key_array(pending.keys),
+            source_ids=pending.portion.source_ids,
+            file_ids=np.array(file_ids, dtype=np.int64),
+            row_numbers=np.array([address.row for address in addresses], dtype=np.int64),
+            new_files=tuple(files)[num_files:],
+            ledger=ledger,
+            lost=lost,
+            id_digests=id_digests(pending.portion.read),
+        )
+
+    def _commit(self) -> None:
+        self._writer.commit()
+        self.store = self.store.refresh()
+
+    def _resolved(self) -> Iterator[ResolvedPortion]:
+        """The portions, from the first, whose samples all have a number in the store by now."""
+        while self._waiting:
+            booked = self._waiting[0]
+            portion = booked.portion
+            missing = np.setdiff1d(np.flatnonzero(portion.sample_ids < 0), [row.place for row in portion.lost])
+            portion.sample_ids[missing] = self.store.lookup(portion.keys[missing])
+            if (portion.sample_ids[missing] < 0).any():
+                return
+            is_reused = portion.sample_ids >= 0
+            is_reused[booked.fresh] = False
+            for number in portion.sample_ids[is_reused].tolist():
+                for what, count in self.store.notes(number):
+                    portion.ledger.note(what, count)
+            self._under_way.difference_update(portion.keys[place].tobytes() for place in booked.fresh)
+            self._waiting.popleft()
+            yield portion
+
+    def _tell(self, source: int) -> None:
+        if self.on_progress is None:
+            return
+        progress = Progress(
+            split=self.split,
+            source=self.sources[source].name,
+            read=self.num_encoded + self.num_reused + self._num_lost,
+            encoded=self.num_encoded,
+            reused=self.num_reused,
+            lost=self._num_lost,
+            num_tokens=self._num_tokens,
+            share=self.share,
+        )
+        self.on_progress(progress)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Pending:
+    """A portion that is being encoded. ``fresh``: places of the rows that are encoded for it."""
+
+    portion: ReadPortion
+    keys: list[bytes]
+    sample_ids: Ints
+    fresh: list[int] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Booked:
+    """A portion of which some samples may still have no number."""
+
+    portion: ResolvedPortion
+    fresh: list[int]
+
+
+def _no_target() -> RowDropped:
+    return RowDropped("no_target", "no token of it is to be learned")
+
+
+def _address(row: RowBytes | RowError) -> Address:
+    assert row.address is not None, f"a row's error has no address: {row}"
+    return row.address
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What of a row's key its source decides, and keys as arrays.
+
+
+def key_array(keys: Sequence[bytes]) -> NDArray[np.uint8]:
+    """uint8[n, KEY_BYTES] of n keys."""
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
+
+
+def conversion_of(source: Source) -> str:
+    """All that decides what a row's bytes mean: the settled layout, and the version of the code that reads them."""
+    return json.dumps([asdict(source.reader.layout), SAMPLES_VERSION], sort_keys=True)

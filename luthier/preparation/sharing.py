@@ -1,0 +1,159 @@
+"""Preparing as one of several: units are claimed, resolved and told to the others; nobody waits for all.
+
+One process alone works in the same way. Units whose bytes an earlier preparation has seen are not resolved again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+
+from luthier.errors import StoreError
+from luthier.preparation.portions import ReadPortion, ResolvedPortion, some_at_a_time
+from luthier.preparation.resolver import Resolver
+from luthier.preparation.units import (
+    UNIT_BYTES,
+    CutUnit,
+    LineUnit,
+    Placing,
+    RememberedUnits,
+    UnitBytes,
+    UnitResult,
+    Units,
+    decode_result,
+    encode_result,
+)
+from luthier.store.manifest import WORK
+from luthier.store.work_list import WorkList
+
+
+def resolve_units(
+    units: Units, resolver: Resolver, *, workers: int | Literal["auto"]
+) -> Generator[ResolvedPortion, None, None]:
+    """All rows of all units in their order, whichever process resolved them. Close the generator to leave the work.
+
+    Raises what `Resolver.resolve` raises.
+    """
+    with WorkList(resolver.folder / WORK / units.identity[:32], len(units.units)) as work:
+        part = UnitResolver(units=units, resolver=resolver, workers=workers, on_done=work.done)
+
+        def help_out(waited: float) -> None:
+            abandoned = work.claim()
+            if abandoned is not None:
+                part.resolve(chain([abandoned], iter(work.claim, None)))
+
+        part.resolve(iter(work.claim, None))
+        yield from place_units(units, work.in_order(help_out), resolver)
+
+
+def place_units(units: Units, results: Iterable[bytes], resolver: Resolver) -> Iterator[ResolvedPortion]:
+    """The rows of all units, of which the encoded ``results`` come in their order. Raises `StoreError`."""
+    store = resolver.store
+    placing = Placing()
+    for unit, encoded in zip(units.units, results, strict=True):
+        result = decode_result(encoded)
+        sample_ids = result.sample_ids(store)
+        if sample_ids is None:  # another process has added them since
+            store = store.refresh()
+            sample_ids = result.sample_ids(store)
+        if sample_ids is None:
+            raise StoreError(
+                f"{resolver.folder}: samples that were written are not there",
+                hint="all who prepare need one folder that all see (data.store), and nothing may delete from it",
+            )
+        yield placing.place(unit if isinstance(unit, LineUnit) else None, unit.source, result, sample_ids)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class UnitResolver:
+    """Resolves units one after the other; ``on_done(number, encoded result)`` is called for each."""
+
+    units: Units
+    resolver: Resolver
+    workers: int | Literal["auto"]
+    on_done: Callable[[int, bytes], object]
+    _remembered: RememberedUnits = field(init=False)
+    _under_way: deque[_UnderWay] = field(default_factory=deque)
+    _files: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._remembered = RememberedUnits(self.resolver.folder)
+
+    def resolve(self, numbers: Iterable[int]) -> None:
+        """Resolve these units; the next one is asked for when there is room for it."""
+        with closing(self.resolver.resolve(self._portions(numbers), workers=self.workers)) as portions:
+            for portion in portions:
+                self._finish()  # a unit is known to be whole only when the next one begins
+                self._files.extend(portion.new_files)
+                self._under_way[0].portions.append(portion)
+        self._finish()
+        assert not self._under_way, f"{len(self._under_way)} units are left over"
+
+    def _portions(self, numbers: Iterable[int]) -> Iterator[ReadPortion]:
+        for number in numbers:
+            self.resolver.share = number / len(self.units.units)
+            self.resolver.bytes_left = (len(self.units.units) - number) * UNIT_BYTES
+            read = self.units.read(number)
+            digest = None
+            if isinstance(read, UnitBytes):
+                digest = read.digest
+                known = self._remembered.find(digest, self.resolver.store)
+                if known is not None:
+                    self._pass_over(number, read, known)
+                    continue
+                read = self.units.cut(read)
+            under_way = _UnderWay(number=number, unit=read, digest=digest)
+            self._under_way.append(under_way)
+            for rows in some_at_a_time(read.rows):
+                under_way.num_portions += 1
+                yield ReadPortion(
+                    rows=np.full(len(rows), -1, dtype=np.int64),
+                    source_ids=np.full(len(rows), read.unit.source, dtype=np.int64),
+                    read=rows,
+                )
+            under_way.is_read = True
+
+    def _pass_over(self, number: int, read: UnitBytes, known: bytes) -> None:
+        result = decode_result(known)
+        num_lost = len(result.lost)
+        self.units.pass_over(read, result.num_lines)
+        self.resolver.count(encoded=0, reused=len(result) - num_lost, lost=num_lost, source=read.unit.source)
+        self.on_done(number, known)
+
+    def _finish(self) -> None:
+        while self._under_way and self._under_way[0].is_done:
+            done = self._under_way.popleft()
+            encoded = encode_result(UnitResult.of(done.unit, done.portions, self._files))
+            if done.digest is not None and not self._has_media(done):
+                self._remembered.keep(done.digest, encoded)
+            self.on_done(done.number, encoded)
+
+    def _has_media(self, done: _UnderWay) -> bool:
+        """Whether files beside the unit decide what comes of it: then its own bytes do not tell that it is the same."""
+        return any(
+            any(row.error.reason.startswith("media") for row in portion.lost)
+            or self.resolver.store.have_media(portion.sample_ids[portion.sample_ids >= 0]).any()
+            for portion in done.portions
+        )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _UnderWay:
+    """A unit that is being resolved."""
+
+    number: int
+    unit: CutUnit
+    digest: str | None
+    num_portions: int = 0
+    is_read: bool = False
+    portions: list[ResolvedPortion] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_read and len(self.portions) == self.num_portions

@@ -1,0 +1,360 @@
+"""A shard: one file of encoded samples. Written once, whole; never changed.
+
+    magic                                         8 bytes
+    payload of sample 0, of sample 1, …           one run of bytes each, a multiple of 4 bytes long
+    zeros                                         to a multiple of 8 bytes
+    index: the arrays of `ShardIndex`, in order   each filled with zeros to a multiple of 8 bytes
+
+A payload is ``input_ids`` int32[T], then ``target`` as bits (little-endian, to a multiple of 4 bytes), then ``weight``
+float32[T] if the sample has weights. If it has prompt turns or media, there follow how many turns and how many bytes of
+media there are, int32[2], then ``prompt_turns`` int32[…], then the media (`media_items`). So reading a sample touches
+one run of bytes, whose checksum is in the index. The index is vouched for by the manifest, with one digest for the
+keys and one for the rest: to look keys up, only they are read. So every byte is covered, and none is hashed twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.records import Audio, AudioHeader, Image, ImageHeader, MediaItem, Sample, Video, VideoHeader
+
+MAGIC = b"LUTSHRD5"
+KEY_BYTES = 32
+WRITE_BYTES = 2**22  # payloads are joined to so much before they are written: few calls, and no second copy of all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedSample:
+    """A sample as it will stand in a shard, with what planning needs to know of its leaves.
+
+    ``leaf_targets`` does not count a leaf's first token, which never is a target. ``leaf_encoders``: what encoders run
+    through for a leaf's media (`MediaItem.encoder_length`), () of text. ``notes`` is the JSON of the sample's, or
+    nothing. ``verdict`` is NaN where the sample has none.
+    """
+
+    payload: bytes
+    num_tokens: int
+    has_weight: bool
+    has_media: bool = False
+    branches: tuple[tuple[int, int], ...]
+    leaf_lengths: tuple[int, ...]
+    leaf_targets: tuple[int, ...]
+    leaf_encoders: tuple[int, ...] = ()
+    notes: bytes = b""
+    verdict: float = math.nan
+
+    @property
+    def counts(self) -> tuple[tuple[str, int], ...]:
+        """The notes as they were."""
+        return read_counts(self.notes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardEntry:
+    """What the manifest says of a shard."""
+
+    name: str
+    size: int
+    index_start: int  # where the payloads end
+    keys_digest: str  # of the index's zeros and keys
+    table_digest: str  # of the rest of the index
+    num_samples: int
+    num_branches: int
+    num_leaves: int
+    num_tokens: int
+    num_note_bytes: int
+
+    @property
+    def keys_start(self) -> int:
+        """Where the first key is."""
+        return self.index_start + -self.index_start % 8
+
+    @property
+    def keys_stop(self) -> int:
+        """Where the last key ends, and the rest of the index begins."""
+        return self.keys_start + KEY_BYTES * self.num_samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ShardIndex:
+    """n samples, b branches, l leaves, c bytes. ``…_bounds`` say which run of bytes, branches or leaves is whose."""
+
+    keys: NDArray[np.uint8]  # [n, 32]
+    payload_bounds: NDArray[np.int64]  # [n + 1], from the file's start
+    num_tokens: NDArray[np.int32]  # [n]
+    checksums: NDArray[np.uint32]  # [n], CRC-32 of the payload
+    has_weight: NDArray[np.uint8]  # [n]
+    has_media: NDArray[np.uint8]  # [n]
+    verdicts: NDArray[np.float32]  # [n], NaN: the sample has none
+    branch_bounds: NDArray[np.int64]  # [n + 1]
+    branch_parents: NDArray[np.int32]  # [b]
+    branch_lengths: NDArray[np.int32]  # [b]
+    leaf_bounds: NDArray[np.int64]  # [n + 1]
+    leaf_lengths: NDArray[np.int32]  # [l]
+    leaf_targets: NDArray[np.int32]  # [l]
+    leaf_encoders: NDArray[np.int32]  # [l]
+    note_bounds: NDArray[np.int64]  # [n + 1]
+    note_bytes: NDArray[np.uint8]  # [c], the samples' notes as JSON
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NewShard:
+    """A shard that is not on the disk yet. Its name follows from its content."""
+
+    entry: ShardEntry
+    payloads: Sequence[bytes]
+    index: bytes
+
+    def chunks(self) -> Iterator[bytes]:
+        """The file's bytes, in some pieces."""
+        yield MAGIC
+        piece: list[bytes] = []
+        num_bytes = 0
+        for payload in self.payloads:
+            piece.append(payload)
+            num_bytes += len(payload)
+            if num_bytes >= WRITE_BYTES:
+                yield b"".join(piece)
+                piece, num_bytes = [], 0
+        yield b"".join([*piece, self.index])
+
+
+def freeze_sample(sample: Sample) -> EncodedSample:
+    """A sample as bytes; `Shard.read` is the way back (all but the address, which belongs to the row)."""
+    bits = np.packbits(sample.target, bitorder="little").tobytes()
+    parts = [sample.input_ids.astype("<i4", copy=False).tobytes(), bits, b"\0" * (-len(bits) % 4)]
+    if sample.weight is not None:
+        parts.append(sample.weight.astype("<f4", copy=False).tobytes())
+    if sample.prompt_turns or sample.media:
+        media = media_to_bytes(sample.media)
+        parts.append(np.array([len(sample.prompt_turns), len(media), *sample.prompt_turns], dtype="<i4").tobytes())
+        parts += [media, b"\0" * (-len(media) % 4)]
+    leaf_lengths, leaf_targets = measure_leaves(sample)
+    return EncodedSample(
+        payload=b"".join(parts),
+        num_tokens=len(sample.input_ids),
+        has_weight=sample.weight is not None,
+        has_media=bool(sample.media),
+        branches=tuple((branch.parent, branch.length) for branch in sample.branches),
+        leaf_lengths=leaf_lengths,
+        leaf_targets=leaf_targets,
+        leaf_encoders=measure_encoders(sample),
+        notes=msgspec.json.encode(dict(sample.notes)) if sample.notes else b"",
+        verdict=math.nan if sample.verdict is None else sample.verdict,
+    )
+
+
+def read_counts(encoded: bytes) -> tuple[tuple[str, int], ...]:
+    """Names and numbers from their JSON, which may be missing."""
+    return tuple(msgspec.json.decode(encoded, type=dict[str, int]).items()) if encoded else ()
+
+
+def build_shard(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> NewShard:
+    """The manifest's entry and the file's bytes. The same samples make the same shard."""
+    index = _index_of(keys, samples)
+    index_start = int(index.payload_bounds[-1])
+    sections = list(_index_sections(index))
+    key_bytes = b"\0" * (-index_start % 8) + sections[0]
+    table = b"".join(sections[1:])
+    keys_digest, table_digest = hashlib.sha256(key_bytes), hashlib.sha256(table)
+    # the table has a checksum of every payload, so the two digests speak for the whole file
+    name = hashlib.sha256(keys_digest.digest() + table_digest.digest()).hexdigest()[:32]
+    entry = ShardEntry(
+        name=f"shard-{name}.bin",
+        size=index_start + len(key_bytes) + len(table),
+        index_start=index_start,
+        keys_digest=keys_digest.hexdigest(),
+        table_digest=table_digest.hexdigest(),
+        num_samples=len(samples),
+        num_branches=len(index.branch_parents),
+        num_leaves=len(index.leaf_lengths),
+        num_tokens=int(index.num_tokens.sum(dtype=np.int64)),
+        num_note_bytes=len(index.note_bytes),
+    )
+    return NewShard(entry=entry, payloads=[sample.payload for sample in samples], index=key_bytes + table)
+
+
+def read_index(mapped: Any, entry: ShardEntry) -> ShardIndex:
+    """The index as views of a shard's bytes."""
+    arrays: dict[str, Any] = {}
+    place = entry.keys_start
+    shapes = _shapes(entry.num_samples, entry.num_branches, entry.num_leaves, entry.num_note_bytes)
+    for name, (dtype, shape) in shapes.items():
+        count = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        array = np.frombuffer(mapped, dtype, count=count, offset=place)
+        arrays[name] = array.reshape(shape)
+        place += array.nbytes + -array.nbytes % 8
+    return ShardIndex(**arrays)
+
+
+def _index_of(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> ShardIndex:
+    branches = np.array([branch for sample in samples for branch in sample.branches], dtype=np.int32).reshape(-1, 2)
+    return ShardIndex(
+        keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES),
+        payload_bounds=len(MAGIC) + _bounds([len(sample.payload) for sample in samples]),
+        num_tokens=np.array([sample.num_tokens for sample in samples], dtype=np.int32),
+        checksums=np.array([zlib.crc32(sample.payload) for sample in samples], dtype=np.uint32),
+        has_weight=np.array([sample.has_weight for sample in samples], dtype=np.uint8),
+        has_media=np.array([sample.has_media for sample in samples], dtype=np.uint8),
+        verdicts=np.array([sample.verdict for sample in samples], dtype=np.float32),
+        branch_bounds=_bounds([len(sample.branches) for sample in samples]),
+        branch_parents=branches[:, 0],
+        branch_lengths=branches[:, 1],
+        leaf_bounds=_bounds([len(sample.leaf_lengths) for sample in samples]),
+        leaf_lengths=np.array([n for sample in samples for n in sample.leaf_lengths], dtype=np.int32),
+        leaf_targets=np.array([n for sample in samples for n in sample.leaf_targets], dtype=np.int32),
+        leaf_encoders=_encoders(samples),
+        note_bounds=_bounds([len(sample.notes) for sample in samples]),
+        note_bytes=np.frombuffer(b"".join(sample.notes for sample in samples), np.uint8),
+    )
+
+
+def _encoders(samples: Sequence[EncodedSample]) -> NDArray[np.int32]:
+    found = [sample.leaf_encoders or (0,) * len(sample.leaf_lengths) for sample in samples]
+    return np.array([number for of_sample in found for number in of_sample], dtype=np.int32)
+
+
+def _bounds(counts: list[int]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+def _shapes(
+    num_samples: int, num_branches: int, num_leaves: int, num_note_bytes: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    n, b, leaves = num_samples, num_branches, num_leaves
+    return {
+        "keys": ("u1", (n, KEY_BYTES)),
+        "payload_bounds": ("<i8", (n + 1,)),
+        "num_tokens": ("<i4", (n,)),
+        "checksums": ("<u4", (n,)),
+        "has_weight": ("u1", (n,)),
+        "has_media": ("u1", (n,)),
+        "verdicts": ("<f4", (n,)),
+        "branch_bounds": ("<i8", (n + 1,)),
+        "branch_parents": ("<i4", (b,)),
+        "branch_lengths": ("<i4", (b,)),
+        "leaf_bounds": ("<i8", (n + 1,)),
+        "leaf_lengths": ("<i4", (leaves,)),
+        "leaf_targets": ("<i4", (leaves,)),
+        "leaf_encoders": ("<i4", (leaves,)),
+        "note_bounds": ("<i8", (n + 1,)),
+        "note_bytes": ("u1", (num_note_bytes,)),
+    }
+
+
+def _index_sections(index: ShardIndex) -> Iterator[bytes]:
+    arrays = {field.name: getattr(index, field.name) for field in fields(index)}
+    shapes = _shapes(len(index.keys), len(index.branch_parents), len(index.leaf_lengths), len(index.note_bytes))
+    for name, (dtype, shape) in shapes.items():
+        assert arrays[name].shape == shape, f"{name}: {arrays[name].shape} != {shape}"
+        data = arrays[name].astype(dtype, copy=False).tobytes()
+        yield data + b"\0" * (-len(data) % 8)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Media items as bytes of a store, and the way back: references, headers and places, never pixels.
+
+
+MEDIA = {"image": Image, "video": Video, "audio": Audio}
+HEADERS = {"image": ImageHeader, "video": VideoHeader, "audio": AudioHeader}
+
+
+def media_to_bytes(items: Sequence[MediaItem]) -> bytes:
+    """Nothing for no items."""
+    return msgspec.msgpack.encode([_plain(item) for item in items]) if items else b""
+
+
+def media_from_bytes(encoded: bytes) -> tuple[MediaItem, ...]:
+    """Read what `media_to_bytes` wrote."""
+    return tuple(map(_item, msgspec.msgpack.decode(encoded))) if encoded else ()
+
+
+def _plain(item: MediaItem) -> list[Any]:
+    kind = next(kind for kind, of_kind in MEDIA.items() if isinstance(item.media, of_kind))
+    return [kind, _values(item.media), _values(item.header), item.start, item.length, item.encoder_length]
+
+
+def _values(record: Any) -> dict[str, Any]:
+    found = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: _values(value) if isinstance(value, AudioHeader) else value for name, value in found.items()}
+
+
+def _item(plain: list[Any]) -> MediaItem:
+    kind, media, header, start, length, encoder_length = plain
+    if isinstance(media["source"], list):
+        media["source"] = tuple(media["source"])
+    if header.get("audio") is not None:
+        header["audio"] = AudioHeader(**header["audio"])
+    return MediaItem(
+        media=MEDIA[kind](**media),
+        header=HEADERS[kind](**header),
+        start=start,
+        length=length,
+        encoder_length=encoder_length,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What planning needs to know of a sample's leaves, without laying out their tokens.
+
+
+def measure_leaves(sample: Sample) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens from root to leaf, and targets that the leaf's segment counts, leaf by leaf: `Sample.segments` in numbers.
+
+    A leaf's first token is never counted, for nothing predicts it.
+    """
+    target, branches = sample.target, sample.branches
+    if len(branches) == 1:
+        return (len(target),), (int(np.count_nonzero(target[1:])),)
+    if not all(branch.length for branch in branches):
+        segments = sample.segments()
+        return tuple(map(len, segments)), tuple(int(np.count_nonzero(segment.target[1:])) for segment in segments)
+    lengths: list[int] = []  # from the root to the branch's end
+    counts: list[int] = []
+    is_leaf = [True] * len(branches)
+    start = 0
+    for branch in branches:
+        stop = start + branch.length
+        if branch.parent < 0:
+            lengths.append(branch.length)
+            counts.append(int(np.count_nonzero(target[start + 1 : stop])))
+        else:
+            lengths.append(lengths[branch.parent] + branch.length)
+            counts.append(int(np.count_nonzero(target[start:stop])))
+            is_leaf[branch.parent] = False
+        start = stop
+    leaf_targets = []
+    for leaf in [number for number, is_one in enumerate(is_leaf) if is_one]:
+        total, node = 0, leaf
+        while node >= 0:  # the first leaf of a branch takes its targets, and those of all before it
+            total += counts[node]
+            counts[node] = 0
+            node = branches[node].parent
+        leaf_targets.append(total)
+    return tuple(length for length, is_one in zip(lengths, is_leaf, strict=True) if is_one), tuple(leaf_targets)
+
+
+def measure_encoders(sample: Sample) -> tuple[int, ...]:
+    """What encoders run through for the media of each leaf, those that leaves share counted in each; () of text."""
+    if not sample.media:
+        return ()
+    return tuple(sum(item.encoder_length for item in segment.media) for segment in sample.segments())
+
+
+def numbers_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``[2, 0, 3] -> [0, 1, 0, 1, 2]``"""
+    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int64]:
+    """Numbers one behind the other, also if there are none."""
+    return np.concatenate([np.zeros(0, np.int64), *(part.astype(np.int64) for part in parts)])

@@ -1,0 +1,332 @@
+"""The token store: encoded samples on disk, found by the content of their rows.
+
+    <store>/about.json          what made it; its time is that of the last use
+    <store>/lock                one writer at a time changes the manifest
+    <store>/users               locked by all who use the store, so that nobody cleans up under them
+    <store>/manifest.json       names the shards; replaced as a whole, last of all
+    <store>/shard-<hash>.bin    samples (`luthier.store.shard`)
+    <store>/shared-work/        lists of work that processes share (`luthier.store.work_list`)
+
+A key is a digest of a row's bytes and of everything else that decides its sample (`row_key`), so a sample is encoded
+once, however often, in whichever file or run its row comes again. Readers see the manifest before a commit or after
+it, never a mix. Several processes may add to a store at the same time: shards have names of their own, and the
+manifests are merged under the lock; should two have encoded the same row, the first to commit is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier import __version__
+from luthier.errors import StoreError
+from luthier.layout import held_of_leaves
+from luthier.packing.planned import take_groups
+from luthier.records import NOWHERE, Address, Sample
+from luthier.store.disk import Disk, Hold
+from luthier.store.key_index import KeyIndex
+from luthier.store.manifest import (
+    ABOUT,
+    FORMAT,
+    LOCK,
+    MANIFEST,
+    USERS,
+    Manifest,
+    read_manifest,
+    row_key,
+    store_folder,
+    write_manifest,
+)
+from luthier.store.shard import KEY_BYTES, EncodedSample, NewShard, build_shard, joined, numbers_within
+from luthier.store.shard_reader import Shard, store_gone
+
+__all__ = ["FORMAT", "LOCK", "MANIFEST", "SHARD_BYTES", "SampleStore", "StoreWriter", "row_key", "store_folder"]
+
+SHARD_BYTES = 2**26  # so much is encoded between commits, and lost at most if the process is killed
+
+Ints = NDArray[np.int64]
+
+
+class SampleStore:
+    """A snapshot of the store, open for reading: ``store[i]`` is the i-th sample. Numbers stay what they are when
+    shards are added later. Costs little to send to another process, which maps the same files.
+
+    Opening looks at the manifest and at the shards' sizes. A shard's keys are checked when keys are first looked up,
+    its index when one of its samples is first asked for, a sample's bytes each time they are read: so damage is found
+    before anything that is damaged is used.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, *, before: SampleStore | None = None) -> None:
+        """Use `SampleStore.open`. ``before`` is an earlier snapshot, whose open files serve this one too."""
+        self.folder = folder
+        self.fingerprint = manifest.fingerprint
+        self._manifest = manifest
+        self._opened: deque[Shard] = deque() if before is None else before._opened
+        self._key_index: KeyIndex = KeyIndex() if before is None else before._key_index
+        held = before is not None and before._hold.held
+        create = folder.is_dir()
+        self._hold: Hold = before._hold if before is not None and held else Hold(folder / USERS, create=create)
+        known: list[Shard] = [] if before is None else before._shards
+        new = [Shard(folder / entry.name, entry, self._opened) for entry in manifest.entries[len(known) :]]
+        for shard in new:
+            shard.check_size()
+        self._shards: list[Shard] = [*known, *new]
+        self._starts = list(accumulate((entry.num_samples for entry in manifest.entries), initial=0))
+
+    @classmethod
+    def open(cls, folder: Path, *, fingerprint: str | None) -> SampleStore:
+        """The store as its manifest says; empty where there is none. ``fingerprint`` None takes any encoder's.
+
+        Raises `StoreError` if it is damaged, or belongs to another encoder or another version of Luthier.
+        """
+        with suppress(OSError):
+            os.utime(folder / ABOUT)
+        return cls(folder, read_manifest(folder, fingerprint, disk=Disk()))
+
+    def refresh(self) -> SampleStore:
+        """The store with what was committed since; the same object if nothing was. Numbers stay what they are.
+
+        Raises `StoreError` if what this snapshot has is not in the store any more.
+        """
+        now = read_manifest(self.folder, self.fingerprint, disk=Disk(), known=self._manifest)
+        if now.digest == self._manifest.digest:
+            return self
+        known = self._manifest.entries
+        if known and not (self.folder / MANIFEST).exists():
+            raise store_gone(self.folder)
+        if now.entries[: len(known)] != known:
+            raise StoreError(
+                f"{self.folder / MANIFEST}: the store was changed while it was in use: it had {len(known)} shards, "
+                f"the first {len(known)} of the {len(now.entries)} that it has now are others",
+                hint="start again",
+            )
+        return SampleStore(self.folder, now, before=self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleStore, (self.folder, self._manifest)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __contains__(self, key: bytes) -> bool:
+        return self.index_of(key) is not None
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.read(index, NOWHERE)
+
+    def read(self, index: int, address: Address) -> Sample:
+        """A sample with its row's address. Raises `StoreError` if its bytes are damaged, or the store is gone."""
+        if not 0 <= index < self._starts[-1]:
+            raise self._beyond(f"sample {index}")
+        shard = bisect_right(self._starts, index) - 1
+        return self._shards[shard].read(index - self._starts[shard], address)
+
+    def notes(self, index: int) -> tuple[tuple[str, int], ...]:
+        """What is worth knowing of a sample's row, and how often."""
+        shard = bisect_right(self._starts, index) - 1
+        return self._shards[shard].notes(index - self._starts[shard])
+
+    def lookup(self, keys: NDArray[np.uint8]) -> Ints:
+        """int64[n]: the numbers of the samples with the keys uint8[n, KEY_BYTES]; -1 where there is none.
+
+        Raises `StoreError` if a shard's keys are damaged.
+        """
+        index = self._key_index
+        if index.num_samples < len(self):
+            first = self._starts.index(index.num_samples)
+            self._key_index = index = index.extended(shard.keys() for shard in self._shards[first:])
+        return index.lookup(keys)
+
+    def index_of(self, key: bytes) -> int | None:
+        """The number of the sample with this key, if it is in the store. For many keys use `lookup`."""
+        if not len(self):
+            return None
+        found = int(self.lookup(np.frombuffer(key, np.uint8).reshape(1, KEY_BYTES))[0])
+        return None if found < 0 else found
+
+    def leaves_of(self, sample_ids: Ints) -> tuple[Ints, Ints, Ints]:
+        """``(counts int64[n], lengths int64[l], targets int64[l])``: how many leaves each sample has; then, leaf by
+        leaf in the samples' order, its tokens from root to leaf and the targets that its segment counts."""
+        counts = np.zeros(len(sample_ids), dtype=np.int64)
+        found: list[tuple[Ints, NDArray[np.int32], NDArray[np.int32]]] = []
+        for shard, places, inside in self._by_shard(sample_ids):
+            index = shard.index
+            first = index.leaf_bounds[inside]
+            counts[places] = here = index.leaf_bounds[inside + 1] - first
+            leaf = np.repeat(first, here) + numbers_within(here)
+            found.append((places, index.leaf_lengths[leaf], index.leaf_targets[leaf]))
+            shard.release()
+        starts = np.cumsum(counts) - counts
+        lengths = np.zeros(int(counts.sum()), dtype=np.int64)
+        targets = np.zeros(len(lengths), dtype=np.int64)
+        for places, leaf_lengths, leaf_targets in found:
+            to = np.repeat(starts[places], counts[places]) + numbers_within(counts[places])
+            lengths[to], targets[to] = leaf_lengths, leaf_targets
+        return counts, lengths, targets
+
+    def have_media(self, sample_ids: Ints) -> NDArray[np.bool_]:
+        """bool[n]: whether these samples have images, videos or sounds."""
+        found = np.zeros(len(sample_ids), dtype=np.bool_)
+        for shard, places, inside in self._by_shard(sample_ids):
+            found[places] = shard.index.has_media[inside] > 0
+            shard.release()
+        return found
+
+    def keys_of(self, sample_ids: Ints) -> NDArray[np.uint8]:
+        """uint8[n, KEY_BYTES]: the keys of these samples."""
+        keys = np.zeros((len(sample_ids), KEY_BYTES), dtype=np.uint8)
+        for shard, places, inside in self._by_shard(sample_ids):
+            keys[places] = shard.keys_at(inside)
+            shard.release()
+        return keys
+
+    def release(self) -> None:
+        """Let go of the memory that reading took."""
+        for shard in self._opened:
+            shard.release()
+
+    def verify(self) -> None:
+        """Read every byte. Raises `StoreError` if one is not as it was written."""
+        for shard in self._shards:
+            shard.verify()
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards, in the order of their samples."""
+        return tuple(self._shards)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples; those that leaves share are counted once."""
+        return sum(entry.num_tokens for entry in self._manifest.entries)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the shards take on disk."""
+        return sum(entry.size for entry in self._manifest.entries)
+
+    @cached_property
+    def leaf_bounds(self) -> Ints:
+        """int64[n + 1]: sample ``i`` has the leaves ``leaf_bounds[i]:leaf_bounds[i + 1]``."""
+        counts = [np.diff(shard.index.leaf_bounds) for shard in self._shards]
+        bounds: Ints = np.cumsum(np.concatenate([np.zeros(1, np.int64), *counts]))
+        return bounds
+
+    @cached_property
+    def leaf_lengths(self) -> Ints:
+        """int64[l]: tokens from root to leaf."""
+        return joined([shard.index.leaf_lengths for shard in self._shards])
+
+    @cached_property
+    def leaf_targets(self) -> Ints:
+        """int64[l]: targets that the leaf's segment counts."""
+        return joined([shard.index.leaf_targets for shard in self._shards])
+
+    def leaf_held(self, sample_ids: Ints) -> Ints:
+        """int64[…], of each leaf of these samples, one sample behind the other, how many of its first tokens are those
+        of the leaf before it (`layout.held_of_leaves`)."""
+        counts = np.diff(self.leaf_bounds)[sample_ids]
+        bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        held = np.zeros(int(bounds[-1]), dtype=np.int64)
+        trees = np.flatnonzero(counts > 1)
+        for shard, places, numbers in self._by_shard(sample_ids[trees]):
+            index = shard.index
+            branches, of_trees = take_groups(index.branch_bounds, numbers)
+            found = held_of_leaves(index.branch_parents[branches], index.branch_lengths[branches], of_trees)
+            held[take_groups(bounds, trees[places])[0]] = found
+        return held
+
+    @cached_property
+    def verdicts(self) -> NDArray[np.float32]:
+        """float32[n]: what `Sample.verdict` says, NaN where it says nothing."""
+        return np.concatenate([np.zeros(0, np.float32), *(shard.index.verdicts for shard in self._shards)])
+
+    @cached_property
+    def root_lengths(self) -> Ints:
+        """int64[n]: tokens of each sample's first branch, which is the prompt where continuations are compared."""
+        return joined([shard.index.branch_lengths[shard.index.branch_bounds[:-1]] for shard in self._shards])
+
+    @property
+    def keys(self) -> NDArray[np.uint8]:
+        """uint8[n, KEY_BYTES]: every sample's key (`row_key`), 32 bytes each; `keys_of` gives some of them."""
+        return np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *(shard.keys() for shard in self._shards)])
+
+    def _beyond(self, what: str) -> Exception:
+        """For numbers that this snapshot does not have: whoever opened a store after it was deleted has none."""
+        gone = not (self.folder / MANIFEST).exists()
+        return store_gone(self.folder) if gone else IndexError(f"{what} of {len(self)}")
+
+    def _by_shard(self, sample_ids: Ints) -> Iterator[tuple[Shard, Ints, Ints]]:
+        """Each shard that has some of the samples; which of ``sample_ids`` these are; their numbers in the shard."""
+        if not len(sample_ids):
+            return
+        if sample_ids.min() < 0 or sample_ids.max() >= len(self):
+            raise self._beyond(f"samples {sample_ids.min()} to {sample_ids.max()}")
+        starts = np.array(self._starts, dtype=np.int64)
+        shard_of = np.searchsorted(starts, sample_ids, side="right") - 1
+        order = np.argsort(shard_of, kind="stable")
+        cuts = np.flatnonzero(np.diff(shard_of[order])) + 1
+        for places in np.split(order, cuts):
+            shard = int(shard_of[places[0]])
+            yield self._shards[shard], places, sample_ids[places] - starts[shard]
+
+
+class StoreWriter:
+    """Adds samples to a store. What was added is in the store after `commit`, or once `SHARD_BYTES` are together."""
+
+    def __init__(
+        self, folder: Path, *, fingerprint: str, disk: Disk | None = None, about: Mapping[str, str] | None = None
+    ) -> None:
+        """Create the folder if need be. ``about`` tells people what made the store (model, template …); the first
+        writer's is kept. Raises `StoreError` if the folder cannot be created."""
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._disk = Disk() if disk is None else disk
+        self._pending: dict[bytes, EncodedSample] = {}
+        self._pending_bytes = 0
+        self._disk.make_folder(folder)
+        self._hold = Hold(folder / USERS)
+        if not (folder / ABOUT).exists():
+            told = {"luthier": __version__, "format": FORMAT, "fingerprint": fingerprint, **(about or {})}
+            self._disk.create_once(folder / ABOUT, json.dumps(told, indent=1).encode())
+
+    def add(self, key: bytes, sample: EncodedSample) -> None:
+        """Add a sample under its key; a key that is pending already keeps its sample."""
+        assert len(key) == KEY_BYTES, f"a key has {KEY_BYTES} bytes, not {len(key)}"
+        if key in self._pending:
+            return
+        self._pending[key] = sample
+        self._pending_bytes += len(sample.payload)
+        if self._pending_bytes >= SHARD_BYTES:
+            self.commit()
+
+    def commit(self) -> None:
+        """Write what is pending, then name it in the manifest. Raises `StoreError`; the store is then as before or,
+        if only the last step failed, as after; either way what is pending can be committed again."""
+        if not self._pending:
+            return
+        shard = build_shard(list(self._pending), list(self._pending.values()))
+        self._disk.publish(self._folder / shard.entry.name, shard.chunks())
+        with self._disk.locked(self._folder / LOCK):
+            self._name(shard)
+        self._pending = {}
+        self._pending_bytes = 0
+
+    def _name(self, shard: NewShard) -> None:
+        entries = read_manifest(self._folder, self._fingerprint, disk=self._disk).entries
+        if shard.entry in entries:
+            return
+        if not (self._folder / shard.entry.name).exists():  # somebody cleaned up where locks are not shared
+            self._disk.publish(self._folder / shard.entry.name, shard.chunks())
+        write_manifest(self._folder, self._fingerprint, [*entries, shard.entry], disk=self._disk)
