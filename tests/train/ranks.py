@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed import TCPStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+START = "import gc, runpy, sys; gc.disable(); sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
 SECONDS = 250.0  # the longest that the ranks of one program may take together
 # The store in which ranks meet lives in this process as long as they do, as it does in torchrun. Whoever would choose
 # a free port for rank 0 to listen on may find that another program has taken it by then.
@@ -22,7 +23,10 @@ _STORES: WeakKeyDictionary[subprocess.Popen[bytes], TCPStore] = WeakKeyDictionar
 
 
 def start_ranks(program: Path, *arguments: str, size: int, errors: Path) -> list[subprocess.Popen[bytes]]:
-    """Start ``python PROGRAM ARGUMENTS`` once for each of ``size`` ranks; standard error goes to ``errors``."""
+    """Start ``python PROGRAM ARGUMENTS`` once for each of ``size`` ranks; standard error goes to ``errors``.
+
+    Python's collector is off in them: what they import takes it a second, and they end soon.
+    """
     paths = (REPOSITORY, program.parent, os.environ.get("PYTHONPATH", ""))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))}
     if size > 1:
@@ -32,7 +36,7 @@ def start_ranks(program: Path, *arguments: str, size: int, errors: Path) -> list
     with errors.open("ab") as file:
         processes = [
             subprocess.Popen(
-                [sys.executable, str(program), *arguments],
+                [sys.executable, "-c", START, str(program), *arguments],
                 stdout=subprocess.DEVNULL,
                 stderr=file,
                 env=environment if size == 1 else environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},

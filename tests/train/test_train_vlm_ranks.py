@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import exit_codes, start_ranks
+from ranks import run_ranks
 from tiny_vlm_ranks import loss_of, rank_batch, trained_vlm
 
 NAME = "qwen3_vl"  # whose tower gives features to several layers
@@ -14,22 +14,20 @@ PROGRAM = Path(__file__).with_name("tiny_vlm_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
-    """Where the gradients are, and the exit codes of both ranks by mode."""
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """Where the gradients are, and the exit codes of both ranks, which train with the blank first and then without."""
     folder = tmp_path_factory.mktemp("ranks")
-    started = {
-        mode: start_ranks(PROGRAM, str(folder), NAME, mode, size=2, errors=folder / f"{mode}.stderr")
-        for mode in ("blank", "bare")
-    }
-    return folder, {mode: exit_codes(processes) for mode, processes in started.items()}
+    codes = run_ranks(PROGRAM, str(folder), NAME, "blank", "bare", errors=folder / "stderr")
+    return folder, codes
 
 
 def test_both_ranks_get_the_mean_gradient_of_a_batch_with_pictures_and_one_without(
-    ended: tuple[Path, dict[str, list[int]]],
+    ended: tuple[Path, list[int]],
 ) -> None:
-    folder, codes = ended
-    assert codes["blank"] == [0, 0], (folder / "blank.stderr").read_text()
-    first, second = (torch.load(folder / f"blank-{rank}.pt", weights_only=True) for rank in range(2))
+    folder, _ = ended
+    files = [folder / f"blank-{rank}.pt" for rank in range(2)]
+    assert all(file.is_file() for file in files), (folder / "stderr").read_text()
+    first, second = (torch.load(file, weights_only=True) for file in files)
     model, forward = trained_vlm(NAME, with_blanks=False)
     for rank in range(2):
         loss_of(model, forward, rank_batch(NAME, rank)).backward()
@@ -43,8 +41,10 @@ def test_both_ranks_get_the_mean_gradient_of_a_batch_with_pictures_and_one_witho
     assert tower > 10
 
 
-def test_without_the_blank_the_ranks_cannot_go_on(ended: tuple[Path, dict[str, list[int]]]) -> None:
-    assert all(ended[1]["bare"])
+def test_without_the_blank_the_ranks_cannot_go_on(ended: tuple[Path, list[int]]) -> None:
+    folder, codes = ended
+    assert all(codes) and (folder / "bare.store").exists(), "both began without it, and failed"
+    assert not list(folder.glob("bare-*.pt"))
 
 
 def test_the_blank_changes_no_number_of_a_batch_of_words() -> None:

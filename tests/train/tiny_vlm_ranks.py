@@ -1,6 +1,7 @@
-"""One of two ranks that train a model that sees, one on words alone: ``python tiny_vlm_ranks.py FOLDER NAME MODE``.
+"""One of two ranks that train a model that sees, one on words alone: ``python tiny_vlm_ranks.py FOLDER NAME MODE…``.
 
-With the mode ``blank`` or ``bare`` it takes two steps and saves its gradients of the second in ``FOLDER/MODE-RANK.pt``.
+With each mode, ``blank`` or ``bare``, it takes two steps and saves its gradients of the second in
+``FOLDER/MODE-RANK.pt``. It ends with the first mode that fails.
 """
 
 from __future__ import annotations
@@ -68,12 +69,14 @@ def _rank(folder: Path, name: str, mode: str, rank: int) -> None:
         model.zero_grad()
         loss_of(wrapped, forward, rank_batch(name, rank)).backward()
     torch.save({key: p.grad for key, p in model.named_parameters() if p.requires_grad}, folder / f"{mode}-{rank}.pt")
+    distributed.destroy_process_group()
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, name, mode = sys.argv[1:]
-    _rank(Path(folder), name, mode, int(os.environ["RANK"]))
+    folder, name, *modes = sys.argv[1:]
+    for mode in modes:
+        _rank(Path(folder), name, mode, int(os.environ["RANK"]))
 
 
 if __name__ == "__main__":
