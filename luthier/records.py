@@ -200,7 +200,7 @@ class TargetRule:
     part     ``answer``, ``thinking`` or ``tool_call`` of an assistant's message
     pattern  a Python regular expression, searched in texts and thoughts; its group 1, if it has one, is what is meant
 
-    A condition that is None holds everywhere. A ``weight`` of 0 is ``train: false``. See `rendering.target_rules`.
+    A condition that is None holds everywhere. A ``weight`` of 0 is ``train: false``. See `rendering.targets`.
     """
 
     role: str | None = None

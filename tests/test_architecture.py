@@ -337,7 +337,6 @@ EXCUSED_FOLDERS: dict[str, str] = {
     "config": "is to be divided",
     "loader": "is to be divided",
     "objectives": "is to be divided",
-    "rendering": "is to be divided",
     "train": "is to be divided",
 }
 

@@ -13,7 +13,7 @@ from luthier.media import MediaKind
 from luthier.media.families.family import Packing
 from luthier.media.families.table import FAMILIES
 from luthier.preparation.segments import SegmentIndex
-from luthier.rendering.media_slots import kind_of_media
+from luthier.rendering.messages import kind_of_media
 
 Ints = NDArray[np.int64]
 

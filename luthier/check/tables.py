@@ -15,7 +15,7 @@ from luthier.check.media_counts import MediaCount
 from luthier.check.plan import DataPlan, LongRow, RunPlan
 from luthier.check.stats import Distribution, SourceStats, Stats
 from luthier.packing import Units
-from luthier.rendering.media_slots import PLURAL
+from luthier.rendering.messages import PLURAL
 
 BAR_WIDTH = 40
 

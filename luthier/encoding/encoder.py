@@ -20,11 +20,9 @@ from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.layout import prompt_tree
 from luthier.media import MediaAccess, MediaSource, decoder_of
 from luthier.records import SAMPLES_VERSION, ControlPiece, MediaItem, MediaPiece, Rendered, Row, Sample
-from luthier.rendering.filled import Comparison, Expansion, Filled
-from luthier.rendering.kinds import RowKind, kind_of
+from luthier.rendering.blueprint import Comparison, Expansion, Filled
 from luthier.rendering.render import Renderer
-from luthier.rendering.target_rules import rules_from_config
-from luthier.rendering.targets import TargetPolicy
+from luthier.rendering.targets import RowKind, TargetPolicy, kind_of, rules_from_config
 from luthier.store.manifest import BLOBS, default_root
 from luthier.templating.limits import TemplateSettings
 

@@ -22,10 +22,8 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, MediaProcessor, decoder_of
 from luthier.records import Address, Conversation, Document, Feedback, Preference, Row, Sample
-from luthier.rendering.kinds import kind_of
 from luthier.rendering.render import Renderer
-from luthier.rendering.target_rules import rules_from_config
-from luthier.rendering.targets import TargetPolicy
+from luthier.rendering.targets import TargetPolicy, kind_of, rules_from_config
 from luthier.rendering.template import ChatTemplate
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout

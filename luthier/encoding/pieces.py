@@ -15,9 +15,8 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.encoding.tree import fold
 from luthier.errors import ModelError, RowError
 from luthier.records import Branch, ControlPiece, MediaItem, MediaPiece, Sample
-from luthier.rendering.blueprint import Blueprint, Run, TextRun
+from luthier.rendering.blueprint import DIFFERING_TOKENS, Blueprint, Filled, Run, TextRun
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.filled import DIFFERING_TOKENS, Filled
 
 MOST_ASSEMBLIES = 5_000
 MOST_WITH_MEDIA = 500  # these hold the ids of all slots

@@ -10,7 +10,7 @@ from luthier.config.schema import Packing, RunConfig, TrainConfig
 from luthier.errors import UserError
 from luthier.media import MediaSource
 from luthier.packing import PlanSettings, Units
-from luthier.rendering.kinds import RowKind, kind_of
+from luthier.rendering.targets import RowKind, kind_of
 
 
 def units_of(config: RunConfig) -> Units:

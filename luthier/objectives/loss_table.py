@@ -10,7 +10,7 @@ from luthier.config.objective import DEFAULT_LOSS, LOSSES
 from luthier.objectives.feedback_losses import FEEDBACK_LOSSES
 from luthier.objectives.pair_losses import PAIR_LOSSES
 from luthier.objectives.token_losses import TOKEN_OBJECTIVES
-from luthier.rendering.kinds import kind_of
+from luthier.rendering.targets import kind_of
 
 _REWARD = ("-log s(Rc - Rd - margin) + center_rewards (Rc + Rd)^2", "2307.09288", "Bradley and Terry; rows' margins")
 

@@ -8,14 +8,21 @@ from itertools import accumulate
 from typing import Any
 
 from luthier.records import Conversation, Message, Text, Thinking
-from luthier.rendering.guards import Guard
-from luthier.rendering.media_slots import media_of
-from luthier.rendering.messages import message_strings
+from luthier.rendering.messages import media_of, message_strings
 from luthier.rendering.prefixes import LONG, Prefixes
-from luthier.rendering.references import Alphabet, Fixed, Operation, Reference, Slot, references_in
-from luthier.rendering.shape import MessageShape, message_shape, tools_shape
+from luthier.rendering.references import (
+    Alphabet,
+    Fixed,
+    MessageShape,
+    Operation,
+    Reference,
+    Slot,
+    message_shape,
+    references_in,
+    tools_shape,
+)
 from luthier.rendering.template import ChatTemplate, Recording
-from luthier.rendering.trace import Trace, Written
+from luthier.rendering.trace import Guard, Trace, Written
 from luthier.rendering.words import Given
 
 MOST_RECORDINGS = 20_000  # kept at a time; then all are forgotten and begun anew

@@ -4,18 +4,21 @@ A template is run once for rows of one shape, and what it printed is kept as a *
 private-use character wherever a string of the row stood. Each such character stands for a reference, which says how to
 get the text from another row's strings:
 
-    "<|user|>" + content.strip() + "\\n"     ->   "<|user|>\\U000F0000\\n",   U+F0000 = Slot(3, (("strip", None),))
+    "<|user|>" + content.strip() + "\n"     ->   "<|user|>\U000f0000\n",   U+F0000 = Slot(3, (("strip", None),))
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
 
+import msgspec
 from markupsafe import escape
+
+from luthier.records import Message, Text, Thinking, ToolCall
 
 FIRST_CHAR = 0xF0000  # the private planes 15 and 16
 LAST_CHAR = 0x10FFFF
@@ -213,3 +216,53 @@ def has_reference(sketch: str) -> bool:
 
 _REFERENCE = re.compile(f"[{chr(FIRST_CHAR)}-{chr(LAST_CHAR)}]")
 _BESIDE_REFERENCES = re.compile(f"({_REFERENCE.pattern})")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The shape of a row: everything about it but its strings. Rows of one shape may share one recording.
+
+
+MessageShape = Hashable
+
+
+def message_shape(message: Message) -> MessageShape:
+    """Equal for messages that differ in their strings only; the keys of tool arguments count as shape."""
+    if message.train is None and message.weight == 1 and message.name is None and message.tool_call_id is None:
+        match message.parts:
+            case (Text(train=None, weight=1.0),):
+                return message.role  # by far the most frequent one
+    return (
+        message.role,
+        message.train,
+        message.weight,
+        message.name is None,
+        message.tool_call_id is None,
+        tuple(map(_part_shape, message.parts)),
+    )
+
+
+def tools_shape(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    """Tools are the same for many rows, so all of them is shape."""
+    return msgspec.json.encode(list(tools)) if tools else b""
+
+
+def _part_shape(part: Any) -> Hashable:
+    match part:
+        case Text() | Thinking():
+            return type(part).__name__, part.train, part.weight
+        case ToolCall():
+            return "ToolCall", part.train, part.weight, part.id is None, _structure(part.arguments)
+        case _:
+            return type(part).__name__
+
+
+def _structure(value: Any) -> Hashable:
+    match value:
+        case str():
+            return str
+        case Mapping():
+            return tuple((key, _structure(item)) for key, item in value.items())
+        case list() | tuple():
+            return list, *map(_structure, value)
+        case _:
+            return type(value).__name__, repr(value)  # repr: 1.0, 1 and True differ, NaN equals itself

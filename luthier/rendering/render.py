@@ -29,24 +29,25 @@ from luthier.records import (
     Thinking,
 )
 from luthier.rendering.answers import require_answer, tags_in
-from luthier.rendering.blueprint import Blueprint, build_blueprint
-from luthier.rendering.compared import ComparedRow, compare, continuations, only_last, with_continuation
+from luthier.rendering.blueprint import CONTROL_STRING, UNASKED, Blueprint, Filled, build_blueprint
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.documents import document_path, document_shape
-from luthier.rendering.filled import CONTROL_STRING, UNASKED, Filled
-from luthier.rendering.kinds import RowKind
-from luthier.rendering.media_slots import MediaSlots, SlotsOnDemand, media_of, media_of_parts, no_slots
-from luthier.rendering.messages import message_strings
-from luthier.rendering.one_rendering import one_path
+from luthier.rendering.messages import MediaSlots, SlotsOnDemand, media_of, media_of_parts, message_strings, no_slots
 from luthier.rendering.openings import ending_of
-from luthier.rendering.paths import Path, can_be_asked, cut_paths, learned_spans, paths_of
-from luthier.rendering.pieces import Weigh
+from luthier.rendering.other_rows import (
+    ComparedRow,
+    compare,
+    continuations,
+    document_path,
+    document_shape,
+    one_path,
+    only_last,
+    with_continuation,
+)
+from luthier.rendering.paths import Path, Weigh, can_be_asked, cut_paths, learned_spans, paths_of
 from luthier.rendering.prefixes import Joint, Judge, NotLocal
 from luthier.rendering.recordings import Recordings, RowHistory, unshared
-from luthier.rendering.references import AlphabetFull, Slot, exchanged
-from luthier.rendering.shape import MessageShape, message_shape, tools_shape
-from luthier.rendering.target_rules import apply_rules
-from luthier.rendering.targets import TargetPolicy, Weights, trained_turns
+from luthier.rendering.references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
+from luthier.rendering.targets import RowKind, TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.rendering.template import ChatTemplate
 
 __all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]

@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import operator
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import lru_cache
+from itertools import groupby
+from typing import TypeVar
 
-from luthier.config.schema import HistoryRendering, TrainOn
-from luthier.records import Conversation, Document, Message, TargetRule, Text, Thinking, ToolCall
-from luthier.rendering.kinds import RowKind
+from luthier.config.schema import HistoryRendering, TargetRuleConfig, TrainOn
+from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 from luthier.rendering.trace import Owner
 from luthier.rendering.turns import Span
+
+__all__ = ["TargetRule", "apply_rules", "apply_to_messages", "rules_from_config"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Which kind of row an objective learns from. A row of another kind has nothing that it could learn.
+
+
+class RowKind(StrEnum):
+    """What a row must be: answers to imitate, pairs of continuations to compare, or continuations with a verdict."""
+
+    ANSWER = "answer"
+    PAIR = "pair"
+    VERDICT = "verdict"
+
+    @property
+    def unit(self) -> str:
+        """What a step's loss is divided by the number of, over all its micro-batches and ranks."""
+        return {RowKind.ANSWER: "target", RowKind.PAIR: "pair", RowKind.VERDICT: "row"}[self]
+
+
+def kind_of(objective: str) -> RowKind:
+    """The rows that the objective of this name learns from.
+
+    Raises AssertionError for a name that no run description can have.
+    """
+    match objective:
+        case "sft" | "pt":
+            return RowKind.ANSWER
+        case "rm" | "dpo":
+            return RowKind.PAIR
+        case "kto":
+            return RowKind.VERDICT
+        case _:
+            raise AssertionError(f"unknown objective {objective!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,3 +182,248 @@ def _whole_messages(messages: Sequence[Message], train_on: TrainOn) -> set[int]:
 
 def _has_trained_part(message: Message) -> bool:
     return any(isinstance(part, Text | Thinking | ToolCall) and part.train for part in message.parts)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rules on what is learned become flags on the parts of a row, before it is rendered.
+#
+#     rules    [{role: assistant, weight: 0.5}, {pattern: "[0-9]+", train: false}]
+#     row      assistant: Text("It is 42 now.")
+#     becomes  assistant, weight 0.5: Text("It is "), Text("42", train=False), Text(" now.")
+#
+# A rule without ``part`` and ``pattern`` is *wide*: it speaks of whole messages, with their headers and stop tokens.
+# All others are *narrow*. For every character the last rule that holds there decides, ``train`` and ``weight`` each
+# on their own. What the row says itself is final, but for one thing: ``train: true`` on a message says that it is
+# learned, and narrow rules still choose in it. Weights of rows, messages, parts and rules multiply. See
+# docs/targets.md.
+
+
+RuledRow = TypeVar("RuledRow", Conversation, Document)
+
+
+def rules_from_config(config: Sequence[TargetRuleConfig]) -> tuple[TargetRule, ...]:
+    """The rules of a run description."""
+    return tuple(TargetRule(**rule.model_dump()) for rule in config)
+
+
+def apply_rules(row: RuledRow, rules: Sequence[TargetRule]) -> RuledRow:
+    """The row with its texts cut and its flags set as ``rules``, then the row's own rules, say.
+
+    A row that no rule changes is returned as it is. One that is changed has no rules left, so that applying them twice
+    does no harm. The joined text of every message stays what it was.
+    """
+    if not rules and not row.rules:
+        return row
+    ready = _prepare((*rules, *row.rules))
+    if isinstance(row, Document):
+        return _document(row, ready)
+    messages = _messages(row.messages, ready)
+    return row if messages is row.messages else replace(row, messages=messages, rules=())
+
+
+def apply_to_messages(messages: tuple[Message, ...], rules: Sequence[TargetRule]) -> tuple[Message, ...]:
+    """The same for the messages of one conversation, whatever record they are in; themselves if nothing changes."""
+    return _messages(messages, _prepare(tuple(rules))) if rules else messages
+
+
+# ----------------------------------------------------------------------------------------------- rules, made ready
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ready:
+    """A rule with its pattern compiled. ``weight`` is never 0: that has become ``train=False``."""
+
+    rule: TargetRule
+    find: re.Pattern[str] | None
+    train: bool | None
+    weight: float | None
+
+    @property
+    def is_wide(self) -> bool:
+        return self.rule.part is None and self.find is None
+
+    def reaches(self, message: Message, *, is_first: bool, is_last: bool) -> bool:
+        rule = self.rule
+        return (rule.role is None or rule.role == message.role) and (
+            rule.turn is None or (is_first if rule.turn == "first" else is_last)
+        )
+
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where in a text the rule holds: everywhere, or where its pattern (its group 1, if it has one) is found."""
+        if self.find is None:
+            yield 0, len(text)
+            return
+        group = min(self.find.groups, 1)
+        for match in self.find.finditer(text):
+            start, end = match.span(group)
+            if start < end:  # a group that took no part in the match is at (-1, -1)
+                yield start, end
+
+
+@lru_cache(maxsize=64)
+def _prepare(rules: tuple[TargetRule, ...]) -> tuple[_Ready, ...]:
+    return tuple(
+        _Ready(
+            rule=rule,
+            find=None if rule.pattern is None else re.compile(rule.pattern),
+            train=False if rule.weight == 0 else rule.train,
+            weight=rule.weight or None,
+        )
+        for rule in rules
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- messages
+
+
+def _messages(messages: tuple[Message, ...], rules: Sequence[_Ready]) -> tuple[Message, ...]:
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for index, message in enumerate(messages):
+        first.setdefault(message.role, index)
+        last[message.role] = index
+    changed = []
+    for index, message in enumerate(messages):
+        is_first, is_last = first[message.role] == index, last[message.role] == index
+        here = [rule for rule in rules if rule.reaches(message, is_first=is_first, is_last=is_last)]
+        changed.append(_message(message, here) if here else message)
+    return messages if all(map(operator.is_, changed, messages)) else tuple(changed)
+
+
+def _message(message: Message, rules: Sequence[_Ready]) -> Message:
+    train, weight = message.train, 1.0
+    for rule in rules:
+        if rule.is_wide:
+            if rule.train is not None and message.train is None:
+                train = rule.train
+            weight = rule.weight or weight
+    parts = _parts(message, rules, wide_weight=weight)
+    if train is message.train and weight == 1 and parts is message.parts:
+        return message
+    return replace(message, parts=parts, train=train, weight=message.weight * weight)
+
+
+def _parts(message: Message, rules: Sequence[_Ready], *, wide_weight: float) -> tuple[Part, ...]:
+    if all(rule.is_wide for rule in rules):
+        return message.parts
+    parts: list[Part] = []
+    for kind, group in groupby(message.parts, key=type):
+        run = list(group)
+        holding = [rule for rule in rules if rule.rule.part in (None, _name(kind, message.role))]
+        cut = _Cutter(rules=holding, may_choose=message.train is not False, wide_weight=wide_weight)
+        parts += cut.run(run) if holding else run
+    is_same = len(parts) == len(message.parts) and all(map(operator.is_, parts, message.parts))
+    return message.parts if is_same else tuple(parts)
+
+
+def _name(kind: type[Part], role: str) -> str | None:
+    """What rules call a part of this kind in a message of this role."""
+    if kind is Thinking:
+        return "thinking"
+    if kind is ToolCall:
+        return "tool_call"
+    return "answer" if kind is Text and role == "assistant" else None
+
+
+def _document(document: Document, rules: Sequence[_Ready]) -> Document:
+    """A document is text without role, turn and part, all of it learned: only rules that ask for none of them hold.
+
+    What a wide rule says of ``train`` goes to the parts, as a document has no flag of its own.
+    """
+    holding = [rule for rule in rules if rule.rule.role is rule.rule.turn is rule.rule.part is None]
+    weight = next((rule.weight for rule in reversed(holding) if rule.is_wide and rule.weight is not None), 1.0)
+    cut = _Cutter(rules=holding, may_choose=True, wide_weight=weight, is_document=True)
+    parts = [part for _, group in groupby(document.parts, key=type) for part in cut.run(list(group))]
+    if weight == 1 and len(parts) == len(document.parts) and all(map(operator.is_, parts, document.parts)):
+        return document
+    return replace(document, parts=tuple(parts), rules=(), weight=document.weight * weight)
+
+
+# ---------------------------------------------------------------------------------------------------------- parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What rules say of a stretch: None is what the message says."""
+
+    train: bool | None = None
+    weight: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cutter:
+    """Applies the rules that hold for a run of parts of one kind.
+
+    ``may_choose``: the message does not say itself that it is not learned. ``wide_weight``: what wide rules have
+    multiplied the message's weight by already. ``is_document``: no message can carry the ``train`` of wide rules.
+    """
+
+    rules: Sequence[_Ready]
+    may_choose: bool
+    wide_weight: float
+    is_document: bool = False
+
+    def run(self, parts: Sequence[Part]) -> list[Part]:
+        """Neighbouring parts of one kind are searched as one text: how it is cut up does not change what is found."""
+        texts = [part.text for part in parts if isinstance(part, Text | Thinking)]
+        if not texts:
+            return [self._flag(part, self._choice()) for part in parts]
+        edges, choices = self._paint("".join(texts))
+        changed: list[Part] = []
+        start = 0
+        for part in parts:
+            assert isinstance(part, Text | Thinking), "a run has parts of one kind"
+            end = start + len(part.text)
+            changed += self._cut(part, start, edges, choices) if start < end else [self._flag(part, self._choice())]
+            start = end
+        return changed
+
+    def _paint(self, text: str) -> tuple[list[int], list[_Choice]]:
+        """Edges ``[0, …, len(text)]``, and the choice for each stretch between two of them."""
+        spans = [list(rule.spans(text)) for rule in self.rules]
+        edges = sorted({0, len(text)}.union(*(span for found in spans for span in found)))
+        choices = [_Choice()] * (len(edges) - 1)
+        for rule, found in zip(self.rules, spans, strict=True):
+            for start, end in found:
+                for place in range(bisect_left(edges, start), bisect_left(edges, end)):
+                    choices[place] = self._after(rule, choices[place])
+        return edges, choices
+
+    def _choice(self) -> _Choice:
+        """The choice for what has no characters that a pattern could be found in."""
+        choice = _Choice()
+        for rule in self.rules:
+            choice = choice if rule.find is not None else self._after(rule, choice)
+        return choice
+
+    def _after(self, rule: _Ready, choice: _Choice) -> _Choice:
+        """A rule comes after a choice. A wide one says the same of message and part, so the part has nothing to say."""
+        train, weight = choice.train, choice.weight
+        if rule.train is not None and self.may_choose:
+            train = None if rule.is_wide and not self.is_document else rule.train
+        if rule.weight is not None:
+            weight = None if rule.is_wide else rule.weight
+        return _Choice(train, weight)
+
+    def _cut(self, part: Text | Thinking, start: int, edges: Sequence[int], choices: Sequence[_Choice]) -> list[Part]:
+        """A part that begins at ``start`` of the painted text, cut where the choice changes."""
+        end = start + len(part.text)
+        cuts: list[tuple[int, int, _Choice]] = []
+        for place in range(bisect_left(edges, start + 1) - 1, bisect_left(edges, end)):
+            first, last = max(edges[place], start) - start, min(edges[place + 1], end) - start
+            if cuts and cuts[-1][2] == choices[place]:
+                first = cuts.pop()[0]
+            cuts.append((first, last, choices[place]))
+        if len(cuts) == 1:
+            return [self._flag(part, cuts[0][2])]
+        return [self._flag(part.cut(first, last), choice) for first, last, choice in cuts]
+
+    def _flag(self, part: Part, choice: _Choice) -> Part:
+        """The part with a choice on it; its own ``train`` is final, its own weight is multiplied."""
+        if not isinstance(part, Text | Thinking | ToolCall):
+            return part
+        train = choice.train if part.train is None else part.train
+        factor = 1.0 if choice.weight is None else choice.weight / self.wide_weight
+        if train is part.train and factor == 1:
+            return part
+        return replace(part, train=train, weight=part.weight * factor)

@@ -18,17 +18,17 @@ from jinja2.meta import find_undeclared_variables
 from luthier.errors import LuthierError, RowError, TemplateError
 from luthier.records import Audio, Image, Media, Message, Part, Text, Video
 from luthier.rendering.environment import TrackingEnvironment
-from luthier.rendering.guards import Check, Guard, compile_guards
-from luthier.rendering.media_slots import NO_SLOTS, MediaSlots, kind_of_media
 from luthier.rendering.messages import (
+    NO_SLOTS,
     ContentForm,
+    MediaSlots,
     MessageForm,
+    kind_of_media,
     message_strings,
     plain_messages,
 )
-from luthier.rendering.places import expression_at
 from luthier.rendering.references import Alphabet, filled_in, is_reference, references_in
-from luthier.rendering.trace import Owner, Trace, owner_runs
+from luthier.rendering.trace import Check, Guard, Owner, Trace, compile_guards, expression_at, owner_runs
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.rendering.words import Given, OtherWords
 from luthier.templating.limits import OverLimit, TemplateSettings

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, NoReturn, Self
 
-from luthier.rendering.guards import QUESTIONS, Guard
+from jinja2 import Environment
+
 from luthier.rendering.references import (
     Alphabet,
     Constant,
@@ -15,8 +18,74 @@ from luthier.rendering.references import (
     Slot,
     exchanged,
     has_reference,
+    is_reference,
+    quote_of,
     references_in,
 )
+
+# --------------------------------------------------------------------------------------------------------------------
+# Guards: what a template asked about the row's strings while it was recorded.
+#
+#     {% if '</think>' in message.content %}     ->   Guard("contains", (U+F0000, "</think>"), (), False)
+#
+# A recording stands for every row whose strings give the same answers.
+
+
+class Guard(NamedTuple):
+    """A question (a name of QUESTIONS), the sketches and further arguments it was asked with, and the answer."""
+
+    question: str
+    sketches: tuple[str, ...]
+    arguments: tuple[Any, ...]
+    answer: Any
+
+
+def _leading(text: str) -> str:
+    return "nothing" if not text else "space" if text[0].isspace() else "other"
+
+
+QUESTIONS: dict[str, Callable[..., Any]] = {
+    "equal": operator.eq,
+    "less": operator.lt,
+    "contains": operator.contains,
+    "startswith": str.startswith,
+    "endswith": str.endswith,
+    "true": bool,
+    "length": len,
+    "parts": lambda text, sep, maxsplit: len(text.split(sep, maxsplit)),
+    "rparts": lambda text, sep, maxsplit: len(text.rsplit(sep, maxsplit)),
+    "blank": lambda text: not text.strip(),
+    "leading": _leading,
+    "quote": quote_of,
+}
+
+Check = Callable[[Sequence[str]], bool]
+
+
+def compile_guards(guards: Iterable[Guard], index_of: Mapping[str, int]) -> list[Check]:
+    """Checks to be run on the values of a row; ``index_of`` says where the value of each reference stands."""
+    return [_check(guard, index_of) for guard in guards]
+
+
+def _check(guard: Guard, index_of: Mapping[str, int]) -> Check:
+    ask, arguments, answer = QUESTIONS[guard.question], guard.arguments, guard.answer
+    first = guard.sketches[0]
+    if len(first) == 1 and is_reference(first) and not any(map(has_reference, guard.sketches[1:])):
+        index, constants = index_of[first], (*guard.sketches[1:], *arguments)
+        match constants:
+            case ():
+                return lambda values: ask(values[index]) == answer
+            case (constant,):
+                return lambda values: ask(values[index], constant) == answer
+        return lambda values: ask(values[index], *constants) == answer
+    operands = [[index_of[char] if is_reference(char) else char for char in sketch] for sketch in guard.sketches]
+
+    def check(values: Sequence[str]) -> bool:
+        texts = ["".join(item if isinstance(item, str) else values[item] for item in operand) for operand in operands]
+        return bool(ask(*texts, *arguments) == answer)
+
+    return check
+
 
 SCAFFOLD = "\0"
 Written = dict[tuple[Any, ...], tuple[str, str]]  # a row's tool and how it is written as JSON -> its text and sketch
@@ -149,3 +218,156 @@ def owner_runs(owners: str) -> Iterator[tuple[int, int]]:
 
 
 _RUN = re.compile(r"(.)\1*", re.DOTALL)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Where in a chat template something happened: its line, and the expression that stands there.
+
+
+LONGEST_SHOWN = 160
+
+
+def expression_at(source: str, line: int, names: Sequence[str]) -> str:
+    """``line 3: {{ message.content | urlencode }}: ``, the expression being the one that has most of the names."""
+    found: list[tuple[int, str]] = []
+    for start, text in _expressions(source):
+        if start <= line <= start + text.count("\n"):
+            found.append((-sum(name in re.findall(r"\w+|%", text[2:-2]) for name in names), text))
+    if not found:
+        return f"line {line}: "
+    shown = " ".join(min(found, key=lambda pair: pair[0])[1].split())
+    return f"line {line}: {shown if len(shown) <= LONGEST_SHOWN else shown[: LONGEST_SHOWN - 1] + '…'}: "
+
+
+@functools.lru_cache(maxsize=8)
+def _expressions(source: str) -> tuple[tuple[int, str], ...]:
+    """All that stands between braces in a template, each with the line that it begins in."""
+    found: list[tuple[int, str]] = []
+    for line, token, text in Environment(trim_blocks=True, lstrip_blocks=True).lex(source):
+        if token in ("variable_begin", "block_begin"):
+            found.append((line, text))
+        elif found and token not in ("data", "comment_begin", "comment", "comment_end"):
+            found[-1] = (found[-1][0], found[-1][1] + text)
+    return tuple(found)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# `Questioned`: a string that tells a trace whatever is asked of it, so that no answer goes unnoticed.
+
+
+class Questioned(str):
+    """Text with a sketch and owners. Compares, hashes and tests like the plain string it is."""
+
+    __slots__ = ("_owners", "_sketch", "_trace")
+    _sketch: str
+    _owners: str
+    _trace: Trace
+
+    def __new__(cls, text: str, sketch: str, owners: str, trace: Trace) -> Self:
+        """Raise AssertionError if sketch and owners differ in length."""
+        self = str.__new__(cls, text)
+        assert len(sketch) == len(owners), "every character of a sketch has an owner"
+        self._sketch, self._owners, self._trace = sketch, owners, trace
+        return self
+
+    def __str__(self) -> str:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("tracked strings stay inside one render")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, str):
+            return False
+        return bool(self._ask("equal", other, answer=str.__eq__(self, other)))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return str.__hash__(self._pinned())
+
+    def __lt__(self, other: str) -> bool:
+        return bool(self._ask("less", other, answer=str.__lt__(self, other)))
+
+    def __gt__(self, other: str) -> bool:
+        return self._swapped_ask("less", other, answer=str.__gt__(self, other))
+
+    def __le__(self, other: str) -> bool:
+        return not self > other
+
+    def __ge__(self, other: str) -> bool:
+        return not self < other
+
+    def __contains__(self, text: object) -> bool:
+        if not isinstance(text, str):
+            raise TypeError(f"a text holds no {type(text).__name__}")
+        return bool(self._ask("contains", text, answer=str.__contains__(self, text)))
+
+    def __bool__(self) -> bool:
+        return bool(self._ask("true", answer=str.__len__(self) > 0))
+
+    def __len__(self) -> int:
+        return int(self._ask("length", answer=str.__len__(self)))
+
+    def startswith(self, prefix: Any, *bounds: Any) -> bool:
+        return self._starts("startswith", prefix, bounds)
+
+    def endswith(self, suffix: Any, *bounds: Any) -> bool:
+        return self._starts("endswith", suffix, bounds)
+
+    def _starts(self, question: str, affixes: Any, bounds: tuple[Any, ...]) -> bool:
+        choices = affixes if isinstance(affixes, tuple) else (affixes,)
+        if bounds:
+            texts = tuple(plain(choice) for choice in choices)
+            return bool(getattr(str, question)(self._pinned(), texts, *bounds))
+        return any(self._ask(question, affix, answer=getattr(str, question)(self, affix)) for affix in choices)
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether it is the template's own text, with nothing of a row."""
+        return not has_reference(self._sketch) or self._trace.is_own(self._owners)
+
+    def _ask(self, question: str, *others: str, answer: Any) -> Any:
+        self._trace.ask(
+            question, self._sketch, *(sketch_and_owners(other, self._trace)[0] for other in others), answer=answer
+        )
+        return answer
+
+    def _swapped_ask(self, question: str, other: str, answer: bool) -> bool:
+        self._trace.ask(question, sketch_and_owners(other, self._trace)[0], self._sketch, answer=answer)
+        return answer
+
+    def _pinned(self) -> Self:
+        for char in filter(is_reference, dict.fromkeys(self._sketch)):
+            self._trace.ask("equal", char, self._trace.fix(self._trace.value(char)), answer=True)
+        return self
+
+
+def sketch_and_owners(text: str, trace: Trace) -> tuple[str, str]:
+    """Those of any string: its own, or the template's own text."""
+    if isinstance(text, Questioned):
+        return text._sketch, text._owners
+    if has_reference(text):  # private-use characters of its own
+        text = trace.fix(text)
+    return text, SCAFFOLD * len(text)
+
+
+def plain(text: str | None) -> str | None:
+    """The text of an argument; where it is a row's, it is pinned."""
+    return str.__str__(text._pinned()) if isinstance(text, Questioned) else text
+
+
+def _looking(name: str) -> Callable[..., Any]:
+    def look(self: Questioned, *arguments: Any) -> Any:
+        for argument in arguments:
+            plain(argument)
+        return getattr(str, name)(self._pinned(), *arguments)
+
+    return look
+
+
+for _name in ("find", "rfind", "index", "rindex", "count", "isalpha", "isalnum", "isascii", "isdecimal",
+              "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle",
+              "isupper"):  # fmt: skip
+    setattr(Questioned, _name, _looking(_name))

@@ -23,9 +23,8 @@ from typing import Any, NoReturn, SupportsIndex
 from jinja2 import Undefined
 from markupsafe import Markup
 
-from luthier.rendering.questioned import Questioned, plain, sketch_and_owners
 from luthier.rendering.references import has_reference, is_reference
-from luthier.rendering.trace import Trace
+from luthier.rendering.trace import Questioned, Trace, plain, sketch_and_owners
 
 
 class LostProvenance(Exception):

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from luthier.errors import RowError
 from luthier.records import Message, Text, Thinking
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.guards import Guard
 from luthier.rendering.openings import (
     Ending,
     Stretched,
@@ -32,7 +31,7 @@ from luthier.rendering.openings import (
 )
 from luthier.rendering.references import is_reference
 from luthier.rendering.template import ChatTemplate, Recording, Stretch
-from luthier.rendering.trace import Owner
+from luthier.rendering.trace import Guard, Owner
 
 # What templates call the variable that opens or closes thinking: Qwen, GLM, Nemotron; DeepSeek, Granite.
 THINKING_SWITCHES = ("enable_thinking", "thinking")

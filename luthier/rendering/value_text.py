@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 
 from jinja2 import Undefined
 
-from luthier.rendering.questioned import plain
 from luthier.rendering.references import has_reference, is_reference, quote_of
-from luthier.rendering.trace import SCAFFOLD, Trace
+from luthier.rendering.trace import SCAFFOLD, Trace, plain
 from luthier.rendering.tracked import (
     Marked,
     RowFloat,

@@ -16,7 +16,6 @@ from itertools import accumulate
 from typing import Any
 
 from luthier.records import Message
-from luthier.rendering.guards import QUESTIONS, Guard
 from luthier.rendering.messages import (
     MessageForm,
     marked_messages,
@@ -27,7 +26,7 @@ from luthier.rendering.messages import (
     plain_messages,
 )
 from luthier.rendering.references import Constant, Fixed, Slot, filled_in, operated, references_in
-from luthier.rendering.trace import Trace
+from luthier.rendering.trace import QUESTIONS, Guard, Trace
 
 # Whatever some way of writing a text writes otherwise: HTML, JSON, a format, a path, capitals.
 MARKS = "<&>\\%s{0}\t/é"

@@ -7,7 +7,7 @@ from pathlib import Path
 from luthier.config.media import MediaConfig
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
-from luthier.rendering.kinds import RowKind
+from luthier.rendering.targets import RowKind
 
 
 def encoder_of(folder: Path, media_folder: Path, *, kind: RowKind = RowKind.ANSWER, **options: object) -> Encoder:

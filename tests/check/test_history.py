@@ -23,7 +23,7 @@ from luthier.packing import describe, plan_epoch
 from luthier.preparation.segments import SegmentIndex
 from luthier.presets import tokenizer_folder
 from luthier.records import NOWHERE
-from luthier.rendering.filled import DIFFERING_ROWS, DIFFERING_TOKENS
+from luthier.rendering.blueprint import DIFFERING_ROWS, DIFFERING_TOKENS
 from tests.loader.compared_rows import stored
 
 QUESTION, ANSWER, THOUGHT = (

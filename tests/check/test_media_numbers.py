@@ -25,7 +25,7 @@ from luthier.media.families.table import FAMILIES
 from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import Prepared
 from luthier.preparation.segments import SegmentIndex
-from luthier.rendering.media_slots import kind_of_media
+from luthier.rendering.messages import kind_of_media
 
 
 def seen(*media: str, question: str, answer: str) -> dict[str, object]:

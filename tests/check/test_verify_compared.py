@@ -15,7 +15,7 @@ from luthier.check.verify.row import RowVerifier
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Branch, Feedback, Preference, Sample, Thinking, ToolCall
-from luthier.rendering.kinds import RowKind
+from luthier.rendering.targets import RowKind
 from tests.check.verify_cases import AT, FORGERY, PLAIN, PRESET, WEATHER, message
 
 PAIR = Preference(

@@ -33,7 +33,7 @@ from luthier.records import (
     Text,
     Video,
 )
-from luthier.rendering.kinds import RowKind
+from luthier.rendering.targets import RowKind
 
 OF_MEDIA = {Check.MEDIA_PLACES, Check.MEDIA_TOKENS}
 Named = Callable[[str], Image]

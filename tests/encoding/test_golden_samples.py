@@ -31,7 +31,7 @@ from luthier.errors import RowError
 from luthier.presets.datasets import dataset_names
 from luthier.presets.named_templates import missing_tokens, template_names
 from luthier.records import SAMPLES_VERSION, Row, Sample
-from luthier.rendering.kinds import RowKind
+from luthier.rendering.targets import RowKind
 from luthier.sources import open_sources
 
 GOLDEN = Path(__file__).with_name("golden_samples.json")

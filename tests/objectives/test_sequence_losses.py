@@ -38,7 +38,7 @@ from luthier.objectives.loss_table import loss_table
 from luthier.objectives.measures import measure
 from luthier.objectives.pair_losses import PAIR_LOSSES
 from luthier.objectives.token_losses import TOKEN_OBJECTIVES
-from luthier.rendering.kinds import kind_of
+from luthier.rendering.targets import kind_of
 
 P = 7
 BASELINES = PairBaselines(delta=0.3, chosen_kl=0.2, rejected_kl=0.1)

@@ -11,8 +11,8 @@ from luthier.check.verify.row import RowVerifier
 from luthier.config.schema import DataConfig, ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Feedback, Message, Preference
-from luthier.rendering.kinds import RowKind
 from luthier.rendering.messages import plain_messages
+from luthier.rendering.targets import RowKind
 from luthier.sources.rows import RawRow
 from luthier.sources.source import open_sources
 from tests.oracles.chat_rows import hugging_face_tokenizer

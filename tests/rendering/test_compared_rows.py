@@ -21,9 +21,8 @@ from luthier.records import (
     TextPiece,
     Thinking,
 )
-from luthier.rendering.kinds import RowKind, kind_of
 from luthier.rendering.render import Renderer
-from luthier.rendering.targets import TargetPolicy
+from luthier.rendering.targets import RowKind, TargetPolicy, kind_of
 from tests.rendering.chat import CHATML, assistant, message, renderer, user
 
 PROMPT = (message("system", "Be brief."), user("hi"), assistant("hello"), user("more"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from luthier.rendering.framing import framed_slots
-from luthier.rendering.media_slots import MediaSlots
+from luthier.encoding.measuring import framed_slots
+from luthier.rendering.messages import MediaSlots
 
 SLOTS = MediaSlots(tokens={"image": "<img>", "video": "<vid>"}, inline={"image": "<img>", "video": "<vid>"})
 CONTROL = frozenset({"<s>", "<turn>", "<end>", "<open>", "<more>", "<close>", "<img>", "<vid>"})

@@ -33,8 +33,7 @@ from luthier.records import (
     Thinking,
     ToolCall,
 )
-from luthier.rendering.target_rules import apply_rules, apply_to_messages, rules_from_config
-from luthier.rendering.targets import TargetPolicy
+from luthier.rendering.targets import TargetPolicy, apply_rules, apply_to_messages, rules_from_config
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout
 from tests.rendering.chat import assistant, conversation, message, renderer, user

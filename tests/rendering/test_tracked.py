@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.rendering.guards import compile_guards
 from luthier.rendering.references import is_reference, value_of
-from luthier.rendering.trace import Owner, Trace, owner_runs
+from luthier.rendering.trace import Owner, Trace, compile_guards, owner_runs
 from luthier.rendering.tracked import LostProvenance, Tracked, concatenate, own_text
 from luthier.rendering.value_text import dump_json, formatted_by, printed_by, text_of
 

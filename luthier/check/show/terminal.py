@@ -29,7 +29,7 @@ from luthier.check.show.text import (
 from luthier.check.show.tokens import CLOSE_ITEM, OPEN_ITEM
 from luthier.check.show.view import RowView, SegmentView, TokenView
 from luthier.records import MediaItem
-from luthier.rendering.media_slots import kind_of_media
+from luthier.rendering.messages import kind_of_media
 
 TARGET = "bold green"
 CONTROL_TARGET = "bold green underline"
