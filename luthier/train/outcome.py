@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import resource
 import sys
@@ -93,9 +94,14 @@ def result_of(run: Run, started_at: str) -> RunResult:
         optimizer=optimizer_facts(plain_optimizer(run.trainer.optimizer)),
         peak_memory_bytes=_peak_memory(),
         ledger=_ledger(run),
-        versions={"python": platform.python_version(), **{name: version(name) for name in REPORTED_VERSIONS}},
+        versions={"python": platform.python_version(), **_package_versions()},
         config=config.model_dump(mode="json"),
     )
+
+
+@functools.cache
+def _package_versions() -> dict[str, str]:
+    return {name: version(name) for name in REPORTED_VERSIONS}
 
 
 def _ledger(run: Run) -> dict[str, Any]:

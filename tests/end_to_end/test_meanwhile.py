@@ -31,7 +31,7 @@ from luthier.train.live import open_live_data
 from luthier.train.result import RunResult
 from luthier.train.trainer import LuthierTrainer
 
-NUM_ROWS = 700
+NUM_ROWS = 400
 
 
 @pytest.fixture(scope="module")

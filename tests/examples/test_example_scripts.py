@@ -13,6 +13,15 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = ("pytorch_loop", "trl_sft")
 STEPS = 6
+# One process runs them one after the other: each for itself would import torch and transformers anew.
+PROGRAM = """
+import runpy, sys
+folder, names, *arguments = sys.argv[1:]
+for name in names.split():
+    print("##", name, flush=True)
+    sys.argv = [name, *arguments]
+    runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +29,13 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each script prints; they share a store, as runs do."""
     folder = tmp_path_factory.mktemp("examples")
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
-    found = {}
-    for name in SCRIPTS:
-        command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", str(STEPS), "--out", str(folder / "run")]
-        done = subprocess.run(command, capture_output=True, text=True, env=offline, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr
-        found[name] = done.stdout
-    return found
+    command = [sys.executable, "-c", PROGRAM, str(EXAMPLES), " ".join(SCRIPTS), "--steps", str(STEPS)]
+    command += ["--out", str(folder / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=offline, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    texts = done.stdout.split("## ")[1:]
+    assert tuple(text.split()[0] for text in texts) == SCRIPTS
+    return dict(zip(SCRIPTS, texts, strict=True))
 
 
 def losses(text: str) -> tuple[float, float]:

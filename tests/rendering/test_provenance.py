@@ -21,13 +21,14 @@ from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.tracked import own_text
+from tests.conftest import examples
 
 TOKENS = ("<|im_start|>", "<|im_end|>", "<eos>")
 CONTROL = ControlTokens(tokens=frozenset(TOKENS), special=frozenset(TOKENS), stops=frozenset({"<|im_end|>"}))
 ANY_TOKEN = re.compile("|".join(map(re.escape, TOKENS)))
 # Stands in for a control string while a template runs, so that whatever is left of them is the template's own.
 STAND_IN = {token: f"{chr(0xE100 + number)}zq{chr(0xE200 + number)}" for number, token in enumerate(TOKENS)}
-EXPRESSIONS_TRIED = int(os.environ.get("LUTHIER_EXPRESSIONS", "150"))  # CONTRIBUTING.md has the long run
+EXPRESSIONS_TRIED = int(os.environ.get("LUTHIER_EXPRESSIONS", examples(150)))  # CONTRIBUTING.md has the long run
 
 
 def row(question: str, answer: str, value: str) -> Conversation:
