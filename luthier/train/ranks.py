@@ -24,6 +24,8 @@ from luthier.train.run_stream import World
 FOLDER = ".ranks"
 # One rank may answer questions, merge or save while the others wait; one that is stuck or cut off is given up after it.
 LONGEST_COLLECTIVE = timedelta(minutes=30)
+GONE = ("", "Z", "X")  # one that has ended and whom nobody has asked for its exit code is there as well
+STOPPED = ("T", "t")
 SECONDS_FOR_SIGNS = 5.0  # a rank that fails writes so at once; its neighbours may be told of it earlier
 _LOST = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed out|peer|rendezvous|store", re.IGNORECASE
@@ -45,9 +47,9 @@ def naming_lost_ranks(output: Path, world: World) -> Iterator[None]:
         if not _is_of_another(error):
             _write(folder, world.rank, {**mine, "error": _first_line(error)})
             raise
-        lost = _look_for_lost(folder, world)
+        lost = _look_for_lost(folder, world) or f"another rank: {_silent_ranks(folder, world)}"
         raise TrainingError(
-            f"rank {world.rank} has lost {lost or 'another rank'}: {_first_line(error)}",
+            f"rank {world.rank} has lost {lost}: {_first_line(error)}",
             hint="what that rank printed says why (torchrun --log-dir keeps it); once it is mended, the same command "
             "goes on from the newest checkpoint",
         ) from error
@@ -59,17 +61,20 @@ def naming_lost_ranks(output: Path, world: World) -> Iterator[None]:
 
 
 def lost_ranks(folder: Path, size: int) -> dict[int, str]:
-    """Ranks that said that they failed, or whose process on this machine is gone, each in words."""
+    """Ranks that said that they failed, or whose process on this machine is gone or stopped, each in words."""
     found = {}
     for rank in range(size):
         sign = _read(folder, rank)
         if sign is None:
             continue
-        who = f"rank {rank} (process {sign['pid']} on {sign['host']})"
         if "error" in sign:
-            found[rank] = f"{who}, which ended with: {sign['error']}"
-        elif "done" not in sign and sign["host"] == socket.gethostname() and not _runs(int(sign["pid"])):
-            found[rank] = f"{who}, which is gone without a word: killed, or out of memory"
+            found[rank] = f"{_name(rank, sign)}, which ended with: {sign['error']}"
+        elif "done" not in sign and sign["host"] == socket.gethostname():
+            state = _state(int(sign["pid"]))
+            if state in GONE:
+                found[rank] = f"{_name(rank, sign)}, which is gone without a word: killed, or out of memory"
+            elif state in STOPPED:
+                found[rank] = f"{_name(rank, sign)}, which is stopped, and goes on after kill -CONT {sign['pid']}"
     return found
 
 
@@ -82,21 +87,37 @@ def _look_for_lost(folder: Path, world: World) -> str:
         time.sleep(0.1)
 
 
+def _silent_ranks(folder: Path, world: World) -> str:
+    """The ranks that may hang: they have neither failed nor ended."""
+    signs = {rank: _read(folder, rank) for rank in range(world.size) if rank != world.rank}
+    silent = [
+        f"rank {rank}, which has not begun" if sign is None else _name(rank, sign)
+        for rank, sign in signs.items()
+        if sign is None or not sign.keys() & {"done", "error"}
+    ]
+    return f"of {', '.join(silent)} at least one does not answer" if silent else "all others have ended"
+
+
+def _name(rank: int, sign: dict[str, Any]) -> str:
+    return f"rank {rank} (process {sign['pid']} on {sign['host']})"
+
+
 def _is_of_another(error: RuntimeError) -> bool:
     return isinstance(error, torch.distributed.DistError) or _LOST.search(str(error)) is not None
 
 
-def _runs(pid: int) -> bool:
+def _state(pid: int) -> str:
+    """The system's letter for the state of a process; "" if there is no such process, "?" if it is not told."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return False
+        return ""
     except PermissionError:
-        return True
-    try:  # one that has ended and whom nobody has asked for its exit code is there as well
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+        return "?"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return "?"
 
 
 def _write(folder: Path, rank: int, sign: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,10 +155,15 @@ def test_a_killed_run_goes_on_with_the_same_steps(cold: tuple[RunResult, Path], 
     assert resumed.resumed_from is not None
     assert losses(resumed) == losses(result)
     assert resumed.ledger["read"] == NUM_ROWS
-    # and not with other rows
     later = sorted(
         (tmp_path / "out").glob("checkpoint-[0-9]*"), key=lambda path: int(path.name.removeprefix("checkpoint-"))
     )
+    # also where the store was deleted in between: the rows are prepared again
+    (later[-1] / "manifest.json").unlink()
+    shutil.rmtree(tmp_path / "store")
+    again = train(load_config(str(config)))
+    assert again.resumed_from not in (None, later[-1].name) and losses(again) == losses(result)
+    # and not with other rows
     stat = rows.stat()
     rows_kept = rows.read_bytes()
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import exit_codes, start_ranks
+from ranks import SECONDS, exit_codes, start_ranks
 from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import Tokenizer
@@ -39,6 +39,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "two_signals": {"changes": {"train__max_steps": 7}},
     # and when that run is done, the same two ranks do it again, and one of them is lost
     "quiet": {"changes": {**RANKS, "train__gradient_accumulation_steps": 2}, "ranks": 2, "then": ["lose_rank_1"]},
+    "hang_rank_1": {"changes": {**RANKS, "train__gradient_accumulation_steps": 2}, "ranks": 2},
 }
 
 
@@ -61,6 +62,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         )
         given = json.dumps({**first, "then": then})
         started[mode] = start_ranks(PROGRAM, given, size=job.get("ranks", 1), errors=root / f"{mode}.stderr")
+    hanging = started["hang_rank_1"][1]
+    started["hang_rank_1"][0].wait(SECONDS)
+    hanging.kill()  # nothing else ends it
     codes = {mode: exit_codes(processes) for mode, processes in started.items()}
     return {mode: Ended(root / mode, codes[mode], (root / f"{mode}.stderr").read_text()) for mode in JOBS}
 
@@ -99,6 +103,14 @@ def test_a_rank_that_is_gone_is_named_by_the_other(ended: dict[str, Ended]) -> N
     assert "rank 0 has lost rank 1 (process " in told and "gone without a word" in told
 
 
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_a_rank_that_hangs_is_given_up_and_named_by_the_other(ended: dict[str, Ended]) -> None:
+    hung = ended["hang_rank_1"]
+    assert hung.codes == [1, -signal.SIGKILL], hung.errors
+    (told,) = [line for line in hung.errors.splitlines() if "luthier.errors.TrainingError: " in line]
+    assert "rank 0 has lost rank 1 (process " in told and "is stopped" in told and "Timed out" in told
+
+
 def test_a_rank_is_lost_that_said_so_or_whose_process_is_gone(tmp_path: Path) -> None:
     host, gone = socket.gethostname(), subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -112,8 +124,15 @@ def test_a_rank_is_lost_that_said_so_or_whose_process_is_gone(tmp_path: Path) ->
     for rank, sign in enumerate(signs):
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(sign))
     (tmp_path / "rank-5.json").write_text("{")
+    hanging = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+    os.waitpid(hanging.pid, os.WUNTRACED)
+    (tmp_path / "rank-6.json").write_text(json.dumps({"host": host, "pid": hanging.pid}))
     found = lost_ranks(tmp_path, 7)
-    assert set(found) == {1, 4} and "out of memory" in found[4] and "another" in found[4]
+    hanging.kill()
+    hanging.wait()
+    assert (
+        set(found) == {1, 4, 6} and "is stopped" in found[6] and "out of memory" in found[4] and "another" in found[4]
+    )
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")

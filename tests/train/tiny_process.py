@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def run_job(job: dict[str, Any]) -> int:
     else:
         data = make_data(make_segments(13), make_segments(5, seed=8), weights=(1.0, 1.0))
     passes = count_passes() if job.get("counted") else None
-    if job["mode"] == "lose_rank_1" and os.environ.get("RANK") == "1":
-        Flow.on_step_end = die_after_step_2(Flow.on_step_end)  # type: ignore[method-assign]
+    if job["mode"] in ENDS_OF_RANK_1:
+        Flow.on_step_end = end_after_step_2(Flow.on_step_end, ENDS_OF_RANK_1[job["mode"]])  # type: ignore[method-assign]
     code = fit_data(config, load_tokenizer("preset:tiny-qwen3"), data, on_event=LISTENERS[job["mode"]]).exit_code
     if passes is not None:
         Path(f"{job['folder']}.passes-{os.environ.get('RANK', '0')}").write_text(json.dumps(passes))
@@ -87,13 +88,20 @@ def kill_while_saving(event: Event) -> None:
         os.fsync = die
 
 
-def die_after_step_2(on_step_end: Any) -> Any:
-    """A machine that is switched off, or a process that has taken too much memory."""
+# A machine that is switched off, or a process that has taken too much memory; and a process that hangs.
+ENDS_OF_RANK_1 = {"lose_rank_1": signal.SIGKILL, "hang_rank_1": signal.SIGSTOP}
+LONGEST_WAIT = timedelta(seconds=8)  # for a rank that hangs, in place of `LONGEST_COLLECTIVE`
+
+
+def end_after_step_2(on_step_end: Any, sent: signal.Signals) -> Any:
+    """Rank 1 gets a signal."""
 
     def end(self: Flow, args: Any, state: Any, control: Any, **more: Any) -> None:
         on_step_end(self, args, state, control, **more)
-        if state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == 1 and sent is signal.SIGSTOP:
+            torch.distributed.distributed_c10d._set_pg_timeout(LONGEST_WAIT)
+        if state.global_step == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), sent)
 
     return end
 
@@ -114,6 +122,7 @@ def one_signal(event: Event) -> None:
 LISTENERS = {
     "quiet": None,
     "lose_rank_1": None,
+    "hang_rank_1": None,
     "kill_in_step_5": kill_in_step_5,
     "kill_while_saving": kill_while_saving,
     "two_signals": two_signals,
