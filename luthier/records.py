@@ -363,8 +363,8 @@ class Rendered:
 
     A path is a full sequence of pieces, root to leaf, with the trained completions of that context marked
     ``by_model``. A row whose template never rewrites history has one path with all its turns; where history is
-    rewritten (earlier thinking stripped) each such turn has a path of its own. `encoding.tree` folds the paths into one
-    token tree, so shared prefixes are stored once. ``media`` are the row's, in the order of their messages.
+    rewritten (earlier thinking stripped) each such turn has a path of its own. `encoding.pieces` folds the paths into
+    one token tree, so shared prefixes are stored once. ``media`` are the row's, in the order of their messages.
     """
 
     paths: tuple[tuple[Piece, ...], ...]

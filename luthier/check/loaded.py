@@ -32,7 +32,7 @@ class Loaded:
 def load_rows(
     config: RunConfig, *, on_progress: Callable[[Progress], None] | None = None, ray_address: str | None = None
 ) -> Loaded:
-    """Render and encode what of the run's rows the store does not have; raises what `encoding.prepare` raises."""
+    """Render and encode what of the run's rows the store does not have; raises what `preparation.prepare` raises."""
     started = time.perf_counter()
     encoder = Encoder.from_config(config)
     prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address)

@@ -15,20 +15,221 @@ where their parent ends. A axes, T tokens of a row, N items (pictures, videos or
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import RowError
-from luthier.layout.mrope_canvas import canvas_positions
-from luthier.layout.position_schemes import Advance, Arrangement, MediaGrids, PositionScheme, TokenType
-from luthier.layout.trees import segment_starts, tree_positions, tree_reach
+from luthier.layout.position_schemes import Advance, Arrangement, Canvas, MediaGrids, PositionScheme, TokenType
+from luthier.layout.trees import segment_ids, segment_starts, tree_positions, tree_reach
 from luthier.records import Branch
 
+# --------------------------------------------------------------------------------------------------------------------
+# Positions of pictures that are cut in slices: a small view of the whole, then its slices, on one canvas.
+#
+#     <image> view </image> <slice> a </slice><slice> b </slice> \n <slice> c </slice><slice> d </slice>
+#
+# The canvas is the slices put together; the view is stretched over it. Time stands still at the canvas' origin. The
+# marks lie on the corners of what they enclose, and text goes on one past the canvas' longer side.
+#
+# T tokens of a row, C crops (views and slices), F frames (pictures, or frames of a video: a view and its slices),
+# S slices, M tokens of some crops. Everything is done for all crops of a row at once.
+
+
 AnyInt = NDArray[np.integer]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Crops:
+    """Where crops are, how many rows and columns of tokens they have, and the frame that each is in."""
+
+    start_C: Ints
+    end_C: Ints
+    size_C2: Ints
+    frame_C: Ints
+
+    def where(self, chosen_C: NDArray[np.bool_]) -> _Crops:
+        return _Crops(
+            start_C=self.start_C[chosen_C],
+            end_C=self.end_C[chosen_C],
+            size_C2=self.size_C2[chosen_C],
+            frame_C=self.frame_C[chosen_C],
+        )
+
+    def tokens(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """[M]: where each token is in the row, its crop, and its row and column there."""
+        lengths_C = self.end_C - self.start_C
+        crop_M = np.repeat(np.arange(len(lengths_C)), lengths_C)
+        inner_M = np.arange(len(crop_M)) - segment_starts(lengths_C)[crop_M]
+        row_M, column_M = np.divmod(inner_M, self.size_C2[crop_M, 1])
+        return self.start_C[crop_M] + inner_M, crop_M, row_M, column_M
+
+
+def canvas_positions(
+    canvas: Canvas,
+    ids_T: AnyInt,
+    types_T: AnyInt,
+    sizes: Mapping[int, Ints],
+    branches: Sequence[Branch],
+) -> Ints:
+    """int64[3, T]. ``sizes`` [N, 2] are those of the crops of each kind of `TokenType`, in the order of their tokens.
+
+    Raises `RowError` (``media_mismatch``) where there are more or fewer crops than sizes, or of other sizes.
+    """
+    branch_T = segment_ids([branch.length for branch in branches])
+    crops, is_slice_C = _find_crops(canvas, ids_T, types_T, sizes, branch_T)
+    views, slices = crops.where(~is_slice_C), crops.where(is_slice_C)
+    if not len(views.start_C):
+        return np.repeat(tree_positions(branches)[None], 3, axis=0)
+    columns_F = _num_columns(slices, len(views.start_C))
+    canvas_F2 = _canvas_sizes(views, slices, columns_F)
+    closed_F = _closed(canvas, ids_T, crops, branches, branch_T)
+
+    opening_F = views.start_C - 1
+    edge_T1 = np.zeros(len(ids_T) + 1, dtype=np.int64)
+    np.add.at(edge_T1, opening_F, 1)
+    np.add.at(edge_T1, closed_F, -1)
+    covered_T = np.cumsum(edge_T1)[:-1] > 0
+    advance_T = np.where(covered_T, 0, 1)
+    advance_T[views.start_C] = canvas_F2.max(axis=1) + 1
+    reached_T = tree_reach(advance_T, branches)
+    origin_F = reached_T[views.start_C]
+
+    begun_T = np.zeros(len(ids_T), dtype=np.int64)
+    begun_T[opening_F] = 1
+    frame_T = np.cumsum(begun_T) - 1  # where the marks of two frames meet they are the second's
+    positions_3T = np.repeat(np.where(covered_T, origin_F[frame_T], reached_T)[None], 3, axis=0)
+    _place_view(positions_3T, views, canvas_F2, origin_F, closed_F)
+    _place_slices(positions_3T, slices, columns_F, origin_F, closed_F)
+    positions_3T[1:, opening_F] = np.maximum(origin_F - 1, 0)
+    return positions_3T
+
+
+def _find_crops(
+    canvas: Canvas, ids_T: AnyInt, types_T: AnyInt, sizes: Mapping[int, Ints], branch_T: Ints
+) -> tuple[_Crops, NDArray[np.bool_]]:
+    """All crops of a row, and which of them are slices: those behind that mark, but for a branch's first."""
+    changes_T = np.ones(len(types_T) + 1, dtype=np.bool_)
+    changes_T[1:-1] = (types_T[1:] != types_T[:-1]) | (branch_T[1:] != branch_T[:-1])
+    edges = np.flatnonzero(changes_T)
+    start_C, end_C = edges[:-1], edges[1:]
+    seen_C = types_T[start_C] > 0
+    start_C, end_C = start_C[seen_C], end_C[seen_C]
+    size_C2 = np.zeros((len(start_C), 2), dtype=np.int64)
+    for kind, sizes_N2 in sizes.items():
+        of_kind = types_T[start_C] == kind
+        if of_kind.sum() != len(sizes_N2):
+            raise RowError("media_mismatch", f"{of_kind.sum()} crops of tokens for {len(sizes_N2)} sizes")
+        size_C2[of_kind] = sizes_N2
+    wrong = np.flatnonzero(size_C2.prod(axis=1) != end_C - start_C)
+    if len(wrong):
+        (height, width), count = size_C2[wrong[0]], end_C[wrong[0]] - start_C[wrong[0]]
+        raise RowError("media_mismatch", f"a crop of {count} tokens, and its size says {height} x {width}")
+    branch_C = branch_T[start_C]
+    opens_C = np.ones(len(start_C), dtype=np.bool_)
+    opens_C[1:] = branch_C[1:] != branch_C[:-1]
+    bare = np.flatnonzero((start_C == 0) | (branch_T[start_C - 1] != branch_C))
+    if len(bare):
+        raise RowError("media_mismatch", f"{len(bare)} crops without the mark that stands before each")
+    is_slice_C = (ids_T[start_C - 1] == canvas.slice_start) & ~opens_C
+    crops = _Crops(start_C=start_C, end_C=end_C, size_C2=size_C2, frame_C=np.cumsum(~is_slice_C) - 1)
+    return crops, is_slice_C
+
+
+def _num_columns(slices: _Crops, num_frames: int) -> Ints:
+    """[F]: slices come row by row, and the first line break of a frame says how many a row has; 1 if there are none."""
+    count_F = np.bincount(slices.frame_C, minlength=num_frames)
+    columns_F = np.maximum(count_F, 1)
+    np.minimum.at(
+        columns_F,
+        slices.frame_C[:-1],
+        np.where(_breaks(slices), _numbers(slices)[:-1] + 1, columns_F.max()),
+    )
+    return np.where(count_F % columns_F == 0, columns_F, count_F)
+
+
+def _breaks(slices: _Crops) -> NDArray[np.bool_]:
+    """[S - 1]: whether a line ends behind a slice: more than two marks stand between it and the next of its frame."""
+    gap_S = slices.start_C[1:] - slices.end_C[:-1]
+    found: NDArray[np.bool_] = (gap_S > 2) & (slices.frame_C[1:] == slices.frame_C[:-1])
+    return found
+
+
+def _numbers(slices: _Crops) -> Ints:
+    """[S]: the number of each slice in its frame."""
+    return np.arange(len(slices.frame_C)) - np.searchsorted(slices.frame_C, slices.frame_C)
+
+
+def _canvas_sizes(views: _Crops, slices: _Crops, columns_F: Ints) -> Ints:
+    """[F, 2]: of the slices put together; of the view, where there are none."""
+    count_F = np.bincount(slices.frame_C, minlength=len(columns_F))
+    sizes_F2 = views.size_C2.copy()
+    cut_F = count_F > 0
+    grid_F2 = np.stack([count_F // columns_F, columns_F], axis=1)
+    sizes_F2[cut_F] = grid_F2[cut_F] * _first_sizes(slices, len(columns_F))[cut_F]
+    return sizes_F2
+
+
+def _first_sizes(slices: _Crops, num_frames: int) -> Ints:
+    """[F, 2]: of each frame's first slice, by which the others are placed."""
+    found_F2 = np.zeros((num_frames, 2), dtype=np.int64)
+    found_F2[slices.frame_C[::-1]] = slices.size_C2[::-1]
+    return found_F2
+
+
+def _closed(canvas: Canvas, ids_T: AnyInt, crops: _Crops, branches: Sequence[Branch], branch_T: Ints) -> Ints:
+    """[F]: behind the marks that follow a frame's last crop."""
+    last = np.flatnonzero(np.append(crops.frame_C[1:] != crops.frame_C[:-1], True))
+    others = np.append(np.flatnonzero(~np.isin(ids_T, astuple(canvas))), len(ids_T))
+    lengths = np.array([branch.length for branch in branches], dtype=np.int64)
+    ends = segment_starts(lengths) + lengths
+    found = others[np.searchsorted(others, crops.end_C[last])]
+    closed_F: Ints = np.minimum(found, ends[branch_T[crops.start_C[last]]])
+    return closed_F
+
+
+def _place_view(positions_3T: Ints, views: _Crops, canvas_F2: Ints, origin_F: Ints, closed_F: Ints) -> None:
+    """Stretched over the canvas, and the mark behind it on the canvas' far corner."""
+    at_M, frame_M, row_M, column_M = views.tokens()
+    for axis, inner_M in ((1, row_M), (2, column_M)):
+        length_M, count_M = canvas_F2[frame_M, axis - 1], views.size_C2[frame_M, axis - 1]
+        positions_3T[axis, at_M] = origin_F[frame_M] + _stretched(inner_M, length_M, count_M)
+    marked = views.end_C < closed_F
+    positions_3T[1:, views.end_C[marked]] = (origin_F[:, None] + canvas_F2)[marked].T
+
+
+def _stretched(index_M: Ints, length_M: Ints, count_M: Ints) -> Ints:
+    """The ``index``-th of ``count`` of ``length`` places, the ends among them: in 32 bits from either end, as torch."""
+    end_M, last_M = (length_M - 1).astype(np.float32), (count_M - 1).astype(np.float32)
+    step_M = end_M / np.maximum(last_M, np.float32(1))
+    index = index_M.astype(np.float32)
+    places_M = np.where(index_M < count_M / 2, step_M * index, end_M - step_M * (last_M - index))
+    return np.where(count_M > 1, np.rint(places_M), 0).astype(np.int64)
+
+
+def _place_slices(positions_3T: Ints, slices: _Crops, columns_F: Ints, origin_F: Ints, closed_F: Ints) -> None:
+    """Each at its place of the canvas, its marks on its corners, and line breaks past the end of their line."""
+    first_S2 = _first_sizes(slices, len(columns_F))[slices.frame_C]
+    line_S, column_S = np.divmod(_numbers(slices), columns_F[slices.frame_C])
+    origin_S = origin_F[slices.frame_C]
+    corner_S2 = origin_S[:, None] + np.stack([line_S, column_S], axis=1) * first_S2
+    at_M, slice_M, row_M, inner_M = slices.tokens()
+    positions_3T[1, at_M], positions_3T[2, at_M] = corner_S2[slice_M, 0] + row_M, corner_S2[slice_M, 1] + inner_M
+    last = np.flatnonzero(_breaks(slices))  # of a line
+    lengths = slices.start_C[last + 1] - slices.end_C[last] - 2
+    broken = np.repeat(last, lengths)
+    between = slices.end_C[broken] + 1 + np.arange(len(broken)) - segment_starts(lengths).repeat(lengths)
+    positions_3T[1, between] = (origin_S + (line_S + 1) * first_S2[:, 0] - 1)[broken]
+    positions_3T[2, between] = (origin_S + columns_F[slices.frame_C] * first_S2[:, 1])[broken]
+    marked = slices.end_C < closed_F[slices.frame_C]
+    positions_3T[1:, slices.end_C[marked]] = (corner_S2 + slices.size_C2 - 1)[marked].T
+    positions_3T[1:, slices.start_C - 1] = corner_S2.T
+
+
 Positions = NDArray[np.int64] | NDArray[np.float32]
 
 

@@ -30,7 +30,7 @@ class TokenType(IntEnum):
 class Arrangement(StrEnum):
     """Where the tokens of an item lie. GRID: on a grid in time, height and width, and the text behind it past that.
     INDEXED: the last three axes are column, row and the picture's number in its segment, while positions go on by one a
-    token. CANVAS: pictures are cut in slices (`layout.mrope_canvas`).
+    token. CANVAS: pictures are cut in slices (`layout.mrope`).
     """
 
     GRID = "grid"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from luthier.errors import SourceError
 
 _MAX_DESCRIPTORS = 64
-CACHE_BYTES = 32 << 20  # of decoded columns; what does not fit in here is spooled (see `column_groups`)
+CACHE_BYTES = 32 << 20  # of decoded columns; what does not fit in here is spooled (see `columnar`)
 _BLOCK_BYTES = 1 << 20  # rows that stand one behind the other are read together, up to this
 
 

@@ -1,32 +1,205 @@
 """Random access to the rows of a source by their numbers: what `Source.row_bytes` gives, in any order.
 
-Each kind of file has its own way to a row (`line_rows`, `column_groups`, `record_spool`); the index knows which rows
+Each kind of file has its own way to a row (`LineRows`, `columnar`, `record_spool`); the index knows which rows
 are in which file. Nothing is decoded that is not asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.choices import Documents
 from luthier.errors import RowError, SourceError
-from luthier.sources.column_groups import index_columns
-from luthier.sources.columnar import chosen_rows
+from luthier.sources.columnar import chosen_rows, index_columns
 from luthier.sources.files import DataFile, FileKind
-from luthier.sources.line_rows import index_lines
-from luthier.sources.open_files import OpenFiles
+from luthier.sources.open_files import Ascending, AscendingBuilder, LineNumbers, LineNumbersBuilder, OpenFiles
 from luthier.sources.origins import HubRows, LocalFiles, Origin
 from luthier.sources.record_spool import index_by_spool
 from luthier.sources.rows import RowBytes
-from luthier.sources.text_files import has_row_a_line, read_text_file
+from luthier.sources.text_files import (
+    MAX_LINE_BYTES,
+    check_first_row,
+    has_row_a_line,
+    line_row,
+    line_too_long,
+    open_text_file,
+    read_text_file,
+)
+
+# --------------------------------------------------------------------------------------------------------------------
+# Random access to files with a row a line: where each line begins is found once, at the speed of memory.
+
+
+_CHUNK_BYTES = 1 << 20  # stays in the processor's cache
+_NEWLINE = ord("\n")
+# Bytes that a blank line may begin with; only such lines are looked at whole. In txt files the blanks of Unicode count.
+_MAY_BE_BLANK = np.zeros(256, bool)
+_MAY_BE_BLANK[list(b" \t\n\r\x0b\x0c")] = True
+_MAY_BE_BLANK_TEXT = _MAY_BE_BLANK.copy()
+_MAY_BE_BLANK_TEXT[[0x1C, 0x1D, 0x1E, 0x1F, 0xC2, 0xE1, 0xE2, 0xE3]] = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LineRows:
+    """Rows of one file by number. ``starts`` are byte offsets of all rows, and the size of the file."""
+
+    file: DataFile
+    begin: int  # where the text begins: behind the byte order mark
+    starts: Ascending
+    lines: LineNumbers
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def path(self) -> str:
+        """The file that is read."""
+        return self.file.path
+
+    def digested(self) -> Iterator[bytes | memoryview]:
+        """What the rows depend on: the file as it was found, and where they are in it."""
+        yield repr(self.file).encode()
+        yield self.starts.lows.data
+        yield self.starts.steps.data
+
+    def read(self, rows: NDArray[np.int64], opened: OpenFiles) -> list[RowBytes | RowError]:
+        """Some rows, by rising number. Raises `SourceError` where lines are not where they were."""
+        self.file.check_unchanged()
+        starts, ends = self.starts.at(rows), self.starts.at(rows + 1)
+        # with the newline that must stand before the row; of a line over the cap only as much as shows that it is
+        begins, caps = np.maximum(starts - 1, self.begin), np.minimum(ends, starts + MAX_LINE_BYTES + 1)
+        spans = opened.read_spans(self.path, begins, caps)
+        lines = self.lines.at(rows)
+        num_lines = self.lines.at(np.minimum(rows + 1, len(self) - 1)) - lines  # with the blank ones after each row
+        places = zip(starts.tolist(), ends.tolist(), lines.tolist(), num_lines.tolist(), spans, strict=True)
+        found = [self._row(_Place(*place), span, opened) for *place, span in places]
+        self.file.check_unchanged()
+        return found
+
+    def _row(self, place: _Place, span: bytes, opened: OpenFiles) -> RowBytes | RowError:
+        if place.start > self.begin:
+            if span[:1] != b"\n":
+                raise self._moved(place)
+            span = span[1:]
+        if len(span) < min(place.end - place.start, MAX_LINE_BYTES + 1):
+            raise self._moved(place)  # the file is shorter now
+        stop = span.find(b"\n") + 1 or len(span)
+        if stop > MAX_LINE_BYTES:
+            return line_too_long(self.file, self._line_length(place, opened), place.line)
+        row = line_row(self.file, span[:stop], place.line)
+        if row is None or not self._ends_as_indexed(place, span, stop):
+            raise self._moved(place)
+        return row
+
+    def _ends_as_indexed(self, place: _Place, span: bytes, stop: int) -> bool:
+        """Whether the row that is ``span[:stop]`` ends its line, and only blank lines follow, as many as there were."""
+        if stop == len(span):
+            return place.num_lines <= 1 and (span[-1:] == b"\n" or place.end == self.file.size)
+        if self._holds_text(span[stop:]):
+            return False
+        is_clipped = place.start + len(span) < place.end
+        return is_clipped or place.num_lines in (0, span.count(b"\n"))
+
+    def _holds_text(self, lines: bytes) -> bool:
+        return bool(lines.decode("utf-8", "ignore").strip() if self.file.kind is FileKind.TXT else lines.strip())
+
+    def _line_length(self, place: _Place, opened: OpenFiles) -> int:
+        """The length of a line over the cap, read a chunk at a time."""
+        for offset in range(place.start, place.end, _CHUNK_BYTES):
+            chunk = opened.read(self.path, offset, min(_CHUNK_BYTES, place.end - offset))
+            if (stop := chunk.find(b"\n")) >= 0:
+                return offset + stop + 1 - place.start
+        return place.end - place.start
+
+    def _moved(self, place: _Place) -> SourceError:
+        what = f"{self.path}:{place.line}: no row begins at byte {place.start:,} and ends with the line any more"
+        return SourceError(f"{what}: the file changed since it was indexed", hint="let the writer finish, start again")
+
+
+class _Place(NamedTuple):
+    """Where a row is: byte offsets of it and of the next one, its line, and lines to the next row (0 for the last)."""
+
+    start: int
+    end: int
+    line: int
+    num_lines: int
+
+
+def index_lines(file: DataFile) -> LineRows:
+    """Find the lines of a file; raises `SourceError`. Memory is that of the index, and a megabyte."""
+    file.check_unchanged()
+    with open_text_file(file) as stream:
+        begin = stream.tell()
+    starts, lines = AscendingBuilder(), LineNumbersBuilder()
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for offsets, is_blank in _scan(descriptor, begin, file):
+                starts.add(offsets[~is_blank] if is_blank.any() else offsets)
+                lines.add(is_blank)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise SourceError(f"{file.path}: cannot be read to its end: {error}") from error
+    starts.add(np.array([file.size], np.int64))
+    file.check_unchanged()
+    index = LineRows(file=file, begin=begin, starts=starts.finish(), lines=lines.finish())
+    _check_first(index)
+    return index
+
+
+def _scan(descriptor: int, offset: int, file: DataFile) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+    """Where lines begin, and which of them are blank, a chunk at a time."""
+    may_be_blank = _MAY_BE_BLANK_TEXT if file.kind is FileKind.TXT else _MAY_BE_BLANK
+    buffer = np.empty(_CHUNK_BYTES, np.uint8)
+    is_new = True  # whether the chunk begins with a line
+    while num_bytes := os.preadv(descriptor, [buffer.data], offset):
+        data = buffer[:num_bytes]
+        starts = np.flatnonzero(data == _NEWLINE) + 1
+        ends_line = len(starts) > 0 and starts[-1] == num_bytes
+        starts = np.concatenate((np.zeros(int(is_new), np.int64), starts[: len(starts) - int(ends_line)]))
+        is_new = bool(ends_line)
+        first = data[starts]
+        is_blank = first == _NEWLINE
+        for place in np.flatnonzero(may_be_blank[first] & ~is_blank).tolist():
+            is_blank[place] = _is_blank(descriptor, offset + int(starts[place]), file)
+        yield starts + offset, is_blank
+        offset += num_bytes
+
+
+def _is_blank(descriptor: int, start: int, file: DataFile) -> bool:
+    """Whether a line is no row. It is read as far as that takes."""
+    size = 64
+    while True:
+        text = os.pread(descriptor, size, start)
+        stop = text.find(b"\n") + 1 or len(text)
+        is_whole = stop < len(text) or text[-1:] == b"\n" or len(text) < size
+        if stop > MAX_LINE_BYTES:
+            return False
+        if is_whole:
+            return line_row(file, text[:stop], 1) is None
+        if text.decode("utf-8", "ignore").strip():
+            return False
+        size *= 16
+
+
+def _check_first(index: LineRows) -> None:
+    opened = OpenFiles()
+    for number in range(len(index)):
+        (row,) = index.read(np.array([number]), opened)
+        check_first_row(index.file, row)
+        if isinstance(row, RowBytes) or index.file.kind is not FileKind.JSONL:
+            return
+
 
 _WHOLE = 0  # the number under which a data set is kept that has no groups
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import luthier
 from luthier import library
 from luthier.cli import main as edge
+from luthier.cli.machine import Senses
 from luthier.cli.main import app, run
-from luthier.cli.quickstart import Senses
 from luthier.errors import ModelError, RowError
 
 ROOT = Path(luthier.__file__).parent

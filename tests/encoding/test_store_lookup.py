@@ -9,10 +9,10 @@ import pytest
 
 from luthier.errors import StoreError
 from luthier.records import Branch, Sample
-from luthier.store import key_index, shard_reader
-from luthier.store.key_index import KeyIndex
+from luthier.store import shard_reader
+from luthier.store import store as lookup
 from luthier.store.shard import EncodedSample, freeze_sample
-from luthier.store.store import SampleStore, StoreWriter
+from luthier.store.store import KeyIndex, SampleStore, StoreWriter
 
 FINGERPRINT = "cd" * 32
 
@@ -54,7 +54,7 @@ def simple_lookup(stored, asked):
 
 @pytest.mark.parametrize("most", [7, 64, 10_000])
 def test_lookup_agrees_with_a_dictionary(monkeypatch, most):
-    monkeypatch.setattr(key_index, "MOST_PER_RUN", most)
+    monkeypatch.setattr(lookup, "MOST_PER_RUN", most)
     rng = np.random.default_rng(most)
     stored = random_keys(600)
     stored[rng.integers(0, 600, 60)] = stored[rng.integers(0, 600, 60)]  # keys that two processes have written

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.encoding.tree import fold as fold_branches
+from luthier.encoding.pieces import fold as fold_branches
 from luthier.records import Branch, Sample
 
 Path = tuple[list[int], list[float]]

@@ -19,8 +19,7 @@ from luthier.media.files.decoding import DecodedImage
 from luthier.media.processors.batching import merge_features
 from luthier.media.processors.calling import AreaLimits
 from luthier.media.processors.patches import quick_patches
-from luthier.media.processors.pictures import process_pictures
-from luthier.media.processors.processor import MediaProcessor
+from luthier.media.processors.processor import MediaProcessor, process_pictures
 from luthier.records import ImageHeader
 from tests.media.test_media_families import our_ids, own_ids, picture
 from tests.media.tiny_processors import BUILDERS, tiny_tokenizer

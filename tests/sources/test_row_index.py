@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Format, SourceConfig
 from luthier.errors import RowError, SourceError
-from luthier.sources import RowBytes, RowIndex, Source, column_groups, line_rows, open_sources, record_spool
+from luthier.sources import RowBytes, RowIndex, Source, columnar, open_sources, record_spool, row_index
 from luthier.sources.open_files import Ascending, AscendingBuilder, LineNumbersBuilder
 from tests.conftest import examples
 
@@ -141,7 +141,7 @@ def test_the_index_of_a_text_file_has_its_rows(tmp_path: Path, name: str, has_fo
 def test_the_index_of_a_columnar_file_has_its_rows(
     tmp_path: Path, name: str, cache_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(column_groups, "CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr(columnar, "CACHE_BYTES", cache_bytes)
     kind = {"t.parquet": "parquet", "lz4.feather": "feather"}.get(name, "stream" if "stream" in name else "file")
     source = source_of(write_table(tmp_path / name, kind))
     assert_same_rows(source, tmp_path / "spool")
@@ -153,7 +153,7 @@ def test_the_index_of_a_columnar_file_has_its_rows(
 def test_dictionaries_of_columns_are_read_by_number_too(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(column_groups, "CACHE_BYTES", 0)
+    monkeypatch.setattr(columnar, "CACHE_BYTES", 0)
     path = tmp_path / f"rows.{ending}"
     tables = [
         pa.table({"text": pa.array([f"{part} {n % 3}" for n in range(20)]).dictionary_encode()}) for part in range(3)
@@ -222,7 +222,7 @@ def test_lines_are_found_wherever_the_chunks_end(
     path = tmp_path_factory.getbasetemp() / f"chunked.{kind}"
     path.write_bytes(end.join([GOOD, *lines]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line_rows, "_CHUNK_BYTES", chunk)
+        patch.setattr(row_index, "_CHUNK_BYTES", chunk)
         assert_same_rows(source_of(path))
 
 
@@ -384,10 +384,10 @@ def test_lines_that_moved_in_a_file_of_the_same_size_and_time_are_found_out(
     source = source_of(path) if kind == "txt" else None
     if source is None:
         path.write_bytes(b"[1] \n[2] \n[3] \n".replace(b"[", b"{").replace(b"]", b"}"))
-        file = line_rows.DataFile(
-            path=str(path), kind=line_rows.FileKind.JSONL, size=15, mtime_ns=path.stat().st_mtime_ns
+        file = row_index.DataFile(
+            path=str(path), kind=row_index.FileKind.JSONL, size=15, mtime_ns=path.stat().st_mtime_ns
         )
-        index = RowIndex([line_rows.index_lines(file)])
+        index = RowIndex([row_index.index_lines(file)])
     else:
         index = index_of(source)
     index.read(np.arange(3))

@@ -1,0 +1,165 @@
+"""``luthier config``: the run description itself."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from enum import StrEnum
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from luthier import __version__
+from luthier.cli.output import JsonTarget, reporting
+from luthier.cli.pipeline import ConfigFile, Overrides
+from luthier.cli.training import train_and_tell
+from luthier.terminal import stderr_terminal
+from luthier.writing import printable, to_json, write_text
+
+if TYPE_CHECKING:
+    from luthier.check.environment import Environment
+
+app = typer.Typer(no_args_is_help=True, help="Check a run description, or get its schema for your editor.")
+
+
+@app.command("show")
+def show(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = None) -> None:
+    """Check a config and print it with every default filled in; use it before you start a long run.
+
+    All mistakes are told at once, each with its line and a way out.
+
+    [dim]Example[/]   luthier config show run.yaml
+    [dim]Example[/]   luthier config show run.yaml train.learning_rate=1e-4 > resolved.yaml
+    """
+    with reporting(json) as output:
+        from luthier.config.dumping import dump_config
+        from luthier.config.loading import load_config
+
+        resolved = load_config(config, overrides or ())
+
+        if json is None:  # as plain text: colours or wrapped lines would not be YAML any more
+            text = dump_config(resolved)
+            typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
+        output.emit(resolved.model_dump(mode="json"))
+
+
+@app.command("schema")
+def schema(
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write it to a file.")] = None,
+) -> None:
+    """Print the JSON schema of run descriptions; point your editor at it for completion and checks.
+
+    In VS Code: put  # yaml-language-server: $schema=luthier.schema.json  on the first line of your config.
+
+    [dim]Example[/]   luthier config schema --out luthier.schema.json
+    """
+    from luthier.config.reference import config_schema
+
+    text = to_json(config_schema())
+    if out is None:
+        typer.echo(text)
+        return
+    write_text(out, text + "\n")
+    stderr_terminal().print(f"[dim]schema in[/] {out}", highlight=False)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# ``luthier env`` and ``luthier version``.
+
+
+def version() -> None:
+    """Print the version and nothing else; use it in scripts.
+
+    [dim]Example[/]   luthier version
+    """
+    typer.echo(__version__)
+
+
+def env(json: JsonTarget = None) -> None:
+    """Print what a bug report needs: versions, machine, GPUs. Paste it as it is.
+
+    Nothing that is missing makes it fail; no path, name or environment variable of yours is in it.
+
+    [dim]Example[/]   luthier env
+    [dim]Example[/]   luthier env --json env.json
+    """
+    from luthier.check.environment import environment
+
+    with reporting(json) as output:
+        found = environment()
+        output.console.print(_table(found))
+        output.emit(asdict(found))
+
+
+def _table(found: Environment) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    table.add_row("luthier", found.luthier)
+    table.add_row("python", found.python)
+    table.add_row("platform", found.platform)
+    table.add_row("cpu", f"{found.cpu}, {found.cpu_count} cores, {found.usable_cpus} usable")
+    table.add_row("memory", _memory(found))
+    table.add_row("cuda", found.cuda or "none")
+    for gpu in found.gpus:
+        table.add_row("gpu", f"{gpu.name}, {gpu.memory_bytes / 2**30:.1f} GiB, capability {gpu.capability}")
+    if found.gpu_note is not None:
+        table.add_row("gpu", f"none: {found.gpu_note}")
+    table.add_section()
+    for name, package_version in found.packages.items():
+        table.add_row(name, package_version or "[dim]not installed[/]")
+    return table
+
+
+def _memory(found: Environment) -> str:
+    total = "unknown" if found.memory_bytes is None else f"{found.memory_bytes / 2**30:.1f} GiB"
+    limit = found.memory_limit_bytes
+    return total if limit is None else f"{total}, limited to {limit / 2**30:.1f} GiB"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# ``luthier quickstart``: a whole run in a few minutes, with nothing to download.
+
+
+class Senses(StrEnum):
+    """What the tiny model is given to understand, and the run description that does it."""
+
+    TEXT = "text"
+    PICTURES = "vl"
+    SOUNDS = "audio"
+
+    @property
+    def file(self) -> str:
+        """The packaged run description."""
+        return "quickstart.yaml" if self is Senses.TEXT else f"quickstart_{self}.yaml"
+
+
+WhatItLearns = Annotated[
+    Senses, typer.Argument(metavar="[text|vl|audio]", help="What it learns from: words, pictures, or sounds.")
+]
+OutputFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the results go.")]
+
+
+def quickstart(
+    senses: WhatItLearns = Senses.TEXT,
+    out: OutputFolder = Path("luthier-quickstart"),
+    json: JsonTarget = None,
+) -> None:
+    """Train a tiny model from nothing on generated data, offline; use it to see that everything works here.
+
+    The model answers held-out rows before and after; the share of exact answers is printed and reported.
+
+    [dim]Example[/]   luthier quickstart
+    [dim]Example[/]   luthier quickstart vl                           [dim]pictures[/]
+    [dim]Example[/]   luthier quickstart --out /tmp/first-run --json -
+    """
+    with reporting(json) as output:
+        with as_file(files("luthier.cli") / senses.file) as config:
+            overrides = [f"output.dir={out}", "output.overwrite=true"]
+            report = train_and_tell(str(config), overrides, output.console, quickstart=True)
+        output.emit(report.to_json())
+    if report.result.exit_code:
+        raise typer.Exit(report.result.exit_code)
