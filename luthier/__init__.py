@@ -45,9 +45,14 @@ if TYPE_CHECKING:
     from luthier.collation.media_inputs import MediaInputs as MediaInputs
     from luthier.config.choices import Overflow as Overflow
     from luthier.config.choices import Packing as Packing
+    from luthier.config.choices import RowKind as RowKind
     from luthier.config.choices import TokenizerBackend as TokenizerBackend
     from luthier.config.loading import RunDescription as RunDescription
     from luthier.config.loading import load_config as load_config
+    from luthier.config.loss_rows import Loss as Loss
+    from luthier.config.objective import Objective as Objective
+    from luthier.config.objective import register_loss as register_loss
+    from luthier.config.objective import register_objective as register_objective
     from luthier.config.schema import RunConfig as RunConfig
     from luthier.encoding.interface import EncodeOptions as EncodeOptions
     from luthier.encoding.interface import encode as encode
@@ -61,6 +66,7 @@ if TYPE_CHECKING:
     from luthier.errors import LoaderError as LoaderError
     from luthier.errors import LuthierError as LuthierError
     from luthier.errors import ModelError as ModelError
+    from luthier.errors import PluginError as PluginError
     from luthier.errors import Problem as Problem
     from luthier.errors import RowDropped as RowDropped
     from luthier.errors import RowError as RowError
@@ -87,17 +93,40 @@ if TYPE_CHECKING:
     from luthier.loader.loader import Loader as Loader
     from luthier.loader.loader import Step as Step
     from luthier.loader.settings import LoaderOptions as LoaderOptions
+    from luthier.media.families.family import CAT as CAT
+    from luthier.media.families.family import Batching as Batching
+    from luthier.media.families.family import Family as Family
     from luthier.media.families.family import MediaKind as MediaKind
+    from luthier.media.families.family import Modules as Modules
+    from luthier.media.families.family import Rule as Rule
+    from luthier.media.families.family import Settings as Settings
+    from luthier.media.families.table import register_family as register_family
+    from luthier.models.passes import ModelPass as ModelPass
+    from luthier.objectives.feedback_losses import FeedbackBaselines as FeedbackBaselines
+    from luthier.objectives.feedback_losses import FeedbackSettings as FeedbackSettings
+    from luthier.objectives.measures import Measure as Measure
+    from luthier.objectives.measures import SequenceLoss as SequenceLoss
+    from luthier.objectives.measures import measure as measure
+    from luthier.objectives.pair_formulas import PairBaselines as PairBaselines
+    from luthier.objectives.pair_formulas import PairSettings as PairSettings
+    from luthier.objectives.pair_scores import PairScores as PairScores
     from luthier.objectives.token_loss import TokenLoss as TokenLoss
     from luthier.objectives.token_loss import token_loss_sum as token_loss_sum
+    from luthier.objectives.token_losses import TokenQuantities as TokenQuantities
+    from luthier.objectives.token_losses import TokenSettings as TokenSettings
     from luthier.packing import PlanSummary as PlanSummary
     from luthier.packing import SourceShare as SourceShare
     from luthier.packing import Units as Units
     from luthier.packing import plan_packs as plan_packs
+    from luthier.plugins import load_plugins as load_plugins
     from luthier.preparation.prepare import Progress as Progress
     from luthier.preparation.prepared import Prepared as Prepared
     from luthier.preparation.prepared import PreparedSet as PreparedSet
     from luthier.preparation.prepared import SourceInfo as SourceInfo
+    from luthier.presets.named_templates import Bos as Bos
+    from luthier.presets.named_templates import NamedTemplate as NamedTemplate
+    from luthier.presets.named_templates import SystemPrompt as SystemPrompt
+    from luthier.presets.named_templates import register_template as register_template
     from luthier.records import Address as Address
     from luthier.records import Audio as Audio
     from luthier.records import AudioHeader as AudioHeader
@@ -128,12 +157,17 @@ if TYPE_CHECKING:
     from luthier.records import VideoHeader as VideoHeader
     from luthier.rendering.trace import Owner as Owner
     from luthier.sources import RepeatedIds as RepeatedIds
+    from luthier.sources.formats.reading import Reading as Reading
+    from luthier.sources.formats.table import FormatRule as FormatRule
+    from luthier.sources.formats.table import register_format as register_format
     from luthier.store.store import SampleStore as SampleStore
     from luthier.templating.limits import TemplateLimits as TemplateLimits
     from luthier.templating.limits import TemplateSettings as TemplateSettings
+    from luthier.train.compared_losses import micro_loss as micro_loss
     from luthier.train.events import Note as Note
     from luthier.train.events import Saved as Saved
     from luthier.train.events import Started as Started
+    from luthier.train.objective_parts import ObjectiveParts as ObjectiveParts
     from luthier.train.report import Report as Report
     from luthier.train.result import DataSummary as DataSummary
     from luthier.train.result import Ended as Ended
@@ -144,6 +178,9 @@ if TYPE_CHECKING:
     from luthier.train.result import RunResult as RunResult
     from luthier.train.result import SourceSummary as SourceSummary
     from luthier.train.result import StepRecord as StepRecord
+    from luthier.train.step_losses import MicroLoss as MicroLoss
+    from luthier.train.step_losses import Stateless as Stateless
+    from luthier.train.step_losses import StepLosses as StepLosses
 else:  # hidden from type checkers, to which a module with a `__getattr__` has every name
     from ast import ImportFrom, parse
     from functools import cache

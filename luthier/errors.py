@@ -103,6 +103,10 @@ class ConfigError(UserError):
         self.message = "\n".join(str(problem) for problem in problems)
 
 
+class PluginError(UserError):
+    """A package that extends Luthier cannot be loaded, or adds what is there already."""
+
+
 class SourceError(UserError):
     """A file or data set cannot be read as a whole. ``path`` is what the run description calls it, if that is known."""
 

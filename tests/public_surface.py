@@ -24,7 +24,7 @@ def public_names() -> list[str]:
 
 
 # What functions give to be handed on to others: programs neither make it nor look into it.
-HANDLES = {"MediaInputs", "SampleStore"}
+HANDLES = {"MediaInputs", "ModelPass", "SampleStore"}
 _MADE_BY = {"Tokenizer": "load_tokenizer"}  # a class that is made by a function, whose arguments are its
 
 

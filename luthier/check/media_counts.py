@@ -79,5 +79,5 @@ def packing_refusal(model_config: Mapping[str, Any]) -> str | None:
     ``model_config`` is the model's ``config.json``.
     """
     kind = model_config.get("model_type")
-    family = next((family for family in FAMILIES if kind in family.model_types), None)
+    family = next((family for family in FAMILIES.values() if kind in family.model_types), None)
     return None if family is None or family.packing is Packing.PACKED else f"family {family.name}: {family.reason}"

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import math
 import os.path
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from luthier.plugins import Table
 
 
 class Overflow(StrEnum):
@@ -174,8 +179,22 @@ class Strategy(StrEnum):
     EPOCH = "epoch"
 
 
+class RowKind(StrEnum):
+    """What an objective learns from: answers to imitate, pairs of continuations to compare, continuations with a
+    verdict."""
+
+    ANSWER = "answer"
+    PAIR = "pair"
+    VERDICT = "verdict"
+
+    @property
+    def unit(self) -> str:
+        """What a step's loss is divided by the number of, over all its micro-batches and ranks."""
+        return {RowKind.ANSWER: "target", RowKind.PAIR: "pair", RowKind.VERDICT: "row"}[self]
+
+
 class Format(StrEnum):
-    """How rows are written. ``auto`` looks at the rows."""
+    """How rows are written, of the formats that come with Luthier. ``auto`` looks at the rows."""
 
     AUTO = "auto"
     ALPACA = "alpaca"
@@ -186,6 +205,9 @@ class Format(StrEnum):
     PREFERENCE = "preference"
     FEEDBACK = "feedback"
 
+
+# Every format by its name, plugins' too; what a format is stands in `sources.formats.table`.
+FORMAT_NAMES: Table[str] = Table("format", {kind: kind for kind in Format})
 
 SCHEDULERS = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -268,6 +290,25 @@ def _as_path(value: Any) -> Any:
 def as_list(value: Any) -> Any:
     """One entry may stand for a list of one."""
     return [value] if isinstance(value, str | dict) else value
+
+
+@dataclass(frozen=True)
+class NameOf:
+    """The annotation of a text that has to be a name of a table; the JSON schema lists those that are there by then."""
+
+    names: Callable[[], Iterable[str]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, core_schema.str_schema())
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "string", "enum": [str(name) for name in self.names()]}
+
+    def _checked(self, value: str) -> str:
+        for name in self.names():
+            if name == value:
+                return name
+        raise PydanticCustomError("name", "is no name of the table")
 
 
 def as_enum(kind: type[StrEnum]) -> BeforeValidator:

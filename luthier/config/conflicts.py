@@ -12,13 +12,14 @@ from luthier.config.choices import MixtureBy, MixtureStop, Packing, Precision, S
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
 from luthier.config.losses import (
-    COMPARING,
     check_compared,
     check_head_kernel,
     check_objective,
     check_rows,
     check_shared,
+    is_compared,
 )
+from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import Format
 from luthier.config.sharding import check_sharding
 from luthier.errors import Problem
@@ -26,7 +27,7 @@ from luthier.errors import Problem
 Check = Callable[[Draft], Iterator[Problem]]
 
 # formats whose rows cannot say themselves what is learned of them
-_SILENT_FORMATS = frozenset({Format.ALPACA, Format.PROMPT_COMPLETION})
+_SILENT_FORMATS: frozenset[str] = frozenset({Format.ALPACA, Format.PROMPT_COMPLETION})
 MOST_REPEATS = 10_000  # of a row in an epoch: each is planned, and more is meant as a share, or a slip of the pen
 _SCHEDULE_NEEDS = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
@@ -105,8 +106,8 @@ def _generation(draft: Draft) -> Iterator[Problem]:
     if not _has_eval_data(draft):
         what = "answers are generated for held-out rows, and there is no eval data"
         yield draft.problem("eval.generate_rows", what, "for example data.eval_split: 0.05")
-    if config.objective.name == "rm":
-        what = f"a reward model answers nothing, and {draft.cite('objective.name')} is rm"
+    if not OBJECTIVES[config.objective.name].has_head:
+        what = f"a reward model answers nothing, and {draft.cite('objective.name')} is {config.objective.name}"
         yield draft.problem("eval.generate_rows", what, "remove it")
 
 
@@ -134,7 +135,7 @@ def _metric(draft: Draft) -> Iterator[Problem]:
     metric = config.eval.metric_for_best_model
     if not config.eval.load_best_model_at_end and config.eval.early_stopping_patience is None:
         return  # it is not read then, which is told
-    known = ("loss", "accuracy") if config.objective.name in COMPARING else ("loss", "perplexity", "token_accuracy")
+    known = ("loss", "accuracy") if is_compared(config.objective) else ("loss", "perplexity", "token_accuracy")
     if metric not in known:
         what = f"evaluation gives no {metric} where {draft.cite('objective.name')} is {config.objective.name}"
         yield draft.problem("eval.metric_for_best_model", what, f"choose {' or '.join(known)}")
@@ -149,7 +150,7 @@ def _steps(draft: Draft) -> Iterator[Problem]:
 
 def _padding(draft: Draft) -> Iterator[Problem]:
     config = draft.config
-    longest = config.data.max_length * (2 if config.objective.name in COMPARING else 1)  # two answers share a row
+    longest = config.data.max_length * (2 if is_compared(config.objective) else 1)  # two answers share a row
     if config.train.pad_to_multiple_of > longest:
         what = (
             f"every row would be filled up to {config.train.pad_to_multiple_of:,} tokens, and with "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic_core import ErrorDetails
 
-from luthier.config.objective import FAMILIES, LOSSES
+from luthier.config.objective import LOSSES, OBJECTIVES, losses_of
 from luthier.config.scalars import number_meant
 from luthier.config.suggest import nearest
 from luthier.config.synonyms import Meant, our_name, value_meant, what_is_meant
@@ -89,9 +89,9 @@ def _what_was_meant(section: Path, key: str, value: object) -> tuple[str, Path |
     if "." in key and key in all_keys():
         head, tail = key.split(".", 1)
         return f"nest it: write {tail} below {head}:", parse_path(key)
-    if not section and (key in FAMILIES or key in LOSSES):
+    if not section and (key in OBJECTIVES or key in LOSSES):
         inside = ", ".join(f"{one}: …" for one in value) if isinstance(value, dict) else ""
-        name = f"name: {key}" if key in FAMILIES else f"name: {LOSSES[key].families[0]}, loss: {key}"
+        name = f"name: {key}" if key in OBJECTIVES else f"name: {LOSSES[key].objectives[0]}, loss: {key}"
         return f"write objective: {{{name}{', ' if inside else ''}{inside}}}", ("objective",)
     if (ours := what_is_meant(key, value)) is not None:
         return _other_tools_word(ours)
@@ -195,10 +195,9 @@ def _for_text(node: Scalar, schema: JsonSchema, path: Path) -> str | None:
 def _for_other_half(text: str, path: Path) -> str | None:
     """A loss was named as the objective, as elsewhere ``orpo`` is a trainer of its own; or an objective as the loss."""
     if path == ("objective", "name") and text in LOSSES:
-        return f"{text} is a loss: write objective: {{name: {LOSSES[text].families[0]}, loss: {text}}}"
-    if path == ("objective", "loss") and text in FAMILIES:
-        of_family = [name for name, loss in LOSSES.items() if text in loss.families]
-        return f"{text} is an objective: write objective: {{name: {text}}}; its losses are {', '.join(of_family)}"
+        return f"{text} is a loss: write objective: {{name: {LOSSES[text].objectives[0]}, loss: {text}}}"
+    if path == ("objective", "loss") and text in OBJECTIVES:
+        return f"{text} is an objective: write objective: {{name: {text}}}; its losses are {', '.join(losses_of(text))}"
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from luthier.config.choices import (
+    FORMAT_NAMES,
     MAX_WEIGHT,
     MIN_WEIGHT,
     Count,
@@ -16,6 +17,7 @@ from luthier.config.choices import (
     HistoryRendering,
     MixtureBy,
     MixtureStop,
+    NameOf,
     NonEmpty,
     NonNegative,
     Overflow,
@@ -147,7 +149,7 @@ class SourceConfig(Section):
     path: NonEmpty
     """A file, a folder, a glob, ``hub:OWNER/NAME``, or ``preset:NAME`` (data sets that come with Luthier: skills,
     preferences, feedback, preferences_sft, pictures, sounds)."""
-    format: Annotated[Format, as_enum(Format)] = Format.AUTO
+    format: Annotated[str, NameOf(FORMAT_NAMES.values)] = Format.AUTO
     """How rows are written; ``auto`` looks at the rows."""
     columns: dict[str, str] = {}
     """Our column name -> the file's, such as ``{messages: conversations}``; the others keep their defaults."""

@@ -26,6 +26,7 @@ from luthier.config.shorthand import expand
 from luthier.config.tree import Mapping, Node, Where, show_value
 from luthier.config.yaml_text import Parsed
 from luthier.errors import ConfigError, Problem
+from luthier.plugins import load_plugins
 
 IN_MEMORY = "<config>.json"  # what messages call a description that has no file
 # A run description as programs may give it: the path of its file, the same as a dict, or what was made of either.
@@ -72,6 +73,7 @@ def load_config_text(
 
 
 def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: bool, to_train: bool = False) -> Draft:
+    load_plugins()
     problems = list(parsed.problems)
     tree = parsed.tree
     if tree is not None and not isinstance(tree, Mapping):

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from luthier.config.choices import AdapterType, Format, HeadKernel, Overflow, Packing
+from luthier.config.choices import AdapterType, Format, HeadKernel, Overflow, Packing, RowKind
 from luthier.config.draft import Draft
-from luthier.config.objective import LOSSES, ReferenceSource
+from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, ReferenceSource
 from luthier.errors import Problem
 
-# Rows that only some objectives can learn from; all others are for sft and pt.
-_ROWS_FOR = {Format.PREFERENCE: ("rm", "dpo"), Format.FEEDBACK: ("kto",)}
-COMPARING = tuple(name for names in _ROWS_FOR.values() for name in names)
+# Formats whose rows only some objectives can learn from.
+_ROWS_OF: Mapping[str, RowKind] = {Format.PREFERENCE: RowKind.PAIR, Format.FEEDBACK: RowKind.VERDICT}
 # Alpaca and ShareGPT rows can hold pairs or verdicts beside the conversation; these cannot.
 _SINGLE_ANSWERS = (Format.PROMPT_COMPLETION, Format.TEXT)
-_LOSS_KEYS = tuple(sorted({key for options in LOSSES.values() for key in options.defaults}))
+
+
+def is_compared(objective: ObjectiveConfig) -> bool:
+    """Whether it learns from answers that are compared or judged."""
+    return OBJECTIVES[objective.name].rows is not RowKind.ANSWER
 
 
 def check_objective(draft: Draft) -> Iterator[Problem]:
     """Problems between the keys of ``objective``, and with the adapter."""
     objective = draft.config.objective
-    if objective.name not in LOSSES[objective.loss_name].families:
+    if objective.name not in LOSSES[objective.loss_name].objectives:
         yield from _foreign_loss(draft)
         return
     yield from _foreign_keys(draft)
@@ -32,7 +35,7 @@ def check_compared(draft: Draft) -> Iterator[Problem]:
     """What cannot be done with rows whose answers are compared, or judged."""
     config = draft.config
     name = config.objective.name
-    if name not in COMPARING:
+    if not is_compared(config.objective):
         return
     why = f"{draft.cite('objective.name')} is {name}"
     if config.train.packing is Packing.SPLIT:
@@ -53,7 +56,7 @@ def check_shared(draft: Draft) -> Iterator[Problem]:
         return
     if config.train.packing is Packing.SPLIT:
         what = f"{draft.cite('train.packing')} is split, which cuts rows wherever a pack is full"
-    elif config.objective.name == "kto" and not config.objective.estimates_kl:
+    elif OBJECTIVES[config.objective.name].rows is RowKind.VERDICT and not config.objective.estimates_kl:
         what = f"{draft.cite('objective.loss')} is {config.objective.loss_name}, which looks at one answer at a time"
     elif not config.train.packing.is_packed:
         what = f"{draft.cite('train.packing')} is {config.train.packing}, which gives each answer a row of its own"
@@ -71,8 +74,8 @@ def check_head_kernel(draft: Draft) -> Iterator[Problem]:
         return
     if config.runtime.device == "cpu":
         what = f"its kernels need a GPU, and {draft.cite('runtime.device')} is cpu"
-    elif config.objective.name == "rm":
-        what = f"{draft.cite('objective.name')} is rm, and a reward model has no output head"
+    elif not OBJECTIVES[config.objective.name].has_head:
+        what = f"{draft.cite('objective.name')} is {config.objective.name}, and a reward model has no output head"
     else:
         return
     yield draft.problem("train.head_kernel", what, "set train.head_kernel: auto")
@@ -81,16 +84,17 @@ def check_head_kernel(draft: Draft) -> Iterator[Problem]:
 def check_rows(draft: Draft) -> Iterator[Problem]:
     """Sources whose format has no rows for the objective."""
     name = draft.config.objective.name
+    format_of = {rows: kind for kind, rows in _ROWS_OF.items()}
     for section, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
         for index, source in enumerate(sources):
-            wanted = _ROWS_FOR.get(source.format)
-            if wanted is not None and name not in wanted:
+            kind, asked = _ROWS_OF.get(source.format), OBJECTIVES[name].rows
+            wanted = [other for other, row in OBJECTIVES.items() if row.rows is kind]
+            if kind is not None and asked is not kind:
                 what = f"rows of kind {source.format} are for {' and '.join(wanted)}"
-                hint = f"set objective: {wanted[-1]}, or give rows of another kind"
-            elif source.format in _SINGLE_ANSWERS and name not in ("sft", "pt"):
+                hint = f"set objective: {'dpo' if 'dpo' in wanted else wanted[0]}, or give rows of another kind"
+            elif source.format in _SINGLE_ANSWERS and asked is not RowKind.ANSWER:
                 what = f"rows of kind {source.format} hold one answer and no verdict"
-                kind = next(kind for kind, names in _ROWS_FOR.items() if name in names)
-                hint = f"give rows of kind {kind}, or set objective: sft"
+                hint = f"give rows of kind {format_of[asked]}, or set objective: sft"
             else:
                 continue
             what = f"{what}, and {draft.cite('objective.name')} is {name}"
@@ -99,23 +103,23 @@ def check_rows(draft: Draft) -> Iterator[Problem]:
 
 def _foreign_loss(draft: Draft) -> Iterator[Problem]:
     objective = draft.config.objective
-    families = LOSSES[objective.loss_name].families
+    owners = LOSSES[objective.loss_name].objectives
     what = (
-        f"{objective.loss} is a loss of objective {' and '.join(families)}, "
+        f"{objective.loss} is a loss of objective {' and '.join(owners)}, "
         f"and {draft.cite('objective.name')} is {objective.name}"
     )
-    yield draft.problem("objective.loss", what, f"set objective.name: {families[0]}, or choose another loss")
+    yield draft.problem("objective.loss", what, f"set objective.name: {owners[0]}, or choose another loss")
 
 
 def _foreign_keys(draft: Draft) -> Iterator[Problem]:
     objective = draft.config.objective
-    own = LOSSES[objective.loss_name].defaults
-    for key in _LOSS_KEYS:
+    own = LOSSES[objective.loss_name].numbers
+    for key in sorted({key for row in LOSSES.values() for key in row.numbers}):
         if key in own or not draft.given(f"objective.{key}"):
             continue
         if key == "label_smoothing" and not objective.label_smoothing:
             continue
-        readers = [name for name, options in LOSSES.items() if key in options.defaults]
+        readers = [name for name, row in LOSSES.items() if key in row.numbers]
         shown = ", ".join(readers[:4]) + (" …" if len(readers) > 4 else "")
         what = f"the loss {objective.loss_name} has no such number; it belongs to {shown}"
         yield draft.problem(f"objective.{key}", what, "remove the key, or choose the loss that you mean")
@@ -123,7 +127,7 @@ def _foreign_keys(draft: Draft) -> Iterator[Problem]:
 
 def _smoothing(draft: Draft) -> Iterator[Problem]:
     objective = draft.config.objective
-    if objective.name in COMPARING and objective.label_smoothing >= 0.5:
+    if is_compared(objective) and objective.label_smoothing >= 0.5:
         what = (
             f"{objective.label_smoothing:g} of the pairs swapped is no better than chance: the better answer would not "
             "be preferred"
@@ -163,8 +167,8 @@ def _reference(draft: Draft) -> Iterator[Problem]:
                 what = f"the model's own base is the reference, and {named} names another"
                 yield draft.problem("objective.reference.source", what, "set it to model or precomputed")
         case ReferenceSource.PRECOMPUTED:
-            if objective.loss_name == "asft":
-                what = "asft compares whole distributions, too much to keep for every token"
+            if OBJECTIVES[objective.name].by_token:
+                what = f"{objective.loss_name} compares whole distributions, too much to keep for every token"
                 yield draft.problem("objective.reference.source", what, "set it to base or model")
             if objective.estimates_kl:
                 estimated = "a KL from other answers in each epoch, which nobody can have computed"
@@ -174,7 +178,7 @@ def _reference(draft: Draft) -> Iterator[Problem]:
         case ReferenceSource.NONE:
             if not LOSSES[objective.loss_name].reference_free:
                 what = f"the loss {objective.loss_name} measures each answer by itself against a reference model"
-                free = ", ".join(name for name, options in LOSSES.items() if options.reference_free)
+                free = ", ".join(name for name, row in LOSSES.items() if row.reference_free)
                 hint = "set it to auto" + (f", or choose one of {free}" if objective.name == "dpo" else "")
                 yield draft.problem("objective.reference.source", what, hint)
             if reference.name_or_path is not None:

@@ -1,19 +1,24 @@
 """What is minimised: the section ``objective``, and which of its keys belong to which loss.
 
-The table of losses says what a loss is told and what it assumes where nobody says; the functions themselves, their
-formulas and papers are in `luthier.objectives`.
+The tables of objectives and losses are open: plugins add rows to them, and the section gets the keys that a new loss is
+told by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, cast
 
-from luthier.config.choices import NonEmpty, NonNegative, Positive, Proportion, Share, as_enum
+from pydantic.fields import FieldInfo
+
+from luthier.config import loss_rows
+from luthier.config.choices import NameOf, NonEmpty, NonNegative, Positive, Proportion, RowKind, Share, as_enum
 from luthier.config.inputs import Section
+from luthier.config.loss_rows import Loss
+from luthier.errors import PluginError, UserError
+from luthier.plugins import Table, resolve
 
 
 class ReferenceSource(StrEnum):
@@ -34,92 +39,86 @@ class Quantization(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossOptions:
-    """A loss as a run description sees it.
+class Objective:
+    """What a run learns: from which rows, and which losses there are for it.
 
-    families   the objectives that have it
-    reference  whether it compares with a reference model
-    reference_free  whether it can do without one: it only compares the two answers of a pair, and where a reference
-               finds both alike it cancels out. Others measure each answer by itself against the reference
-    estimates_kl  whether it wants another row's completion under each prompt, to estimate a KL divergence
-    defaults   the keys that it reads beside ``name``, ``loss`` and ``reference``, and what they are by default
+    rows          what it learns from
+    default_loss  the loss that is meant where nobody names one
+    losses        ``"package.module:name"``, or the function itself: (`ObjectiveParts`, `ModelPass`, tell) -> two
+                  `StepLosses`: what training minimises, and what is measured on held-out rows
+    has_head      the model ends in logits; else in one number a token, a reward
+    by_token      the loss of each target is a function of what the head gives there (`TokenQuantities`), not of the
+                  log-probabilities of whole answers
     """
 
-    families: tuple[str, ...]
-    reference: bool = False
-    reference_free: bool = False
-    estimates_kl: bool = False
-    defaults: Mapping[str, float] = field(default_factory=dict)
+    name: str
+    rows: RowKind
+    default_loss: str
+    losses: str | Callable[..., Any]
+    has_head: bool = True
+    by_token: bool = False
+
+    @property
+    def make_losses(self) -> Callable[..., Any]:
+        """The function of `losses`."""
+        return resolve(self.losses) if isinstance(self.losses, str) else self.losses
 
 
-FAMILIES = ("sft", "pt", "rm", "dpo", "kto")
-_TOKENS = ("sft", "pt")
-_PAIRS = ("dpo",)
-_TOKEN_KEYS = {"label_smoothing": 0.0, "z_loss": 0.0}
-_FEEDBACK_KEYS = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "sft_weight": 0.0}
-
-
-def _pair(*, reference: bool = True, reference_free: bool = False, **defaults: float) -> LossOptions:
-    shared = {"beta": 0.1, "sft_weight": 0.0, **({"ld_alpha": 1.0} if reference else {})}
-    return LossOptions(
-        families=_PAIRS, reference=reference, reference_free=reference_free, defaults={**shared, **defaults}
-    )
-
-
-LOSSES: Mapping[str, LossOptions] = MappingProxyType(
+_STEP_LOSSES = "luthier.train.objective"
+LOSSES: Table[Loss] = Table("loss", {row.name: row for row in loss_rows.ROWS})
+OBJECTIVES: Table[Objective] = Table(
+    "objective",
     {
-        "cross_entropy": LossOptions(families=_TOKENS, defaults=_TOKEN_KEYS),
-        "dft": LossOptions(families=_TOKENS, defaults=_TOKEN_KEYS),
-        "eaft": LossOptions(families=_TOKENS, defaults={**_TOKEN_KEYS, "eaft_alpha": 1.0}),
-        "asft": LossOptions(families=_TOKENS, reference=True, defaults={**_TOKEN_KEYS, "asft_alpha": 0.1}),
-        "bradley_terry": LossOptions(families=("rm",), defaults={"center_rewards": 0.0}),
-        "sigmoid": _pair(reference_free=True, label_smoothing=0.0),
-        "hinge": _pair(reference_free=True),
-        "ipo": _pair(reference_free=True),
-        "robust": _pair(reference_free=True, label_smoothing=0.0),
-        "exo_pair": _pair(reference_free=True, label_smoothing=1e-3),
-        "nca_pair": _pair(),
-        "bco_pair": _pair(),
-        "mpo": _pair(sft_weight=1.0, bco_share=0.2),
-        "wpo": _pair(reference_free=True, label_smoothing=0.0),
-        "sppo_hard": _pair(),
-        "aot": _pair(reference_free=True, label_smoothing=0.0),
-        "aot_unpaired": _pair(reference_free=True, label_smoothing=0.0),
-        "discopop": _pair(reference_free=True, discopop_tau=0.05),
-        "apo_zero": _pair(),
-        "apo_down": _pair(),
-        "sigmoid_norm": _pair(reference_free=True),
-        "forward_kl": _pair(label_smoothing=0.0),
-        "js_divergence": _pair(label_smoothing=0.0),
-        "alpha_divergence": _pair(label_smoothing=0.0, divergence_alpha=0.5),
-        "kto_pair": _pair(),
-        "simpo": _pair(reference=False, beta=2.0, gamma=1.0, label_smoothing=0.0),
-        "alphapo": _pair(reference=False, beta=2.0, gamma=1.0, label_smoothing=0.0, alphapo_alpha=0.25),
-        "orpo": _pair(reference=False, sft_weight=1.0),
-        "cpo": _pair(reference=False, sft_weight=1.0, label_smoothing=0.0),
-        "kto": LossOptions(
-            families=("kto",),
-            reference=True,
-            estimates_kl=True,
-            defaults=_FEEDBACK_KEYS,
-        ),
-        "apo_zero_unpaired": LossOptions(
-            families=("kto",),
-            reference=True,
-            defaults=_FEEDBACK_KEYS,
-        ),
-        "bco": LossOptions(
-            families=("kto",),
-            reference=True,
-            defaults=_FEEDBACK_KEYS,
-        ),
-    }
+        row.name: row
+        for row in (
+            Objective(
+                name="sft",
+                rows=RowKind.ANSWER,
+                default_loss="cross_entropy",
+                losses=f"{_STEP_LOSSES}:token_losses",
+                by_token=True,
+            ),
+            Objective(
+                name="pt",
+                rows=RowKind.ANSWER,
+                default_loss="cross_entropy",
+                losses=f"{_STEP_LOSSES}:token_losses",
+                by_token=True,
+            ),
+            Objective(
+                name="rm",
+                rows=RowKind.PAIR,
+                default_loss="bradley_terry",
+                losses=f"{_STEP_LOSSES}:reward_losses",
+                has_head=False,
+            ),
+            Objective(name="dpo", rows=RowKind.PAIR, default_loss="sigmoid", losses=f"{_STEP_LOSSES}:pair_losses"),
+            Objective(name="kto", rows=RowKind.VERDICT, default_loss="kto", losses=f"{_STEP_LOSSES}:feedback_losses"),
+        )
+    },
 )
-LOSS_NAMES = tuple(LOSSES)
-# The loss that a family stands for where nobody names one.
-DEFAULT_LOSS: Mapping[str, str] = MappingProxyType(
-    {"sft": "cross_entropy", "pt": "cross_entropy", "rm": "bradley_terry", "dpo": "sigmoid", "kto": "kto"}
-)
+
+
+def kind_of(objective: str) -> RowKind:
+    """The rows that the objective of this name learns from. Raises `UserError` for one that does not exist."""
+    return OBJECTIVES.named(objective).rows
+
+
+def loss_of(rows: RowKind, name: str) -> Loss:
+    """The loss of this name, which has to be one for these rows; raises `UserError`."""
+    row = LOSSES.named(name)
+    if not any(objective in OBJECTIVES and OBJECTIVES[objective].rows is rows for objective in row.objectives):
+        theirs = [other for other, one in OBJECTIVES.items() if one.rows is rows]
+        hint = (
+            f"choose one of: {', '.join(name for name, loss in LOSSES.items() if set(loss.objectives) & set(theirs))}"
+        )
+        raise UserError(f"{name} is a loss of {' and '.join(row.objectives)}, not of {rows} rows", hint=hint)
+    return row
+
+
+def losses_of(objective: str) -> dict[str, Loss]:
+    """The losses of the objective of this name."""
+    return {name: row for name, row in LOSSES.items() if objective in row.objectives}
 
 
 class ReferenceConfig(Section):
@@ -150,10 +149,10 @@ class ObjectiveConfig(Section):
 
     shorthand = "name"
 
-    name: Literal[FAMILIES] = "sft"  # type: ignore[valid-type]
+    name: Annotated[str, NameOf(OBJECTIVES.keys)] = "sft"
     """``sft``: cross-entropy on targets; ``pt``: the same on plain text (``data.overflow: split`` for long documents);
     ``rm``: a reward model from pairs; ``dpo``: preferences, from pairs; ``kto``: single answers, found good or bad."""
-    loss: Literal[LOSS_NAMES] | None = None  # type: ignore[valid-type]
+    loss: Annotated[str, NameOf(LOSSES.keys)] | None = None
     """Which loss of this objective. Default: ``cross_entropy``, ``bradley_terry``, ``sigmoid`` and ``kto``."""
     label_smoothing: Share = 0.0
     """``sft``, ``pt``: share of each target's probability that is spread over the vocabulary. Pairs: how likely a pair
@@ -192,11 +191,11 @@ class ObjectiveConfig(Section):
     @property
     def loss_name(self) -> str:
         """The loss that is meant, named or not."""
-        return self.loss or DEFAULT_LOSS[self.name]
+        return self.loss or OBJECTIVES[self.name].default_loss
 
     def number(self, key: str) -> float:
         """What ``key`` is for this loss: the user's value, or the loss's default. Raises KeyError if it reads none."""
-        default = LOSSES[self.loss_name].defaults[key]
+        default = LOSSES[self.loss_name].numbers[key]
         given: float | None = self.model_dump(include={key})[key]
         return default if given is None or (key == "label_smoothing" and not given) else given
 
@@ -209,3 +208,44 @@ class ObjectiveConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a reference model's log-probabilities are needed."""
         return LOSSES[self.loss_name].reference and self.reference.source is not ReferenceSource.NONE
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Every number of this loss, given or not."""
+        return {key: self.number(key) for key in LOSSES[self.loss_name].numbers}
+
+
+_OWN_KEYS = frozenset(ObjectiveConfig.model_fields)
+
+
+def register_loss(loss: Loss) -> None:
+    """Add a loss to the table. Its objectives may be registered before or after it.
+
+    Numbers that no loss has had so far become keys of the section ``objective``: numbers that are not negative.
+    Raises `PluginError` where there is a loss of this name, or where a number is called as another key.
+    """
+    known = {key for row in LOSSES.values() for key in row.numbers}
+    taken = sorted(set(loss.numbers) & (_OWN_KEYS - known))
+    if taken:
+        raise PluginError(f"the loss {loss.name!r} calls a number {taken[0]!r}, which is another key of the objective")
+    LOSSES.add(loss.name, loss)
+    for key in loss.numbers:
+        if key not in ObjectiveConfig.model_fields:
+            says = loss.explained.get(key, f"a number of the loss `{loss.name}`")
+            ObjectiveConfig.model_fields[key] = FieldInfo.from_annotation(cast(type[Any], NonNegative | None))
+            ObjectiveConfig.model_fields[key].default = None
+            ObjectiveConfig.model_fields[key].description = f"``{loss.name}``: {says}"
+    _rebuild()
+
+
+def register_objective(objective: Objective) -> None:
+    """Add an objective to the table. Raises `PluginError` where there is one of this name."""
+    OBJECTIVES.add(objective.name, objective)
+
+
+def _rebuild() -> None:
+    """Make the section know its new keys, and with it what holds it: the whole run description, where that stands."""
+    ObjectiveConfig.model_rebuild(force=True)
+    for section in Section.__subclasses__():
+        if any(field.annotation is ObjectiveConfig for field in section.model_fields.values()):
+            section.model_rebuild(force=True)

@@ -7,15 +7,21 @@ from typing import Any
 
 from luthier.config.schema import RunConfig
 from luthier.config.tree import Path
+from luthier.plugins import load_plugins, num_added
 
 JsonSchema = dict[str, Any]
 
 _LISTED = {"SourceConfig": "sources", "TargetRuleConfig": "rules"}
 
 
-@functools.cache
 def raw_schema() -> JsonSchema:
-    """The JSON schema of a run description in its long form, without the shorthands."""
+    """The JSON schema of a run description in its long form, without the shorthands; plugins' names and keys in it."""
+    load_plugins()
+    return _schema(num_added())
+
+
+@functools.lru_cache(maxsize=1)
+def _schema(_: int) -> JsonSchema:
     return RunConfig.model_json_schema()
 
 
@@ -35,7 +41,6 @@ def known_keys(path: Path) -> tuple[str, ...]:
     return tuple(schema.get("properties", ())) if schema is not None else ()
 
 
-@functools.cache
 def all_keys() -> tuple[str, ...]:
     """Every ``section.key``, and the keys of a source as ``data.train[0].key``."""
     keys = [f"{section}.{key}" for section in known_keys(()) for key in known_keys((section,))]

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.config.choices import RowKind
+from luthier.config.objective import kind_of
 from luthier.config.schema import MediaConfig, ModelConfig, RunConfig, TemplateConfig
 from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
@@ -22,7 +24,7 @@ from luthier.media import MediaAccess, MediaSource, decoder_of
 from luthier.records import SAMPLES_VERSION, ControlPiece, MediaItem, MediaPiece, Rendered, Row, Sample
 from luthier.rendering.blueprint import Comparison, Expansion, Filled
 from luthier.rendering.render import Renderer
-from luthier.rendering.targets import RowKind, TargetPolicy, kind_of, rules_from_config
+from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.store.manifest import BLOBS, default_root
 from luthier.templating.limits import TemplateSettings
 

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from luthier.config.objective import kind_of
 from luthier.config.schema import HistoryRendering, MediaConfig, SourceConfig, TargetRuleConfig, TrainOn
 from luthier.encoding.encoder import encode_rows
 from luthier.encoding.measuring import Measurer
@@ -23,7 +24,7 @@ from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, MediaProcessor, decoder_of
 from luthier.records import Address, Conversation, Document, Feedback, Preference, Row, Sample
 from luthier.rendering.render import Renderer
-from luthier.rendering.targets import TargetPolicy, kind_of, rules_from_config
+from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.rendering.template import ChatTemplate
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout

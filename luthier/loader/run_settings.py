@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 
 from luthier.collation import MediaInputs
+from luthier.config.choices import RowKind
+from luthier.config.objective import kind_of
 from luthier.config.schema import Packing, RunConfig, TrainConfig
 from luthier.errors import UserError
 from luthier.media import MediaSource
 from luthier.packing import PlanSettings, Units
-from luthier.rendering.targets import RowKind, kind_of
 
 
 def units_of(config: RunConfig) -> Units:

@@ -22,6 +22,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import AdapterType, ModelConfig, RunConfig
 from luthier.errors import ModelError
 from luthier.media.families.family import Attention
@@ -108,7 +109,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
 
 def is_reward_model(config: RunConfig) -> bool:
     """Whether the model ends in one number a token instead of logits."""
-    return bool(config.objective.name == "rm")
+    return not OBJECTIVES[config.objective.name].has_head
 
 
 def build_weightless(config: RunConfig, vocabulary: Vocabulary) -> PreTrainedModel:

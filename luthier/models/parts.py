@@ -61,13 +61,13 @@ def multimodal_class(config: PretrainedConfig) -> Any | None:
         return AutoModelForMultimodalLM
     if decoder_family(config) is not None:
         return AutoModel
-    has_row = any(config.model_type in row.model_types for row in FAMILIES)
+    has_row = any(config.model_type in row.model_types for row in FAMILIES.values())
     return AutoModelForSeq2SeqLM if has_row and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else None
 
 
 def decoder_family(config: PretrainedConfig) -> Family | None:
     """The row of a model that is a decoder beside an encoder; None: it is not, or has no row."""
-    return next((row for row in FAMILIES if row.decoder_names and config.model_type in row.model_types), None)
+    return next((row for row in FAMILIES.values() if row.decoder_names and config.model_type in row.model_types), None)
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
@@ -77,7 +77,7 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 
 def families_of(config: PretrainedConfig) -> list[Family]:
     """The rows of the table that are of this kind of model; none for a model of text alone, or of an unknown kind."""
-    return [row for row in FAMILIES if config.model_type in row.model_types] if is_multimodal(config) else []
+    return [row for row in FAMILIES.values() if config.model_type in row.model_types] if is_multimodal(config) else []
 
 
 def find_parts(model: PreTrainedModel) -> ModelParts:

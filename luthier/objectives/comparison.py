@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from luthier.config.choices import RowKind
+from luthier.config.loss_rows import Loss
+from luthier.config.objective import loss_of
 from luthier.objectives.measures import Measure, Measures, SequenceLoss, measure
 from luthier.objectives.pair_formulas import NO_BASELINES, PairBaselines, PairSettings
-from luthier.objectives.pair_losses import PairLoss, pair_loss_named
 from luthier.objectives.pair_scores import PairScores
 
 
@@ -17,8 +19,8 @@ def pair_loss_sum(
 
     Raises `UserError` where there is no loss ``name``.
     """
-    row = pair_loss_named(name)
-    losses_P = row.function(scores, settings, baselines)
+    row = loss_of(RowKind.PAIR, name)
+    losses_P = row.compute(scores, settings, baselines)
     if settings.sft_weight:
         losses_P = losses_P + settings.sft_weight * scores.mean_chosen_nll_P
     if scores.weights_P is not None:
@@ -27,7 +29,7 @@ def pair_loss_sum(
     return SequenceLoss(loss_sum=losses_P.sum(), losses_U=losses_P.detach(), measures=measures)
 
 
-def _measures(scores: PairScores, row: PairLoss, beta: float) -> Measures:
+def _measures(scores: PairScores, row: Loss, beta: float) -> Measures:
     chosen_P, rejected_P = _rewards(scores, row, beta)
     nll = measure(scores.chosen_nll_P)
     return {
@@ -41,9 +43,9 @@ def _measures(scores: PairScores, row: PairLoss, beta: float) -> Measures:
     }
 
 
-def _rewards(scores: PairScores, row: PairLoss, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _rewards(scores: PairScores, row: Loss, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """What the loss takes for the answers' rewards: beta times log-ratios, or per-token log-probabilities (SimPO)."""
-    if row.needs_reference:
+    if row.reference:
         return beta * scores.chosen_ratios_P.detach(), beta * scores.rejected_ratios_P.detach()
     if row.per_token:
         return beta * scores.chosen_mean_P.detach(), beta * scores.rejected_mean_P.detach()

@@ -1,4 +1,4 @@
-"""Losses of single answers that were found good or bad, as a table over their log-ratios. R rows.
+"""Losses of single answers that were found good or bad, functions of their log-ratios. R rows.
 
 r is ``log policy - log reference`` of an answer. Losses are summed over rows, and the trainer divides by the number of
 rows of the whole step; what rows are compared with is estimated over the whole step too, and handed in.
@@ -6,13 +6,14 @@ rows of the whole step; what rows are compared with is estimated over the whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-from luthier.errors import UserError
+from luthier.config.choices import RowKind
+from luthier.config.objective import loss_of
 from luthier.objectives.measures import Measure, SequenceLoss, measure
 
 
@@ -39,12 +40,14 @@ class FeedbackSettings:
     """The numbers of these losses: KTO's lambdas are the two weights.
 
     sft_weight  what a good answer's cross-entropy per token counts beside the loss; no lambda scales it
+    own         numbers of a plugin's loss, by their keys
     """
 
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     sft_weight: float = 0.0
+    own: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,24 +62,6 @@ class FeedbackBaselines:
     delta: float = 0.0
 
 
-FeedbackFunction = Callable[[torch.Tensor, torch.Tensor, FeedbackSettings, FeedbackBaselines], torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeedbackLoss:
-    """A row of the table. ``function(ratios_R, signs_R, settings, baselines)``, signs +1 good and -1 bad -> [R].
-
-    needs_delta  wants the running mean of rewards
-    """
-
-    name: str
-    function: FeedbackFunction
-    needs_delta: bool = False
-    formula: str
-    paper: str
-    says: str
-
-
 def feedback_loss_sum(
     scores: FeedbackScores, name: str, settings: FeedbackSettings, baselines: FeedbackBaselines
 ) -> SequenceLoss:
@@ -84,11 +69,10 @@ def feedback_loss_sum(
 
     Raises `UserError` where there is no loss ``name``.
     """
-    row = feedback_loss_named(name)
     ratios_R = scores.logps_R - scores.ref_logps_R
     good_R = scores.desirable_R
     signs_R = torch.where(good_R, 1.0, -1.0).to(ratios_R.dtype)
-    losses_R = row.function(ratios_R, signs_R, settings, baselines)
+    losses_R = loss_of(RowKind.VERDICT, name).compute(ratios_R, signs_R, settings, baselines)
     losses_R = losses_R * torch.where(good_R, settings.desirable_weight, settings.undesirable_weight)
     if settings.sft_weight:
         mean_nll_R = -scores.logps_R / scores.lengths_R.clamp(min=1)
@@ -104,13 +88,6 @@ def feedback_loss_sum(
         "nll": _nll(scores, good_R),
     }
     return SequenceLoss(loss_sum=losses_R.sum(), losses_U=losses_R.detach(), measures=measures)
-
-
-def feedback_loss_named(name: str) -> FeedbackLoss:
-    """The row, or `UserError` with the names there are."""
-    if name not in FEEDBACK_LOSSES:
-        raise UserError(f"there is no loss of feedback {name!r}", hint=f"choose one of: {', '.join(FEEDBACK_LOSSES)}")
-    return FEEDBACK_LOSSES[name]
 
 
 def kl_measure(logps_R: torch.Tensor, ref_logps_R: torch.Tensor) -> Measure:
@@ -129,48 +106,19 @@ def _nll(scores: FeedbackScores, good_R: torch.Tensor) -> Measure:
     return Measure(total=answers.total, count=targets.total)
 
 
-def _kto(
+def kto(
     ratios_R: torch.Tensor, signs_R: torch.Tensor, settings: FeedbackSettings, baselines: FeedbackBaselines
 ) -> torch.Tensor:
     return torch.sigmoid(-signs_R * settings.beta * (ratios_R - baselines.kl))
 
 
-def _apo_zero_unpaired(
+def apo_zero_unpaired(
     ratios_R: torch.Tensor, signs_R: torch.Tensor, settings: FeedbackSettings, _: FeedbackBaselines
 ) -> torch.Tensor:
     return torch.sigmoid(-signs_R * settings.beta * ratios_R)
 
 
-def _bco(
+def bco(
     ratios_R: torch.Tensor, signs_R: torch.Tensor, settings: FeedbackSettings, baselines: FeedbackBaselines
 ) -> torch.Tensor:
     return -F.logsigmoid(signs_R * (settings.beta * ratios_R - baselines.delta))
-
-
-FEEDBACK_LOSSES: dict[str, FeedbackLoss] = {
-    row.name: row
-    for row in (
-        FeedbackLoss(
-            name="kto",
-            function=_kto,
-            formula="good: s(-b (r - kl)); bad: s(-b (kl - r))",
-            paper="2402.01306",
-            says="KTO",
-        ),
-        FeedbackLoss(
-            name="apo_zero_unpaired",
-            function=_apo_zero_unpaired,
-            formula="good: s(-b r); bad: s(b r)",
-            paper="2408.06266",
-            says="APO-zero on single answers: KTO without the KL estimate",
-        ),
-        FeedbackLoss(
-            name="bco",
-            function=_bco,
-            needs_delta=True,
-            formula="good: -log s(b r - delta); bad: -log s(-(b r - delta))",
-            paper="2404.04656",
-            says="BCO, without matching of the two prompt distributions",
-        ),
-    )
-}

@@ -13,6 +13,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from luthier.config.choices import RowKind
+from luthier.config.objective import LOSSES, loss_of
 from luthier.objectives.fused_head import fused_loss_sum, is_fused
 from luthier.objectives.head import (
     AnyHead,
@@ -30,7 +32,6 @@ from luthier.objectives.token_losses import (
     TokenQuantities,
     TokenSettings,
     token_losses,
-    token_objective,
 )
 from luthier.objectives.token_scores import probe_vocabulary
 
@@ -62,12 +63,10 @@ def hidden_loss_sum(
     of. ``reference`` is needed by losses with a KL term, and only there. The gradient can be asked for once. A
     head's kernel computes plain cross-entropy.
     """
-    row = token_objective(settings.loss)
+    row = loss_of(RowKind.ANSWER, settings.loss)
     assert hidden_KD.ndim == 2 and ids_K.shape == hidden_KD.shape[:1], f"{hidden_KD.shape} and {ids_K.shape}"
     assert weights_K is None or weights_K.shape == ids_K.shape, f"{weights_K.shape} and {ids_K.shape}"
-    assert row.needs_reference == (reference is not None), (
-        f"{row.name} {'needs a' if row.needs_reference else 'has no'} reference"
-    )
+    assert row.reference == (reference is not None), f"{row.name} {'needs a' if row.reference else 'has no'} reference"
     if isinstance(head, Head) and row.is_plain and is_fused(head, ids_K):
         loss_sum, losses_K, correct_K = fused_loss_sum(
             hidden_KD,
@@ -172,7 +171,7 @@ class _Chunk:
             lse_C=softmax.lse_C,
             mean_logits_C=mean_logits_C,
             kl_C=kl_C,
-            entropy_C=_top_entropy(softmax.numerators_CV) if token_objective(settings.loss).needs_entropy else zeros_C,
+            entropy_C=_top_entropy(softmax.numerators_CV) if LOSSES.named(settings.loss).needs_entropy else zeros_C,
         )
         return _Chunk(softmax, quantities, reference_CV, bool(settings.label_smoothing))
 
@@ -217,7 +216,7 @@ def _losses_by_function(
     """Losses of K targets, differentiable through a head that is a function, and whether each is ranked first."""
     assert not isinstance(head, Head)
     judge = _judge(reference)
-    needs_entropy = token_objective(settings.loss).needs_entropy
+    needs_entropy = LOSSES.named(settings.loss).needs_entropy
 
     def losses(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         ids_C, logits_CV = ids_K[rows], head(hidden_KD[rows])

@@ -6,23 +6,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from luthier.config.objective import DEFAULT_LOSS, LOSSES
-from luthier.objectives.feedback_losses import FEEDBACK_LOSSES
-from luthier.objectives.pair_losses import PAIR_LOSSES
-from luthier.objectives.token_losses import TOKEN_OBJECTIVES
-from luthier.rendering.targets import kind_of
-
-_REWARD = ("-log s(Rc - Rd - margin) + center_rewards (Rc + Rd)^2", "2307.09288", "Bradley and Terry; rows' margins")
+from luthier.config.objective import LOSSES, OBJECTIVES, kind_of
 
 
 def loss_table() -> str:
     """Markdown: every loss with what it is, its formula, its numbers with their defaults, and its paper."""
-    groups = groupby(LOSSES, key=lambda name: (LOSSES[name].families, LOSSES[name].reference))
+    groups = groupby(LOSSES, key=lambda name: (LOSSES[name].objectives, LOSSES[name].reference))
     return "\n".join(_group(families, list(names), reference=reference) for (families, reference), names in groups)
 
 
 def _group(families: Sequence[str], names: Sequence[str], *, reference: bool) -> str:
-    shared = _shared_numbers([LOSSES[name].defaults for name in names])
+    shared = _shared_numbers([LOSSES[name].numbers for name in names])
     unit = kind_of(families[0]).unit
     unless = f" Unless a row says otherwise: {_spelled(shared)}." if shared else ""
     lines = [
@@ -38,20 +32,21 @@ def _group(families: Sequence[str], names: Sequence[str], *, reference: bool) ->
 
 def _compared(families: Sequence[str], *, reference: bool) -> str:
     # where no loss of a family knows a reference, none is missed
-    if not any(options.reference for options in LOSSES.values() if options.families == families):
+    if not any(options.reference for options in LOSSES.values() if options.objectives == families):
         return ""
     return ", compared with a reference" if reference else ", without a reference"
 
 
 def _row(name: str, shared: Mapping[str, float]) -> str:
-    formula, paper, says = _description(name)
-    own = {key: value for key, value in LOSSES[name].defaults.items() if shared.get(key) != value}
+    row = LOSSES[name]
+    defaults = {objective.default_loss for objective in OBJECTIVES.values()}
+    own = {key: value for key, value in row.numbers.items() if shared.get(key) != value}
     cells = (
-        f"`{name}`{' (default)' if name in DEFAULT_LOSS.values() else ''}",
-        says,
-        f"`{formula}`",
+        f"`{name}`{' (default)' if name in defaults else ''}",
+        row.says,
+        f"`{row.formula}`",
         _spelled(own),
-        f"[{paper}](https://arxiv.org/abs/{paper})" if paper else "",
+        f"[{row.paper}](https://arxiv.org/abs/{row.paper})" if row.paper else "",
     )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
@@ -71,16 +66,3 @@ def _shared_numbers(defaults: Sequence[Mapping[str, float]]) -> dict[str, float]
 
 def _spelled(numbers: Mapping[str, float]) -> str:
     return ", ".join(f"`{key}: {value:g}`" for key, value in numbers.items())
-
-
-def _description(name: str) -> tuple[str, str, str]:
-    if name in TOKEN_OBJECTIVES:
-        token = TOKEN_OBJECTIVES[name]
-        return token.formula, token.paper, token.says
-    if name in PAIR_LOSSES:
-        pair = PAIR_LOSSES[name]
-        return pair.formula, pair.paper, pair.says
-    if name in FEEDBACK_LOSSES:
-        feedback = FEEDBACK_LOSSES[name]
-        return feedback.formula, feedback.paper, feedback.says
-    return _REWARD

@@ -1,14 +1,14 @@
 """The losses of preference pairs, each a function of the log-probabilities of whole answers. P pairs.
 
 Each gives the loss of every pair, [P]. With r the log-ratio ``log policy - log reference`` of an answer, c the chosen
-and d the rejected one, most are functions of ``beta (r_c - r_d)``. Their formulas and papers are in `PAIR_LOSSES`.
+and d the rejected one, most are functions of ``beta (r_c - r_d)``. Their formulas and papers are in `config.loss_rows`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from luthier.objectives.sorted_sides import Counterparts, counterparts, gaps, ra
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairSettings:
-    """The numbers of a pair loss; each loss reads its own (`PAIR_LOSSES`, ``objective`` of the run description).
+    """The numbers of a pair loss; each loss reads its own (`config.loss_rows`, ``objective`` of the run description).
 
     label_smoothing   how likely a pair has its answers swapped
     gamma             SimPO's target margin
@@ -27,6 +27,7 @@ class PairSettings:
     alphapo_alpha     how AlphaPO bends log-probabilities; 0 leaves them
     bco_share         of MPO: how much of the loss is BCO's, the rest is DPO's
     sft_weight        what the chosen answer's cross-entropy per token counts beside the loss
+    own               numbers of a plugin's loss, by their keys
     """
 
     beta: float = 0.1
@@ -37,6 +38,7 @@ class PairSettings:
     alphapo_alpha: float = 0.25
     bco_share: float = 0.2
     sft_weight: float = 0.0
+    own: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

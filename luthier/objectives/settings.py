@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-from luthier.config.objective import LOSSES, ObjectiveConfig
+from dataclasses import fields
+
+from luthier.config.objective import ObjectiveConfig
 from luthier.objectives.feedback_losses import FeedbackSettings
 from luthier.objectives.pair_formulas import PairSettings
 from luthier.objectives.token_losses import TokenSettings
 
 _ALPHA_OF = {"eaft": "eaft_alpha", "asft": "asft_alpha"}
+_ELSEWHERE = ("ld_alpha",)  # acts on the sums over targets, before any loss
 
 
 def token_settings(objective: ObjectiveConfig) -> TokenSettings:
-    """Of the objectives ``sft`` and ``pt``."""
-    loss = objective.loss_name
+    """Of an objective whose losses are those of tokens."""
+    loss, numbers = objective.loss_name, objective.numbers
     return TokenSettings(
         loss=loss,
-        label_smoothing=objective.number("label_smoothing"),
-        z_loss=objective.number("z_loss"),
+        label_smoothing=numbers.get("label_smoothing", 0.0),
+        z_loss=numbers.get("z_loss", 0.0),
         alpha=objective.number(_ALPHA_OF[loss]) if loss in _ALPHA_OF else 1.0,
+        own=_others(objective, TokenSettings, *_ALPHA_OF.values()),
     )
 
 
 def pair_settings(objective: ObjectiveConfig) -> PairSettings:
-    """Of the objective ``dpo``. ``ld_alpha`` is not among them: it acts on the sums over targets."""
-    own = set(LOSSES[objective.loss_name].defaults) & set(PairSettings.__dataclass_fields__)
-    return PairSettings(**{key: objective.number(key) for key in own})
+    """Of an objective that learns from pairs."""
+    return PairSettings(**_fields(objective, PairSettings), own=_others(objective, PairSettings))
 
 
 def feedback_settings(objective: ObjectiveConfig) -> FeedbackSettings:
-    """Of the objective ``kto``."""
-    return FeedbackSettings(**{key: objective.number(key) for key in FeedbackSettings.__dataclass_fields__})
+    """Of an objective that learns from verdicts."""
+    return FeedbackSettings(**_fields(objective, FeedbackSettings), own=_others(objective, FeedbackSettings))
+
+
+def _fields(objective: ObjectiveConfig, kind: type) -> dict[str, float]:
+    """The numbers that the settings have a field for."""
+    return {key: number for key, number in objective.numbers.items() if key in _names(kind)}
+
+
+def _others(objective: ObjectiveConfig, kind: type, *known: str) -> dict[str, float]:
+    """Those of a plugin's loss."""
+    known = (*known, *_names(kind), *_ELSEWHERE)
+    return {key: number for key, number in objective.numbers.items() if key not in known}
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from luthier.errors import TemplateError
+from luthier.errors import PluginError, TemplateError
+from luthier.plugins import Table
 
 # --------------------------------------------------------------------------------------------------------------------
 # The named chat templates, one row each; the template itself is ``chat_templates/NAME.jinja``.
@@ -45,6 +46,7 @@ class NamedTemplate:
     tokens           control tokens that it writes itself, which the tokenizer must have
     default_system   it writes a system prompt of its own where the conversation has none
     tools, thinking  it has a form for them; a template without tools refuses rows with tools
+    source           the template itself, in Jinja; "": it is ``chat_templates/NAME.jinja``
     """
 
     name: str
@@ -57,6 +59,7 @@ class NamedTemplate:
     tools: bool = False
     thinking: bool = False
     aliases: tuple[str, ...] = ()
+    source: str = ""
 
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
@@ -255,7 +258,27 @@ TEMPLATES = (
 )
 
 _FOLDER = Path(__file__).resolve().parent / "chat_templates"
-_BY_NAME = {name: template for template in TEMPLATES for name in (template.name, *template.aliases)}
+_BY_NAME: Table[NamedTemplate] = Table(
+    "chat template", {name: template for template in TEMPLATES for name in (template.name, *template.aliases)}
+)
+
+
+def register_template(template: NamedTemplate) -> None:
+    """Add a template: ``template: {chat_template: NAME}``. Raises `PluginError` where a name is taken already.
+
+    Its text decides the key of each row in the store, so that a template needs no version.
+    """
+    if not template.source:
+        raise PluginError(
+            f"the chat template {template.name!r} has no source", hint="give it the template's Jinja text"
+        )
+    for name in (template.name, *template.aliases):
+        _BY_NAME.add(name, template)
+
+
+def named_templates() -> list[NamedTemplate]:
+    """All templates, each once, in the order of the table."""
+    return list({template.name: template for template in _BY_NAME.values()}.values())
 
 
 def template_names() -> list[str]:
@@ -271,7 +294,9 @@ def template_facts(name: str) -> NamedTemplate | None:
 def named_template(name: str) -> str | None:
     """The Jinja source of the template of this name, or None if there is none."""
     facts = template_facts(name)
-    return None if facts is None else (_FOLDER / f"{facts.name}.jinja").read_text(encoding="utf-8")
+    if facts is None or facts.source:
+        return None if facts is None else facts.source
+    return (_FOLDER / f"{facts.name}.jinja").read_text(encoding="utf-8")
 
 
 def stop_tokens(name: str, special_tokens: Mapping[str, str]) -> frozenset[str]:
@@ -340,4 +365,4 @@ def templates_table() -> str:
 
 
 def _usable(control: Collection[str]) -> list[str]:
-    return [template.name for template in TEMPLATES if not missing_tokens(template.name, control)]
+    return [template.name for template in named_templates() if not missing_tokens(template.name, control)]

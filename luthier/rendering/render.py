@@ -12,9 +12,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Never
 
+from luthier.config.choices import RowKind
 from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
-from luthier.presets.named_templates import TEMPLATES, missing_tokens, named_template, stop_tokens
+from luthier.presets.named_templates import missing_tokens, named_template, named_templates, stop_tokens
 from luthier.records import (
     BLANK_ANSWER,
     Conversation,
@@ -47,7 +48,7 @@ from luthier.rendering.paths import Path, Weigh, can_be_asked, cut_paths, learne
 from luthier.rendering.prefixes import Joint, Judge, NotLocal
 from luthier.rendering.recordings import Recordings, RowHistory, unshared
 from luthier.rendering.references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
-from luthier.rendering.targets import RowKind, TargetPolicy, Weights, apply_rules, trained_turns
+from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.rendering.template import ChatTemplate
 
 __all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]
@@ -312,7 +313,7 @@ class Renderer:
         return self._offered[key]
 
     def _usable(self, template: ChatTemplate) -> Iterator[str]:
-        for facts in TEMPLATES:
+        for facts in named_templates():
             source = named_template(facts.name)
             if facts.tokens and not missing_tokens(facts.name, self.control.tokens) and source != template.source:
                 yield facts.name

@@ -7,50 +7,17 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import lru_cache
 from itertools import groupby
 from typing import TypeVar
 
+from luthier.config.choices import RowKind
 from luthier.config.schema import HistoryRendering, TargetRuleConfig, TrainOn
 from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 from luthier.rendering.trace import Owner
 from luthier.rendering.turns import Span
 
 __all__ = ["TargetRule", "apply_rules", "apply_to_messages", "rules_from_config"]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Which kind of row an objective learns from. A row of another kind has nothing that it could learn.
-
-
-class RowKind(StrEnum):
-    """What a row must be: answers to imitate, pairs of continuations to compare, or continuations with a verdict."""
-
-    ANSWER = "answer"
-    PAIR = "pair"
-    VERDICT = "verdict"
-
-    @property
-    def unit(self) -> str:
-        """What a step's loss is divided by the number of, over all its micro-batches and ranks."""
-        return {RowKind.ANSWER: "target", RowKind.PAIR: "pair", RowKind.VERDICT: "row"}[self]
-
-
-def kind_of(objective: str) -> RowKind:
-    """The rows that the objective of this name learns from.
-
-    Raises AssertionError for a name that no run description can have.
-    """
-    match objective:
-        case "sft" | "pt":
-            return RowKind.ANSWER
-        case "rm" | "dpo":
-            return RowKind.PAIR
-        case "kto":
-            return RowKind.VERDICT
-        case _:
-            raise AssertionError(f"unknown objective {objective!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

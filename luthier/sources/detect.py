@@ -10,7 +10,7 @@ from luthier.config.schema import Format, SourceConfig
 from luthier.errors import SourceError
 from luthier.records import TargetRule
 from luthier.sources.formats.layout import TAG_NAMES, Layout, build_tags
-from luthier.sources.formats.table import COLUMN_ALIASES, COLUMN_NAMES, FORMATS, FormatRule
+from luthier.sources.formats.table import COLUMN_ALIASES, FORMATS, FormatRule, column_names
 from luthier.sources.nearest import nearest_names
 
 NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for rows of megabytes
@@ -29,7 +29,7 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, Any]]) -> La
     Column and tag names of the config win; every other one keeps its default. Raises `SourceError` if the format is
     ``auto`` and no format fits, and for column or tag names that do not exist.
     """
-    given_columns = _known(config.columns, COLUMN_NAMES, COLUMN_ALIASES, what="column", path=config.path)
+    given_columns = _known(config.columns, column_names(), COLUMN_ALIASES, what="column", path=config.path)
     given_tags = _known(config.tags, TAG_NAMES, _TAG_ALIASES, what="tag", path=config.path)
     seen = _columns_with_values(rows)
     _check_given(config.path, given_columns, rows)
@@ -55,6 +55,7 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, Any]]) -> La
         rendered=config.rendered,
         same_role=SameRole.KEEP if config.same_role is None else config.same_role,
         text_limit=config.text_limit,
+        version=rule.version,
     )
 
 
@@ -75,15 +76,18 @@ def _detect_format(
     seen: Iterable[str],
     given_columns: Mapping[str, str],
     given_tags: Mapping[str, str],
-) -> Format:
+) -> str:
     """The first format, most specific first, all of whose needed columns are in the rows."""
     seen = frozenset(seen)
 
-    def fits(kind: Format) -> bool:
+    def fits(kind: str) -> bool:
         rule = FORMATS[kind]
         columns = _resolve_columns(rule, given_columns, seen)
         return any(all(columns.get(name) in seen for name in names) for names in rule.needs)
 
+    for name, rule in FORMATS.added().items():
+        if rule.detected and fits(name):
+            return name
     has_messages = fits(Format.MESSAGES)
     if fits(Format.PREFERENCE):
         return Format.PREFERENCE

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import Format, SourceConfig
+from luthier.config.schema import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Row
 from luthier.sources.detect import NUM_ROWS_SEEN, detect_layout
@@ -91,7 +91,7 @@ class Source:
         return self.config.path
 
     @property
-    def format(self) -> Format:
+    def format(self) -> str:
         """The format of its rows: the config's, or the one that was detected."""
         return self.reader.layout.format
 

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel
 
-from luthier.config.objective import LOSSES
+from luthier.config.objective import LOSSES, OBJECTIVES
 from luthier.config.schema import AdapterType, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import TokenizerError
@@ -93,7 +93,7 @@ def model_card(result: RunResult, config: RunConfig) -> str:
     base = config.model.name_or_path
     title = result.path.resolve().name
     library = "peft" if is_adapter else "transformers"
-    task = "text-classification" if config.objective.name == "rm" else "text-generation"
+    task = "text-classification" if not OBJECTIVES[config.objective.name].has_head else "text-generation"
     head = ["---", f"library_name: {library}", f"pipeline_tag: {task}", "tags: [luthier]"]
     if _is_hub_id(base):
         head.append(f"base_model: {base}")
@@ -199,7 +199,7 @@ def _batch(result: RunResult, config: RunConfig) -> str:
 def _objective(config: RunConfig) -> list[tuple[str, str]]:
     """The loss with every number that it read, and what it was compared with."""
     objective = config.objective
-    numbers = [f"{key} {objective.number(key):g}" for key in LOSSES[objective.loss_name].defaults]
+    numbers = [f"{key} {number:g}" for key, number in objective.numbers.items()]
     rows = [("objective", ", ".join([f"{objective.name}, loss {objective.loss_name}", *numbers]))]
     if objective.needs_reference:
         named = objective.reference.name_or_path

@@ -5,8 +5,8 @@ S segments, U units (pairs, or rows with a verdict).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -23,7 +23,8 @@ class RewardLosses(Stateless):
     """``rm``: the reward of the chosen answer above that of the rejected one."""
 
     forward: ModelPass
-    center_rewards: float = 0.0
+    name: str = "bradley_terry"
+    numbers: Mapping[str, float] = field(default_factory=dict)
     num_sources: int = 1
 
     @property
@@ -43,7 +44,8 @@ class RewardLosses(Stateless):
             pairs_of(batch).to(rewards_S.device),
             margins_P=torch.tensor([unit.verdict for unit in batch.units], device=rewards_S.device),
             weights_P=weights_of(batch, rewards_S.device),
-            center_rewards=self.center_rewards,
+            name=self.name,
+            numbers=self.numbers,
         )
         return micro_loss(found, rewards_S.sum() * 0, batch, self.num_sources)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from luthier.config.objective import LOSSES, OBJECTIVES
 from luthier.config.schema import HeadKernel as Policy
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, install_hint
@@ -20,7 +21,6 @@ from luthier.objectives import TokenSettings, token_settings
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.head_kernels import LigerKernel, liger_is_installed, runs_on
 from luthier.objectives.kernel_proof import kernel_problem
-from luthier.objectives.token_losses import token_objective
 from luthier.train.objective_parts import ObjectiveParts
 
 TARGETS_TRIED = 48  # of fewer the rounding of 16 bits would not average out
@@ -106,11 +106,11 @@ def _problem(parts: ObjectiveParts, model: nn.Module, head: OutputHead, inputs: 
 def _unknown_loss(config: RunConfig) -> str | None:
     """The run's loss of single tokens, where kernels do not know it."""
     name = config.objective.loss_name
-    return name if _is_of_tokens(config) and not token_objective(name).is_plain else None
+    return name if _is_of_tokens(config) and not LOSSES.named(name).is_plain else None
 
 
 def _is_of_tokens(config: RunConfig) -> bool:
-    return config.objective.name in ("sft", "pt")
+    return OBJECTIVES[config.objective.name].by_token
 
 
 def _class_of(head: OutputHead) -> str:

@@ -11,6 +11,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
 from luthier.loader.run_settings import units_of
@@ -132,49 +133,60 @@ def _needs(parts: ObjectiveParts) -> MediaNeeds:
     return model_needs(model)
 
 
-def make_losses(
-    parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str], None]
-) -> tuple[StepLosses, StepLosses]:
+Tell = Callable[[str], None]
+BothLosses = tuple[StepLosses, StepLosses]
+
+
+def make_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
     """What training minimises, and what is measured on held-out rows. Raises `ModelError`."""
+    found: BothLosses = OBJECTIVES[parts.config.objective.name].make_losses(parts, forward, tell)
+    return found
+
+
+def token_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+    """Of ``sft`` and ``pt``: held-out rows are measured by plain cross-entropy, whatever is trained."""
     objective = parts.config.objective
-    match objective.name:
-        case "sft" | "pt":
-            reference = reference_model(parts, forward, tell) if objective.needs_reference else None
-            sources, eval_sources = parts.num_sources
-            settings = token_settings(objective)
-            return (
-                TokenLosses(forward=forward, settings=settings, reference=reference, num_sources=sources),
-                TokenLosses(forward=forward, settings=TokenSettings(), num_sources=eval_sources),
-            )
-        case "rm":
-            losses = RewardLosses(
-                forward=forward,
-                center_rewards=objective.number("center_rewards"),
-                num_sources=max(parts.num_sources),
-            )
-            return losses, losses
-        case "dpo":
-            pairs = PairLosses(
-                forward=forward,
-                name=objective.loss_name,
-                settings=pair_settings(objective),
-                reference=choose_reference(parts, forward, tell) if objective.needs_reference else None,
-                ld_alpha=ld_alpha(parts.config),
-                num_sources=max(parts.num_sources),
-            )
-            return pairs, pairs
-        case "kto":
-            reference_of_rows = choose_reference(parts, forward, tell)
-            feedback = FeedbackLosses(
-                forward=forward,
-                name=objective.loss_name,
-                settings=feedback_settings(objective),
-                reference=reference_of_rows,
-                num_sources=max(parts.num_sources),
-            )
-            return feedback, feedback
-        case _:
-            raise AssertionError(objective.name)
+    sources, eval_sources = parts.num_sources
+    reference = reference_model(parts, forward, tell) if objective.needs_reference else None
+    settings = token_settings(objective)
+    return (
+        TokenLosses(forward=forward, settings=settings, reference=reference, num_sources=sources),
+        TokenLosses(forward=forward, settings=TokenSettings(), num_sources=eval_sources),
+    )
+
+
+def reward_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+    """Of ``rm``."""
+    objective, num_sources = parts.config.objective, max(parts.num_sources)
+    losses = RewardLosses(forward=forward, name=objective.loss_name, numbers=objective.numbers, num_sources=num_sources)
+    return losses, losses
+
+
+def pair_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+    """Of ``dpo`` and its kin."""
+    objective = parts.config.objective
+    losses = PairLosses(
+        forward=forward,
+        name=objective.loss_name,
+        settings=pair_settings(objective),
+        reference=choose_reference(parts, forward, tell) if objective.needs_reference else None,
+        ld_alpha=ld_alpha(parts.config),
+        num_sources=max(parts.num_sources),
+    )
+    return losses, losses
+
+
+def feedback_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+    """Of ``kto`` and its kin."""
+    objective = parts.config.objective
+    losses = FeedbackLosses(
+        forward=forward,
+        name=objective.loss_name,
+        settings=feedback_settings(objective),
+        reference=choose_reference(parts, forward, tell),
+        num_sources=max(parts.num_sources),
+    )
+    return losses, losses
 
 
 class HiddenStates(nn.Module):

@@ -15,6 +15,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
+from luthier.config.objective import LOSSES
 from luthier.models.passes import ModelPass
 from luthier.objectives import (
     AnyHead,
@@ -35,7 +36,6 @@ from luthier.objectives import (
     tail_discount,
     token_scores,
 )
-from luthier.objectives.pair_losses import pair_loss_named
 from luthier.objectives.sorted_sides import SortedSides
 from luthier.records import Batch, Targets
 from luthier.train.compared_losses import entropy_of, micro_loss, pairs_of, rewards_after, weights_of
@@ -95,21 +95,21 @@ class PairLosses:
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Settle what the pairs of this step are compared with."""
-        row = pair_loss_named(self.name)
+        row = LOSSES.named(self.name)
         self._known = deque()
         self._baselines = PairBaselines(delta=self._rewards.mean) if row.needs_delta else PairBaselines()
         if row.needs_kl:
             chosen, rejected = _mean_ratios(self._looked_ahead(model, batches), self.forward.device, reduce)
             self._baselines = PairBaselines(chosen_kl=max(chosen, 0.0), rejected_kl=max(rejected, 0.0))
-        elif row.sorts is not None and not _is_whole_step(batches):
-            found = _of_sorted_step(self._looked_ahead(model, batches), row.sorts, reduce)
+        elif row.sides is not None and not _is_whole_step(batches):
+            found = _of_sorted_step(self._looked_ahead(model, batches), row.sides, reduce)
             self._known = deque(
                 replace(known, counterparts=those) for known, those in zip(self._known, found, strict=True)
             )
 
     def end_step(self, reduce: Reduce) -> None:
         """Remember the step's rewards, where the loss compares with those of all steps."""
-        if pair_loss_named(self.name).needs_delta:
+        if LOSSES.named(self.name).needs_delta:
             self._rewards = rewards_after(self._rewards, self._under_way, self.forward.device, reduce)
             self._under_way = []
 
@@ -123,14 +123,14 @@ class PairLosses:
         scores = self._pair_scores(batch, policy, ref_logps_S)
         baselines = replace(self._baselines, counterparts=None if known is None else known.counterparts)
         found = pair_loss_sum(scores, self.name, self.settings, baselines)
-        if pair_loss_named(self.name).needs_delta and torch.is_grad_enabled():
+        if LOSSES.named(self.name).needs_delta and torch.is_grad_enabled():
             self._under_way.append(found.measures)
         found = replace(found, measures={**found.measures, ENTROPY: policy.entropy})
         return micro_loss(found, policy.anchor, batch, self.num_sources)
 
     def state(self) -> dict[str, Any]:
         """The running mean of rewards, where the loss has one."""
-        return {"rewards": self._rewards.to_state()} if pair_loss_named(self.name).needs_delta else {}
+        return {"rewards": self._rewards.to_state()} if LOSSES.named(self.name).needs_delta else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """See `StepLosses`."""
@@ -149,7 +149,7 @@ class PairLosses:
         return found
 
     def _policy(self, model: nn.Module, batch: Batch, *, entropy: bool) -> _Answers:
-        asks = pair_loss_named(self.name).needs_alignment
+        asks = LOSSES.named(self.name).needs_alignment
 
         def score(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> tuple[TokenScores, torch.Tensor | None]:
             squares_K = log_square_sums(hidden_KD, head) if asks else None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from luthier.config.objective import ReferenceSource
+from luthier.config.objective import OBJECTIVES, ReferenceSource
 from luthier.config.schema import AdapterType, RunConfig
 from luthier.errors import ModelError
 from luthier.models.adapters import apply_adapter, mutates_base
@@ -86,7 +86,7 @@ def _check_base(config: RunConfig) -> None:
 def ld_alpha(config: RunConfig) -> float:
     """What targets beyond the shorter answer count, in the reference as in the policy; 1: as all others."""
     objective = config.objective
-    return objective.number("ld_alpha") if objective.name == "dpo" and objective.needs_reference else 1.0
+    return objective.numbers.get("ld_alpha", 1.0) if objective.needs_reference else 1.0
 
 
 def _source(config: RunConfig) -> ReferenceSource:
@@ -98,7 +98,7 @@ def _source(config: RunConfig) -> ReferenceSource:
         return ReferenceSource.MODEL
     if _begins_at_base(config) and objective.reference.name_or_path is None:
         return ReferenceSource.BASE
-    needs_tokens = objective.name in ("sft", "pt")
+    needs_tokens = OBJECTIVES[objective.name].by_token
     if needs_tokens or objective.estimates_kl:
         return ReferenceSource.MODEL
     return ReferenceSource.PRECOMPUTED

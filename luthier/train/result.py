@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from luthier.rendering.targets import kind_of
+from luthier.config.objective import kind_of
 from luthier.train.files import FILES
 from luthier.train.signals import exit_code
 

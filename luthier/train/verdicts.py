@@ -33,7 +33,6 @@ from luthier.objectives import (
     kl_measure,
     sequence_scores,
 )
-from luthier.objectives.feedback_losses import feedback_loss_named
 from luthier.objectives.measures import measure
 from luthier.records import Batch, Targets
 from luthier.train.compared_losses import entropy_of, micro_loss, rewards_after, weights_of
@@ -67,7 +66,7 @@ class FeedbackLosses:
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Estimate KL(policy, reference) over the whole step, or take the mean reward of the steps before."""
-        if feedback_loss_named(self.name).needs_delta:
+        if LOSSES.named(self.name).needs_delta:
             self._baselines = FeedbackBaselines(delta=self._rewards.mean)
         self._ref_logps = deque()
         if LOSSES[self.name].estimates_kl:
@@ -79,7 +78,7 @@ class FeedbackLosses:
 
     def end_step(self, reduce: Reduce) -> None:
         """Remember the step's rewards, where the loss compares with those of all steps."""
-        if feedback_loss_named(self.name).needs_delta:
+        if LOSSES.named(self.name).needs_delta:
             self._rewards = rewards_after(self._rewards, self._under_way, self.forward.device, reduce)
             self._under_way = []
 
@@ -104,7 +103,7 @@ class FeedbackLosses:
             weights_R=weights_of(own, anchor.device),
         )
         found = feedback_loss_sum(scores, self.name, self.settings, self._baselines)
-        if feedback_loss_named(self.name).needs_delta and torch.is_grad_enabled():
+        if LOSSES.named(self.name).needs_delta and torch.is_grad_enabled():
             self._under_way.append(found.measures)
         is_own_K = None
         if scored.scores.entropy_K is not None:
@@ -115,7 +114,7 @@ class FeedbackLosses:
 
     def state(self) -> dict[str, Any]:
         """The running mean of rewards, where the loss has one."""
-        return {"rewards": self._rewards.to_state()} if feedback_loss_named(self.name).needs_delta else {}
+        return {"rewards": self._rewards.to_state()} if LOSSES.named(self.name).needs_delta else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """See `StepLosses`."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from luthier.config.choices import RowKind
 from luthier.config.media import MediaConfig
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
-from luthier.rendering.targets import RowKind
 
 
 def encoder_of(folder: Path, media_folder: Path, *, kind: RowKind = RowKind.ANSWER, **options: object) -> Encoder:

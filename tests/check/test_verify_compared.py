@@ -12,10 +12,10 @@ import pytest
 from luthier.check.show.origins import speakers_of
 from luthier.check.verify.records import Check, Method
 from luthier.check.verify.row import RowVerifier
+from luthier.config.choices import RowKind
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Branch, Feedback, Preference, Sample, Thinking, ToolCall
-from luthier.rendering.targets import RowKind
 from tests.check.verify_cases import AT, FORGERY, PLAIN, PRESET, WEATHER, message
 
 PAIR = Preference(

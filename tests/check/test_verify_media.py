@@ -15,6 +15,7 @@ from verify_cases import AT, chat, message
 from luthier.check.verify.records import Check, RowVerdict
 from luthier.check.verify.row import RowVerifier, _is_drawn
 from luthier.check.verify.tokens import same_sample, tree_faults
+from luthier.config.choices import RowKind
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.media import MediaProcessor, MediaSource
@@ -33,7 +34,6 @@ from luthier.records import (
     Text,
     Video,
 )
-from luthier.rendering.targets import RowKind
 
 OF_MEDIA = {Check.MEDIA_PLACES, Check.MEDIA_TOKENS}
 Named = Callable[[str], Image]

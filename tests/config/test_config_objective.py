@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from luthier.config.loading import load_config_text
-from luthier.config.objective import LOSSES, ReferenceSource
+from luthier.config.objective import LOSSES, ReferenceSource, losses_of
 from luthier.errors import ConfigError
 from luthier.objectives.pair_formulas import NO_BASELINES, PairSettings
-from luthier.objectives.pair_losses import PAIR_LOSSES
 from luthier.objectives.pair_scores import PairScores
+
+PAIR_LOSSES = losses_of("dpo")
 
 BASE = "model: preset:tiny-qwen3\ndata: {train: rows.jsonl}\n"
 
@@ -29,23 +30,23 @@ def told(text: str, base: str = BASE) -> list[str]:
 
 @pytest.mark.parametrize("loss", list(LOSSES))
 def test_every_loss_can_be_chosen_by_its_name_alone(loss):
-    family = LOSSES[loss].families[0]
+    family = LOSSES[loss].objectives[0]
     objective = load(f"objective: {{name: {family}, loss: {loss}}}").objective
     assert objective.loss_name == loss
-    assert {key: objective.number(key) for key in LOSSES[loss].defaults} == LOSSES[loss].defaults
+    assert {key: objective.number(key) for key in LOSSES[loss].numbers} == LOSSES[loss].numbers
     assert objective.needs_reference is LOSSES[loss].reference
 
 
 @pytest.mark.parametrize("family", ["sft", "pt", "rm", "dpo", "kto"])
 def test_a_family_stands_for_its_first_loss(family):
     objective = load(f"objective: {family}").objective
-    assert family in LOSSES[objective.loss_name].families and objective.loss is None
+    assert family in LOSSES[objective.loss_name].objectives and objective.loss is None
 
 
 @pytest.mark.parametrize("loss", list(LOSSES))
 def test_every_number_of_a_loss_can_be_set_and_every_other_is_refused(loss):
-    family, own = LOSSES[loss].families[0], LOSSES[loss].defaults
-    for key in {key for options in LOSSES.values() for key in options.defaults}:
+    family, own = LOSSES[loss].objectives[0], LOSSES[loss].numbers
+    for key in {key for options in LOSSES.values() for key in options.numbers}:
         text = f"objective: {{name: {family}, loss: {loss}, {key}: 0.25}}"
         if key in own:
             assert load(text).objective.number(key) == 0.25
@@ -187,7 +188,7 @@ def test_an_objective_named_as_the_loss_is_told_with_its_losses():
 @pytest.mark.parametrize("name", [name for name, options in LOSSES.items() if options.reference])
 def test_only_losses_that_cancel_a_reference_out_do_without_one(name: str) -> None:
     """A reference that finds both answers alike must change nothing: then there may as well be none."""
-    family, is_free = LOSSES[name].families[0], LOSSES[name].reference_free
+    family, is_free = LOSSES[name].objectives[0], LOSSES[name].reference_free
     problems = told(f"objective: {{name: {family}, loss: {name}, reference: none}}\ntrain: {{max_steps: x}}")
     assert any("objective.reference.source" in problem for problem in problems) != is_free
     if family != "dpo":
@@ -201,6 +202,6 @@ def test_only_losses_that_cancel_a_reference_out_do_without_one(name: str) -> No
             chosen_P=chosen, rejected_P=rejected, ref_chosen_P=torch.full((2,), reference),
             ref_rejected_P=torch.full((2,), reference), chosen_lengths_P=length, rejected_lengths_P=length,
         )  # fmt: skip
-        return loss.function(scores, settings, NO_BASELINES)
+        return loss.compute(scores, settings, NO_BASELINES)
 
     assert torch.allclose(value(0.0), value(-7.0)) == is_free

@@ -24,14 +24,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from luthier.config.choices import HistoryRendering, TrainOn
+from luthier.config.choices import HistoryRendering, RowKind, TrainOn
 from luthier.config.schema import ModelConfig, SourceConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.presets.datasets import dataset_names
 from luthier.presets.named_templates import missing_tokens, template_names
 from luthier.records import SAMPLES_VERSION, Row, Sample
-from luthier.rendering.targets import RowKind
 from luthier.sources import open_sources
 
 GOLDEN = Path(__file__).with_name("golden_samples.json")

@@ -106,7 +106,9 @@ def test_steps_are_balanced_by_what_encoders_run_through(tmp_path: Path) -> None
 
 
 def test_the_table_of_families_says_how_many_positions_become_a_token() -> None:
-    folds = {(row.name, kind.value): rule.fold for row in FAMILIES for kind in MediaKind if (rule := row.rule(kind))}
+    folds = {
+        (row.name, kind.value): rule.fold for row in FAMILIES.values() for kind in MediaKind if (rule := row.rule(kind))
+    }
     assert folds["qwen2_5_vl", "image"] == folds["qwen2_5_vl", "video"] == 4
     assert folds["gemma3", "image"] == 16 and folds["llava", "image"] == 1 and folds["mllama", "image"] == 6400
     assert all(fold >= 1 for fold in folds.values())

@@ -37,7 +37,7 @@ CONFIGS: dict[str, Callable[[Vocabulary], Any]] = {
     **tiny_grid_configs.CONFIGS, **tiny_tile_configs.CONFIGS, **tiny_other_configs.CONFIGS,
     **{name: _config_of(make) for name, make in MAKERS.items() if name not in ELSEWHERE},
 }  # fmt: skip
-ROW_OF = {model_type: row.name for row in FAMILIES for model_type in row.model_types}
+ROW_OF = {model_type: row.name for row in FAMILIES.values() for model_type in row.model_types}
 # Model types whose processor is another family's class.
 PROCESSOR_OF = {"qwen3_5": "qwen3_vl"}
 # Families whose model cannot be built here.

@@ -79,7 +79,7 @@ POSTCARD = Family(
 
 @pytest.fixture
 def media(monkeypatch: pytest.MonkeyPatch) -> MediaProcessor:
-    monkeypatch.setattr("luthier.media.families.table.FAMILIES", (POSTCARD,))
+    monkeypatch.setattr("luthier.media.families.table.FAMILIES", {POSTCARD.name: POSTCARD})
     return MediaProcessor.of(PostcardProcessor(PostcardImageProcessor(), tiny_tokenizer("<card>", "<row>")))
 
 

@@ -23,8 +23,8 @@ def test_the_page_shows_the_table() -> None:
 
 def test_every_family_has_a_line_with_its_kinds_and_reason() -> None:
     lines = {line.split("`")[1]: line for line in family_table().splitlines()[2:]}
-    assert list(lines) == sorted(row.name for row in FAMILIES)
-    for row in FAMILIES:
+    assert list(lines) == sorted(row.name for row in FAMILIES.values())
+    for row in FAMILIES.values():
         line = lines[row.name]
         assert all((f"{kind.value}s" in line.split("|")[3]) == (row.rule(kind) is not None) for kind in MediaKind)
         assert row.reason in line and all(f"`{name}`" in line for name in (*row.processors, *row.model_types))
@@ -32,7 +32,7 @@ def test_every_family_has_a_line_with_its_kinds_and_reason() -> None:
 
 def test_every_multimodal_model_of_transformers_has_a_row_or_a_reason() -> None:
     modeling, processing = transformers.models.auto.modeling_auto, transformers.models.auto.processing_auto
-    known = {name for row in FAMILIES for name in row.model_types}
+    known = {name for row in FAMILIES.values() for name in row.model_types}
     types = {
         *modeling.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         *modeling.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -42,7 +42,7 @@ def test_every_multimodal_model_of_transformers_has_a_row_or_a_reason() -> None:
     classes = processing.PROCESSOR_MAPPING_NAMES
     assert {name for name in types - known if refusal(classes.get(name) or "", name) is None} == set()
     assert [name for name in known if name in MODEL_TYPES] == []
-    assert [name for row in FAMILIES for name in row.processors if name in PROCESSORS] == []
+    assert [name for row in FAMILIES.values() for name in row.processors if name in PROCESSORS] == []
 
 
 def test_the_page_says_what_is_refused_and_why() -> None:

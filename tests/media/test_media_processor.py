@@ -35,7 +35,7 @@ def slots(media: MediaProcessor, header: ImageHeader = LARGE) -> int:
 
 
 def test_names_of_families_are_unique_and_found() -> None:
-    names = [family.name for family in FAMILIES]
+    names = [family.name for family in FAMILIES.values()]
     assert len(set(names)) == len(names)
     assert family_named("qwen2_vl").positions == "grid"
     with pytest.raises(ModelError, match="no family is called 'qwen9'"):
@@ -44,13 +44,13 @@ def test_names_of_families_are_unique_and_found() -> None:
 
 def test_every_row_names_classes_that_exist() -> None:
     remote = {"KimiVLProcessor", "NemotronParseProcessor"}  # come with their models
-    for family in FAMILIES:
+    for family in FAMILIES.values():
         for name in family.processors:
             assert name in remote or hasattr(hf, name), f"{family.name}: transformers has no {name}"
 
 
 def test_every_row_says_why_it_is_padded_and_how_positions_are_counted() -> None:
-    for family in FAMILIES:
+    for family in FAMILIES.values():
         assert bool(family.reason) == (family.packing is Packing.PADDED), family.name
         if family.positions not in (None, "canvas"):  # a canvas also wants the names of its marks
             position_scheme(family.positions, {})
@@ -145,7 +145,7 @@ class SilentProcessor(hf.ProcessorMixin):
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> MediaProcessor:
-    monkeypatch.setattr("luthier.media.families.table.FAMILIES", ())
+    monkeypatch.setattr("luthier.media.families.table.FAMILIES", {})
     parent = BUILDERS["llava_next"]()
     return MediaProcessor.of(
         NewProcessor(parent.image_processor, parent.tokenizer, 7, "default", num_additional_image_tokens=1)

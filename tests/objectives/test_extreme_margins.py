@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from luthier.config.objective import ObjectiveConfig
+from luthier.config.objective import ObjectiveConfig, losses_of
 from luthier.objectives import (
     FeedbackBaselines,
     FeedbackScores,
@@ -18,8 +18,9 @@ from luthier.objectives import (
     pair_settings,
     reward_loss_sum,
 )
-from luthier.objectives.feedback_losses import FEEDBACK_LOSSES
-from luthier.objectives.pair_losses import PAIR_LOSSES
+
+PAIR_LOSSES = losses_of("dpo")
+FEEDBACK_LOSSES = losses_of("kto")
 
 GAPS = torch.tensor([1e4, -1e4, 300.0, -300.0, 0.0])
 
@@ -93,6 +94,6 @@ def test_feedback_losses_and_their_slopes_stay_numbers(name: str) -> None:
 
 def test_rewards_far_apart_stay_numbers() -> None:
     rewards_S = torch.tensor([1e4, -1e4, 0.0, 0.0]).requires_grad_()
-    loss = reward_loss_sum(rewards_S, torch.tensor([[0, 1], [1, 0], [2, 3]]), center_rewards=0.01).loss_sum
+    loss = reward_loss_sum(rewards_S, torch.tensor([[0, 1], [1, 0], [2, 3]]), numbers={"center_rewards": 0.01}).loss_sum
     loss.backward()
     assert loss.isfinite() and rewards_S.grad is not None and rewards_S.grad.isfinite().all()

@@ -30,12 +30,12 @@ def told_defaults(page: str) -> dict[str, dict[str, float]]:
 
 
 def test_a_reader_finds_every_default_of_every_loss_and_no_other() -> None:
-    assert told_defaults(loss_table()) == {name: dict(options.defaults) for name, options in LOSSES.items()}
+    assert told_defaults(loss_table()) == {name: dict(options.numbers) for name, options in LOSSES.items()}
 
 
 def test_a_default_that_the_sentence_above_a_table_has_wrong_is_seen() -> None:
     wrong = loss_table().replace("otherwise: `beta: 0.1`", "otherwise: `beta: 0.2`")
-    assert told_defaults(wrong) != {name: dict(options.defaults) for name, options in LOSSES.items()}
+    assert told_defaults(wrong) != {name: dict(options.numbers) for name, options in LOSSES.items()}
 
 
 @pytest.mark.parametrize("heading", ["`dpo`, compared with a reference", "`dpo`, without a reference", "`rm`\n"])

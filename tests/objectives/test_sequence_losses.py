@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from luthier.config.objective import DEFAULT_LOSS, FAMILIES, LOSSES, ObjectiveConfig
+from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, kind_of, losses_of
 from luthier.errors import UserError
 from luthier.objectives import (
     FeedbackBaselines,
@@ -33,12 +33,12 @@ from luthier.objectives import (
     tail_discount,
     token_settings,
 )
-from luthier.objectives.feedback_losses import FEEDBACK_LOSSES
 from luthier.objectives.loss_table import loss_table
 from luthier.objectives.measures import measure
-from luthier.objectives.pair_losses import PAIR_LOSSES
-from luthier.objectives.token_losses import TOKEN_OBJECTIVES
-from luthier.rendering.targets import kind_of
+
+PAIR_LOSSES = losses_of("dpo")
+TOKEN_OBJECTIVES = losses_of("sft")
+FEEDBACK_LOSSES = losses_of("kto")
 
 P = 7
 BASELINES = PairBaselines(delta=0.3, chosen_kl=0.2, rejected_kl=0.1)
@@ -73,7 +73,7 @@ def assert_same_measures(parts, whole):
 def test_a_pair_loss_does_not_depend_on_the_micro_batches(name):
     scores, settings = pairs(), settings_of(name)
     whole = pair_loss_sum(scores, name, settings, BASELINES)
-    of_step = None if (sides := PAIR_LOSSES[name].sorts) is None else counterparts(*sides(scores))
+    of_step = None if (sides := PAIR_LOSSES[name].sides) is None else counterparts(*sides(scores))
 
     def parts_with(known):
         spans = [slice(0, 1), slice(1, 4), slice(4, P)]
@@ -118,7 +118,7 @@ def test_the_gradient_of_a_pair_loss_is_its_slope(name, sft_weight):
         assert (by_chosen < 0).all() and (by_rejected > 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name, row in PAIR_LOSSES.items() if row.needs_reference])
+@pytest.mark.parametrize("name", [name for name, row in PAIR_LOSSES.items() if row.reference])
 def test_without_a_reference_a_loss_compares_with_zeros(name):
     scores = pairs()
     bare = PairScores(
@@ -143,7 +143,7 @@ def test_micro_batches_of_a_sorted_step_have_its_gradient(name):
     unset = {"weights_P", "whole_chosen_P", "alignment_P"}
     rows = {name: getattr(whole, name) for name in PairScores.__slots__ if name not in unset}
     rows |= leaves
-    left, right = PAIR_LOSSES[name].sorts(PairScores(**rows))
+    left, right = PAIR_LOSSES[name].sides(PairScores(**rows))
     logits = 0.3 * (left.sort().values - right.sort().values)
     logistic = torch.nn.functional.logsigmoid
     written_out = -(0.9 * logistic(logits) + 0.1 * logistic(-logits)).sum()
@@ -301,7 +301,7 @@ def test_a_reward_loss_does_not_depend_on_the_micro_batches():
 
     def loss(rows):
         return reward_loss_sum(
-            given, pairs_P2[rows], margins_P=margins[rows], weights_P=weights[rows], center_rewards=0.1
+            given, pairs_P2[rows], margins_P=margins[rows], weights_P=weights[rows], numbers={"center_rewards": 0.1}
         )
 
     torch.testing.assert_close(loss(slice(0, 1)).loss_sum + loss(slice(1, 4)).loss_sum, loss(slice(0, 4)).loss_sum)
@@ -320,19 +320,17 @@ def test_measures_count_what_they_are_told_to_and_add_up():
 # ----------------------------------------------------------------------------------------------------- the table
 
 
-def test_the_run_description_and_the_tables_know_the_same_losses():
-    tables = {"sft": TOKEN_OBJECTIVES, "pt": TOKEN_OBJECTIVES, "dpo": PAIR_LOSSES, "kto": FEEDBACK_LOSSES}
-    assert set(tables) | {"rm"} == set(FAMILIES) == set(DEFAULT_LOSS)
-    for family, table in tables.items():
-        options = {name: each for name, each in LOSSES.items() if family in each.families}
-        assert set(options) == set(table), family
-        for name, row in table.items():
-            needs = getattr(row, "needs_reference", True)  # feedback losses all do
-            assert options[name].reference is needs, name
+def test_each_row_has_a_function_and_an_objective_that_takes_it():
+    assert set(OBJECTIVES) == {"sft", "pt", "rm", "dpo", "kto"}
+    assert {name: row.name for name, row in LOSSES.items()} == {name: name for name in LOSSES}
+    assert all(callable(row.compute) and (row.sorts is None or callable(row.sides)) for row in LOSSES.values())
+    assert all(callable(row.make_losses) for row in OBJECTIVES.values())
+    assert all(name in LOSSES[row.default_loss].objectives for name, row in OBJECTIVES.items())
     assert [kind_of(name).unit for name in ("sft", "pt", "rm", "dpo", "kto")] == ["target"] * 2 + ["pair"] * 2 + ["row"]
     assert {name for name, each in LOSSES.items() if each.estimates_kl} == {"kto"}
     assert {name for name, row in PAIR_LOSSES.items() if row.needs_delta} == {"bco_pair", "mpo"}
     assert {name for name, row in PAIR_LOSSES.items() if row.needs_kl} == {"kto_pair"}
+    assert all(row.reference for row in FEEDBACK_LOSSES.values())
 
 
 def test_each_loss_gets_the_numbers_of_the_run_or_its_own():
@@ -357,5 +355,7 @@ def test_the_committed_table_is_current():
 def test_losses_are_found_by_name():
     with pytest.raises(UserError, match=r"(?s)'simple'.*simpo"):
         pair_loss_sum(pairs(), "simple", PairSettings())
+    with pytest.raises(UserError, match=r"(?s)kto is a loss of kto.*sigmoid, hinge"):
+        pair_loss_sum(pairs(), "kto", PairSettings())
     with pytest.raises(UserError, match=r"(?s)'ktoo'.*kto, apo"):
         feedback_loss_sum(feedback(), "ktoo", FeedbackSettings(), FeedbackBaselines())

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.gradcheck import GradcheckError
 
+from luthier.config.objective import losses_of
 from luthier.errors import UserError
 from luthier.objectives import Head, Reference, TokenSettings, head, hidden_loss_sum, token_loss_sum, token_scores
-from luthier.objectives.token_losses import TOKEN_OBJECTIVES, token_objective
+
+TOKEN_OBJECTIVES = losses_of("sft")
 
 K, V, D = 13, 37, 6
 CHUNKS = pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
@@ -231,7 +233,7 @@ def test_token_losses_are_their_formulas(case, name, smoothing, z_loss, by_funct
     settings = TokenSettings(loss=name, label_smoothing=smoothing, z_loss=z_loss, alpha=0.7)
     reference = None
     reference_logits = None
-    if TOKEN_OBJECTIVES[name].needs_reference:
+    if TOKEN_OBJECTIVES[name].reference:
         reference = Reference(hidden_KD=torch.randn(K, D).double(), head=Head(weight_VD=torch.randn(V, D).double()))
         reference_logits = reference.hidden_KD @ reference.head.weight_VD.T
     any_head = Head(weight_VD=weight, bias_V=bias, scale=scale, softcap=softcap)
@@ -312,6 +314,9 @@ def test_no_target_costs_nothing(case):
 
 
 def test_token_losses_are_found_by_name():
-    assert token_objective("dft").name == "dft"
+    hidden, weight = torch.randn(K, D), Head(weight_VD=torch.randn(V, D))
+    ids = torch.zeros(K, dtype=torch.int64)
     with pytest.raises(UserError, match=r"(?s)'cross_entropie'.*cross_entropy, dft"):
-        token_objective("cross_entropie")
+        hidden_loss_sum(hidden, weight, ids, settings=TokenSettings(loss="cross_entropie"))
+    with pytest.raises(UserError, match=r"(?s)sigmoid is a loss of dpo.*cross_entropy, dft"):
+        hidden_loss_sum(hidden, weight, ids, settings=TokenSettings(loss="sigmoid"))

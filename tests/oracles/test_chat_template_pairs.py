@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from luthier.check.verify.row import RowVerifier
+from luthier.config.choices import RowKind
 from luthier.config.schema import DataConfig, ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Feedback, Message, Preference
 from luthier.rendering.messages import plain_messages
-from luthier.rendering.targets import RowKind
 from luthier.sources.rows import RawRow
 from luthier.sources.source import open_sources
 from tests.oracles.chat_rows import hugging_face_tokenizer

@@ -401,7 +401,7 @@ def test_reward_loss_is_trls(hf, center, margins):
     rewards_S = trainer.model.score(hidden_STD[torch.arange(len(last_S)), last_S]).squeeze(1)
     pairs_P2 = torch.tensor([[0, 3], [1, 4], [2, 5]])
     margins_P = None if margins is None else torch.tensor(margins)
-    found = reward_loss_sum(rewards_S, pairs_P2, margins_P=margins_P, center_rewards=center or 0.0)
+    found = reward_loss_sum(rewards_S, pairs_P2, margins_P=margins_P, numbers={"center_rewards": center or 0.0})
     told = trainer._metrics["train"]
     assert found.measures["rewards/accuracies"].mean == pytest.approx(told["accuracy"][-1])
     assert found.measures["rewards/margins"].mean == pytest.approx(told["margin"][-1], abs=1e-5)

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from luthier.config.choices import RowKind
+from luthier.config.objective import kind_of
 from luthier.errors import RowError, TemplateError
 from luthier.records import (
     ControlPiece,
@@ -22,7 +24,7 @@ from luthier.records import (
     Thinking,
 )
 from luthier.rendering.render import Renderer
-from luthier.rendering.targets import RowKind, TargetPolicy, kind_of
+from luthier.rendering.targets import TargetPolicy
 from tests.rendering.chat import CHATML, assistant, message, renderer, user
 
 PROMPT = (message("system", "Be brief."), user("hi"), assistant("hello"), user("more"))

@@ -14,12 +14,13 @@ from tiny_rows import CONTINUATIONS, make_row, run_data
 from tiny_runs import TINY, make_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from luthier.config.objective import LOSSES, ObjectiveConfig
+from luthier.config.objective import LOSSES, ObjectiveConfig, losses_of
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.objectives.pair_losses import PAIR_LOSSES
 from luthier.presets import model_folder
 from luthier.train.fit import fit_data
 from luthier.train.result import RunResult
+
+PAIR_LOSSES = losses_of("dpo")
 
 ROWS = range(6)
 SIZES = {**TINY, "initializer_range": 0.15}
@@ -32,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "train__gradient_accumulation_steps": len(ROWS),
     },
 }
-SMOOTHED = {name for name, options in LOSSES.items() if "label_smoothing" in options.defaults}
+SMOOTHED = {name for name, options in LOSSES.items() if "label_smoothing" in options.numbers}
 PAIRS: list[tuple[str, dict[str, float]]] = [
     *((name, {}) for name in PAIR_LOSSES),
     *((name, {"label_smoothing": 0.1}) for name in PAIR_LOSSES if name in SMOOTHED - {"exo_pair"}),
@@ -107,7 +108,7 @@ def rows_of(objective: str, *, weighted: bool = True) -> list[Any]:
 
 def numbers_of(objective: str, loss: str, given: dict[str, float]) -> dict[str, float]:
     section = ObjectiveConfig(name=objective, loss=loss, **given)
-    return {key: section.number(key) for key in LOSSES[loss].defaults}
+    return {key: section.number(key) for key in LOSSES[loss].numbers}
 
 
 def named(cases: list[tuple[str, dict[str, float]]]) -> list[str]:
@@ -132,7 +133,7 @@ def test_pairs_are_learned_as_the_papers_say(
 ) -> None:
     row = PAIR_LOSSES[loss]
     weighted = row.sorts is None  # what a weight does to a sorted comparison no paper says
-    reference = {"reference": {"name_or_path": str(other), "source": "model"}} if row.needs_reference else {}
+    reference = {"reference": {"name_or_path": str(other), "source": "model"}} if row.reference else {}
     result = run({"name": "dpo", "loss": loss, **given, **reference}, layout, weighted=weighted)
     model, numbers = exact(tmp_path / "run" / "model"), numbers_of("dpo", loss, given)
     rows, asked = rows_of("dpo", weighted=weighted), exact(other) if reference else None
@@ -144,7 +145,7 @@ def test_pairs_are_learned_as_the_papers_say(
     pairs.delta = float(numbers["beta"] * torch.cat([before.rc, before.rd]).mean())
     expected = (pairs.weights * paper.pair_losses(loss, numbers, pairs)).mean()
     require_same(expected, steps[1], model, result.steps[1].loss)
-    lengths = (pairs.len_c, pairs.len_d) if row.per_token and not row.needs_reference else (1, 1)
+    lengths = (pairs.len_c, pairs.len_d) if row.per_token and not row.reference else (1, 1)
     chosen, rejected = numbers["beta"] * pairs.rc / lengths[0], numbers["beta"] * pairs.rd / lengths[1]
     measures = {
         "rewards/chosen": chosen,

@@ -9,7 +9,7 @@ from luthier.media.families.table import FAMILIES
 def family_table() -> str:
     """A Markdown table: every family in alphabetical order, with what its row says in words."""
     lines = ["| family | model types | takes | positions | attention | rows | processors |", "|---" * 7 + "|"]
-    for family in sorted(FAMILIES, key=lambda row: row.name):
+    for family in sorted(FAMILIES.values(), key=lambda row: row.name):
         cells = (
             f"`{family.name}`",
             _code(family.model_types),

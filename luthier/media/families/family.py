@@ -229,6 +229,7 @@ class Family:
     chat_template for processors that come without one
     positions     name of the scheme in `layout.position_schemes`; None: 1-D
     packing       PADDED has a ``reason``, which the plan prints
+    version       of a plugin's row: rows with media that are in the store under another one are encoded again
     """
 
     name: str
@@ -256,6 +257,7 @@ class Family:
     packing: Packing = Packing.PACKED
     reason: str = ""
     modules: Modules
+    version: str = ""
 
     @property
     def along(self) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
-"""The table of families: all rows, and which of them a processor is."""
+"""The table of families, to which plugins add theirs (docs/plugins.md), and which of them a processor is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from luthier.errors import ModelError
+from luthier.errors import ModelError, PluginError
 from luthier.media.families import (
     rows_audio,
     rows_fixed,
@@ -19,9 +19,10 @@ from luthier.media.families import (
     rules,
 )
 from luthier.media.families.family import CAT, Batching, Family, Modules, Packing, Rule, Settings
+from luthier.plugins import Table
 from luthier.records import ImageHeader
 
-FAMILIES: tuple[Family, ...] = (
+_ROWS: tuple[Family, ...] = (
     *rows_grid.ROWS,
     *rows_tiles.ROWS,
     *rows_fixed.ROWS,
@@ -32,6 +33,29 @@ FAMILIES: tuple[Family, ...] = (
     *rows_senses.ROWS,
     *rows_remote.ROWS,
 )
+FAMILIES: Table[Family] = Table("family", {row.name: row for row in _ROWS})
+
+
+def register_family(family: Family) -> None:
+    """Add a family: its processors' classes and model types select it.
+
+    Raises `PluginError` where there is one of this name, where it names a processor of another family for no model type
+    of its own, or where it has no version.
+    """
+    if not family.version:
+        raise PluginError(f"the family {family.name!r} has no version", hint="give it one, and another when it changes")
+    for other in FAMILIES.values():
+        shared = set(family.processors) & set(other.processors)
+        if shared and not (family.model_types and set(family.model_types).isdisjoint(other.model_types)):
+            what = f"the family {family.name!r} claims {min(shared)}, which is that of the family {other.name!r}"
+            raise PluginError(what, hint="give it model_types of its own, which tell the two apart")
+    FAMILIES.add(family.name, family)
+
+
+def family_versions(model_type: str) -> tuple[str, ...]:
+    """What tells the rows of plugins that a model of this type may be of: their names and versions."""
+    rows = (row for row in FAMILIES.added().values() if not row.model_types or model_type in row.model_types)
+    return tuple(f"{row.name} {row.version}" for row in rows)
 
 
 def family_of(processor: Any, model_type: str = "") -> Family:
@@ -47,7 +71,7 @@ def family_of(processor: Any, model_type: str = "") -> Family:
             hint="choose another model (docs/families.md), or train on rows without media",
         )
     names = {kind.__name__ for kind in type(processor).__mro__}
-    rows = [row for row in FAMILIES if not names.isdisjoint(row.processors)]
+    rows = [row for row in FAMILIES.values() if not names.isdisjoint(row.processors)]
     exact = [row for row in rows if type(processor).__name__ in row.processors] or rows
     for row in exact:
         if model_type in row.model_types:
@@ -57,20 +81,19 @@ def family_of(processor: Any, model_type: str = "") -> Family:
 
 def opens_prompts(processor_class: str) -> bool:
     """Whether a processor of this class puts a begin-of-sequence token before a prompt that has none."""
-    return any(row.opens and processor_class in row.processors for row in FAMILIES)
+    return any(row.opens and processor_class in row.processors for row in FAMILIES.values())
 
 
 def decoder_of(processor_class: str | None) -> Family | None:
     """The row that names this class, if its model is a decoder beside an encoder."""
-    return next((row for row in FAMILIES if row.decoder_names and processor_class in row.processors), None)
+    return next((row for row in FAMILIES.values() if row.decoder_names and processor_class in row.processors), None)
 
 
 def family_named(name: str) -> Family:
     """The row of this name; raises `ModelError` if there is none."""
-    for row in FAMILIES:
-        if row.name == name:
-            return row
-    raise ModelError(f"no family is called {name!r}", hint=f"there are {', '.join(row.name for row in FAMILIES)}")
+    if name not in FAMILIES:
+        raise ModelError(f"no family is called {name!r}", hint=f"there are {', '.join(FAMILIES)}")
+    return FAMILIES[name]
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from luthier.config.media import MediaConfig
 from luthier.config.schema import ModelConfig
 from luthier.errors import ModelError
 from luthier.media.families.family import MediaKind
+from luthier.media.families.table import family_versions
 from luthier.media.files.access import MediaAccess
 from luthier.media.files.decoding import Decoded, decode
 from luthier.media.geometry.frames import sampled_frames
@@ -72,7 +73,7 @@ class MediaSource:
         for name in (*PROCESSOR_FILES, *TEMPLATE_FILES):
             path = self.folder / name
             digest.update(path.read_bytes() if path.is_file() else b"")
-        digest.update(self._model_type.encode())
+        digest.update("\0".join((self._model_type, *family_versions(self._model_type))).encode())
         for library in DECIDING:
             digest.update(_version(library).encode())
         return digest.hexdigest()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from luthier.config.choices import SameRole
-from luthier.config.schema import Format
 from luthier.records import TargetRule
 
 FUNCTION_CALL = "function_call"  # ShareGPT's role for an assistant's message whose value is a tool call
@@ -50,10 +49,11 @@ class Layout:
     ``columns`` maps our column names to the file's; a name that is not there has no column in this source.
     ``train_on`` and ``rules`` are the source's own say on what is learned. ``media_root`` is what relative media paths
     are joined with; None: the folder of the row's file. ``rendered``: texts hold control tokens on purpose.
-    ``text_limit``: texts of so many characters or more are refused; None: none is.
+    ``text_limit``: texts of so many characters or more are refused; None: none is. ``version`` is that of a plugin's
+    format; it is part of the key of each row in the store.
     """
 
-    format: Format
+    format: str
     columns: Mapping[str, str]
     tags: Tags
     train_on: str | None = None
@@ -62,6 +62,7 @@ class Layout:
     rendered: bool = False
     same_role: SameRole = SameRole.KEEP
     text_limit: int | None = None
+    version: str = ""
 
 
 def build_tags(

@@ -1,11 +1,13 @@
-"""The table of formats. A new format is a member of `Format` and a row here (docs/adding_a_format.md)."""
+"""The table of formats, to which plugins add theirs (docs/plugins.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from luthier.config.schema import Format
+from luthier.config.choices import FORMAT_NAMES, Format
+from luthier.errors import PluginError
+from luthier.plugins import Table
 from luthier.records import Row
 from luthier.sources.formats.convert import (
     convert_alpaca,
@@ -25,6 +27,9 @@ class FormatRule:
     columns   our column name -> the names under which files have it, most usual first
     needs     alternatives: a row must have all columns of one of them
     convert   a row, seen through the layout, to a record; raises `RowError`
+    version   of the conversion: rows that are in the store under another one are converted and encoded again. What
+              comes with Luthier has the version of the package's own conversion
+    detected  of a plugin's format: its columns are unmistakable, so that ``format: auto`` finds it, before all others
     """
 
     columns: Mapping[str, tuple[str, ...]]
@@ -32,6 +37,8 @@ class FormatRule:
     convert: Callable[[Reading], Row]
     role_key: str = "role"
     content_key: str = "content"
+    version: str = ""
+    detected: bool = False
 
 
 _MEDIA = {"images": ("images", "image"), "videos": ("videos", "video"), "audios": ("audios", "audio")}
@@ -46,7 +53,7 @@ _PAIR = {
 _LABEL = {"kto_tag": ("kto_tag",)}
 _ALPACA = {"prompt": ("instruction",), "query": ("input",), "history": ("history",)}
 
-FORMATS: Mapping[Format, FormatRule] = {
+_ROWS: Mapping[str, FormatRule] = {
     Format.SHAREGPT: FormatRule(
         columns={
             "messages": ("conversations", "messages", "conversation"),
@@ -118,6 +125,20 @@ FORMATS: Mapping[Format, FormatRule] = {
     ),
 }
 
+FORMATS: Table[FormatRule] = Table("format", _ROWS)
+
 # Other names under which `columns` may speak of our columns.
 COLUMN_ALIASES = {"completion": "response", "label": "kto_tag", "conversations": "messages"}
-COLUMN_NAMES = frozenset(name for rule in FORMATS.values() for name in rule.columns)
+
+
+def column_names() -> frozenset[str]:
+    """Our names of columns, of all formats."""
+    return frozenset(name for rule in FORMATS.values() for name in rule.columns)
+
+
+def register_format(name: str, rule: FormatRule) -> None:
+    """Add a format: ``format: NAME`` of a data set. Raises `PluginError` where there is one, or no version."""
+    if not rule.version:
+        raise PluginError(f"the format {name!r} has no version", hint="give it one, and another when it changes a row")
+    FORMAT_NAMES.add(name, name)
+    FORMATS.add(name, rule)

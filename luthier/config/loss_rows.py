@@ -1,0 +1,376 @@
+"""The losses, a row each: whose it is, what it is told, its formula, and the function that computes it.
+
+The functions are named, not imported: they need torch, and a mistake in a run description is told without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from luthier.plugins import resolve
+
+Numbers = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A loss.
+
+    objectives   whose loss it is
+    function     ``"package.module:name"``, or the function itself. What it is called with depends on the rows:
+                 answers    (`TokenQuantities`, `TokenSettings`) -> the loss of each target, [C]
+                 pairs      (`PairScores`, `PairSettings`, `PairBaselines`) -> of each pair, [P]
+                 verdicts   (log-ratios [R], signs [R], `FeedbackSettings`, `FeedbackBaselines`) -> of each row, [R]
+                 of ``rm``  (chosen rewards [P], rejected [P], margins [P], numbers) -> of each pair, [P]
+    numbers      the keys of the section ``objective`` that it reads beside name, loss and reference, and what they are
+                 by default. A key that no other loss has becomes one: its function finds it in ``settings.own``
+    explained    what such keys mean, for the page and the schema of run descriptions
+    formula, paper, says   for docs/objectives.md
+
+    What it needs to be computed:
+
+    reference        a reference model
+    reference_free   it can do without one: it only compares the two answers of a pair, and where a reference finds both
+                     alike it cancels out. Others measure each answer by itself against the reference
+    estimates_kl     another row's completion under each prompt, to estimate a KL divergence
+    per_token        log-probabilities per target, not of whole answers
+    sorts            function of `PairScores` that gives the two sets that it compares in ascending order over the step
+    needs_delta      the running mean of rewards (``baselines.delta``)
+    needs_kl         the mean log-ratios of the step's answers (``baselines.chosen_kl``, ``rejected_kl``)
+    needs_alignment  how much answers look like the policy's own (``scores.alignment_P``)
+    needs_entropy    the entropy of the likeliest tokens (``quantities.entropy_C``)
+    is_plain         nothing: it is cross-entropy as it is, which kernels of other libraries know
+    """
+
+    name: str
+    objectives: tuple[str, ...]
+    function: str | Callable[..., Any]
+    numbers: Numbers = field(default_factory=dict)
+    explained: Mapping[str, str] = field(default_factory=dict)
+    formula: str
+    says: str
+    paper: str = ""
+    reference: bool = False
+    reference_free: bool = False
+    estimates_kl: bool = False
+    per_token: bool = False
+    sorts: str | Callable[..., Any] | None = None
+    needs_delta: bool = False
+    needs_kl: bool = False
+    needs_alignment: bool = False
+    needs_entropy: bool = False
+    is_plain: bool = False
+
+    @property
+    def compute(self) -> Callable[..., Any]:
+        """The function."""
+        return resolve(self.function) if isinstance(self.function, str) else self.function
+
+    @property
+    def sides(self) -> Callable[..., Any] | None:
+        """The function of `sorts`, if it has one."""
+        return resolve(self.sorts) if isinstance(self.sorts, str) else self.sorts
+
+
+def _tokens(name: str, formula: str, paper: str, says: str, *, numbers: Numbers | None = None, **needs: Any) -> Loss:
+    return Loss(
+        name=name,
+        objectives=("sft", "pt"),
+        function=f"luthier.objectives.token_losses:{name}",
+        numbers={"label_smoothing": 0.0, "z_loss": 0.0, **(numbers or {})},
+        formula=formula,
+        paper=paper,
+        says=says,
+        **needs,
+    )
+
+
+def _rewards(name: str, formula: str, paper: str, says: str, *, numbers: Numbers) -> Loss:
+    function = f"luthier.objectives.reward:{name}"
+    return Loss(
+        name=name, objectives=("rm",), function=function, numbers=numbers, formula=formula, paper=paper, says=says
+    )
+
+
+def _pairs(
+    name: str,
+    formula: str,
+    paper: str,
+    says: str,
+    *,
+    reference: bool = True,
+    numbers: Numbers | None = None,
+    **needs: Any,
+) -> Loss:
+    shared = {"beta": 0.1, "sft_weight": 0.0, **({"ld_alpha": 1.0} if reference else {})}
+    return Loss(
+        name=name,
+        objectives=("dpo",),
+        function=f"luthier.objectives.pair_formulas:{name}",
+        numbers={**shared, **(numbers or {})},
+        reference=reference,
+        formula=formula,
+        paper=paper,
+        says=says,
+        **needs,
+    )
+
+
+def _verdicts(name: str, formula: str, paper: str, says: str, **needs: Any) -> Loss:
+    return Loss(
+        name=name,
+        objectives=("kto",),
+        function=f"luthier.objectives.feedback_losses:{name}",
+        numbers={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "sft_weight": 0.0},
+        reference=True,
+        formula=formula,
+        paper=paper,
+        says=says,
+        **needs,
+    )
+
+
+ROWS = (
+    _tokens(
+        "cross_entropy",
+        "-log p",
+        "",
+        "maximum likelihood",
+        is_plain=True,
+    ),
+    _tokens(
+        "dft",
+        "-sg(p) log p",
+        "2508.05629",
+        "DFT: unlikely targets count less",
+    ),
+    _tokens(
+        "eaft",
+        "-sg(H20 / 3)^alpha log p, H20 the entropy of the 20 likeliest tokens",
+        "2601.02151",
+        "EAFT: targets count by how open the choice was",
+        needs_entropy=True,
+        numbers={"eaft_alpha": 1.0},
+    ),
+    _tokens(
+        "asft",
+        "-sg(p) log p + alpha KL(ref, policy)",
+        "2509.23753",
+        "ASFT: DFT held to the reference",
+        reference=True,
+        numbers={"asft_alpha": 0.1},
+    ),
+    _rewards(
+        "bradley_terry",
+        "-log s(Rc - Rd - margin) + center_rewards (Rc + Rd)^2",
+        "2307.09288",
+        "Bradley and Terry; rows' margins",
+        numbers={"center_rewards": 0.0},
+    ),
+    _pairs(
+        "sigmoid",
+        "-log s(b (rc - rd))",
+        "2305.18290",
+        "DPO; with label smoothing, conservative DPO",
+        reference_free=True,
+        numbers={"label_smoothing": 0.0},
+    ),
+    _pairs(
+        "hinge",
+        "max(0, 1 - b (rc - rd))",
+        "2305.10425",
+        "SLiC's hinge on DPO's margin",
+        reference_free=True,
+    ),
+    _pairs(
+        "ipo",
+        "(rc/|c| - rd/|d| - 1/(2b))^2",
+        "2310.12036",
+        "IPO, per token as its authors do",
+        per_token=True,
+        reference_free=True,
+    ),
+    _pairs(
+        "robust",
+        "((1-e) l(+) - e l(-)) / (1 - 2e)",
+        "2403.00409",
+        "unbiased, e of the pairs swapped",
+        reference_free=True,
+        numbers={"label_smoothing": 0.0},
+    ),
+    _pairs(
+        "exo_pair",
+        "KL((p, 1-p), (1-e, e)), p = s(b (rc - rd))",
+        "2402.00856",
+        "EXO: reverse KL",
+        reference_free=True,
+        numbers={"label_smoothing": 0.001},
+    ),
+    _pairs(
+        "nca_pair",
+        "-log s(b rc) - log s(-b rc)/2 - log s(-b rd)/2",
+        "2402.05369",
+        "NCA",
+    ),
+    _pairs(
+        "bco_pair",
+        "-log s(b rc - delta) - log s(-(b rd - delta))",
+        "2404.04656",
+        "BCO on pairs",
+        needs_delta=True,
+    ),
+    _pairs(
+        "mpo",
+        "(1-w) sigmoid + w bco_pair + sft_weight x nll(c), w = bco_share",
+        "2411.10442",
+        "MPO: DPO, BCO and the answer itself",
+        needs_delta=True,
+        numbers={"sft_weight": 1.0, "bco_share": 0.2},
+    ),
+    _pairs(
+        "wpo",
+        "-w(c) w(d) log s(b (rc - rd)), w = exp(mean of log p - log sum q^2)",
+        "2406.11827",
+        "WPO: pairs count by how much both answers are like the policy's own",
+        needs_alignment=True,
+        reference_free=True,
+        numbers={"label_smoothing": 0.0},
+    ),
+    _pairs(
+        "sppo_hard",
+        "(rc - 1/(2b))^2 + (rd + 1/(2b))^2",
+        "2405.00675",
+        "SPPO with certain winners",
+    ),
+    _pairs(
+        "aot",
+        "-log s(b (sort(lc - ld) - sort(ref_c - ref_d)))",
+        "2406.05882",
+        "AOT on pairs, sorted over the step",
+        reference_free=True,
+        sorts="luthier.objectives.sorted_sides:gaps",
+        numbers={"label_smoothing": 0.0},
+    ),
+    _pairs(
+        "aot_unpaired",
+        "-log s(b (sort(rc) - sort(rd)))",
+        "2406.05882",
+        "AOT on two sets, sorted over the step",
+        reference_free=True,
+        sorts="luthier.objectives.sorted_sides:ratios",
+        numbers={"label_smoothing": 0.0},
+    ),
+    _pairs(
+        "discopop",
+        "(1-m) l(+) + m exp(-b(rc - rd)), m = s(b(rc - rd)/tau)",
+        "2406.08414",
+        "DiscoPOP",
+        reference_free=True,
+        numbers={"discopop_tau": 0.05},
+    ),
+    _pairs(
+        "apo_zero",
+        "s(-b rc) + s(b rd)",
+        "2408.06266",
+        "chosen up, rejected down",
+    ),
+    _pairs(
+        "apo_down",
+        "s(b rc) + s(-b (rc - rd))",
+        "2408.06266",
+        "both down, the rejected further",
+    ),
+    _pairs(
+        "sigmoid_norm",
+        "-log s(b (rc/|c| - rd/|d|))",
+        "2411.15124",
+        "length-normalised DPO",
+        per_token=True,
+        reference_free=True,
+    ),
+    _pairs(
+        "forward_kl",
+        "-log s(b (exp(-rd) - exp(-rc)))",
+        "2309.16240",
+        "f-DPO",
+        numbers={"label_smoothing": 0.0},
+    ),
+    _pairs(
+        "js_divergence",
+        "-log s(b (log s(rc) - log s(rd)))",
+        "2309.16240",
+        "f-DPO",
+        numbers={"label_smoothing": 0.0},
+    ),
+    _pairs(
+        "alpha_divergence",
+        "-log s(b (exp((a-1) rc) - exp((a-1) rd)) / (a-1)), a = divergence_alpha",
+        "2309.16240",
+        "f-DPO; a = 0 is the forward KL, a = 1 DPO",
+        numbers={"label_smoothing": 0.0, "divergence_alpha": 0.5},
+    ),
+    _pairs(
+        "kto_pair",
+        "(s(-b (rc - kl_d)) + s(-b (kl_c - rd))) / 2",
+        "2402.01306",
+        "KTO on pairs",
+        needs_kl=True,
+    ),
+    _pairs(
+        "simpo",
+        "-log s(b (lc/|c| - ld/|d|) - gamma)",
+        "2405.14734",
+        "SimPO; its paper's b is 2 to 10",
+        per_token=True,
+        reference=False,
+        numbers={"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0},
+    ),
+    _pairs(
+        "alphapo",
+        "-log s(b (u(lc/|c|) - u(ld/|d|)) - gamma), u(l) = (1 - e^(-a l)) / a, a = alphapo_alpha",
+        "2501.03884",
+        "AlphaPO: SimPO with a bent reward",
+        per_token=True,
+        reference=False,
+        numbers={"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0, "alphapo_alpha": 0.25},
+    ),
+    _pairs(
+        "orpo",
+        "-b log s(odds(lc/|c|) - odds(ld/|d|)) + sft_weight x nll(c), odds(l) = l - log(1 - e^l)",
+        "2403.07691",
+        "ORPO; b is its lambda",
+        per_token=True,
+        reference=False,
+        numbers={"sft_weight": 1.0},
+    ),
+    _pairs(
+        "cpo",
+        "-log s(b (lc - ld)) + sft_weight x nll(c)",
+        "2401.08417",
+        "CPO",
+        reference=False,
+        numbers={"sft_weight": 1.0, "label_smoothing": 0.0},
+    ),
+    _verdicts(
+        "kto",
+        "good: s(-b (r - kl)); bad: s(-b (kl - r))",
+        "2402.01306",
+        "KTO",
+        estimates_kl=True,
+    ),
+    _verdicts(
+        "apo_zero_unpaired",
+        "good: s(-b r); bad: s(b r)",
+        "2408.06266",
+        "APO-zero on single answers: KTO without the KL estimate",
+    ),
+    _verdicts(
+        "bco",
+        "good: -log s(b r - delta); bad: -log s(-(b r - delta))",
+        "2404.04656",
+        "BCO, without matching of the two prompt distributions",
+        needs_delta=True,
+    ),
+)

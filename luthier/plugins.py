@@ -1,0 +1,139 @@
+"""Open tables: rows by name, to which other packages add theirs (docs/plugins.md).
+
+A plugin is a package with an entry point of the group ``luthier.plugins``, which names a module or a function. Before
+a table is first read each process imports and calls all of them once: worker processes and ranks read tables too, so
+they know the same rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from luthier.errors import PluginError, UserError
+
+GROUP = "luthier.plugins"
+
+RowT = TypeVar("RowT")
+
+
+class Table(Mapping[str, RowT]):
+    """Rows by name, in their order. Reading it loads the plugins, so that no reader misses a row.
+
+    ``what`` is what a row is, for messages: ``"loss"``.
+    """
+
+    def __init__(self, what: str, rows: Mapping[str, RowT]) -> None:
+        self.what = what
+        self._rows = dict(rows)
+        self._added_by: dict[str, str] = {}
+
+    def add(self, name: str, row: RowT) -> None:
+        """Add a row. Raises `PluginError` where there is one of this name already."""
+        if not name or any(letter.isspace() or letter in ":,[]{}#\"'" for letter in name):
+            raise PluginError(f"the {self.what} {name!r} has a name that is no word of YAML")
+        if name in self._rows:
+            known = self._added_by.get(name, "luthier itself")
+            hint = "give it another name, or uninstall one of the two packages"
+            raise PluginError(f"the {self.what} {name!r} is there already, from {known}", hint=hint)
+        self._rows[name] = row
+        self._added_by[name] = _adding()
+        _state.num_added += 1
+
+    def named(self, name: str) -> RowT:
+        """The row of this name; raises `UserError` with the nearest name where there is none."""
+        load_plugins()
+        if name not in self._rows:
+            ask = "".join(f"did you mean {close}? " for close in get_close_matches(name, self._rows, n=1))
+            raise UserError(f"there is no {self.what} {name!r}", hint=f"{ask}choose one of: {', '.join(self._rows)}")
+        return self._rows[name]
+
+    def added(self) -> dict[str, RowT]:
+        """The rows that do not come with Luthier."""
+        load_plugins()
+        return {name: self._rows[name] for name in self._added_by}
+
+    def __getitem__(self, name: str) -> RowT:
+        load_plugins()
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        load_plugins()
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        load_plugins()
+        return len(self._rows)
+
+
+class _State:
+    """What is loaded in this process, and who is adding rows right now."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.begun = False
+        self.failure: PluginError | None = None
+        self.adding: str | None = None
+        self.num_added = 0
+
+
+_state = _State()
+
+
+def load_plugins() -> None:
+    """Import and call every entry point of the group, once in a process.
+
+    Raises `PluginError` that names the distribution of one that cannot be loaded, and again each time it is called.
+    """
+    with _state.lock:
+        if not _state.begun:  # tables that a plugin reads while it is loaded have what was added so far
+            _state.begun = True
+            for entry in sorted(entry_points(group=GROUP), key=lambda entry: (_distribution(entry), entry.name)):
+                _state.adding = _distribution(entry)
+                try:
+                    _load(entry)
+                except PluginError as error:
+                    _state.failure = error
+                    break
+                finally:
+                    _state.adding = None
+    if _state.failure is not None:
+        raise _state.failure
+
+
+def num_added() -> int:
+    """How many rows were added so far, to all tables: what was made of the tables is stale when it has changed."""
+    return _state.num_added
+
+
+@cache
+def resolve(reference: str) -> Callable[..., Any]:
+    """The function that ``"package.module:name"`` stands for, where a table must not import what its rows need."""
+    module, _, name = reference.partition(":")
+    found: Callable[..., Any] = vars(import_module(module))[name]
+    return found
+
+
+def _load(entry: EntryPoint) -> None:
+    try:
+        found = entry.load()
+        if callable(found):
+            found()
+    except Exception as error:
+        told = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        hint = f"mend the package, or remove it: pip uninstall {entry.dist.name if entry.dist else entry.name}"
+        what = f"the plugin {entry.name!r} ({entry.value}) of {_distribution(entry)} cannot be loaded: {told}"
+        raise PluginError(what, hint=(error.hint if isinstance(error, UserError) else None) or hint) from error
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return "an unknown package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+
+
+def _adding() -> str:
+    return _state.adding or "this program"
