@@ -94,12 +94,16 @@ if TYPE_CHECKING:
     from luthier.loader.loader import Step as Step
     from luthier.loader.settings import LoaderOptions as LoaderOptions
     from luthier.media.families.family import CAT as CAT
+    from luthier.media.families.family import Attention as Attention
     from luthier.media.families.family import Batching as Batching
     from luthier.media.families.family import Family as Family
+    from luthier.media.families.family import FrameMarks as FrameMarks
     from luthier.media.families.family import MediaKind as MediaKind
     from luthier.media.families.family import Modules as Modules
+    from luthier.media.families.family import OwnFrames as OwnFrames
     from luthier.media.families.family import Rule as Rule
     from luthier.media.families.family import Settings as Settings
+    from luthier.media.families.family import SharedSlots as SharedSlots
     from luthier.media.families.table import register_family as register_family
     from luthier.models.passes import ModelPass as ModelPass
     from luthier.objectives.feedback_losses import FeedbackBaselines as FeedbackBaselines
@@ -110,10 +114,12 @@ if TYPE_CHECKING:
     from luthier.objectives.pair_formulas import PairBaselines as PairBaselines
     from luthier.objectives.pair_formulas import PairSettings as PairSettings
     from luthier.objectives.pair_scores import PairScores as PairScores
+    from luthier.objectives.sorted_sides import Counterparts as Counterparts
     from luthier.objectives.token_loss import TokenLoss as TokenLoss
     from luthier.objectives.token_loss import token_loss_sum as token_loss_sum
     from luthier.objectives.token_losses import TokenQuantities as TokenQuantities
     from luthier.objectives.token_losses import TokenSettings as TokenSettings
+    from luthier.objectives.token_scores import TokenScores as TokenScores
     from luthier.packing import PlanSummary as PlanSummary
     from luthier.packing import SourceShare as SourceShare
     from luthier.packing import Units as Units
@@ -157,6 +163,7 @@ if TYPE_CHECKING:
     from luthier.records import VideoHeader as VideoHeader
     from luthier.rendering.trace import Owner as Owner
     from luthier.sources import RepeatedIds as RepeatedIds
+    from luthier.sources.formats.media import MediaQueue as MediaQueue
     from luthier.sources.formats.reading import Reading as Reading
     from luthier.sources.formats.table import FormatRule as FormatRule
     from luthier.sources.formats.table import register_format as register_format

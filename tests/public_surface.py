@@ -24,8 +24,8 @@ def public_names() -> list[str]:
 
 
 # What functions give to be handed on to others: programs neither make it nor look into it.
-HANDLES = {"MediaInputs", "ModelPass", "SampleStore"}
-_MADE_BY = {"Tokenizer": "load_tokenizer"}  # a class that is made by a function, whose arguments are its
+HANDLES = {"MediaInputs", "MediaQueue", "ModelPass", "ObjectiveParts", "SampleStore"}
+_MADE_BY = {"Reading", "Tokenizer"}  # what functions make, so that their own arguments are no matter
 
 
 def _told(name: str) -> list[str]:
@@ -36,12 +36,14 @@ def _told(name: str) -> list[str]:
         return [f"def {name}{inspect.signature(found)}" if inspect.isfunction(found) else f"{name} = {found}"]
     bases = ", ".join(base.__name__ for base in found.__bases__ if base is not object)
     head = f"class {name}({bases})" if issubclass(found, Exception) else f"class {name}"
+    if name in HANDLES:
+        return [head]
     if dataclasses.is_dataclass(found):
         fields = [f"{one.name}: {one.type}" for one in dataclasses.fields(found) if not one.name.startswith("_")]
         return [f"{head}: {', '.join(fields)}", *_methods(found)]
     if hasattr(found, "model_fields"):
         return [f"{head}: {', '.join(found.model_fields)}"]
-    return [head] if name in HANDLES else [head, *_methods(found)]
+    return [head, *_methods(found)]
 
 
 def _methods(found: type) -> list[str]:
