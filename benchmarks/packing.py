@@ -19,13 +19,14 @@ from luthier.config.schema import Packing
 from luthier.packing import (
     MixtureSettings,
     PlanSettings,
+    RowOrder,
     SegmentTable,
     describe,
     plan_epoch,
     plan_packs,
-    row_order,
     straggler_factor,
 )
+from luthier.packing.order import MAX_ROWS
 
 SIZES = (10_000, 100_000, 1_000_000)
 ROUNDS = 3
@@ -93,9 +94,12 @@ def mixture_table() -> Table:
     for by in MixtureBy:
         mixture = MixtureSettings(weights=(1.0, 1.5, 0.5), by=by, stop=MixtureStop.FIRST)
         seconds, order = timed(
-            lambda mixture=mixture: row_order([400_000, 600_000, 200_000], mixture, seed=0, epoch=0,
-                                              tokens_per_row=[1, 1, 1])
-        )  # fmt: skip
+            lambda mixture=mixture: (
+                RowOrder(counts=(400_000, 600_000, 200_000), mixture=mixture, seed=0, tokens_per_row=(1, 1, 1))
+                .epoch(0)
+                .rows(0, MAX_ROWS)
+            )
+        )
         table.add_row(by.value, f"{len(order):,}", f"{seconds:.3f}")
     return table
 

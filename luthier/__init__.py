@@ -126,6 +126,7 @@ if TYPE_CHECKING:
     from luthier.packing import plan_packs as plan_packs
     from luthier.plugins import load_plugins as load_plugins
     from luthier.preparation.prepare import Progress as Progress
+    from luthier.preparation.prepared import Numbering as Numbering
     from luthier.preparation.prepared import Prepared as Prepared
     from luthier.preparation.prepared import PreparedSet as PreparedSet
     from luthier.preparation.prepared import SourceInfo as SourceInfo

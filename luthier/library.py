@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from luthier.config.schema import RunConfig
     from luthier.encoding.encoder import Encoder
     from luthier.loader.feed import FeedReader
+    from luthier.loader.plan import StreamPlan
     from luthier.preparation.prepare import Progress
     from luthier.preparation.prepared import Prepared
     from luthier.sources import RepeatedIds
-    from luthier.train.live import LiveData
+    from luthier.train.data import RunData
     from luthier.train.report import Report
     from luthier.train.result import RunResult
-    from luthier.train.schedule import Schedule
 
 Listener = Callable[[object], None]  # hears records of several kinds: `match event: case luthier.StepRecord(): …`
 
@@ -201,15 +201,11 @@ def plan(
     from luthier.check.devices import check_name
     from luthier.check.plan import with_media
     from luthier.errors import ModelError
-    from luthier.loader.choosing import prepares_meanwhile
 
     tell = on_event or _silent
     with _described(config, overrides, tell, to_plan=True) as run:
         check_name(device)  # before the data is prepared, which may take long
         loaded = _load(run, tell)
-        if prepares_meanwhile(run):
-            text = "training shuffles these rows as they come (data.prepare): its packs, steps and held-out rows differ"
-            tell(Remark(text=text))
         schedule = schedule_of(loaded)
         model_config = loaded.encoder.media_source.model_config()
         found = with_media(plan_of(loaded, schedule), loaded.train, loaded.held_out, model_config=model_config)
@@ -273,52 +269,44 @@ def show(
         return shown
 
 
-def schedule_of(loaded: Loaded) -> Schedule:
+def schedule_of(loaded: Loaded) -> StreamPlan:
     """All steps of the run on all processes launched; raises `BudgetError` and `UserError` as training would."""
-    from luthier.errors import UserError
-    from luthier.loader.run_order import mixture_of
-    from luthier.loader.run_settings import train_settings
-    from luthier.train.schedule import Schedule
+    from luthier.loader.rows import RowTable
+    from luthier.loader.run_settings import plan_of_run
+    from luthier.train.data import check_some_left
 
-    config = loaded.config
-    loaded.train.ledger.check(max_drop=config.data.max_drop)
-    if not len(loaded.train):
-        raise UserError(
-            f"no training row is left at data.max_length={config.data.max_length}",
-            hint="raise data.max_length, or set data.overflow: split",
-        )
-    table = loaded.train.table()
-    return Schedule(
-        table,
-        train_settings(config, num_ranks=num_processes()),
-        num_epochs=config.train.num_train_epochs,
-        max_steps=config.train.max_steps,
-        mixture=mixture_of(config, table.source_weights),
-    )
+    loaded.train.ledger.check(max_drop=loaded.config.data.max_drop)
+    check_some_left("training", loaded.train, loaded.config)
+    loaded.train.table()  # raises where there is nobody to draw a completion from
+    return plan_of_run(loaded.config, RowTable.of_index(loaded.train), num_ranks=num_processes())
 
 
-def plan_of(loaded: Loaded, schedule: Schedule) -> RunPlan:
+def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
     """The run's plan, without an estimate."""
     from luthier.check.history import history_cost
     from luthier.check.plan import plan_run
+    from luthier.loader.run_settings import warmup_steps
     from luthier.train.schedule import FEW_STEPS, length_notes, ways_to_more_steps
 
-    ranks, mixture, is_short = schedule.settings.num_ranks, schedule.mixture, schedule.total_steps < FEW_STEPS
-    ways = ways_to_more_steps(loaded.config, schedule.table, num_ranks=ranks, mixture=mixture) if is_short else ()
+    ranks, total_steps, first = schedule.settings.num_ranks, schedule.count_steps(), schedule.epoch(0)
+    ways = ways_to_more_steps(loaded.config, schedule.rows, num_ranks=ranks) if total_steps < FEW_STEPS else ()
     template = loaded.encoder.tokenizer.template
     found = plan_run(
         loaded.config,
         loaded.train,
         loaded.held_out,
-        total_steps=schedule.total_steps,
+        total_steps=total_steps,
         num_ranks=ranks,
-        first_epoch=schedule.plan(0),
+        first_epoch=first,
         history=history_cost(loaded.config, loaded.train, loaded.encoder.tokenizer.decode),
         more_steps=ways,
     )
-    first = len(schedule.plan(0).planned)
-    unmet = length_notes(loaded.config, schedule.total_steps, -(-first // ranks))
-    return replace(found, clock=None if template is None else template.clock_note, unmet=unmet)
+    return replace(
+        found,
+        warmup_steps=warmup_steps(loaded.config.train, schedule.horizon),  # as training counts it
+        clock=None if template is None else template.clock_note,
+        unmet=length_notes(loaded.config, total_steps, -(-len(first.planned) // ranks)),
+    )
 
 
 def num_processes() -> int:
@@ -424,16 +412,16 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
 
         from luthier.check.show.html import tokens_html
         from luthier.encoding.encoder import Encoder
+        from luthier.train.data import open_live_data
         from luthier.train.fit import fit_data
-        from luthier.train.live import open_live_data
         from luthier.train.report import Report
 
         encoder = Encoder.from_config(run)
         samples: list[Any] = []
 
-        def open_data() -> LiveData:
+        def open_data() -> RunData:
             data = open_live_data(run, reader)
-            view = _first_to_arrive(data, reader, encoder, tell)
+            view = _first_to_arrive(run, data, reader, encoder, tell)
             tell(FirstSample(rows=(view,)))
             samples.append(tokens_html([view]))
             return data
@@ -442,23 +430,22 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
     return Report(result=result, fingerprints=_fingerprints(encoder), sample=samples[0])
 
 
-def _first_to_arrive(data: LiveData, reader: FeedReader, encoder: Encoder, tell: Listener) -> RowView:
+def _first_to_arrive(run: RunConfig, data: RunData, reader: FeedReader, encoder: Encoder, tell: Listener) -> RowView:
     """The first row of the run that is not lost."""
     from luthier.check.show.view import show_pack
     from luthier.errors import UserError
     from luthier.loader.feeding import FIRST_PORTION
+    from luthier.loader.run_settings import order_of_run, train_settings
     from luthier.records import Pack
 
     facts = reader.facts()
     held_out = f", {facts.num_eval_rows:,} held out" if facts.num_eval_rows else ""
     tell(Remark(text=f"{sum(facts.num_rows):,} rows in {len(facts.num_rows)} sources{held_out}"))
-    order = data.order(0)
+    order = order_of_run(run, data.rows, train_settings(run)).epoch(0)
     for start in range(0, len(order), FIRST_PORTION):  # the first rows may all be lost
-        data.rows.wait_for(order[start : start + 1])
+        data.rows.wait_for(order.rows(start, start + FIRST_PORTION))
         if len(data.train):
             break
-    else:
-        data.rows.wait_for(order)
     if not len(data.train):
         hint = "what became of them is in quarantine.jsonl, in output.dir"
         raise UserError("no training row is left", hint=hint, key="data.train")
@@ -472,7 +459,7 @@ def _fingerprints(encoder: Encoder) -> dict[str, str]:
 
 
 def _estimate(
-    loaded: Loaded, schedule: Schedule, found: RunPlan, device: str | None, utilisation: float | None
+    loaded: Loaded, schedule: StreamPlan, found: RunPlan, device: str | None, utilisation: float | None
 ) -> Estimate:
     """What the planned run will take on ``device``, by default the one that is here.
 
@@ -489,7 +476,7 @@ def _estimate(
     return estimate_run(
         config,
         shape_of_run(config, loaded.encoder.tokenizer),
-        Work.of_plan(schedule.plan(0), schedule.table),
+        Work.of_plan(schedule.epoch(0), schedule.rows.whole()),
         present_device(kind, in_16_bits=in_16_bits) if device is None else device_named(device, in_16_bits=in_16_bits),
         total_steps=found.total_steps,
         num_devices=found.num_ranks,

@@ -335,7 +335,6 @@ MAX_FOLDER_FILES = 20
 # Folders with more files, and why, or until when.
 EXCUSED_FOLDERS: dict[str, str] = {
     "config": "is to be divided",
-    "loader": "is to be divided",
     "objectives": "is to be divided",
     "train": "is to be divided",
 }

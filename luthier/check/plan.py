@@ -12,6 +12,7 @@ from luthier.check.estimate import Estimate
 from luthier.check.history import HistoryCost
 from luthier.check.media_counts import MediaCount, MediaItems, packing_refusal
 from luthier.config.schema import Overflow, Packing, RunConfig
+from luthier.loader.rows import RowTable
 from luthier.loader.run_settings import eval_settings, train_settings, warmup_steps
 from luthier.packing import (
     EpochPlan,
@@ -111,8 +112,8 @@ def plan_run(
 ) -> RunPlan:
     """The plan of a run over segments cut by `SegmentIndex`.
 
-    ``total_steps`` and ``first_epoch`` come from the trainer's schedule, which knows of mixtures; without it, every
-    source comes as often as its weight says.
+    ``total_steps`` and ``first_epoch`` come from the run's plan, which knows of mixtures; without it, every source
+    comes as often as its weight says.
     """
     settings = train_settings(config, num_ranks=num_ranks)
     return RunPlan(
@@ -153,7 +154,7 @@ def with_media(
 def plan_data(index: SegmentIndex, settings: PlanSettings, first_epoch: EpochPlan | None = None) -> DataPlan:
     """One side of the data, planned for its first epoch."""
     table = index.table()
-    plan = first_epoch if first_epoch is not None else plan_epoch(table, settings, epoch=0)
+    plan = first_epoch if first_epoch is not None else plan_epoch(RowTable.of_index(index), settings, epoch=0)
     names = [source.name for source in index.prepared.sources]
     return DataPlan(
         rows=len(np.unique(index.row_ids)),

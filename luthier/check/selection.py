@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -16,9 +17,9 @@ from luthier.check.show.previews import previews
 from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
 from luthier.collation import CollateSettings
 from luthier.errors import UserError
-from luthier.loader.planning import SegmentPlaces
 from luthier.loader.reader import BatchReader
-from luthier.loader.run_settings import media_of, train_settings
+from luthier.loader.rows import RowTable
+from luthier.loader.run_settings import eval_settings, media_of, plan_of_run
 from luthier.packing import EpochPlan, Units, plan_epoch
 from luthier.preparation.prepared import PreparedSet
 from luthier.preparation.segments import SegmentIndex
@@ -71,12 +72,7 @@ class Selection:
             case Kind.ROW:
                 return self._row(index, loaded, control)
             case Kind.PACK:
-                plan = _plan(index, loaded, rows_per_micro_batch=1)
-                self._check(len(plan), "packs")
-                return [  # one, or, of padded rows that are compared, all of a unit
-                    show_pack(pack, tokenizer, title=self.title, control=control, origins=origins)
-                    for pack, origins in zip(*self._packs(plan, index, loaded), strict=True)
-                ]
+                return self._pack(index, loaded, control)
             case Kind.BATCH:
                 return self._batch(index, loaded, control)
             case _:
@@ -105,26 +101,46 @@ class Selection:
             for number, segment in enumerate(segments, start=1)
         ]
 
+    def _pack(self, index: SegmentIndex, loaded: Loaded, control: frozenset[int]) -> list[RowView]:
+        """One pack, or, of padded rows that are compared, all of a unit."""
+        plan, rows = self._plan(index, loaded)
+        together = index.units.size if not loaded.config.train.packing.is_packed else 1
+        self._check((len(plan.pack_bounds) - 1) // together, "packs")
+        first = (self.number - 1) * together
+        micro_batch = int(np.searchsorted(plan.batch_bounds, first, side="right")) - 1
+        start = first - int(plan.batch_bounds[micro_batch])
+        packs, origins = self._packs(plan, rows, micro_batch, index, loaded)
+        chosen = slice(start, start + together)
+        return [
+            show_pack(pack, loaded.encoder.tokenizer, title=self.title, control=control, origins=of_pack)
+            for pack, of_pack in zip(packs[chosen], origins[chosen], strict=True)
+        ]
+
     def _batch(self, index: SegmentIndex, loaded: Loaded, control: frozenset[int]) -> list[RowView]:
         config, tokenizer = loaded.config, loaded.encoder.tokenizer
-        rows = config.eval.per_device_eval_batch_size if self.held_out else config.train.per_device_train_batch_size
-        plan = _plan(index, loaded, rows_per_micro_batch=rows)
-        self._check(len(plan), "micro-batches")
-        packs, origins = self._packs(plan, index, loaded)
+        plan, rows = self._plan(index, loaded)
+        self._check(len(plan.planned), "micro-batches")
+        packs, origins = self._packs(plan, rows, self.number - 1, index, loaded)
         has_media = any(segment.media for pack in packs for segment in pack.segments)
         media = media_of(config, tokenizer.files.folder) if has_media else None
         reader = BatchReader(index.prepared.store, _collation(loaded), shared=plan.settings.shared, media=media)
-        batch = reader.read(SegmentPlaces.of_index(index).micro_batch(plan, self.number - 1, step=0))
+        batch = reader.read(rows.of_plan(plan, self.number - 1, step=0))
         return show_batch(batch, tokenizer, title=self.title, control=control, origins=origins, packs=packs)
 
+    def _plan(self, index: SegmentIndex, loaded: Loaded) -> tuple[EpochPlan, RowTable]:
+        """The first epoch as training has it, or evaluation."""
+        rows, ranks = RowTable.of_index(index), int(os.environ.get("WORLD_SIZE", "1"))
+        if self.held_out:
+            return plan_epoch(rows, eval_settings(loaded.config, num_ranks=ranks), epoch=0), rows
+        return plan_of_run(loaded.config, rows, num_ranks=ranks).epoch(0), rows
+
     def _packs(
-        self, plan: EpochPlan, index: SegmentIndex, loaded: Loaded
+        self, plan: EpochPlan, rows: RowTable, micro_batch: int, index: SegmentIndex, loaded: Loaded
     ) -> tuple[list[Pack], list[list[SegmentOrigin]]]:
-        numbers = [[int(segment) for segment in pack] for pack in plan[self.number - 1].packs]
-        rows = {int(index.row_ids[segment]) for pack in numbers for segment in pack}
-        of_row = self._origins(rows, index.prepared, loaded)
-        planned = SegmentPlaces.of_index(index).micro_batch(plan, self.number - 1, step=0)
-        packs = BatchReader(index.prepared.store, _collation(loaded)).packs(planned)
+        numbers = [[int(segment) for segment in pack] for pack in plan[micro_batch].packs]
+        of_rows = {int(index.row_ids[segment]) for pack in numbers for segment in pack}
+        of_row = self._origins(of_rows, index.prepared, loaded)
+        packs = BatchReader(index.prepared.store, _collation(loaded)).packs(rows.of_plan(plan, micro_batch, step=0))
         shared = plan.settings.shared
         return packs, [
             [segment_origin(index, segment, of_row[int(index.row_ids[segment])], shared=shared) for segment in pack]
@@ -150,13 +166,6 @@ def write_page(path: Path, rows: Sequence[RowView], loaded: Loaded, *, title: st
     processor = measurer.processor if any(row.media for row in rows) else None
     pictures = previews(rows, processor, measurer.access)
     write_text(path, page_html(rows, title=title, facts=facts, previews=pictures))
-
-
-def _plan(index: SegmentIndex, loaded: Loaded, *, rows_per_micro_batch: int) -> EpochPlan:
-    settings = replace(
-        train_settings(loaded.config), rows_per_micro_batch=rows_per_micro_batch, micro_batches_per_step=1
-    )
-    return plan_epoch(index.table(), settings, epoch=0)
 
 
 def _collation(loaded: Loaded) -> CollateSettings:

@@ -29,7 +29,11 @@ _KINDS: dict[str, type[UserError]] = {
 
 
 class FeedFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known before the first row is read. ``identity`` covers the files as they were found."""
+    """What is known before the first row that is trained on is read. ``identity`` covers the files as they were found.
+
+    num_tried      so many of the rows in `packing.hold_out_order` were looked at for evaluation
+    num_eval_rows  those of them that are not lost, or those of the evaluation's own sources
+    """
 
     num_rows: list[int]
     names: list[str]
@@ -38,6 +42,7 @@ class FeedFacts(msgspec.Struct, frozen=True, kw_only=True):
     eval_weights: list[float]
     num_eval_portions: int
     num_eval_rows: int
+    num_tried: int
     identity: str
     encoder: str
 
@@ -83,11 +88,22 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FeedPlace:
+    """A place in a run's orders: of an ``epoch`` the rows from ``position`` on are needed next, and those ``before``
+    it at some positions, which wait in a window."""
+
+    epoch: int
+    position: int
+    before: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FeedJob:
-    """What a feed is to do."""
+    """What a feed is to do. ``after``: the place of a run that goes on, whose next rows are handed over first."""
 
     config: RunConfig
     folder: Path
+    after: FeedPlace | None = None
 
 
 def portion_file(kind: str, number: int) -> str:

@@ -9,16 +9,16 @@ import signal
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import StoreError, UserError
 from luthier.loader.feed_files import (
@@ -29,12 +29,16 @@ from luthier.loader.feed_files import (
     Failure,
     FeedFacts,
     FeedJob,
+    FeedPlace,
     portion_file,
     publish,
 )
-from luthier.loader.run_order import RunOrder, held_out_rows, mixture_of
+from luthier.loader.run_settings import mixture_of
+from luthier.packing import EpochOrder, RowOrder
+from luthier.packing.order import hold_out_part
 from luthier.preparation.portions import ResolvedPortion
 from luthier.preparation.prepare import QUARANTINE_FILE
+from luthier.preparation.prepared import empty_side, num_held_out
 from luthier.preparation.quarantine import Quarantine
 from luthier.preparation.resolver import resolve_portions
 from luthier.sources import RowIndex, Source, open_sources, resolve_sources
@@ -53,7 +57,7 @@ MOST_PORTIONS = 500  # of a run: each is a shard of the store
 def run_feed(job: FeedJob, lifeline: Connection) -> None:
     """The process's life. What stops it is written down for the readers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    feeding = _Feeding(job.config, job.folder)
+    feeding = _Feeding(job)
     threading.Thread(target=feeding.watch, args=(lifeline,), daemon=True).start()
     try:
         feeding.run()
@@ -65,9 +69,11 @@ def run_feed(job: FeedJob, lifeline: Connection) -> None:
 
 
 class _Feeding:
-    def __init__(self, config: RunConfig, folder: Path) -> None:
-        self.config = config
-        self.folder = folder
+    def __init__(self, job: FeedJob) -> None:
+        self.config = config = job.config
+        self.folder, self.after = job.folder, job.after
+        self.num_handed, self.num_files = Counter[str](), Counter[str]()  # portions of each kind, and their files
+        self.num_tried = self.num_kept = 0  # of the rows that are evaluated on
         self.stop = threading.Event()
         self.quarantine = Quarantine(config.output.dir / QUARANTINE_FILE)
 
@@ -98,21 +104,35 @@ class _Feeding:
         self.store = store_folder(config.data.store, encoder.fingerprint)
         self.encoder = encoder
         train_indexes, eval_indexes = self._indexes(train), self._indexes(evaluation)
-        sizes = [len(index) for index in train_indexes]
-        held_out = held_out_rows(sum(sizes), config.data.eval_split if not evaluation else None, seed=seed)
-        held_out = held_out if not evaluation else np.arange(sum(map(len, eval_indexes)), dtype=np.int64)
-        order = RunOrder.of_sources(
-            sizes,
-            mixture_of(config, [source.config.weight for source in train]),
-            seed=seed,
-            held_out=np.zeros(0, np.int64) if evaluation else held_out,
-        )
-        eval_portions = [held_out[start : start + PORTION] for start in range(0, len(held_out), PORTION)]
-        self._publish_facts(train, train_indexes, evaluation, len(eval_portions), len(held_out))
+        sizes = tuple(len(index) for index in train_indexes)
         with self.quarantine:
-            sides = (evaluation, eval_indexes) if evaluation else (train, train_indexes)
-            self._resolve("eval", *sides, iter(eval_portions))
-            self._resolve("train", train, train_indexes, needed_portions(order))
+            if evaluation:
+                everything = np.arange(sum(map(len, eval_indexes)), dtype=np.int64)
+                self._resolve("eval", evaluation, eval_indexes, _cut_up(everything))
+            else:
+                self._hold_out(train, train_indexes, sum(sizes))
+            order = RowOrder(
+                counts=sizes,
+                mixture=mixture_of(config, [source.config.weight for source in train]),
+                seed=seed,
+                held_out=np.sort(hold_out_part(sum(sizes), 0, self.num_tried, seed=seed)),
+            )
+            self._publish_facts(train, train_indexes, evaluation)
+            self._resolve("train", train, train_indexes, needed_portions(order, self.after))
+
+    def _hold_out(self, train: Sequence[Source], indexes: Sequence[RowIndex], num_rows: int) -> None:
+        """Resolve the rows that are held out, and others in place of those that are lost."""
+        size, seed = self.config.data.eval_split, self.config.runtime.seed
+        wanted = num_held_out(size, num_rows) if size else 0
+        if size and not 0 < wanted < num_rows:
+            raise empty_side(size, wanted, num_rows)
+        while self.num_kept < wanted and self.num_tried < num_rows:
+            missing = wanted - self.num_kept
+            rows = np.sort(hold_out_part(num_rows, self.num_tried, self.num_tried + missing, seed=seed))
+            self.num_tried += len(rows)
+            self._resolve("eval", train, indexes, _cut_up(rows))
+            if self.stop.is_set():
+                return
 
     def _indexes(self, sources: Sequence[Source]) -> list[RowIndex]:
         spool = self.store.parent / SPOOL
@@ -133,8 +153,6 @@ class _Feeding:
         sources: Sequence[Source],
         indexes: Sequence[RowIndex],
         evaluation: Sequence[Source],
-        num_eval_portions: int,
-        num_eval_rows: int,
     ) -> None:
         identity = hashlib.sha256("\0".join(index.identity for index in indexes).encode()).hexdigest()
         facts = FeedFacts(
@@ -143,8 +161,9 @@ class _Feeding:
             weights=[source.config.weight for source in sources],
             eval_names=[source.name for source in evaluation],
             eval_weights=[source.config.weight for source in evaluation],
-            num_eval_portions=num_eval_portions,
-            num_eval_rows=num_eval_rows,
+            num_eval_portions=self.num_handed["eval"],
+            num_eval_rows=self.num_kept,
+            num_tried=self.num_tried,
             identity=identity,
             encoder=self.encoder.fingerprint,
         )
@@ -153,6 +172,8 @@ class _Feeding:
     def _resolve(
         self, kind: str, sources: Sequence[Source], indexes: Sequence[RowIndex], portions: Iterator[Ints]
     ) -> None:
+        """Hand over portions of rows as they are resolved."""
+        known = self.num_files[kind]  # a second pass over the same sources counts its files anew
         resolved = resolve_portions(
             sources,
             indexes,
@@ -163,11 +184,14 @@ class _Feeding:
             workers=self.config.data.workers,
         )
         with closing(resolved):
-            for number, portion in enumerate(resolved):
+            for portion in resolved:
                 if self.stop.is_set():  # the folder may be another run's by now
                     return
-                self._hand_over(kind, number, portion)
-                if kind == "train" and number == PORTIONS_IN_HASTE:
+                if kind == "eval":
+                    self.num_kept += int((portion.sample_ids >= 0).sum())
+                self.num_files[kind] += len(portion.new_files)
+                self._hand_over(kind, replace(portion, file_ids=portion.file_ids + known))
+                if kind == "train" and self.num_handed[kind] == PORTIONS_IN_HASTE + 1:
                     os.nice(NICENESS)  # training has begun: on a CPU it goes first
 
     def _until_stopped(self, portions: Iterator[Ints]) -> Iterator[Ints]:
@@ -176,20 +200,49 @@ class _Feeding:
                 return
             yield portion
 
-    def _hand_over(self, kind: str, number: int, portion: ResolvedPortion) -> None:
+    def _hand_over(self, kind: str, portion: ResolvedPortion) -> None:
         for row in portion.lost:
             self.quarantine.add(row.error, split=kind, raw=row.raw)
-        publish(self.folder / portion_file(kind, number), portion.to_bytes())
+        publish(self.folder / portion_file(kind, self.num_handed[kind]), portion.to_bytes())
+        self.num_handed[kind] += 1
 
 
-def needed_portions(order: RunOrder) -> Iterator[Ints]:
-    """All rows to train on, each once: as the first epoch needs them, then the others. A few at first, then more."""
-    rows = order(0)
-    _, first = np.unique(rows, return_index=True)
-    rows = rows[np.sort(first)]
-    rows = np.concatenate([rows, np.setdiff1d(order.rows, rows, assume_unique=True)])
-    size, largest, start = FIRST_PORTION, max(PORTION, len(rows) // MOST_PORTIONS), 0
-    while start < len(rows):
-        yield rows[start : start + size]
-        start += size
-        size = min(2 * size, largest)
+def needed_portions(order: RowOrder, after: FeedPlace | None = None) -> Iterator[Ints]:
+    """All rows to train on, each once, in the order in which a run needs them that begins, or goes on ``after`` a
+    place. A few at first, then more. What is remembered is a byte a row."""
+    largest, size = max(PORTION, order.num_rows // MOST_PORTIONS), FIRST_PORTION
+    gathered, number = [], 0
+    for rows in _once_each(order, after or FeedPlace(epoch=0, position=0)):
+        gathered.append(rows)
+        number += len(rows)
+        while number >= size:
+            together = np.concatenate(gathered)
+            yield together[:size]
+            gathered, number = [together[size:]], number - size
+            size = min(2 * size, largest)
+    if number:
+        yield np.concatenate(gathered)
+
+
+def _once_each(order: RowOrder, after: FeedPlace) -> Iterator[Ints]:
+    seen = np.zeros(order.num_rows, dtype=np.bool_)
+    seen[order.held_out] = True
+    here, following = order.epoch(after.epoch), order.epoch(after.epoch + 1) if after.position else None
+    waiting = [here.rows(position, position + 1) for position in after.before]
+    later = () if following is None else _stretches(following, 0)
+    for rows in itertools.chain(waiting, _stretches(here, after.position), later):
+        _, first = np.unique(rows, return_index=True)
+        rows = rows[np.sort(first)]
+        rows = rows[~seen[rows]]
+        seen[rows] = True
+        yield rows
+    for start in range(0, len(seen), PORTION):
+        yield start + np.flatnonzero(~seen[start : start + PORTION])
+
+
+def _stretches(order: EpochOrder, start: int) -> Iterator[Ints]:
+    return (order.rows(place, place + PORTION) for place in range(start, len(order), PORTION))
+
+
+def _cut_up(rows: Ints) -> Iterator[Ints]:
+    return (rows[start : start + PORTION] for start in range(0, len(rows), PORTION))

@@ -20,12 +20,13 @@ from luthier.config.schema import Overflow
 from luthier.errors import CheckpointError, UserError
 from luthier.ledger import Ledger
 from luthier.loader.places import PlannedMicroBatch
-from luthier.loader.planning import SegmentPlaces
+from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
+from luthier.loader.rows import RowTable
 from luthier.loader.settings import LoaderOptions, LoaderSettings
 from luthier.loader.state import LoaderState, RowTrail
-from luthier.packing import EpochPlan, SegmentTable, Units, plan_epoch
+from luthier.packing import EpochPlan, MixtureSettings, RowOrder, SegmentTable, Units
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Batch
@@ -79,13 +80,19 @@ class Loader:
                 f"no row is left at max_length={settings.max_length}", hint="raise max_length, or set overflow='split'"
             )
         self._table = self._segments.table()
-        self._places = SegmentPlaces.of_index(self._segments)
+        of_run = RowTable.of_index(self._segments)
+        order = RowOrder(
+            counts=of_run.counts,
+            mixture=MixtureSettings(weights=of_run.weights),
+            seed=settings.seed,
+            held_out=of_run.held_out,
+        )
+        self._plan = StreamPlan(of_run, settings.plan, order)
         store = self._rows.store
         if settings.media is None and store.have_media(self._rows.sample_ids).any():
             raise UserError("these rows have media", hint="give media=luthier.media_inputs(the model's folder)")
         self._reader = BatchReader(store, settings.collation, shared=settings.shared, media=settings.media)
         self._data = _identity(self._rows, self._table)
-        self._plan: EpochPlan | None = None
         self.epoch = 0
         self._num_given = 0  # batches of the epoch that this rank was given
         self._resumes = False
@@ -160,9 +167,7 @@ class Loader:
     # ------------------------------------------------------------------------------------------------- the plan
 
     def _epoch_plan(self) -> EpochPlan:
-        if self._plan is None:
-            self._plan = plan_epoch(self._table, self.settings.plan, epoch=self.epoch)
-        return self._plan
+        return self._plan.epoch(self.epoch)
 
     def _planned(self) -> Iterator[PlannedMicroBatch]:
         """The rest of the epoch on this rank."""
@@ -170,7 +175,7 @@ class Loader:
         for number in range(self._num_given, len(self)):
             slot = number * settings.world_size + settings.rank
             step = number // settings.gradient_accumulation_steps
-            yield self._places.micro_batch(plan, slot if slot < len(plan) else None, step=step)
+            yield self._plan.rows.of_plan(plan, slot, step=step)
 
     def _segments_of_step(self, step: int) -> Ints:
         plan = self._epoch_plan()
@@ -187,8 +192,6 @@ class Loader:
         self._set_place(self.epoch + 1, num_given=0, steps_before=steps_before)
 
     def _set_place(self, epoch: int, *, num_given: int, steps_before: int) -> None:
-        if epoch != self.epoch:
-            self._plan = None
         self.epoch, self._num_given, self._steps_before = epoch, num_given, steps_before
         self._resumes = False
         self._trail = RowTrail()
@@ -231,5 +234,7 @@ def _identity(rows: PreparedSet, table: SegmentTable) -> str:
     digest.update(rows.store.keys[rows.sample_ids].tobytes())
     for array in (table.lengths, table.num_targets, table.row_ids, table.source_ids):
         digest.update(array.tobytes())
+    if rows.numbering is not None:
+        digest.update(rows.numbering.rows.tobytes() + repr(rows.numbering.counts).encode())
     digest.update(repr(table.source_weights).encode())
     return digest.hexdigest()[:32]

@@ -1,17 +1,23 @@
-"""How a run description says that its data is planned."""
+"""How a run description says that its data is planned, and the plan itself."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from luthier.collation import MediaInputs
-from luthier.config.choices import RowKind
+from luthier.config.choices import MixtureBy, RowKind
 from luthier.config.objective import kind_of
 from luthier.config.schema import Packing, RunConfig, TrainConfig
 from luthier.errors import UserError
+from luthier.loader.plan import StreamPlan
+from luthier.loader.rows import RowTable
+from luthier.loader.state import LoaderState
 from luthier.media import MediaSource
-from luthier.packing import PlanSettings, Units
+from luthier.packing import MixtureSettings, PlanSettings, RowOrder, Units, held_tokens
 
 
 def units_of(config: RunConfig) -> Units:
@@ -78,6 +84,34 @@ def eval_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
     )
 
 
+def mixture_of(config: RunConfig, weights: Sequence[float]) -> MixtureSettings:
+    """How the run's sources share an epoch."""
+    mixture = config.data.mixture
+    return MixtureSettings(weights=tuple(weights), by=mixture.by, temperature=mixture.temperature, stop=mixture.stop)
+
+
+def plan_of_run(config: RunConfig, rows: RowTable, *, num_ranks: int, state: LoaderState | None = None) -> StreamPlan:
+    """All steps of a run over its training rows; ``state``: where it was that goes on here."""
+    settings = train_settings(config, num_ranks=num_ranks)
+    return StreamPlan(
+        rows,
+        settings,
+        order_of_run(config, rows, settings),
+        num_epochs=config.train.num_train_epochs,
+        max_steps=config.train.max_steps,
+        state=state,
+    )
+
+
+def order_of_run(config: RunConfig, rows: RowTable, settings: PlanSettings) -> RowOrder:
+    """The order of the training rows in every epoch."""
+    mixture = mixture_of(config, rows.weights)
+    means = _tokens_per_row(rows, settings) if mixture.by is MixtureBy.TOKENS else None
+    return RowOrder(
+        counts=rows.counts, mixture=mixture, seed=settings.seed, held_out=rows.held_out, tokens_per_row=means
+    )
+
+
 def warmup_steps(train: TrainConfig, total_steps: int) -> int:
     """Steps of warm-up in a run of so many steps. A share that is less than a step is none.
 
@@ -97,3 +131,15 @@ def _plannable(config: RunConfig) -> Units:
             hint="set train.packing: best_fit, or none",
         )
     return units
+
+
+def _tokens_per_row(rows: RowTable, settings: PlanSettings) -> tuple[float, ...]:
+    """The mean of each source, lost rows counted."""
+    table = rows.whole()
+    held = held_tokens(table, settings)
+    tokens = np.bincount(
+        table.source_ids, weights=table.lengths - (0 if held is None else held), minlength=len(rows.weights)
+    )
+    ends = np.cumsum(np.asarray(rows.counts, dtype=np.int64))
+    counts = np.diff(ends - np.searchsorted(rows.held_out, ends), prepend=0)
+    return tuple((tokens / np.maximum(counts, 1)).tolist())

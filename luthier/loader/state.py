@@ -17,9 +17,9 @@ import msgspec
 from luthier.errors import CheckpointError
 from luthier.writing import write_text
 
-STATE_VERSION = 2
+STATE_VERSION = 3  # 2: rows were ordered by other rules
 STATE_FILE = "loader_state.json"
-MAX_STATE_BYTES = 4096
+MAX_STATE_BYTES = 16_384  # of a run; a loader's own is a quarter of it
 MAX_MARKS = 32
 MARK_DIGITS = 12
 
@@ -49,6 +49,15 @@ class RowTrail:
                 marks = tuple(mark for mark in marks if mark[0] % stride == 0)
         return RowTrail(digest=digest, num_steps=num_steps, stride=stride, marks=marks)
 
+    def cut_back(self, num_steps: int, digest: str) -> RowTrail:
+        """The trail after fewer steps, whose digest is known. Gone on with, it becomes this one again."""
+        return RowTrail(
+            digest=digest,
+            num_steps=num_steps,
+            stride=self.stride,
+            marks=tuple(mark for mark in self.marks if mark[0] <= num_steps),
+        )
+
     def parts_from(self, other: RowTrail) -> tuple[int, int] | None:
         """``(a, b)``: after ``a`` steps both trails are the same, after ``b`` they are not; None if they never part.
 
@@ -72,7 +81,7 @@ class LoaderState:
     step      optimizer steps done, over all epochs
     epoch     the epoch that goes on, from 0
     cursor    how far it is, in the unit of the plan: micro-batches of all ranks, or rows of the epoch's order
-    waiting   what a packer holds back (`WindowPacker.state`)
+    waiting   of a run: where its plan goes on (`StreamPlan.state_after`)
     trail     of the rows that were used
     settings  everything else that decides the stream, by the names that users know
     data      identity of the data
@@ -101,8 +110,10 @@ class LoaderState:
         version = content.get("version")
         if version != STATE_VERSION:
             raise CheckpointError(
-                f"{where} is of version {version}, this Luthier reads {STATE_VERSION}",
-                hint="go on with the Luthier that wrote it, or start anew",
+                f"{where} is of version {version}, this Luthier reads {STATE_VERSION} and orders rows by other "
+                "rules: the rest of the run would repeat some rows and leave out others",
+                hint="go on with the Luthier that wrote it, or start anew with output.overwrite: true or another "
+                "output.dir",
             )
         body = {name: value for name, value in content.items() if name != "checksum"}
         if content.get("checksum") != (found := _checksum(body)):

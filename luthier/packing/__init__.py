@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from luthier.packing.epoch import EpochPlan, PlanSummary, describe, plan_epoch, segments_of, straggler_factor
-from luthier.packing.mixture import MixtureSettings, row_order
-from luthier.packing.packer import WindowPacker
+from luthier.packing.epoch import EpochPlan, PlanSummary, describe, plan_epoch, straggler_factor
+from luthier.packing.order import EpochOrder, MixtureSettings, RowOrder
+from luthier.packing.packer import WindowPacker, is_at_once
 from luthier.packing.planned import MicroBatchPlan, Planned
+from luthier.packing.planner import EpochPlanner, GrowingTable, PlannerPlace, RowSegments, TableRows
 from luthier.packing.realised import SourceShare, count_by_source, realised_mixture, shares_of, source_counts
 from luthier.packing.settings import PATCH_COST, PlanSettings, Segments, SegmentTable, Units
 from luthier.packing.split import Pieces, split_segments
@@ -14,16 +15,23 @@ from luthier.packing.window import plan_packs
 
 __all__ = [
     "PATCH_COST",
+    "EpochOrder",
     "EpochPlan",
+    "EpochPlanner",
+    "GrowingTable",
     "MicroBatchPlan",
     "MixtureSettings",
     "Pieces",
     "PlanSettings",
     "PlanSummary",
     "Planned",
+    "PlannerPlace",
+    "RowOrder",
+    "RowSegments",
     "SegmentTable",
     "Segments",
     "SourceShare",
+    "TableRows",
     "Units",
     "WindowPacker",
     "completion_room",
@@ -31,11 +39,10 @@ __all__ = [
     "describe",
     "draw_partners",
     "held_tokens",
+    "is_at_once",
     "plan_epoch",
     "plan_packs",
     "realised_mixture",
-    "row_order",
-    "segments_of",
     "shares_of",
     "source_counts",
     "split_segments",

@@ -16,15 +16,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import Packing
-from luthier.packing.balance import Balancer, mean_straggler, micro_batch_costs
-from luthier.packing.best_fit import check_lengths
-from luthier.packing.mixture import check_epoch, repeat_counts
-from luthier.packing.packer import WindowPacker
-from luthier.packing.padded import pad_rows
-from luthier.packing.planned import MicroBatchPlan, Planned, bounds_of, join, sums
+from luthier.packing.balance import mean_straggler, micro_batch_costs
+from luthier.packing.order import EpochOrder, ListedOrder, MixtureSettings, RowOrder
+from luthier.packing.planned import MicroBatchPlan, Planned, join, sums
+from luthier.packing.planner import EpochPlanner, RowSegments, TableRows
 from luthier.packing.settings import PlanSettings, SegmentTable
-from luthier.packing.units import epoch_lengths, unit_bounds, unit_table, units_in, with_segments
 
 Ints = NDArray[np.int64]
 
@@ -134,50 +130,30 @@ class PlanSummary:
     padding: float
 
 
-def plan_epoch(table: SegmentTable, settings: PlanSettings, *, epoch: int, order: Ints | None = None) -> EpochPlan:
-    """The plan of one epoch: another order and, but for ``none``, other packs in each, and the same for the same seed.
+def plan_epoch(
+    rows: RowSegments | SegmentTable, settings: PlanSettings, *, epoch: int, order: EpochOrder | Ints | None = None
+) -> EpochPlan:
+    """The whole plan of one epoch, for which all of its rows have to be here: what `EpochPlanner` decides, in a row.
 
-    ``order``, int64[S], are the segments in the order in which they come, each as often as it is to be seen, those of
-    a unit side by side. Without it every row comes as often as its source's weight says, in a seeded full shuffle of
-    the segments, or units.
+    Another order and, but for ``none``, other packs in each epoch, and the same for the same seed. ``order``: the rows
+    in the order in which they come, by number, each as often as it is to be seen. Without it every row of a table comes
+    as often as its source's weight says, in a full shuffle.
     Raises `UserError` where a segment is longer than the capacity (not under ``Packing.SPLIT``, which cuts), or a unit.
     """
-    lengths = epoch_lengths(table, settings, epoch=epoch)
-    units = unit_table(table, lengths, settings)
-    if settings.packing is not Packing.SPLIT:
-        check_lengths(units.lengths, settings.capacity)
-    rng = np.random.Generator(np.random.PCG64([settings.seed, epoch]))
+    if isinstance(rows, SegmentTable):
+        rows = TableRows(rows)
+    weights = rows.whole().source_weights
     if order is None:
-        order = _choose(units, rng)
-        order = order[rng.permutation(len(order))]
-    else:
-        order = units_in(order, unit_bounds(table, settings))
-    extra_costs = None if units.extra_costs is None else units.extra_costs[order]
-    match settings.packing:
-        case Packing.BEST_FIT | Packing.WINDOW | Packing.SPLIT:
-            packer = WindowPacker(settings, epoch=epoch, total=len(order))
-            planned = join([packer.add(order, units.lengths[order], extra_costs), packer.finish()])
-            planned = with_segments(planned, table, lengths, settings)
-        case Packing.NONE:
-            planned = with_segments(pad_rows(order, units.lengths, settings), table, lengths, settings)
-            costs, tokens = _costs(planned, table, settings), _tokens(planned, table)
-            planned = planned.with_batches_in(*Balancer(settings).order(costs, tokens, rng, whole=True))
-        case _:
-            raise AssertionError(f"unknown packing {settings.packing!r}")
-    return EpochPlan.of_planned(planned, table.lengths, settings, epoch=epoch)
-
-
-def segments_of(table: SegmentTable, rows: Ints) -> Ints:
-    """The segments of ``rows``, row by row: what `plan_epoch` takes as ``order``. A row without segments gives none.
-
-    ``table.row_ids`` has to ascend, as those of a `SegmentIndex` do.
-    """
-    assert not len(table.row_ids) or np.all(np.diff(table.row_ids) >= 0), "rows are not in order"
-    first = np.searchsorted(table.row_ids, rows, side="left")
-    counts = np.searchsorted(table.row_ids, rows, side="right") - first
-    places = bounds_of(counts)
-    within: Ints = np.arange(places[-1], dtype=np.int64) - np.repeat(places[:-1], counts)
-    return within + np.repeat(first, counts)
+        mixture = MixtureSettings(weights=weights)
+        order = RowOrder(counts=rows.counts, mixture=mixture, seed=settings.seed).epoch(epoch)
+    elif isinstance(order, np.ndarray):
+        order = ListedOrder(order)
+    planner = EpochPlanner(rows, settings, order, epoch=epoch)
+    decided = []
+    while (window := planner.next()) is not None:
+        decided.append(window)
+    planned = planner.of_segments(join(decided))
+    return EpochPlan.of_planned(planned, rows.whole().lengths, settings, epoch=epoch)
 
 
 def straggler_factor(plan: EpochPlan, table: SegmentTable, settings: PlanSettings, num_ranks: int) -> float:
@@ -223,21 +199,3 @@ def describe(plan: EpochPlan, table: SegmentTable) -> PlanSummary:
 def _costs(planned: Planned, table: SegmentTable, settings: PlanSettings) -> Ints:
     extra = None if table.extra_costs is None else table.extra_costs[planned.segment_ids]
     return micro_batch_costs(planned, planned.lengths(table.lengths), settings, extra_costs=extra)
-
-
-def _tokens(planned: Planned, table: SegmentTable) -> Ints:
-    return sums(planned.lengths(table.lengths), planned.pack_bounds[planned.batch_bounds])
-
-
-def _choose(table: SegmentTable, rng: np.random.Generator) -> Ints:
-    """Segment ids of the epoch: a row of weight 2.5 twice, and with a seeded half of its source's rows once more."""
-    everything = np.arange(len(table.lengths), dtype=np.int64)
-    if all(weight == 1 for weight in table.source_weights):
-        return everything
-    rows, row_of = np.unique(table.row_ids, return_inverse=True)
-    times = np.zeros(len(rows), dtype=np.int64)
-    for source, weight in enumerate(table.source_weights):
-        mine = np.unique(row_of[table.source_ids == source])
-        times[mine] = repeat_counts(len(mine), weight, rng)
-    check_epoch(int(times.sum()), len(rows), why="the weights say how often each row is seen")
-    return np.repeat(everything, times[row_of])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,12 @@ from luthier.errors import CheckpointError
 from luthier.packing.balance import Balancer, groups_sorted, micro_batch_costs
 from luthier.packing.best_fit import check_lengths
 from luthier.packing.planned import Planned, bounds_of, every, join, sums, take_groups
-from luthier.packing.settings import PlanSettings
+from luthier.packing.settings import PlanSettings, SegmentTable
 from luthier.packing.split import split_segments
 from luthier.packing.window import pack_window, window_size, without_worst
 
-STATE_VERSION = 1
-ID_BYTES = 5  # ids are below 2**40
+STATE_VERSION = 2
+SHARE_AT_ONCE = 4  # an epoch of at most so great a part of a window is packed at once: it is there soon enough
 
 Ints = NDArray[np.int64]
 # what must be the same for a plan to go on as it began; the number of ranks is absent on purpose
@@ -38,11 +37,11 @@ class WindowPacker:
     """
 
     def __init__(self, settings: PlanSettings, *, epoch: int, total: int | None = None) -> None:
-        """``total`` segments will come, if that is known: where they fit one window they are packed at once."""
+        """``total`` rows will come, if that is known: few of them are packed at once (`is_at_once`)."""
         assert settings.packing in (Packing.WINDOW, Packing.BEST_FIT, Packing.SPLIT), settings.packing
         self.settings = settings
         self.epoch = epoch
-        self.at_once = settings.packing is Packing.BEST_FIT or (total is not None and total <= settings.window)
+        self.at_once = is_at_once(settings, total)
         self.num_windows = 0
         self.num_taken = 0  # segments, in the order of `add`, that are decided or carried
         self.num_planned = 0  # micro-batches
@@ -50,7 +49,7 @@ class WindowPacker:
         group = settings.micro_batches_per_step * settings.rows_per_micro_batch * settings.capacity
         self._window_tokens = groups_sorted(settings) * group
         self._carried = _Waiting.of([], [], None)
-        self._coming: list[_Waiting] = []
+        self._coming = [_Waiting.of([], [], None)]
         self._num_coming = self._num_coming_tokens = 0
         # Packing.SPLIT: coming segments that the last window saw and left, and tokens of the first that are decided
         self._num_left = self._skip = 0
@@ -65,23 +64,48 @@ class WindowPacker:
 
         Raises `UserError` where a length does not fit the capacity.
         """
+        self.push(ids, lengths, extra_costs)
+        decided = []
+        while (window := self.decide()) is not None:
+            decided.append(window)
+        return join(decided) if decided else self._nothing()
+
+    def push(
+        self,
+        ids: Sequence[int] | NDArray[np.integer],
+        lengths: Sequence[int] | NDArray[np.integer],
+        extra_costs: Ints | None = None,
+    ) -> None:
+        """The next segments, of which `decide` makes windows. Raises as `add`."""
         new = _Waiting.of(ids, lengths, extra_costs)
         if self.settings.packing is not Packing.SPLIT:
             check_lengths(new.lengths, self.settings.capacity)
         self._coming.append(new)
         self._num_coming_tokens += int(new.lengths.sum())
         self._num_coming += len(new.ids)
-        decided = []
-        while not self.at_once and (size := self._next_size()) is not None:
-            decided.append(self._decide(size, last=False))
-        return join(decided) if decided else self._nothing()
+
+    def decide(self) -> Planned | None:
+        """The next window, where enough segments for it have come."""
+        if self.at_once or (size := self._next_size()) is None:
+            return None
+        return self._decide(size, last=False)
+
+    @property
+    def carried_ids(self) -> Ints:
+        """Segments that wait for the next window; they were pushed in this order."""
+        return self._carried.ids
+
+    @property
+    def next_id(self) -> int | None:
+        """The first segment that no window has taken; None where all that came are taken."""
+        return next((int(part.ids[0]) for part in self._coming if len(part.ids)), None)
 
     def finish(self) -> Planned:
         """What is left. The last step may be smaller; its end is not among ``step_ends`` then."""
         return self._decide(self._num_coming, last=True)
 
     def state(self) -> dict[str, Any]:
-        """The place after the last window that is decided: JSON, under 2 kB.
+        """The place after the last window that is decided, as JSON, but for `carried_ids`.
 
         Segments that came since then are not in it: go on by adding from segment ``taken`` on.
         """
@@ -97,19 +121,13 @@ class WindowPacker:
             "skip": self._skip,
             "micro_batches": self.num_planned,
             "balance": self._balancer.state(),
-            "carried": _text_of(self._carried.ids),
         }
 
     @classmethod
-    def restore(
-        cls,
-        settings: PlanSettings,
-        state: Mapping[str, Any],
-        lengths_of: Callable[[Ints], Ints],
-        *,
-        extra_costs_of: Callable[[Ints], Ints] | None = None,
+    def resume(
+        cls, settings: PlanSettings, state: Mapping[str, Any], carried: Ints, units: SegmentTable
     ) -> WindowPacker:
-        """A packer that goes on from `state`; ``lengths_of`` gives the lengths of the segments it names.
+        """A packer that goes on from `state`; ``carried`` are the segments that it names, ``units`` their lines.
 
         Raises `CheckpointError` where the state is another version's, or another plan's.
         """
@@ -119,9 +137,7 @@ class WindowPacker:
         packer.num_windows, packer.num_taken = state["windows"], state["taken"]
         packer.num_planned, packer._num_left, packer._skip = state["micro_batches"], state["left"], state["skip"]
         packer._balancer.restore(state["balance"])
-        ids = _ids_of(state["carried"])
-        extra = None if extra_costs_of is None else extra_costs_of(ids)
-        packer._carried = _Waiting.of(ids, lengths_of(ids), extra)
+        packer._carried = _Waiting.of(carried, units.lengths, units.extra_costs)
         return packer
 
     def _next_size(self) -> int | None:
@@ -243,18 +259,11 @@ class _Waiting:
         return _Waiting(self.ids[places], self.lengths[places], self.extra_costs[places])
 
 
-def _text_of(ids: Ints) -> str:
-    """Base64 of the ids, five bytes each, the lowest first; a list of numbers would be twice as long."""
-    assert not len(ids) or (ids.min() >= 0 and ids.max() < 2 ** (8 * ID_BYTES)), "an id is out of range"
-    octets = ids.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :ID_BYTES]
-    return base64.b64encode(octets.tobytes()).decode("ascii")
-
-
-def _ids_of(text: str) -> Ints:
-    octets = np.frombuffer(base64.b64decode(text), dtype=np.uint8).reshape(-1, ID_BYTES)
-    padded = np.zeros((len(octets), 8), dtype=np.uint8)
-    padded[:, :ID_BYTES] = octets
-    return padded.view("<i8").reshape(-1).astype(np.int64)
+def is_at_once(settings: PlanSettings, num_rows: int | None) -> bool:
+    """Whether an epoch of so many rows is planned when all of them are here, and not window by window."""
+    if settings.packing in (Packing.BEST_FIT, Packing.NONE):
+        return True
+    return num_rows is not None and num_rows <= max(1, settings.window // SHARE_AT_ONCE)
 
 
 def _check_state(settings: PlanSettings, state: Mapping[str, Any]) -> None:

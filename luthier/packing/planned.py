@@ -68,6 +68,12 @@ class Planned:
             lengths = self.stops - self.starts
         return lengths if self.held is None else lengths - self.held
 
+    def lengths_given(self, lengths: Ints, members: slice = slice(None)) -> Ints:
+        """int64: the tokens that some members add to their rows, given those of these members' whole segments."""
+        if self.starts is not None and self.stops is not None:
+            lengths = self.stops[members] - self.starts[members]
+        return lengths if self.held is None else lengths - self.held[members]
+
     def with_batches_in(self, order: Ints, step_ends: Ints) -> Planned:
         """The micro-batches in another order, ``order[i]`` at place ``i``."""
         packs, batch_bounds = take_groups(self.batch_bounds, order)
@@ -86,6 +92,7 @@ class Planned:
 def join(parts: Sequence[Planned]) -> Planned:
     """One after the other; at least one."""
     cut = any(part.starts is not None for part in parts)
+    held = any(part.held is not None for part in parts)
     return Planned(
         segment_ids=np.concatenate([part.segment_ids for part in parts]),
         pack_bounds=_joined_bounds([part.pack_bounds for part in parts]),
@@ -93,6 +100,23 @@ def join(parts: Sequence[Planned]) -> Planned:
         step_ends=_joined_ends(parts),
         starts=np.concatenate([part.starts for part in parts if part.starts is not None]) if cut else None,
         stops=np.concatenate([part.stops for part in parts if part.stops is not None]) if cut else None,
+        held=np.concatenate([part.held for part in parts if part.held is not None]) if held else None,
+    )
+
+
+def part_of_plan(planned: Planned, first: int, stop: int) -> Planned:
+    """The micro-batches ``first:stop``, and the steps that end among them."""
+    packs = slice(int(planned.batch_bounds[first]), int(planned.batch_bounds[stop]))
+    members = slice(int(planned.pack_bounds[packs.start]), int(planned.pack_bounds[packs.stop]))
+    ends = planned.step_ends
+    return Planned(
+        segment_ids=planned.segment_ids[members],
+        pack_bounds=planned.pack_bounds[packs.start : packs.stop + 1] - members.start,
+        batch_bounds=planned.batch_bounds[first : stop + 1] - packs.start,
+        step_ends=ends[(ends > first) & (ends <= stop)] - first,
+        starts=None if planned.starts is None else planned.starts[members],
+        stops=None if planned.stops is None else planned.stops[members],
+        held=None if planned.held is None else planned.held[members],
     )
 
 

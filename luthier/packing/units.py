@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from luthier.config.schema import Packing
 from luthier.errors import UserError
-from luthier.packing.planned import Planned, sums, take_groups
+from luthier.packing.planned import sums
 from luthier.packing.settings import PlanSettings, SegmentTable, Units, segment_costs
 
 Ints = NDArray[np.int64]
@@ -88,17 +88,6 @@ def held_tokens(table: SegmentTable, settings: PlanSettings) -> Ints | None:
     return table.held
 
 
-def units_in(order: Ints, bounds: Ints | None) -> Ints:
-    """The units of segments that stand in some order, those of a unit side by side.
-
-    ``units_in([3, 0, 1, 2], [0, 3, 4]) -> [1, 0]``
-    """
-    if bounds is None:
-        return order
-    first = order[np.isin(order, bounds[:-1])]
-    return np.searchsorted(bounds, first).astype(np.int64)
-
-
 def unit_table(table: SegmentTable, lengths: Ints, settings: PlanSettings) -> SegmentTable:
     """The table with a line for each unit; ``lengths`` are those of `epoch_lengths`."""
     bounds = unit_bounds(table, settings)
@@ -126,27 +115,6 @@ def unit_table(table: SegmentTable, lengths: Ints, settings: PlanSettings) -> Se
         extra_costs=real_costs - segment_costs(taken, settings),
         prompt_lengths=None,
         held=None,
-    )
-
-
-def with_segments(planned: Planned, table: SegmentTable, lengths: Ints, settings: PlanSettings) -> Planned:
-    """A plan of units as a plan of their segments; ``lengths`` are those of `epoch_lengths`."""
-    bounds = unit_bounds(table, settings)
-    if bounds is None:
-        return planned
-    segment_ids, ends = take_groups(bounds, planned.segment_ids)
-    drawn = settings.units is Units.FEEDBACK_KL
-    of_table = held_tokens(table, settings)
-    held = None if of_table is None else of_table[segment_ids]
-    padded = settings.packing is Packing.NONE
-    return replace(
-        planned,
-        segment_ids=segment_ids,
-        pack_bounds=np.arange(len(segment_ids) + 1, dtype=np.int64) if padded else ends[planned.pack_bounds],
-        batch_bounds=planned.batch_bounds * settings.units.size if padded else planned.batch_bounds,
-        starts=np.zeros_like(segment_ids) if drawn else None,
-        stops=lengths[segment_ids] if drawn else None,
-        held=held,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -15,7 +15,7 @@ from luthier.config.schema import RunConfig
 from luthier.errors import BudgetError, UserError
 from luthier.ledger import Ledger
 from luthier.preparation.portions import Ints, ResolvedPortion, read_in_order
-from luthier.preparation.prepared import Prepared, PreparedSet, SourceInfo, hold_out
+from luthier.preparation.prepared import Numbering, Prepared, PreparedSet, SourceInfo, hold_out
 from luthier.preparation.quarantine import Quarantine
 from luthier.preparation.ray_cluster import resolve_units_with_ray
 from luthier.preparation.resolver import Progress, Resolver
@@ -65,9 +65,10 @@ def prepare(
     lost = quarantine.path if quarantine.num_rows else None
     store = SampleStore.open(folder, fingerprint=encoder.fingerprint)
     sets = [collection.finish(store, max_drop=config.data.max_drop, lost=lost) for collection in collections]
-    (train, rows), evaluation = sets[0], sets[1][0] if eval_configs else None
+    # rows that are evaluated on are ordered among themselves, however many others were lost
+    train, evaluation = sets[0], replace(sets[1], numbering=None) if eval_configs else None
     if evaluation is None and config.data.eval_split:
-        train, evaluation = hold_out(train, rows, config.data.eval_split, seed=config.runtime.seed)
+        train, evaluation = hold_out(train, config.data.eval_split, seed=config.runtime.seed)
     return Prepared(
         train=train,
         eval=evaluation,
@@ -108,6 +109,7 @@ class Collection:
     _source_ids: list[NDArray[np.int32]] = field(default_factory=list)
     _file_ids: list[NDArray[np.int32]] = field(default_factory=list)
     _row_numbers: list[Ints] = field(default_factory=list)
+    _counts: list[int] = field(default_factory=list)  # of each source, the rows that were read
     _ids: dict[int, list[NDArray[np.uint64]]] = field(default_factory=dict)  # by source: ids of two may be alike
 
     def add_all(self, portions: Iterable[ResolvedPortion], quarantine: Quarantine) -> None:
@@ -119,6 +121,8 @@ class Collection:
                 quarantine.add(row.error, split=self.split, raw=row.raw)
             if len(portion.id_digests):
                 self._ids.setdefault(int(portion.source_ids[0]), []).append(portion.id_digests)
+            here = np.bincount(portion.source_ids, minlength=len(self.sources)).tolist()
+            self._counts = [sum(pair) for pair in zip(self._counts or [0] * len(here), here, strict=True)]
             stays = portion.sample_ids >= 0
             self._rows.append(portion.rows[stays])
             self._sample_ids.append(portion.sample_ids[stays])
@@ -126,8 +130,8 @@ class Collection:
             self._file_ids.append(portion.file_ids[stays].astype(np.int32))
             self._row_numbers.append(portion.row_numbers[stays])
 
-    def finish(self, store: SampleStore, *, max_drop: float, lost: Path | None) -> tuple[PreparedSet, Ints]:
-        """The set of the rows that are kept, and their global numbers. Raises `BudgetError` or `UserError`."""
+    def finish(self, store: SampleStore, *, max_drop: float, lost: Path | None) -> PreparedSet:
+        """The set of the rows that are kept. Raises `BudgetError` or `UserError`."""
         self._check(max_drop, lost)
         sample_ids = _joined(self._sample_ids, np.int64)
         is_used = np.zeros(len(store), dtype=np.bool_)
@@ -137,7 +141,7 @@ class Collection:
             self.ledger.note("repeated", repeated)
         if repeated_ids := sum(map(_num_repeated, self._ids.values())):
             self.ledger.note("repeated_id", repeated_ids)  # `luthier stats` says which
-        whole = PreparedSet(
+        return PreparedSet(
             store=store,
             sample_ids=sample_ids,
             source_ids=_joined(self._source_ids, np.int32),
@@ -149,8 +153,10 @@ class Collection:
                 for source in self.sources
             ),
             ledger=self.ledger,
+            numbering=Numbering(
+                rows=_joined(self._rows, np.int64), counts=tuple(self._counts or [0] * len(self.sources))
+            ),
         )
-        return whole, _joined(self._rows, np.int64)
 
     def _check(self, max_drop: float, lost: Path | None) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from luthier.errors import UserError
 from luthier.ledger import Ledger
+from luthier.packing.order import hold_out_part
 from luthier.records import Address, Sample
 from luthier.store.store import SampleStore
 
@@ -27,6 +28,20 @@ class SourceInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Numbering:
+    """The numbers that n rows were read under: global ones, source by source, lost rows among them.
+
+    rows      int64[n], ascending
+    counts    how many rows each source has
+    held_out  int64, ascending: rows that were looked at for evaluation, and so are in no epoch
+    """
+
+    rows: Ints
+    counts: tuple[int, ...]
+    held_out: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedSet:
     """n rows that can be trained on, in the order in which they were read.
 
@@ -35,6 +50,7 @@ class PreparedSet:
     file_ids     int32[n], index into ``files``
     row_numbers  int64[n], counted from 1 in each file
     ledger       what became of all rows that were read for this set
+    numbering    what the order of an epoch counts; None: these rows, source by source, and no other
     """
 
     store: SampleStore
@@ -45,6 +61,7 @@ class PreparedSet:
     files: tuple[str, ...]
     sources: tuple[SourceInfo, ...]
     ledger: Ledger
+    numbering: Numbering | None = None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -58,7 +75,7 @@ class PreparedSet:
         return Address(file=self.files[int(self.file_ids[row])], row=int(self.row_numbers[row]))
 
     def take(self, rows: Ints, *, ledger: Ledger) -> PreparedSet:
-        """The set of these rows, in this order."""
+        """The set of these rows, in this order, numbered anew."""
         return replace(
             self,
             sample_ids=self.sample_ids[rows],
@@ -66,6 +83,7 @@ class PreparedSet:
             file_ids=self.file_ids[rows],
             row_numbers=self.row_numbers[rows],
             ledger=ledger,
+            numbering=None,
         )
 
 
@@ -80,43 +98,51 @@ class Prepared:
     quarantine: Path | None
 
 
-def hold_out(whole: PreparedSet, rows: Ints, size: float | int, *, seed: int) -> tuple[PreparedSet, PreparedSet]:
+def hold_out(whole: PreparedSet, size: float | int, *, seed: int) -> tuple[PreparedSet, PreparedSet]:
     """``(train, eval)``: a seeded choice of rows, a share of all that were read below 1, else a number.
 
-    ``rows`` int64[n] are the rows' global numbers. The choice depends on the number of rows and the seed alone: the
-    first so many of `hold_out_order` that are not lost. Rows with the same content as one of them are left out of
-    training, so nothing that is evaluated was trained on; the ledger notes them as ``same_as_held_out``.
+    The choice depends on the number of rows and the seed alone: the first so many of `packing.hold_out_order` that are
+    not lost. Rows with the same content as one of them are left out of training, so nothing that is evaluated was
+    trained on; the ledger notes them as ``same_as_held_out``.
 
     Raises `UserError` if a side would be empty.
     """
-    num_read = whole.ledger.read
+    numbering = whole.numbering
+    assert numbering is not None, "rows that were read have numbers"
+    num_read = sum(numbering.counts)
     wanted = num_held_out(size, num_read)
     place_of_row = np.full(num_read, -1, dtype=np.int64)
-    place_of_row[rows] = np.arange(len(whole))
-    tried = place_of_row[hold_out_order(num_read, seed=seed)]
-    held = np.sort(tried[tried >= 0][:wanted])
+    place_of_row[numbering.rows] = np.arange(len(whole))
+    order = hold_out_part(num_read, 0, num_read, seed=seed)
+    kept = np.flatnonzero(place_of_row[order] >= 0)[:wanted]
+    tried = order[: int(kept[-1]) + 1 if len(kept) else 0]
+    held = np.sort(place_of_row[order[kept]])
     same = np.isin(whole.sample_ids, whole.sample_ids[held])
     if wanted < 1 or same.all():
-        raise UserError(
-            f"data.eval_split={size:g} holds out {wanted} of {len(whole)} rows: "
-            + ("nothing to evaluate on" if wanted < 1 else "nothing is left to train on"),
-            hint="choose another data.eval_split, or name evaluation data with data.eval",
-        )
+        raise empty_side(size, wanted, len(whole))
     train_ledger = Ledger.from_json(whole.ledger.to_json())
     train_ledger.read -= int(same.sum())
     train_ledger.prepared -= int(same.sum())
     train_ledger.note("held_out", len(held))
     if same.sum() > len(held):
         train_ledger.note("same_as_held_out", int(same.sum()) - len(held))
-    train = whole.take(np.flatnonzero(~same), ledger=train_ledger)
+    rows = np.flatnonzero(~same)
+    train = replace(
+        whole.take(rows, ledger=train_ledger),
+        numbering=replace(numbering, rows=numbering.rows[rows], held_out=np.sort(tried)),
+    )
     return train, whole.take(held, ledger=Ledger(read=len(held), prepared=len(held)))
+
+
+def empty_side(size: float | int, wanted: int, num_rows: int) -> UserError:
+    """What to raise where holding out rows leaves nothing on a side."""
+    return UserError(
+        f"data.eval_split={size:g} holds out {wanted} of {num_rows} rows: "
+        + ("nothing to evaluate on" if wanted < 1 else "nothing is left to train on"),
+        hint="choose another data.eval_split, or name evaluation data with data.eval",
+    )
 
 
 def num_held_out(size: float | int, num_rows: int) -> int:
     """How many of so many rows ``data.eval_split`` holds out."""
     return round(size * num_rows) if size < 1 else int(size)
-
-
-def hold_out_order(num_rows: int, *, seed: int) -> Ints:
-    """int64[num_rows]: global row numbers, in the order in which rows are held out."""
-    return np.random.Generator(np.random.PCG64(seed)).permutation(num_rows)

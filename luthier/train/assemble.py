@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, set_seed
@@ -14,14 +13,14 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.schema import AdapterType, RunConfig, Strategy
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.loader.live_plan import StreamPlan
+from luthier.loader.plan import StreamPlan
 from luthier.loader.run_settings import eval_settings, media_of, shares_prompts, units_of
 from luthier.models import adapters
 from luthier.models.model import LoadedModel, load_model
 from luthier.models.parts import text_attention
 from luthier.models.sharding import give_up_gathered, place, unsharded_class
 from luthier.models.vocabulary import Vocabulary
-from luthier.packing import Segments, SegmentTable
+from luthier.packing import Segments
 from luthier.train import artifacts, run_folder
 from luthier.train.arguments import run_precision, training_arguments
 from luthier.train.callbacks import EarlyStopping, Flow, Journal, Meter
@@ -31,17 +30,14 @@ from luthier.train.events import Listener, Note
 from luthier.train.feature_choice import choose_media
 from luthier.train.hooks import Hooks
 from luthier.train.kernel_choice import kernel_name
-from luthier.train.live import LiveData
 from luthier.train.lost_rows import LostRows
 from luthier.train.numerics import check_in_force, computed_in, weight_types
 from luthier.train.objective import make_losses, model_pass
 from luthier.train.objective_parts import ObjectiveParts
 from luthier.train.result import ModelSummary
 from luthier.train.router_balance import RouterBalance
-from luthier.train.run_stream import World, loader_state, trained_segments
-from luthier.train.schedule import Schedule
 from luthier.train.step_losses import StepLosses
-from luthier.train.streams import EvalStream, TrainStream, sharing, train_stream
+from luthier.train.streams import EvalStream, TrainStream, World, loader_state, needed_segments, sharing, train_stream
 from luthier.train.tower_features import AUTOCAST_DTYPES
 from luthier.train.trainer import LuthierTrainer, TrainerParts
 
@@ -116,9 +112,9 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: List
 def make_trainer(
     config: RunConfig,
     tokenizer: Tokenizer,
-    data: RunData | LiveData,
+    data: RunData,
     run_model: RunModel,
-    schedule: Schedule | StreamPlan,
+    schedule: StreamPlan,
     *,
     first_step: int | None,
     hooks: Hooks,
@@ -154,7 +150,7 @@ def make_trainer(
 
     parts = TrainerParts(
         stream=stream,
-        eval_stream=_eval_stream(config, data, run_model, collating, world, shared=keeps_trees, lost=lost),
+        eval_stream=_eval_stream(config, data, run_model, collating, world, lost=lost),
         sources=data.sources,
         eval_sources=data.eval_sources,
         losses=losses,
@@ -174,7 +170,7 @@ def make_trainer(
 
 def _callbacks(
     config: RunConfig,
-    schedule: Schedule | StreamPlan,
+    schedule: StreamPlan,
     losses: StepLosses,
     meter: Meter,
     hooks: Hooks,
@@ -216,14 +212,12 @@ def _standing_notes(config: RunConfig, loaded: LoadedModel) -> tuple[str, ...]:
     return tuple(note for note in loaded.notes if not (is_tried and note.startswith("attention ")))
 
 
-def _shares(config: RunConfig, data: RunData | LiveData, schedule: Schedule | StreamPlan) -> bool:
+def _shares(config: RunConfig, data: RunData, schedule: StreamPlan) -> bool:
     """Whether some rows of the run are to be trees whose branches share their beginnings."""
     if not shares_prompts(config):
         return False
-    tables = [data.eval_table, None if isinstance(data, LiveData) else data.train_table]
-    some = any(table is not None and table.held is not None for table in tables)
-    arriving = isinstance(schedule, StreamPlan) and schedule.has_trees
-    return units_of(config).are_compared or some or arriving
+    in_evaluation = data.eval_rows is not None and data.eval_rows.have_trees
+    return units_of(config).are_compared or in_evaluation or schedule.has_trees
 
 
 def _collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel, *, shared: bool) -> CollateSettings:
@@ -239,9 +233,9 @@ def _collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel, *, 
 
 def _losses(
     config: RunConfig,
-    data: RunData | LiveData,
+    data: RunData,
     run_model: RunModel,
-    schedule: Schedule | StreamPlan,
+    schedule: StreamPlan,
     how: CollateSettings,
     *,
     shared: bool,
@@ -264,8 +258,8 @@ def _losses(
         device=device,
         train=data.train,
         held_out=data.eval,
-        passes=lambda index: _one_pass(config, index, index.table(), run_model, how, hooks.stop.world, shared=shared),
-        needed=lambda index: trained_segments(schedule, len(index)) if index is data.train else np.arange(len(index)),
+        passes=lambda index: _one_pass(config, data, index, run_model, how, hooks.stop.world),
+        needed=lambda index: needed_segments(schedule, data, index),
         num_sources=(len(data.sources), len(data.eval_sources)),
         media=run_model.media,
         autocast=AUTOCAST_DTYPES.get(run_precision(config)),
@@ -278,9 +272,9 @@ def _losses(
 
 def _train_stream(
     config: RunConfig,
-    data: RunData | LiveData,
+    data: RunData,
     run_model: RunModel,
-    schedule: Schedule | StreamPlan,
+    schedule: StreamPlan,
     how: CollateSettings,
     first_step: int,
     rank: int,
@@ -301,33 +295,30 @@ def _train_stream(
 
 def _eval_stream(
     config: RunConfig,
-    data: RunData | LiveData,
+    data: RunData,
     run_model: RunModel,
     how: CollateSettings,
     world: World,
     *,
-    shared: bool,
     lost: LostRows,
 ) -> EvalStream | None:
-    if data.eval is None or data.eval_table is None:
+    if data.eval is None:
         return None
-    found = _one_pass(config, data.eval, data.eval_table, run_model, how, world, shared=shared)
+    found = _one_pass(config, data, data.eval, run_model, how, world)
     return replace(found, watch=partial(lost.watch, counted=False))
 
 
 def _one_pass(
     config: RunConfig,
+    data: RunData,
     segments: Segments,
-    table: SegmentTable,
     run_model: RunModel,
     how: CollateSettings,
     world: World,
-    *,
-    shared: bool,
 ) -> EvalStream:
     return EvalStream.of_segments(
         segments,
-        table,
+        data.rows_of(segments),
         eval_settings(config, num_ranks=world.size),
         how,
         rank=world.rank,

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from luthier.config.schema import EvalConfig, RunConfig, Strategy
+from luthier.loader.plan import StreamPlan
 from luthier.train.events import Listener, Note, Saved, Started, StepDone
 from luthier.train.losses import by_source
 from luthier.train.result import EvalRecord, StepRecord
-from luthier.train.schedule import Steps
 
 NO_NORM = ("lomo", "adalomo")  # they update within the backward pass, and no gradient is left to be measured
 
@@ -46,7 +46,7 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
     """
 
     def __init__(
-        self, config: RunConfig, schedule: Steps, *, evaluates: bool, asked_to_stop: Callable[[], bool]
+        self, config: RunConfig, schedule: StreamPlan, *, evaluates: bool, asked_to_stop: Callable[[], bool]
     ) -> None:
         self.config = config
         self.schedule = schedule

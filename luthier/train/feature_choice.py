@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from accelerate import PartialState
 from transformers import PreTrainedModel
 
@@ -10,24 +9,22 @@ from luthier.collation import MediaInputs
 from luthier.config.media import MediaCache
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
-from luthier.loader.live_plan import StreamPlan
+from luthier.loader.plan import StreamPlan
 from luthier.preparation.segments import SegmentIndex
 from luthier.train.arguments import run_precision
 from luthier.train.data import RunData
 from luthier.train.events import Note
 from luthier.train.hooks import Hooks
-from luthier.train.live import LiveData
-from luthier.train.run_stream import trained_segments
-from luthier.train.schedule import Schedule
+from luthier.train.streams import needed_segments
 from luthier.train.tower_features import TowerWork, kept_features
 
 
 def choose_media(
     config: RunConfig,
-    data: RunData | LiveData,
+    data: RunData,
     plain: PreTrainedModel,
     media: MediaInputs | None,
-    schedule: Schedule | StreamPlan,
+    schedule: StreamPlan,
     hooks: Hooks,
 ) -> MediaInputs | None:
     """What fills the run's batches, with ``media.cache: encoder_features`` from files that are computed now.
@@ -48,9 +45,9 @@ def choose_media(
             "media.cache: encoder_features are kept with prepared data, and these rows are in memory, or on their way",
             hint="prepare the rows before training, or remove media.cache",
         )
-    sides = [(data.train, trained_segments(schedule, len(data.train)))]
+    sides = [(data.train, needed_segments(schedule, data, data.train))]
     if isinstance(data.eval, SegmentIndex):
-        sides.append((data.eval, np.arange(len(data.eval))))
+        sides.append((data.eval, needed_segments(schedule, data, data.eval)))
     device = PartialState().device
     plain.to(device)
     work = TowerWork(plain=plain, media=media, sides=sides, precision=run_precision(config), device=device)

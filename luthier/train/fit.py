@@ -21,7 +21,6 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
 from luthier.loader.feed import FeedReader
-from luthier.loader.live_plan import StreamPlan
 from luthier.loader.run_settings import media_of
 from luthier.loader.state import LoaderState
 from luthier.media.families.family import Packing as FamilyPacking
@@ -44,20 +43,19 @@ from luthier.train.checkpoint import (
     replacing,
     set_aside_broken,
 )
-from luthier.train.data import RunData, open_run_data
+from luthier.train.data import RunData, open_live_data, open_run_data
 from luthier.train.events import Event, Finished, Listener, Note, tell_all
 from luthier.train.generate import Question, answer_all, choose_questions
 from luthier.train.hooks import Hooks, StopAgreement
 from luthier.train.journal import LogFile
-from luthier.train.live import LiveData, open_live_data
 from luthier.train.numerics import own_numerics
 from luthier.train.outcome import Run, result_of
 from luthier.train.progress import ProgressBar, make_view
 from luthier.train.ranks import LONGEST_COLLECTIVE, naming_lost_ranks
 from luthier.train.result import LOG_FILE, RunResult
-from luthier.train.run_stream import World, check_rows, loader_state, make_schedule
 from luthier.train.schedule import FEW_STEPS, length_notes
 from luthier.train.signals import StopSignals
+from luthier.train.streams import World, check_rows, loader_state, make_schedule, state_at_start
 from luthier.train.trainer import taking_over
 
 
@@ -92,7 +90,7 @@ def fit_live(
 def fit_data(
     config: RunConfig,
     tokenizer: Tokenizer,
-    data: RunData | Callable[[], LiveData],
+    data: RunData | Callable[[], RunData],
     *,
     callbacks: Sequence[TrainerCallback] = (),
     on_event: Listener | None = None,
@@ -106,7 +104,7 @@ def fit_data(
 def _fit(
     config: RunConfig,
     tokenizer: Tokenizer,
-    data: RunData | Callable[[], LiveData],
+    data: RunData | Callable[[], RunData],
     callbacks: tuple[TrainerCallback, ...],
     on_event: Listener | None,
     not_followed: list[str],
@@ -150,7 +148,7 @@ def _as_packed(config: RunConfig, tokenizer: Tokenizer, tell: Listener) -> RunCo
     return config.model_copy(update={"train": config.train.model_copy(update={"packing": Packing.NONE})})
 
 
-def _open(data: Callable[[], LiveData]) -> LiveData:
+def _open(data: Callable[[], RunData]) -> RunData:
     PartialState().wait_for_everyone()  # the main process has emptied the feed's folder by then
     return data()
 
@@ -164,26 +162,24 @@ def _set_up_process(config: RunConfig) -> None:
         torch.set_num_threads(config.runtime.threads)  # after accelerate, which gives each rank a share of the cores
 
 
-def _set_up(
-    config: RunConfig, tokenizer: Tokenizer, data: RunData | LiveData, hooks: Hooks, listeners: list[Listener]
-) -> Run:
+def _set_up(config: RunConfig, tokenizer: Tokenizer, data: RunData, hooks: Hooks, listeners: list[Listener]) -> Run:
     world = hooks.stop.world
-    schedule = make_schedule(config, data, world)
-    if isinstance(schedule, StreamPlan) and schedule.horizon < FEW_STEPS:  # a run whose rows are all there has told it
-        hooks.tell(Note(text=f"about {schedule.horizon} steps: so few teach next to nothing; {_longer(config)}"))
-    if isinstance(schedule, StreamPlan):
+    resume = _open_folder(config, state_at_start(config, data, world), hooks)
+    state = None if resume is None else LoaderState.load(resume)
+    schedule = make_schedule(config, data, world, state)
+    if not data.rows.all_here:  # else the plan has told it
+        if schedule.horizon < FEW_STEPS:
+            hooks.tell(Note(text=f"about {schedule.horizon} steps: so few teach next to nothing; {_longer(config)}"))
         for note in length_notes(config, schedule.horizon):
             hooks.tell(Note(text=note))
-    resume = _open_folder(config, loader_state(schedule, data, 0), hooks)
     if world.is_main:
         step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training
         listeners[:] = [listener for listener in listeners if not isinstance(listener, LogFile)]
         listeners.append(LogFile(config.output.dir / LOG_FILE, step=step, tell=hooks.tell))
     run_model = make_model(config, tokenizer, world, hooks.tell)
     first_step = None if resume is None else checkpoint_step(resume)
-    if resume is not None and isinstance(schedule, StreamPlan):
-        assert first_step is not None
-        check_rows(LoaderState.load(resume), loader_state(schedule, data, first_step), resume)
+    if resume is not None and state is not None:
+        check_rows(state, loader_state(schedule, data, state.step), resume)
     trainer = make_trainer(config, tokenizer, data, run_model, schedule, first_step=first_step, hooks=hooks)
     return Run(
         config=config,

@@ -8,8 +8,8 @@ import torch
 from transformers import TrainerCallback
 
 from luthier.train.events import Listener
-from luthier.train.run_stream import World
 from luthier.train.signals import StopSignals
+from luthier.train.streams import World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

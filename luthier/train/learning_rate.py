@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from luthier.train.schedule import Steps
+from luthier.loader.plan import StreamPlan
 
 
-def put_on_progress(scheduler: torch.optim.lr_scheduler.LambdaLR, steps: Steps) -> None:
+def put_on_progress(scheduler: torch.optim.lr_scheduler.LambdaLR, steps: StreamPlan) -> None:
     """Ask the schedule not for the number of steps done, but for as many of ``horizon`` as the run's progress is."""
 
     def on_progress(multiplier: Callable[[Any], float]) -> Callable[[int], float]:

@@ -16,21 +16,19 @@ from peft import PeftModel
 
 from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.loader.live_plan import StreamPlan
+from luthier.loader.plan import StreamPlan
 from luthier.loader.run_settings import eval_settings
 from luthier.packing import shares_of
 from luthier.train import run_folder
 from luthier.train.assemble import RunModel
 from luthier.train.callbacks import EarlyStopping
 from luthier.train.checkpoint import broken_checkpoints
-from luthier.train.data import RunData, summarise
+from luthier.train.data import RunData, summarise, summary_of
 from luthier.train.hooks import Hooks
 from luthier.train.journal import read_log
-from luthier.train.live import LiveData
 from luthier.train.lost_rows import ledger_of_run
 from luthier.train.numerics import optimizer_facts
 from luthier.train.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
-from luthier.train.schedule import Schedule
 from luthier.train.trainer import LuthierTrainer
 from luthier.train.training_state import plain_optimizer
 
@@ -43,9 +41,9 @@ class Run:
 
     config: RunConfig
     tokenizer: Tokenizer
-    data: RunData | LiveData
+    data: RunData
     hooks: Hooks
-    schedule: Schedule | StreamPlan
+    schedule: StreamPlan
     resume: Path | None
     run_model: RunModel
     trainer: LuthierTrainer
@@ -87,8 +85,8 @@ def result_of(run: Run, started_at: str) -> RunResult:
         best_metric=state.best_metric,
         train_data=_train_summary(run),
         eval_data=None
-        if run.data.eval_table is None
-        else summarise(run.data.eval_table, eval_settings(config, num_ranks=world.size)),
+        if run.data.eval_rows is None
+        else summarise(run.data.eval_rows, eval_settings(config, num_ranks=world.size)),
         mixture=_mixture(run),
         model=run.summary,
         optimizer=optimizer_facts(plain_optimizer(run.trainer.optimizer)),
@@ -109,7 +107,7 @@ def _ledger(run: Run) -> dict[str, Any]:
     if not run.data.ledger:
         return {}
     rows = run.schedule.trained_rows(run.trainer.state.global_step)
-    return ledger_of_run(run.data.ledger, run.config.output.dir, [run.data.address(int(row)) for row in rows])
+    return ledger_of_run(run.data.ledger, run.config.output.dir, [run.data.address(int(first)) for first in rows])
 
 
 def _mixture(run: Run) -> tuple[SourceSummary, ...]:
@@ -129,23 +127,17 @@ def _mixture(run: Run) -> tuple[SourceSummary, ...]:
 
 
 def _train_summary(run: Run) -> DataSummary:
-    if isinstance(run.schedule, StreamPlan):
-        found = run.schedule.first_epoch()
-        return DataSummary(
-            segments=found["segments"],
-            tokens=found["tokens"],
-            target_tokens=found["targets"],
-            micro_batches=found["micro_batches"],
-            fill=found["tokens"] / max(found["packs"] * run.config.data.max_length, 1),
-        )
-    assert isinstance(run.data, RunData)
-    return summarise(run.data.train_table, run.schedule.settings)
-
-
-def _eval_summary(run: Run) -> DataSummary | None:
-    if run.data.eval_table is None:
-        return None
-    return summarise(run.data.eval_table, eval_settings(run.config, num_ranks=run.hooks.stop.world.size))
+    """The first epoch: all of it, or what was planned of rows that arrive."""
+    if run.data.rows.all_here:
+        return summary_of(run.schedule.epoch(0), run.data.rows)
+    found = run.schedule.first_epoch()
+    return DataSummary(
+        segments=found["segments"],
+        tokens=found["tokens"],
+        target_tokens=found["targets"],
+        micro_batches=found["micro_batches"],
+        fill=found["tokens"] / max(found["packs"] * run.config.data.max_length, 1),
+    )
 
 
 def _peak_memory() -> int:

@@ -75,8 +75,9 @@ def precomputed_reference(config: RunConfig, work: Precomputation, reference: Re
 def _compute(known_L: NDArray[np.float32], work: Precomputation, reference: ReferenceModel) -> NDArray[np.float32]:
     """The table with what it lacks; batches all of which is known are passed over."""
     found_2L = np.zeros((2, len(work.store.leaf_lengths)), dtype=np.float32)  # log-probabilities; 1 where there is one
-    for index, whole, needed in work.sides:
-        stream = replace(whole, plan=plan_epoch(index.table(), whole.plan.settings, epoch=0, order=needed))
+    for _, whole, needed in work.sides:
+        rows = np.unique(whole.rows.rows_of(needed))
+        stream = replace(whole, plan=plan_epoch(whole.rows, whole.plan.settings, epoch=0, order=rows))
         for batch in stream:
             leaves = [leaf for unit in batch.units for leaf in unit.leaves]
             if not (reference.on_all_ranks or np.isnan(known_L[leaves]).any()):

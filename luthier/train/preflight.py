@@ -27,8 +27,7 @@ from luthier.config.schema import AdapterType, Precision, RunConfig, Sharding
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ConfigError, ModelError, Problem, SourceError, UserError
-from luthier.loader.run_order import mixture_of
-from luthier.loader.run_settings import media_of
+from luthier.loader.run_settings import media_of, mixture_of
 from luthier.media import MediaSource
 from luthier.models.adapters import apply_adapter, shape_existing
 from luthier.models.compiled import compilable_layers
@@ -37,7 +36,7 @@ from luthier.models.parts import decoder_family
 from luthier.models.routers import balanced_routers
 from luthier.models.sharding import divisible_layers, refuse_other_ways
 from luthier.models.vocabulary import Vocabulary
-from luthier.packing.mixture import check_mixture
+from luthier.packing.order import check_mixture
 from luthier.preparation.prepared import num_held_out
 from luthier.sources import Source, open_sources, resolve_sources
 from luthier.sources.origins import HUB

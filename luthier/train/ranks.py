@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from luthier.errors import TrainingError
-from luthier.train.run_stream import World
+from luthier.train.streams import World
 
 FOLDER = ".ranks"
 # One rank may answer questions, merge or save while the others wait; one that is stuck or cut off is given up after it.

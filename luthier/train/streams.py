@@ -1,4 +1,4 @@
-"""The run's batches, of training and of evaluation, as the trainer iterates them.
+"""This process among the ranks, and the batches of training and of evaluation as the trainer iterates them.
 
 What a micro-batch holds is fixed by (data, settings, seed, step, slot) alone: ranks and workers do not matter, and a
 stream begins at any step.
@@ -6,22 +6,49 @@ stream begins at any step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from luthier.collation import CollateSettings, MediaInputs, blank_grid, lay_out, to_batch
-from luthier.loader.live_plan import StreamPlan
+from luthier.config.schema import RunConfig
+from luthier.errors import CheckpointError
 from luthier.loader.places import PlannedMicroBatch, part_of
-from luthier.loader.planning import SegmentPlaces
+from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
-from luthier.packing import EpochPlan, PlanSettings, Segments, SegmentTable, plan_epoch
-from luthier.preparation.segments import SegmentIndex
+from luthier.loader.rows import RowTable
+from luthier.loader.run_settings import plan_of_run, train_settings
+from luthier.loader.state import LoaderState, Scalar
+from luthier.packing import EpochPlan, PlanSettings, Segments, plan_epoch
 from luthier.records import Batch, Pack
-from luthier.train.schedule import Schedule, Steps
+from luthier.train.data import RunData
 
+EPOCHS_LOOKED_AT = 100  # for the segments of a run: a source of a small weight may need very many
 ENDLESS = 2**40  # micro-batches: transformers wants a length, the steps say when it is over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """This process among the ranks."""
+
+    rank: int
+    size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks."""
+        return self.rank == 0
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """As torchrun says; alone without it."""
+        return cls(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
 
 
 Watch = Callable[[Iterator[Batch]], Iterator[Batch]]  # looks at the batches as they go by
@@ -57,12 +84,11 @@ class SegmentsReader:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainStream:
-    """One rank's micro-batches from step ``first_step`` on; ``planned`` says what is in them."""
+    """One rank's micro-batches from step ``first_step`` on."""
 
-    schedule: Steps
+    schedule: StreamPlan
     reader: ReadsBatches
-    planned: Callable[[], Iterator[PlannedMicroBatch]]
-    how: CollateSettings
+    rank: int
     num_workers: int
     first_step: int
     watch: Watch = iter
@@ -77,12 +103,13 @@ class TrainStream:
         return self.first_step > 0 and self.schedule.is_last(self.first_step - 1)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.watch(iterate_batches(self.reader, self.planned(), num_workers=self.num_workers))
+        planned = self.schedule.micro_batches(self.rank, first_step=self.first_step)
+        return self.watch(iterate_batches(self.reader, planned, num_workers=self.num_workers))
 
 
 def train_stream(
     segments: Segments,
-    schedule: Schedule | StreamPlan,
+    schedule: StreamPlan,
     how: CollateSettings,
     *,
     rank: int,
@@ -91,21 +118,9 @@ def train_stream(
     shared: bool = False,
     media: MediaInputs | None = None,
 ) -> TrainStream:
-    """The stream of a run; ``segments`` are those of a `Schedule`. ``shared`` and ``media`` as in `BatchReader`."""
-    reader: ReadsBatches
-    if isinstance(schedule, StreamPlan):
-        reader, live = BatchReader(schedule.rows.segments.store, how, shared=shared, media=media), schedule
-        planned = lambda: live.micro_batches(rank, first_step=first_step)  # noqa: E731
-    else:
-        reader, places, exact = (
-            _reader(segments, how, shared=shared, media=media),
-            _places(segments, schedule.table),
-            schedule,
-        )
-        planned = lambda: _planned(exact, places, rank, first_step)  # noqa: E731
-    return TrainStream(
-        schedule=schedule, reader=reader, planned=planned, how=how, num_workers=num_workers, first_step=first_step
-    )
+    """The stream of a run over ``segments``. ``shared`` and ``media`` as in `BatchReader`."""
+    reader = _reader(segments, schedule.rows, how, shared=shared, media=media)
+    return TrainStream(schedule=schedule, reader=reader, rank=rank, num_workers=num_workers, first_step=first_step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -113,7 +128,7 @@ class EvalStream:
     """One rank's share of one pass over the held-out segments."""
 
     reader: ReadsBatches
-    places: SegmentPlaces
+    rows: RowTable
     plan: EpochPlan
     rank: int
     num_workers: int
@@ -122,7 +137,7 @@ class EvalStream:
     @staticmethod
     def of_segments(
         segments: Segments,
-        table: SegmentTable,
+        rows: RowTable,
         settings: PlanSettings,
         how: CollateSettings,
         *,
@@ -131,11 +146,12 @@ class EvalStream:
         shared: bool = False,
         media: MediaInputs | None = None,
     ) -> EvalStream:
-        """The held-out segments in the order of their first epoch. ``shared``, ``media`` as in `BatchReader`."""
+        """The held-out segments, those of ``rows``, in the order of their first epoch. ``shared``, ``media`` as in
+        `BatchReader`."""
         return EvalStream(
-            reader=_reader(segments, how, shared=shared, media=media),
-            places=_places(segments, table),
-            plan=plan_epoch(table, settings, epoch=0),
+            reader=_reader(segments, rows, how, shared=shared, media=media),
+            rows=rows,
+            plan=plan_epoch(rows, settings, epoch=0),
             rank=rank,
             num_workers=num_workers,
         )
@@ -144,7 +160,7 @@ class EvalStream:
         return len(self.plan.of_rank(self.rank))
 
     def __iter__(self) -> Iterator[Batch]:
-        planned = (self.places.micro_batch(self.plan, number, step=0) for number in self.plan.of_rank(self.rank))
+        planned = (self.rows.of_plan(self.plan, number, step=0) for number in self.plan.of_rank(self.rank))
         return self.watch(iterate_batches(self.reader, planned, num_workers=self.num_workers))
 
 
@@ -162,24 +178,68 @@ def iterate_batches(reader: ReadsBatches, planned: Iterator[PlannedMicroBatch], 
     return map(reader.read, planned)
 
 
-def _planned(schedule: Schedule, places: SegmentPlaces, rank: int, first_step: int) -> Iterator[PlannedMicroBatch]:
-    ranks = schedule.settings.num_ranks
-    for step in range(first_step, schedule.total_steps):
-        for turn in range(schedule.turns(step)):
-            found = schedule.micro_batch(step, turn * ranks + rank)
-            if found is None:
-                yield places.micro_batch(schedule.plan(schedule.locate(step)[0]), None, step=step)
-            else:
-                yield places.micro_batch(schedule.plan(found[0]), found[1], step=step)
+def make_schedule(config: RunConfig, data: RunData, world: World, state: LoaderState | None = None) -> StreamPlan:
+    """All steps of the run, from ``state`` on. Waits for the rows that decide the first of them."""
+    plan = plan_of_run(config, data.rows, num_ranks=world.size, state=state)
+    assert plan.horizon > 0
+    return plan
 
 
-def _reader(segments: Segments, how: CollateSettings, *, shared: bool, media: MediaInputs | None) -> ReadsBatches:
-    if isinstance(segments, SegmentIndex):
-        return BatchReader(segments.prepared.store, how, shared=shared, media=media)
+def state_at_start(config: RunConfig, data: RunData, world: World) -> LoaderState:
+    """The place before the first step."""
+    settings = train_settings(config, num_ranks=world.size)
+    return LoaderState(
+        seed=settings.seed, epoch=0, step=0, cursor=0, settings=_decisive(settings), data=data.fingerprint
+    )
+
+
+def loader_state(schedule: StreamPlan, data: RunData, step: int) -> LoaderState:
+    """The place after ``step`` steps."""
+    settings = schedule.settings
+    epoch, cursor, waiting, trail = schedule.state_after(step)
+    return LoaderState(
+        seed=settings.seed,
+        epoch=epoch,
+        step=step,
+        cursor=cursor,
+        waiting=waiting,
+        trail=trail,
+        settings=_decisive(settings),
+        data=data.fingerprint,
+    )
+
+
+def needed_segments(schedule: StreamPlan, data: RunData, segments: Segments) -> NDArray[np.int64]:
+    """int64, ascending: which segments of a side the run reads; all, where many epochs have not taken all."""
+    if segments is data.train:
+        return schedule.trained_segments(most_epochs=EPOCHS_LOOKED_AT)
+    return np.arange(len(segments), dtype=np.int64)
+
+
+def check_rows(there: LoaderState, here: LoaderState, where: Path) -> None:
+    """Raise `CheckpointError` if a checkpoint was trained on other rows than those that its steps have now."""
+    parting = there.trail.parts_from(here.trail)
+    if parting is not None:
+        raise CheckpointError(
+            f"{where} was trained on other rows: those of steps {parting[0] + 1} to {parting[1]} have changed since",
+            hint="restore the data, or start anew with output.overwrite: true or another output.dir",
+        )
+
+
+def _decisive(settings: PlanSettings) -> dict[str, Scalar]:
+    return {
+        "train.packing": settings.packing.value,
+        "data.max_length": settings.capacity,
+        "train.per_device_train_batch_size": settings.rows_per_micro_batch,
+        "micro-batches per step (gradient_accumulation_steps x ranks)": settings.micro_batches_per_step,
+        "train.tokens_per_step": settings.tokens_per_step,
+        "sequences that begin alike are shared (train.shared_prompts)": settings.shared,
+    }
+
+
+def _reader(
+    segments: Segments, rows: RowTable, how: CollateSettings, *, shared: bool, media: MediaInputs | None
+) -> ReadsBatches:
+    if rows.is_stored:
+        return BatchReader(rows.store, how, shared=shared, media=media)
     return SegmentsReader(segments=segments, how=how, media=media)
-
-
-def _places(segments: Segments, table: SegmentTable) -> SegmentPlaces:
-    if isinstance(segments, SegmentIndex):
-        return SegmentPlaces.of_index(segments)
-    return SegmentPlaces.of_segments([segments[number] for number in range(len(segments))], table.source_ids)

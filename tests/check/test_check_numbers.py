@@ -16,13 +16,12 @@ from luthier.check.tables import plan_table, stats_table
 from luthier.config.inputs import MixtureConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.loader.run_order import mixture_of
-from luthier.loader.run_settings import train_settings
+from luthier.loader.rows import RowTable
+from luthier.loader.run_settings import plan_of_run, train_settings
 from luthier.packing import Units, plan_epoch, realised_mixture, straggler_factor
 from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import Prepared
 from luthier.preparation.segments import SegmentIndex
-from luthier.train.schedule import Schedule
 
 SHARES = MixtureConfig.model_validate({"by": "rows"})
 
@@ -66,7 +65,7 @@ def test_plan_equals_a_naive_recount(prepared: tuple[RunConfig, Prepared], packi
     assert plan.tokens == sum(len(segment.input_ids) for segment in segments)
     assert plan.targets == sum(int(segment.target.sum()) for segment in segments)
     assert plan.rows == len({str(segment.address) for segment in segments})
-    batches = [batch.packs for batch in plan_epoch(index.table(), train_settings(config), epoch=0)]
+    batches = [batch.packs for batch in plan_epoch(RowTable.of_index(index), train_settings(config), epoch=0)]
     packs = [pack for batch in batches for pack in batch]
     assert sorted(i for pack in packs for i in pack) == list(range(len(segments)))
     assert plan.epoch.packs == len(packs)
@@ -94,7 +93,7 @@ def test_a_plan_of_several_ranks_says_how_uneven_they_are(prepared: tuple[RunCon
     config, data = prepared
     index = cut(config, data)
     settings = train_settings(config, num_ranks=2)
-    epoch = plan_epoch(index.table(), settings, epoch=0)
+    epoch = plan_epoch(RowTable.of_index(index), settings, epoch=0)
     plan = plan_run(config, index, None, total_steps=11, num_ranks=2)
     assert plan.train.straggler_factor == straggler_factor(epoch, index.table(), settings, 2) > 1
     assert made(config, data).train.straggler_factor == 1
@@ -103,12 +102,13 @@ def test_a_plan_of_several_ranks_says_how_uneven_they_are(prepared: tuple[RunCon
 def test_a_plan_of_shares_is_that_of_the_schedule(prepared: tuple[RunConfig, Prepared]) -> None:
     config = prepared[0].model_copy(update={"data": prepared[0].data.model_copy(update={"mixture": SHARES})})
     index = cut(config, prepared[1])
-    table = index.table()
-    schedule = Schedule(table, train_settings(config), num_epochs=1, mixture=mixture_of(config, table.source_weights))
-    plan = plan_run(config, index, None, total_steps=schedule.total_steps, first_epoch=schedule.plan(0))
-    assert plan.train.epoch.steps == schedule.total_steps
+    schedule = plan_of_run(config, RowTable.of_index(index), num_ranks=1)
+    total_steps = schedule.count_steps()
+    plan = plan_run(config, index, None, total_steps=total_steps, first_epoch=schedule.epoch(0))
+    assert total_steps == schedule.epoch(0).num_steps + schedule.epoch(1).num_steps
+    assert plan.train.epoch.steps == schedule.epoch(0).num_steps
     taken = [source.taken for source in plan.train.sources]
-    assert taken == list(realised_mixture(schedule.plan(0), table))
+    assert taken == list(realised_mixture(schedule.epoch(0), index.table()))
     assert taken[0].share_of_rows == pytest.approx(0.5, abs=0.02)
     assert taken[0].share_of_rows != pytest.approx(made(config, prepared[1]).train.sources[0].taken.share_of_rows)
 

@@ -16,8 +16,8 @@ from luthier.check.show.view import show_batch, show_pack
 from luthier.collation import CollateSettings
 from luthier.config.schema import Overflow, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.loader.planning import SegmentPlaces
 from luthier.loader.reader import BatchReader
+from luthier.loader.rows import RowTable
 from luthier.loader.run_settings import train_settings
 from luthier.packing import describe, plan_epoch
 from luthier.preparation.segments import SegmentIndex
@@ -109,7 +109,7 @@ def test_a_batch_of_trees_is_shown_as_its_sequences_each_with_what_it_shares(tmp
     index = index_of(tmp_path, qwen3, thoughts=True, count=3)
     settings = train_settings(config_of(per_device_train_batch_size=2))
     plan = plan_epoch(index.table(), settings, epoch=0)
-    planned = SegmentPlaces.of_index(index).micro_batch(plan, 0, step=0)
+    planned = RowTable.of_index(index).of_plan(plan, 0, step=0)
     reader = BatchReader(index.prepared.store, CollateSettings(packed=True, pad_token_id=0), shared=True)
     batch = reader.read(planned)
     assert batch.labels_BT.numel() == 0, "trees"

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from luthier.cli.main import run
 from luthier.config.loading import load_config
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
@@ -23,12 +22,12 @@ from luthier.errors import BudgetError, CheckpointError, SourceError
 from luthier.loader.choosing import feed_folder, prepares_meanwhile
 from luthier.loader.feed import Feed
 from luthier.loader.feed_files import FeedJob
-from luthier.loader.live_plan import StreamPlan
+from luthier.loader.plan import StreamPlan
 from luthier.presets.skills import skills_rows
 from luthier.records import Address
+from luthier.train.data import open_live_data
 from luthier.train.events import Event, Listener, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.live import open_live_data
 from luthier.train.result import RunResult
 from luthier.train.trainer import LuthierTrainer
 
@@ -115,7 +114,7 @@ def test_a_finished_run_started_again_trains_no_further(
 ) -> None:
     """Also where more steps had been expected than there were."""
     result, store = cold
-    monkeypatch.setattr(StreamPlan, "_look_ahead", lambda plan: (plan.step(0) and 10_000, False))
+    monkeypatch.setattr(StreamPlan, "_look_ahead", lambda plan: (plan._plan_window() or 10_000, False))
     again = run_of(store.parent, rows, store)
     assert again.resumed_from == f"checkpoint-{result.global_step}"
     assert (again.global_step, again.max_steps) == (result.global_step, result.max_steps)
@@ -218,15 +217,6 @@ def test_what_stops_the_feed_stops_training(rows: Path, tmp_path: Path) -> None:
     gone.unlink()
     with pytest.raises(SourceError, match="no such file"):
         train(config)
-
-
-@pytest.mark.parametrize(("prepare", "says"), [("meanwhile", True), ("before", False)])
-def test_the_plan_says_where_training_shuffles_otherwise(
-    rows: Path, tmp_path: Path, prepare: str, says: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = write_config(tmp_path, rows, tmp_path / "store", **{"data.prepare": prepare})
-    assert run(["plan", str(config)]) == 0
-    assert ("shuffles these rows as they come" in " ".join(capsys.readouterr().out.split())) == says
 
 
 def test_small_data_is_prepared_before(rows: Path, tmp_path: Path) -> None:

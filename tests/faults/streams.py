@@ -6,7 +6,7 @@ Each has ``steps(state, shape)``, see `loading.Stream`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import Pipe
@@ -18,26 +18,25 @@ import numpy as np
 from luthier.collation import CollateSettings
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, Overflow, Packing, RunConfig, TrainConfig
 from luthier.ledger import Ledger
-from luthier.loader import feeding, live_epoch, live_plan
+from luthier.loader import feeding
 from luthier.loader.feed import FeedReader
 from luthier.loader.feed_files import FeedJob
 from luthier.loader.feeding import run_feed
-from luthier.loader.live_plan import StreamPlan
-from luthier.loader.live_rows import LiveRows, LiveSettings
 from luthier.loader.loader import Loader
+from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate as read_ahead
 from luthier.loader.reader import BatchReader
-from luthier.loader.run_order import RunOrder
-from luthier.loader.run_settings import train_settings
+from luthier.loader.rows import ArrivalSettings, ArrivingRows
+from luthier.loader.run_settings import order_of_run, train_settings
 from luthier.loader.state import LoaderState
-from luthier.packing import PlanSettings
-from luthier.packing.mixture import MixtureSettings
+from luthier.packing import EpochOrder, MixtureSettings, PlanSettings, RowOrder, planner
+from luthier.packing.order import ListedOrder
 from luthier.preparation.portions import ResolvedPortion
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
 from luthier.store.shard import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter
-from luthier.train.live import open_live_data
+from luthier.train.data import open_live_data
 from tests.faults.loading import Line, Shape, line_of
 
 FINGERPRINT = "ab" * 32
@@ -73,12 +72,17 @@ class RowsAtHand:
         return cls(folder, sizes)
 
     def plan(
-        self, ranks: int, order: Callable[[int], Any] | None = None, *, num_epochs: int = NUM_EPOCHS
+        self,
+        ranks: int,
+        order: RowOrder | None = None,
+        *,
+        num_epochs: int = NUM_EPOCHS,
+        state: LoaderState | None = None,
     ) -> StreamPlan:
         """The plan of all steps."""
         store = SampleStore.open(self.store, fingerprint=FINGERPRINT)
-        live = LiveSettings(
-            num_rows=NUM_ROWS,
+        arriving = ArrivalSettings(
+            counts=(NUM_ROWS,),
             sources=(SourceInfo(name="s", weight=1.0),),
             max_length=CAPACITY,
             overflow=Overflow.DROP,
@@ -92,12 +96,12 @@ class RowsAtHand:
             seed=3,
             window=WINDOW,
         )
-        rows = LiveRows(self._portions(own_order()(0), store), store, live)
-        return StreamPlan(rows, settings, order or own_order(), num_epochs=num_epochs)
+        rows = ArrivingRows(self._portions(own_order().epoch(0).rows(0, NUM_ROWS), store), store, arriving)
+        return StreamPlan(rows, settings, order or own_order(), num_epochs=num_epochs, state=state)
 
     def steps(self, state: LoaderState | None, shape: Shape) -> Steps:
         """See `Stream`."""
-        plan = self.plan(shape.ranks)
+        plan = self.plan(shape.ranks, state=state)
         first = 0
         if state is not None:
             first = state.step
@@ -105,7 +109,7 @@ class RowsAtHand:
             state.check(here)
             assert state.trail.parts_from(here.trail) is None
             assert (state.cursor, state.waiting) == (here.cursor, here.waiting)
-        yield from steps_of(plan, BatchReader(plan.rows.segments.store, HOW), shape, first, data=FINGERPRINT)
+        yield from steps_of(plan, BatchReader(plan.rows.store, HOW), shape, first, data=FINGERPRINT)
 
     def _portions(self, order: Any, store: SampleStore) -> Iterator[ResolvedPortion]:
         start = 0
@@ -128,11 +132,8 @@ class Forgetful(RowsAtHand):
         if epoch == NUM_EPOCHS:
             return
 
-        def rest(number: int) -> Any:
-            return own_order()(epoch + number)[0 if number else cursor :]
-
-        plan = self.plan(shape.ranks, rest, num_epochs=NUM_EPOCHS - epoch)
-        reader = BatchReader(plan.rows.segments.store, HOW)
+        plan = self.plan(shape.ranks, Rest.of(epoch, cursor), num_epochs=NUM_EPOCHS - epoch)
+        reader = BatchReader(plan.rows.store, HOW)
         for number, lines, after in steps_of(plan, reader, shape, 0, data=FINGERPRINT):
             yield state.step + number, lines, replace(after, step=state.step + after.step)
 
@@ -143,28 +144,45 @@ class Hesitant(RowsAtHand):
     def steps(self, state: LoaderState | None, shape: Shape) -> Steps:
         """See `Stream`."""
         plan = self.plan(shape.ranks)
-        reader = BatchReader(plan.rows.segments.store, HOW)
+        reader = BatchReader(plan.rows.store, HOW)
         first = 0 if state is None else state.step - 1
         for number, lines, after in steps_of(plan, reader, shape, first, data=FINGERPRINT):
             yield number, lines, replace(after, step=after.step + (state is not None))
 
 
-def own_order() -> RunOrder:
+def own_order() -> RowOrder:
     """The rows of each epoch."""
-    return RunOrder.of_sources([NUM_ROWS], MixtureSettings(weights=(1.0,)), seed=3, held_out=np.zeros(0, np.int64))
+    return RowOrder(counts=(NUM_ROWS,), mixture=MixtureSettings(weights=(1.0,)), seed=3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rest(RowOrder):
+    """The same without the rows of ``first`` epochs and ``cursor`` rows."""
+
+    first: int
+    cursor: int
+
+    @classmethod
+    def of(cls, first: int, cursor: int) -> Rest:
+        """Of `own_order`."""
+        return cls(counts=(NUM_ROWS,), mixture=MixtureSettings(weights=(1.0,)), seed=3, first=first, cursor=cursor)
+
+    def epoch(self, number: int) -> EpochOrder:
+        """As `RowOrder.epoch`."""
+        rows = own_order().epoch(self.first + number).rows(0, NUM_ROWS)
+        return ListedOrder(rows[0 if number else self.cursor :])
 
 
 def state_after(plan: StreamPlan, step: int, *, data: str) -> LoaderState:
     """The place after so many steps, as training saves it."""
-    planned = plan.step(step - 1) if step else None
-    assert planned is not None
+    epoch, cursor, waiting, trail = plan.state_after(step)
     return LoaderState(
         seed=plan.settings.seed,
-        epoch=planned.epoch,
+        epoch=epoch,
         step=step,
-        cursor=planned.cursor,
-        waiting=planned.waiting,
-        trail=planned.trail,
+        cursor=cursor,
+        waiting=waiting,
+        trail=trail,
         settings={"micro-batches per step": plan.settings.micro_batches_per_step},
         data=data,
     )
@@ -228,14 +246,21 @@ class FedRows:
         theirs.close()
         reader = FeedReader(self.feed, alive=lambda: not _has_ended(pid))
         data = open_live_data(self.config, reader)
-        plan = data.plan(self.config, replace(train_settings(self.config), num_ranks=shape.ranks))
+        slots = train_settings(self.config)
+        plan = StreamPlan(
+            data.rows,
+            replace(slots, num_ranks=shape.ranks),
+            order_of_run(self.config, data.rows, slots),
+            num_epochs=self.config.train.num_train_epochs,
+            state=state,
+        )
         first = 0
         if state is not None:
             first = state.step
             here = state_after(plan, first, data=data.fingerprint)
             state.check(here)
             assert state.trail.parts_from(here.trail) is None
-        yield from steps_of(plan, BatchReader(data.train.store, HOW), shape, first, data=data.fingerprint)
+        yield from steps_of(plan, BatchReader(data.rows.store, HOW), shape, first, data=data.fingerprint)
         ours.close()
         if not _has_ended(pid):
             os.waitpid(pid, 0)
@@ -255,7 +280,7 @@ def _has_ended(pid: int) -> bool:
 def hand_over_little() -> None:
     """Portions and blocks are tiny from here on, so that a few hundred rows are many of them."""
     feeding.FIRST_PORTION, feeding.PORTION, feeding.NICENESS = 32, 64, 0
-    live_plan.LARGEST_BLOCK = live_epoch.LARGEST_BLOCK = 128
+    planner.LARGEST_BLOCK = 128
 
 
 # ------------------------------------------------------------------------------------------------- a Loader

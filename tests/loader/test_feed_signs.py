@@ -15,7 +15,8 @@ from luthier.loader.feed import FeedReader
 from luthier.loader.feed_files import ALIVE, FACTS, FeedFacts
 
 FOUND = FeedFacts(
-    num_rows=[3], names=["a"], weights=[1.0], eval_names=[], eval_weights=[], num_eval_portions=0, num_eval_rows=0,
+    num_rows=[3], names=["a"], weights=[1.0], eval_names=[], eval_weights=[], num_eval_portions=0, num_tried=0,
+    num_eval_rows=0,
     identity="x", encoder="y",
 )  # fmt: skip
 

@@ -78,7 +78,7 @@ def test_a_state_cut_short_is_refused(tmp_path: Path, keep: int) -> None:
     ("content", "said"),
     [
         ([], "a JSON object is needed"),
-        ({"version": 1}, "of version 1, this Luthier reads 2"),
+        ({"version": 1}, "of version 1, this Luthier reads 3"),
         ({**STATE.to_json(), "seed": 2}, "its checksum should be"),
         ({**STATE.to_json(), "checksum": None}, "its checksum should be None"),
     ],

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Packing
 from luthier.errors import UserError
-from luthier.packing import PlanSettings, SegmentTable, describe, plan_epoch, segments_of
+from luthier.packing import PlanSettings, SegmentTable, TableRows, describe, plan_epoch
 
 WHOLE = [packing for packing in Packing if packing is not Packing.SPLIT]  # those that never cut a segment
 
@@ -240,5 +240,12 @@ def test_an_order_of_the_callers_own_is_followed_with_its_repetitions():
 
 def test_segments_of_rows_come_row_by_row():
     table = dataclasses.replace(table_of(n=6), row_ids=np.array([0, 0, 2, 3, 3, 3]))
-    assert segments_of(table, np.array([3, 1, 0, 3])).tolist() == [3, 4, 5, 0, 1, 3, 4, 5]
-    assert segments_of(table, np.zeros(0, dtype=np.int64)).tolist() == []
+    found, counts = TableRows(table).segments_of(np.array([2, 0, 2]))  # row ids may have gaps, numbers have none
+    assert found.tolist() == [3, 4, 5, 0, 1, 3, 4, 5] and counts.tolist() == [3, 2, 3]
+    assert TableRows(table).segments_of(np.zeros(0, dtype=np.int64))[0].tolist() == []
+
+
+def test_rows_are_numbered_source_by_source():
+    table = dataclasses.replace(table_of(n=4), source_ids=np.array([1, 0, 1, 0]), source_weights=(1.0, 1.0))
+    assert TableRows(table).counts == (2, 2)
+    assert TableRows(table).segments_of(np.arange(4))[0].tolist() == [1, 3, 0, 2]

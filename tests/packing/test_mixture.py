@@ -1,6 +1,7 @@
 """Which rows of several sources an epoch sees, and in which order."""
 
 import time
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -14,13 +15,14 @@ from luthier.errors import UserError
 from luthier.packing import (
     MixtureSettings,
     PlanSettings,
+    RowOrder,
     SegmentTable,
     plan_epoch,
     realised_mixture,
-    row_order,
     shares_of,
     source_counts,
 )
+from luthier.packing.order import LISTED, KeyedPermutation
 
 
 def mixture(*weights, by=MixtureBy.ROWS, **changes):
@@ -28,7 +30,8 @@ def mixture(*weights, by=MixtureBy.ROWS, **changes):
 
 
 def order_of(sizes, mixed, *, seed=0, epoch=0, **more):
-    return row_order(sizes, mixed, seed=seed, epoch=epoch, **more)
+    order = RowOrder(counts=tuple(sizes), mixture=mixed, seed=seed, **more).epoch(epoch)
+    return order.rows(0, len(order))
 
 
 def sources_of(order, sizes):
@@ -174,9 +177,9 @@ def test_the_steps_of_a_plan_take_what_the_plan_takes():
 def test_weights_that_make_an_epoch_of_far_more_rows_than_there_are_are_refused_at_once(by: MixtureBy) -> None:
     weights = (1.0, 1e9) if by is MixtureBy.EPOCHS else (1e-9, 1.0)
     with pytest.raises(UserError, match=r"an epoch would have [\d,]+ rows, and there are 200") as raised:
-        row_order([100, 100], MixtureSettings(weights=weights, by=by), seed=1, epoch=0)
+        order_of([100, 100], MixtureSettings(weights=weights, by=by), seed=1)
     assert raised.value.hint
-    assert len(row_order([100, 100], MixtureSettings(weights=(1.0, 50.0), by=by), seed=1, epoch=0)) > 5000
+    assert len(order_of([100, 100], MixtureSettings(weights=(1.0, 50.0), by=by), seed=1)) > 5000
 
 
 def test_a_plan_of_segments_refuses_such_weights_too() -> None:
@@ -186,3 +189,51 @@ def test_a_plan_of_segments_refuses_such_weights_too() -> None:
     )  # fmt: skip
     with pytest.raises(UserError, match="an epoch would have"):
         plan_epoch(table, PlanSettings(packing=Packing.WINDOW, capacity=64), epoch=0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    weights=st.lists(st.floats(0.3, 4), min_size=4, max_size=4),
+    by=st.sampled_from(MixtureBy),
+    held=st.integers(0, 20),
+    block=st.integers(1, 50),
+)
+@settings(deadline=None)
+def test_any_stretch_of_an_order_is_that_part_of_the_whole(sizes, weights, by, held, block):
+    """It is computed from the places alone, so that nobody has to keep the order."""
+    total = sum(sizes)
+    held_out = np.unique(np.random.default_rng(held).integers(0, total, held))
+    left = np.diff([0, *np.cumsum(sizes)] - np.searchsorted(held_out, [0, *np.cumsum(sizes)]))
+    if not left.all():
+        return
+    mixed = mixture(*weights[: len(sizes)], by=by)
+    order = RowOrder(
+        counts=tuple(sizes), mixture=mixed, seed=1, held_out=held_out, tokens_per_row=tuple(range(1, len(sizes) + 1))
+    ).epoch(2)
+    whole = order.rows(0, len(order))
+    assert not np.isin(whole, held_out).any() and (len(whole) == 0 or whole.max() < total)
+    parts = [order.rows(start, start + block) for start in range(0, len(order) + block, block)]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100, LISTED, LISTED + 1, 100_003])
+def test_a_keyed_permutation_has_each_number_once_and_looks_like_a_shuffle(size):
+    found = KeyedPermutation(size, 1, 2)[np.arange(size)]
+    assert np.array_equal(np.sort(found), np.arange(size))
+    if size < 1000:
+        return
+    others = [np.arange(size), np.roll(found, 1), np.roll(found, 64), KeyedPermutation(size, 1, 3)[np.arange(size)]]
+    assert all(abs(np.corrcoef(found, other)[0, 1]) < 0.02 for other in others)
+    steps = np.bincount((np.diff(found) % size) * 50 // size, minlength=50)
+    assert ((steps - steps.mean()) ** 2 / steps.mean()).sum() < 2 * 50, "a row tells nothing about the next one"
+
+
+def test_an_order_needs_no_memory_that_grows_with_its_rows():
+    tracemalloc.start()
+    try:
+        order = RowOrder(counts=(10**9, 10**9), mixture=mixture(1, 1, by=MixtureBy.EPOCHS), seed=0)
+        rows = order.epoch(3).rows(10**8, 10**8 + 100)
+        assert len(set(rows.tolist())) == 100
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()

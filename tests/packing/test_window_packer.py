@@ -1,8 +1,8 @@
 """The plan of an epoch while its segments are on their way."""
 
+import dataclasses
 import itertools
 import json
-import math
 
 import numpy as np
 import pytest
@@ -11,11 +11,25 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Packing
 from luthier.errors import CheckpointError, UserError
-from luthier.packing import EpochPlan, PlanSettings, SegmentTable, WindowPacker, describe, plan_epoch
+from luthier.packing import (
+    EpochPlan,
+    EpochPlanner,
+    MixtureSettings,
+    PlannerPlace,
+    PlanSettings,
+    RowOrder,
+    SegmentTable,
+    TableRows,
+    WindowPacker,
+    describe,
+    plan_epoch,
+)
+from luthier.packing.order import ListedOrder
 from luthier.packing.planned import join
 from luthier.packing.window import MAX_CARRIED
 from tests.conftest import examples
 
+NOTHING = (np.zeros(0, np.int64), SegmentTable.of_lengths([]))
 ONLINE = [Packing.WINDOW, Packing.SPLIT]
 
 
@@ -33,6 +47,11 @@ def arrays(planned):
     fields = (planned.segment_ids, planned.pack_bounds, planned.batch_bounds, planned.step_ends)
     cuts = (planned.starts, planned.stops) if planned.starts is not None else ()
     return [field.tolist() for field in (*fields, *cuts)]
+
+
+def lines(lengths, ids, extra_costs=None):
+    table = SegmentTable.of_lengths(lengths[ids])
+    return dataclasses.replace(table, extra_costs=None if extra_costs is None else extra_costs[ids])
 
 
 def fed(plan_settings, lengths, cuts=(), *, total=None):
@@ -85,13 +104,14 @@ def test_plan_epoch_is_the_plan_of_a_packer_that_was_fed_its_order(packing, toke
     assert plan.step_bounds.tolist() == fed_plan.step_bounds.tolist()
 
 
-def test_what_fits_one_window_is_packed_as_best_fit_packs_it():
-    table = SegmentTable.of_lengths(drawn(64))
+def test_what_fits_a_quarter_of_a_window_is_packed_as_best_fit_packs_it():
+    """Not a whole window: rows that are still on their way are not waited for, whatever they are prepared by."""
+    table = SegmentTable.of_lengths(drawn(16))
     plans = [plan_epoch(table, settings_of(packing), epoch=0) for packing in (Packing.WINDOW, Packing.BEST_FIT)]
     assert list(plans[0]) == list(plans[1])
-    more = SegmentTable.of_lengths(drawn(65))
+    more = SegmentTable.of_lengths(drawn(17))
     plans = [plan_epoch(more, settings_of(packing), epoch=0) for packing in (Packing.WINDOW, Packing.BEST_FIT)]
-    assert list(plans[0]) != list(plans[1])  # control: 65 do not fit the window of 64
+    assert list(plans[0]) != list(plans[1])  # control: 17 are more
 
 
 def test_the_first_micro_batches_come_after_few_segments():
@@ -130,7 +150,7 @@ def test_a_restored_packer_goes_on_identically_from_every_window(packing, tokens
     for start in range(0, 4000, 130):
         before.append(packer.add(ids[start : start + 130], lengths[start : start + 130]))
         state = json.loads(json.dumps(packer.state()))
-        later = WindowPacker.restore(plan_settings, state, lambda found: lengths[found - 1000])
+        later = WindowPacker.resume(plan_settings, state, packer.carried_ids, lines(lengths, packer.carried_ids - 1000))
         taken = state["taken"]
         rest = join([*before, later.add(ids[taken:], lengths[taken:]), later.finish()])
         assert arrays(rest) == arrays(whole)
@@ -138,21 +158,78 @@ def test_a_restored_packer_goes_on_identically_from_every_window(packing, tokens
     assert packer.num_windows > 4
 
 
-def test_the_state_stays_within_two_kilobytes():
-    lengths = np.random.default_rng(0).integers(1, 4097, 300_000)
+def test_the_place_of_a_planner_stays_within_two_kilobytes():
+    table = SegmentTable.of_lengths(np.random.default_rng(0).integers(1, 4097, 300_000))
     plan_settings = PlanSettings(
         packing=Packing.WINDOW, capacity=4096, micro_batches_per_step=512, tokens_per_step=10**7, seed=2**32 - 1
     )
-    packer = WindowPacker(plan_settings, epoch=999_999)
-    ids = np.arange(len(lengths)) + 10**11  # the largest ids that are promised
+    order = RowOrder(counts=(300_000,), mixture=MixtureSettings(weights=(1.0,)), seed=3).epoch(0)
+    planner = EpochPlanner(TableRows(table), plan_settings, order, epoch=999_999)
     sizes, carried = [], []
-    for start in range(0, len(lengths), 1000):
-        packer.add(ids[start : start + 1000], lengths[start : start + 1000])
-        state = packer.state()
-        sizes.append(len(json.dumps(state)))
-        carried.append(len(state["carried"]))
-    assert max(carried) == 4 * math.ceil(5 * MAX_CARRIED / 3)  # base64: the bound is reached
+    while planner.next() is not None:
+        place = planner.place()
+        sizes.append(len(json.dumps(place.to_json())))
+        carried.append(len(place.carried))
+    assert max(carried) >= MAX_CARRIED - 1  # the bound is reached
     assert max(sizes) <= 2048
+
+
+@pytest.mark.parametrize("packing", ONLINE)
+@pytest.mark.parametrize("tokens", [None, 2000])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_planner_goes_on_identically_from_every_place_without_what_came_before(packing, tokens, shared):
+    """Rows of none to five segments, some lost, some twice, so that a place may lie within a row."""
+    rng = np.random.default_rng(1)
+    counts = rng.integers(1, 6, 900)
+    row_ids = np.repeat(np.arange(900), counts)
+    lengths = rng.integers(1, 60, len(row_ids))
+    begins = np.append(True, np.diff(row_ids) > 0)
+    held = np.where(begins | (rng.random(len(row_ids)) < 0.3), 0, 1) * np.minimum(lengths - 1, 3)
+    held = (
+        np.where(np.roll(begins, -1) & begins, 0, held) if shared and packing is Packing.WINDOW else np.zeros_like(held)
+    )
+    table = dataclasses.replace(
+        SegmentTable.of_lengths(lengths), row_ids=row_ids, source_ids=np.zeros_like(row_ids), held=held
+    )
+    plan_settings = settings_of(packing, tokens_per_step=tokens, capacity=512, shared=shared)
+    rows = WithLost(TableRows(table))
+    order = ListedOrder(np.random.default_rng(2).permutation(np.append(np.arange(1200), np.arange(300))))
+
+    def rest(place):
+        planner, found, used = EpochPlanner(rows, plan_settings, order, epoch=1, place=place), [], 0
+        while (window := planner.next()) is not None:
+            taken = planner.occurrences["rows"][window.segment_ids]
+            used += int((taken if window.starts is None else taken[window.starts == 0]).sum())
+            found.append((arrays(planner.of_segments(window)), used + planner.lost_at_end * planner.is_over))
+        return found
+
+    planner, places = EpochPlanner(rows, plan_settings, order, epoch=1), []
+    while not planner.is_over:
+        places.append(PlannerPlace.from_json(json.loads(json.dumps(planner.place().to_json()))))
+        planner.next()
+    whole = rest(None)
+    assert len(places) == len(whole) > 6 and whole[-1][1] == 1500
+    for number, place in enumerate(places):
+        before = whole[number - 1][1] if number else 0
+        assert rest(place) == [(window, used - before) for window, used in whole[number:]]
+    assert (
+        any(place.ordinal for place in places) and any(len(place.carried) for place in places)
+    ) or packing is Packing.SPLIT
+
+
+class WithLost:
+    """Every fourth row is lost."""
+
+    def __init__(self, rows):
+        self.rows, self.counts = rows, (1200,)
+        self.whole, self.table = rows.whole, rows.table
+
+    def segments_of(self, rows):
+        kept = rows % 4 > 0
+        found, some = self.rows.segments_of(rows[kept] - rows[kept] // 4 - 1)
+        counts = np.zeros(len(rows), np.int64)
+        counts[kept] = some
+        return found, counts
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"capacity": 256}, {"window": 32}, {"linear_cost": 1}])
@@ -160,10 +237,10 @@ def test_a_state_of_other_settings_is_refused(change):
     state = WindowPacker(settings_of(), epoch=0).state()
     ((name, value),) = change.items()
     with pytest.raises(CheckpointError, match=f"{name}: .* there, {value} here"):
-        WindowPacker.restore(settings_of(**change), state, lambda ids: ids)
+        WindowPacker.resume(settings_of(**change), state, *NOTHING)
     with pytest.raises(CheckpointError, match="version 0"):
-        WindowPacker.restore(settings_of(), {**state, "version": 0}, lambda ids: ids)
-    WindowPacker.restore(settings_of(num_ranks=2), state, lambda ids: ids)  # the number of ranks may change
+        WindowPacker.resume(settings_of(), {**state, "version": 0}, *NOTHING)
+    WindowPacker.resume(settings_of(num_ranks=2), state, *NOTHING)  # the number of ranks may change
 
 
 def test_a_segment_over_capacity_is_refused_when_it_comes():
@@ -187,7 +264,6 @@ def test_extra_costs_go_with_their_segments():
     costs = np.add.reduceat(extra[planned.segment_ids], planned.pack_bounds[:-1])
     state = packer.state()
     assert np.mean(costs.reshape(-1, 8).std(axis=1) == 0) > 0.8  # images sit with images in a step
-    restored = WindowPacker.restore(
-        plan_settings, state, lambda ids: lengths[ids], extra_costs_of=lambda ids: extra[ids]
-    )
+    carried = packer.carried_ids
+    restored = WindowPacker.resume(plan_settings, state, carried, lines(lengths, carried, extra))
     assert restored.state() == state

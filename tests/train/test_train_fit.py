@@ -59,7 +59,7 @@ def test_a_step_is_the_same_however_it_is_divided(train: Train, packing: str, ro
     assert _losses(divided) == pytest.approx(_losses(whole), rel=1e-5)
     assert _norms(divided) == pytest.approx(_norms(whole), rel=1e-5, abs=1e-5)
     assert [s.target_tokens for s in divided.steps] == [s.target_tokens for s in whole.steps]
-    assert [s.tokens for s in divided.steps] == [DATA.train_table.lengths.sum()] * 3
+    assert [s.tokens for s in divided.steps] == [DATA.rows.whole().lengths.sum()] * 3
 
 
 def test_the_loss_of_a_step_is_cross_entropy_per_target(train: Train, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_evaluation_does_not_depend_on_its_batches(train: Train) -> None:
     )  # fmt: skip
     assert one.evals[0].step == packed.evals[0].step == 0
     assert packed.evals[0].loss == pytest.approx(one.evals[0].loss, rel=1e-6)
-    assert packed.evals[0].num_targets == one.evals[0].num_targets == int(DATA.eval_table.num_targets.sum())
+    assert packed.evals[0].num_targets == one.evals[0].num_targets == int(DATA.eval_rows.whole().num_targets.sum())
     assert packed.evals[0].perplexity == pytest.approx(math.exp(packed.evals[0].loss))
 
 

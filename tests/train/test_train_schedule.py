@@ -3,66 +3,82 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from tiny_runs import make_plan
 
 from luthier.config.schema import Packing, RunConfig, TrainConfig
-from luthier.loader.run_settings import train_settings, warmup_steps
-from luthier.packing import PlanSettings, SegmentTable, plan_epoch
-from luthier.train import schedule as schedules
-from luthier.train.run_stream import trained_segments
-from luthier.train.schedule import FEW_STEPS, Schedule, length_notes, ways_to_more_steps
+from luthier.loader import plan as plans
+from luthier.loader.places import PlannedMicroBatch
+from luthier.loader.plan import StreamPlan
+from luthier.loader.run_settings import plan_of_run, train_settings, warmup_steps
+from luthier.loader.state import LoaderState
+from luthier.packing import EpochPlanner, PlanSettings, SegmentTable, plan_epoch, source_counts
+from luthier.train.schedule import FEW_STEPS, length_notes, ways_to_more_steps
 
 
 def _schedule(
     count: int, *, step_size: int = 4, ranks: int = 1, epochs: float = 2, steps: int | None = None
-) -> Schedule:
+) -> StreamPlan:
     settings = PlanSettings(
         packing=Packing.NONE, capacity=16, micro_batches_per_step=step_size, num_ranks=ranks, seed=3
     )
-    table = SegmentTable.of_lengths(np.full(count, 8))
-    return Schedule(table, settings, num_epochs=epochs, max_steps=steps)
+    return make_plan(SegmentTable.of_lengths(np.full(count, 8)), settings, num_epochs=epochs, max_steps=steps)
+
+
+def _rows(planned: list[PlannedMicroBatch]) -> list[list[int]]:
+    return [micro_batch.places["row"].tolist() for micro_batch in planned]
 
 
 def test_epochs_follow_one_another_and_each_ends_with_a_smaller_step() -> None:
     schedule = _schedule(10)  # 4 + 4 + 2 micro-batches an epoch
-    assert schedule.total_steps == 6
-    assert [schedule.locate(step) for step in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert schedule.total_steps == 6 and schedule.is_exact
+    steps = [schedule.step(step) for step in range(6)]
+    assert [(step.epoch, len(step.micro_batches)) for step in steps if step] == [
+        (0, 4), (0, 4), (0, 2), (1, 4), (1, 4), (1, 2)
+    ]  # fmt: skip
     assert [schedule.ends_epoch(done) for done in range(1, 7)] == [False, False, True, False, False, True]
-    assert [schedule.micro_batch(2, slot) for slot in range(4)] == [(0, 8), (0, 9), None, None]
+    assert schedule.step(6) is None
+    blanks = [planned.is_blank for planned in schedule.micro_batches(0)]
+    assert blanks == ([False] * 10 + [True] * 2) * 2
 
 
 def test_every_micro_batch_of_an_epoch_is_in_exactly_one_slot() -> None:
     schedule = _schedule(10, epochs=3)
-    found = [schedule.micro_batch(step, slot) for step in range(schedule.total_steps) for slot in range(4)]
-    assert [place for place in found if place] == [(epoch, index) for epoch in range(3) for index in range(10)]
+    rows = [row for (row,) in filter(None, _rows(list(schedule.micro_batches(0))))]
+    assert [sorted(rows[first : first + 10]) for first in (0, 10, 20)] == [list(range(1, 11))] * 3
+    of_plan = [[row[0] + 1 for row in batch.packs] for epoch in range(3) for batch in schedule.epoch(epoch)]
+    assert [[row] for row in rows] == of_plan, "the plan of an epoch is what training has"
 
 
 def test_a_fraction_of_an_epoch_is_rounded_up_to_whole_steps() -> None:
     assert _schedule(10, epochs=0.5).total_steps == 2
     assert _schedule(10, epochs=1.5).total_steps == 5
     assert _schedule(10, epochs=1.5).epoch_after(5) == pytest.approx(1 + 2 / 3)
+    assert _schedule(10, epochs=1.5).is_last(4) and not _schedule(10, epochs=1.5).is_last(3)
 
 
 def test_max_steps_overrides_epochs_in_both_directions() -> None:
     assert _schedule(10, epochs=1, steps=7).total_steps == 7
     assert _schedule(10, epochs=9, steps=2).total_steps == 2
-    assert _schedule(10, epochs=1, steps=7).locate(6) == (2, 0)
+    step = _schedule(10, epochs=1, steps=7).step(6)
+    assert step is not None and step.epoch == 2
 
 
 def test_epochs_of_fractional_sources_may_differ_in_length() -> None:
     rows = np.arange(9, dtype=np.int64)
     table = dataclasses.replace(SegmentTable.of_lengths(np.full(9, 8)), row_ids=rows, source_weights=(0.5,))
     settings = PlanSettings(packing=Packing.NONE, capacity=16, micro_batches_per_step=2, seed=3)
-    schedule = Schedule(table, settings, num_epochs=3)
-    assert schedule.total_steps == sum(schedule.plan(epoch).num_steps for epoch in range(3))
+    schedule = make_plan(table, settings, num_epochs=3)
+    assert schedule.total_steps == sum(schedule.epoch(epoch).num_steps for epoch in range(3))
 
 
 def test_tokens_of_a_step_leave_dummies_out() -> None:
     one, two = _schedule(9, step_size=4), _schedule(9, step_size=4, ranks=2)
-    assert len(two.plan(0)) == 10  # nine and a dummy
+    assert len(two.epoch(0)) == 10  # nine and a dummy
     for step in range(3):
         assert one.num_tokens(step) == two.num_tokens(step) == (32 if step < 2 else 8)
 
@@ -75,15 +91,17 @@ def test_the_segments_of_a_run_are_those_of_its_steps(steps: int, weight: float,
     rows = np.arange(11, dtype=np.int64)
     table = dataclasses.replace(SegmentTable.of_lengths(np.full(11, 8)), row_ids=rows, source_weights=(weight,))
     settings = PlanSettings(packing=Packing.NONE, capacity=16, micro_batches_per_step=2, num_ranks=ranks, seed=3)
-    schedule = Schedule(table, settings, num_epochs=1, max_steps=steps)
-    seen = set()
-    for step in range(steps):
-        for slot in range(2):
-            place = schedule.micro_batch(step, slot)
-            if place is not None and place[1] < len(schedule.plan(place[0]).planned):
-                micro_batch = schedule.plan(place[0])[place[1]]
-                seen |= {int(segment) for pack in micro_batch.packs for segment in pack}
-    assert trained_segments(schedule, 11).tolist() == sorted(seen)
+    schedule = make_plan(table, settings, num_epochs=1, max_steps=steps)
+    seen = {
+        int(segment)
+        for step in map(schedule.step, range(steps))
+        if step
+        for packs in step.micro_batches
+        for pack in packs
+        for segment in pack
+    }
+    assert schedule.trained_segments(most_epochs=100).tolist() == sorted(seen)
+    assert schedule.trained_rows(steps).tolist() == sorted(seen)
     assert steps > 4 or len(seen) < 11, "control: few steps see a part of the rows"
 
 
@@ -101,19 +119,27 @@ def test_steps_that_are_planned_when_they_are_needed_are_those_of_all_epochs_in_
     packing: Packing, weight: float, tokens: int | None
 ) -> None:
     table, settings = _mixed(packing, weight, tokens)
-    counts = [plan_epoch(table, settings, epoch=epoch).num_steps for epoch in range(4)]
-    places = [(epoch, step) for epoch, count in enumerate(counts) for step in range(count)]
-    by_epochs = Schedule(table, settings, num_epochs=3)
+    plans = [plan_epoch(table, settings, epoch=epoch) for epoch in range(4)]
+    counts = [plan.num_steps for plan in plans]
+    by_epochs = make_plan(table, settings, num_epochs=3)
     assert by_epochs.total_steps == sum(counts[:3])
-    assert Schedule(table, settings, num_epochs=2.5).total_steps == sum(counts[:2]) + -(-counts[2] // 2)
-    for step in (len(places) - 1, 0, *range(len(places))):  # also where a resumed run jumps to
-        assert Schedule(table, settings, num_epochs=1, max_steps=10**6).locate(step) == places[step]
-    assert [by_epochs.locate(step) for step in range(sum(counts[:3]))] == places[: sum(counts[:3])]
-    one_by_one, at_once = by_epochs, Schedule(table, settings, num_epochs=3)
+    assert make_plan(table, settings, num_epochs=2.5).total_steps == sum(counts[:2]) + -(-counts[2] // 2)
+    steps = [
+        (epoch, [[list(pack) for pack in plan[number].packs] for number in plan.of_step(step)])
+        for epoch, plan in enumerate(plans[:3])
+        for step in range(plan.num_steps)
+    ]
+    found = [by_epochs.step(number) for number in range(by_epochs.total_steps)]
+    assert [
+        (step.epoch, [[pack.tolist() for pack in packs] for packs in step.micro_batches]) for step in found if step
+    ] == steps
+    counted = np.zeros((1, 4), dtype=np.int64)
     for done in range(by_epochs.total_steps + 1):
-        one_by_one.source_counts(done)
-    for done in (by_epochs.total_steps, 1, counts[0] + 1):
-        assert np.array_equal(at_once.source_counts(done), one_by_one.source_counts(done))
+        more = by_epochs.source_counts(done)
+        assert (more >= counted).all()
+        counted = more
+    whole = sum(source_counts(plan, table) for plan in plans[:3])
+    assert np.array_equal(counted, whole)
 
 
 @pytest.mark.parametrize(("packing", "weight", "tokens"), KINDS)
@@ -121,22 +147,60 @@ def test_a_million_steps_over_a_few_rows_are_not_planned_ahead(
     packing: Packing, weight: float, tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[int] = []
+    begin = EpochPlanner.__init__
 
-    def counted(*given: object, epoch: int, **named: object) -> object:
+    def counted(self: EpochPlanner, *given: Any, epoch: int, **named: Any) -> None:
         planned.append(epoch)
-        return plan_epoch(*given, epoch=epoch, **named)  # type: ignore[arg-type]
+        begin(self, *given, epoch=epoch, **named)
 
-    monkeypatch.setattr(schedules, "plan_epoch", counted)
+    monkeypatch.setattr(EpochPlanner, "__init__", counted)
     table, settings = _mixed(packing, weight, tokens)
-    schedule = Schedule(table, settings, num_epochs=1, max_steps=10**6)
+    schedule = make_plan(table, settings, num_epochs=1, max_steps=10**6)
     assert schedule.total_steps == schedule.horizon == 10**6 and schedule.is_exact
-    assert schedule.locate(0) == (0, 0) and planned == [0]
+    assert max(planned) <= 1
     if weight != 0.5 and tokens is None and packing is not Packing.SPLIT:  # all epochs have as many steps
-        epoch, _ = schedule.locate(999_999)
-        schedule.plan(epoch)
-        schedule.source_counts(10**6)
-        assert set(planned) == {0, epoch}
-        assert Schedule(table, settings, num_epochs=100_000).total_steps == 100_000 * schedule.plan(0).num_steps
+        many = make_plan(table, settings, num_epochs=100_000)
+        assert many.total_steps == 100_000 * many.epoch(0).num_steps
+        assert max(planned) <= 1
+
+
+@pytest.mark.parametrize(("packing", "weight", "tokens"), KINDS)
+def test_a_run_goes_on_at_any_step_with_the_plan_of_that_place(
+    packing: Packing, weight: float, tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, settings = _mixed(packing, weight, tokens)
+    schedule = make_plan(table, settings, num_epochs=40)
+    planned: list[int] = []
+    begin = EpochPlanner.__init__
+    for done in (1, 7, schedule.total_steps - 3, schedule.total_steps):
+        whole = make_plan(table, settings, num_epochs=40)
+        for step in range(done):
+            whole.step(step)
+        epoch, cursor, waiting, trail = whole.state_after(done)
+        state = LoaderState(
+            seed=3, epoch=epoch, step=done, cursor=cursor, waiting=waiting, trail=trail, settings={}, data="x"
+        )
+        planned.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                EpochPlanner,
+                "__init__",
+                lambda self, *a, epoch, **k: (planned.append(epoch), begin(self, *a, epoch=epoch, **k))[1],
+            )
+            later = make_plan(table, settings, num_epochs=40, state=LoaderState.from_json(state.to_json()))
+            assert later.state_after(done) == (epoch, cursor, waiting, trail)
+        assert min(planned) >= epoch - 1, "nothing of what came before is planned again"
+        assert (later.horizon, later.is_exact, later.first_epoch()) == (whole.horizon, True, whole.first_epoch())
+        for step in range(done, min(done + 9, schedule.total_steps)):
+            one, other = whole.step(step), later.step(step)
+            assert one is not None and other is not None
+            assert [[p.tolist() for p in packs] for packs in one.micro_batches] == [
+                [p.tolist() for p in packs] for packs in other.micro_batches
+            ]
+            assert whole.source_counts(step + 1).tolist() == later.source_counts(step + 1).tolist()
+            assert whole.trained_rows(step + 1).tolist() == later.trained_rows(step + 1).tolist()
+            assert whole.state_after(step + 1) == later.state_after(step + 1)
+        assert later.is_last(schedule.total_steps - 1) and later.step(schedule.total_steps) is None
 
 
 def test_epochs_of_other_lengths_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +208,9 @@ def test_epochs_of_other_lengths_are_counted_one_by_one(monkeypatch: pytest.Monk
     table, settings = _mixed(Packing.WINDOW, 0.5, 20)
     counts = [plan_epoch(table, settings, epoch=epoch).num_steps for epoch in range(30)]
     assert len(set(counts)) > 1
-    monkeypatch.setattr(Schedule, "_is_constant", lambda self, first: True)
-    assert Schedule(table, settings, num_epochs=30).total_steps != sum(counts)
+    assert make_plan(table, settings, num_epochs=30).total_steps == sum(counts)
+    monkeypatch.setattr(plans, "has_constant_steps", lambda *_: True)
+    assert make_plan(table, settings, num_epochs=30).total_steps != sum(counts)
 
 
 @pytest.mark.parametrize("kind", ["share of rows", "tokens"])
@@ -153,23 +218,25 @@ def test_so_many_epochs_that_nobody_can_count_them_are_estimated_at_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few epochs are counted one by one, however many there are, and the run has as many steps as they promise."""
-    monkeypatch.setattr(schedules, "MOST_EPOCHS_COUNTED", 20)
+    monkeypatch.setattr(plans, "MOST_EPOCHS_COUNTED", 20)
     lengths = 5 + np.arange(40) * 37 % 11
     table = SegmentTable.of_lengths(lengths)
     table = dataclasses.replace(table, source_weights=(0.5 if kind == "share of rows" else 1.0,))
     tokens = 50 if kind == "tokens" else None
     settings = PlanSettings(packing=Packing.WINDOW, capacity=32, seed=3, tokens_per_step=tokens)
     planned: list[int] = []
-    real = schedules.plan_epoch
+    begin = EpochPlanner.__init__
     monkeypatch.setattr(
-        schedules, "plan_epoch", lambda *a, epoch, **k: (planned.append(epoch), real(*a, epoch=epoch, **k))[1]
+        EpochPlanner,
+        "__init__",
+        lambda self, *a, epoch, **k: (planned.append(epoch), begin(self, *a, epoch=epoch, **k))[1],
     )
-    counted = Schedule(table, settings, num_epochs=20).total_steps
-    endless = Schedule(table, settings, num_epochs=1e9)
+    counted = make_plan(table, settings, num_epochs=20).total_steps
+    endless = make_plan(table, settings, num_epochs=1e9)
     assert endless.total_steps == counted * 10**9 // 20
     assert max(planned) < 20
-    assert endless.locate(0) == (0, 0) and not endless.is_last(counted)
-    assert abs(Schedule(table, settings, num_epochs=21).total_steps - counted * 21 / 20) <= 1
+    assert endless.epoch_after(1) < 1 and not endless.is_last(10)
+    assert abs(make_plan(table, settings, num_epochs=21).total_steps - counted * 21 / 20) <= 1
 
 
 TINY = np.random.default_rng(0).integers(20, 120, size=60)
@@ -190,11 +257,11 @@ def test_each_way_to_more_steps_gives_enough_of_them(changes: dict[str, object],
         return RunConfig.model_validate({**sections, "train": changes})
 
     def total(config: RunConfig) -> int:
-        lengths = {"num_epochs": config.train.num_train_epochs, "max_steps": config.train.max_steps}
-        return Schedule(table, train_settings(config, num_ranks=ranks), **lengths).total_steps
+        return plan_of_run(config, rows, num_ranks=ranks).count_steps()
 
     table, config = SegmentTable.of_lengths(TINY), config_of(changes)
-    ways = ways_to_more_steps(config, table, num_ranks=ranks)
+    rows = make_plan(table, train_settings(config, num_ranks=ranks)).rows
+    ways = ways_to_more_steps(config, rows, num_ranks=ranks)
     assert bool(ways) == (total(config) < FEW_STEPS)
     for way in ways:
         settings = dict(part.removeprefix("train.").split(": ") for part in way.split(" and "))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import make_data, make_segments, make_table
+from tiny_runs import make_data, make_plan, make_segments, make_table
 from transformers import AutoModelForCausalLM
 
 from luthier.collation import CollateSettings
@@ -24,7 +24,6 @@ from luthier.train import step_losses
 from luthier.train.events import Event, StepDone
 from luthier.train.losses import LossSums, by_source
 from luthier.train.result import EvalRecord, RunResult, StepRecord
-from luthier.train.schedule import Schedule
 from luthier.train.set_names import distinct_names
 from luthier.train.step_losses import ACCURACY, MicroLoss
 from luthier.train.streams import train_stream
@@ -75,7 +74,7 @@ def test_the_loss_of_a_data_set_is_cross_entropy_per_target_of_its_segments(
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     sums, counts = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0)
-    for segment, source in zip(THREE.train, THREE.train_table.source_ids, strict=True):
+    for segment, source in zip(THREE.train, THREE.rows.whole().source_ids, strict=True):
         with torch.no_grad():
             ids = torch.from_numpy(segment.input_ids.astype(np.int64))
             scores = torch.log_softmax(model(ids[None]).logits[0].double(), dim=-1)
@@ -192,7 +191,7 @@ def _all_targets(segments: list[Segment]) -> list[Segment]:
 def test_after_each_step_the_plan_counts_what_the_batches_held(packing: Packing, weights: tuple[float, ...]) -> None:
     segments = _all_targets(make_segments(23))
     settings = PlanSettings(packing=packing, capacity=32, micro_batches_per_step=3, seed=4)
-    schedule = Schedule(make_table(segments, weights), settings, num_epochs=2.5)
+    schedule = make_plan(make_table(segments, weights), settings, num_epochs=2.5)
     how = CollateSettings(packed=packing is not Packing.NONE, pad_token_id=0)
     batches = iter(train_stream(segments, schedule, how, rank=0, first_step=0, num_workers=0))
     counted = np.zeros((2, 3), dtype=np.int64)  # segments, tokens, targets

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 
 import torch
-from tiny_runs import make_segments, make_table
+from tiny_runs import make_plan, make_segments, make_table
 
 from luthier.collation import CollateSettings
 from luthier.config.schema import Packing
+from luthier.loader.rows import RowTable
 from luthier.packing import PlanSettings
 from luthier.records import Batch
-from luthier.train.schedule import Schedule
 from luthier.train.streams import EvalStream, TrainStream, train_stream
 
 SEGMENTS = make_segments(11)
@@ -22,7 +22,7 @@ def _stream(*, ranks: int = 1, rank: int = 0, step_size: int = 4, first_step: in
     settings = PlanSettings(
         packing=Packing.BEST_FIT, capacity=32, micro_batches_per_step=step_size, num_ranks=ranks, seed=seed
     )
-    schedule = Schedule(make_table(SEGMENTS), settings, num_epochs=2)
+    schedule = make_plan(make_table(SEGMENTS), settings, num_epochs=2)
     return train_stream(SEGMENTS, schedule, HOW, rank=rank, first_step=first_step, num_workers=0)
 
 
@@ -83,7 +83,8 @@ def test_slots_of_a_smaller_step_are_blanks_without_targets() -> None:
 
 def test_evaluation_shares_every_held_out_segment_once() -> None:
     settings = PlanSettings(packing=Packing.BEST_FIT, capacity=32, micro_batches_per_step=2, num_ranks=2)
-    shares = [EvalStream.of_segments(SEGMENTS, make_table(SEGMENTS), settings, HOW, rank=rank) for rank in range(2)]
+    rows = RowTable.of_segments(SEGMENTS, make_table(SEGMENTS))
+    shares = [EvalStream.of_segments(SEGMENTS, rows, settings, HOW, rank=rank) for rank in range(2)]
     assert len({len(share) for share in shares}) == 1
     seen = [a.row for share in shares for batch in share for a in batch.addresses if batch.num_targets]
     assert sorted(seen) == list(range(1, 12))

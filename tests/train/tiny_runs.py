@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from luthier.config.schema import RunConfig
-from luthier.packing import SegmentTable
+from luthier.loader.plan import StreamPlan
+from luthier.loader.rows import RowTable
+from luthier.packing import MixtureSettings, PlanSettings, RowOrder, SegmentTable
 from luthier.records import Address, Segment
 from luthier.train.data import RunData
 
@@ -31,15 +33,30 @@ def make_segments(count: int, *, seed: int = 0, longest: int = 24, stop: int = 2
 
 
 def make_table(segments: Sequence[Segment], weights: tuple[float, ...] = (1.0,)) -> SegmentTable:
-    """The segments are of the data sets in turn, as many as there are weights."""
+    """The segments are of the data sets, one after the other as they are read, as many as there are weights."""
     rows = np.arange(len(segments), dtype=np.int64)
     return SegmentTable(
         lengths=np.array([len(s) for s in segments], dtype=np.int64),
         num_targets=np.array([int(s.target[1:].sum()) for s in segments], dtype=np.int64),
         row_ids=rows,
-        source_ids=rows % len(weights),
+        source_ids=rows * len(weights) // max(1, len(rows)),
         source_weights=weights,
     )
+
+
+def make_plan(table: SegmentTable, settings: PlanSettings, **lengths: Any) -> StreamPlan:
+    """The plan of a run over segments that a table describes, and that hold nothing; ``lengths`` as of `StreamPlan`."""
+    segments = [
+        Segment(
+            input_ids=np.zeros(length, np.int32),
+            target=np.ones(length, np.bool_),
+            address=Address(file="rows.jsonl", row=row + 1),
+        )
+        for row, length in enumerate(table.lengths.tolist())
+    ]
+    rows = RowTable.of_segments(segments, table)
+    mixture = lengths.pop("mixture", None) or MixtureSettings(weights=table.source_weights)
+    return StreamPlan(rows, settings, RowOrder(counts=rows.counts, mixture=mixture, seed=settings.seed), **lengths)
 
 
 def make_data(
@@ -49,14 +66,8 @@ def make_data(
     fingerprint: str = "data",
     weights: tuple[float, ...] = (1.0,),
 ) -> RunData:
-    return RunData(
-        train=train,
-        train_table=make_table(train, weights),
-        eval=held_out or None,
-        eval_table=make_table(held_out, (1.0,) * len(weights)) if held_out else None,
-        fingerprint=fingerprint,
-        ledger={},
-    )
+    eval_table = make_table(held_out, (1.0,) * len(weights)) if held_out else None
+    return RunData.of_segments(train, make_table(train, weights), held_out, eval_table, fingerprint=fingerprint)
 
 
 def make_config(output: Path, **changes: Any) -> RunConfig:

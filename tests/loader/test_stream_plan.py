@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,11 @@ from luthier.collation import CollateSettings
 from luthier.config.schema import Overflow, Packing
 from luthier.errors import BudgetError, RowError
 from luthier.ledger import Ledger
-from luthier.loader.live_plan import StreamPlan
-from luthier.loader.live_rows import LiveRows, LiveSettings
+from luthier.loader.plan import StreamPlan
 from luthier.loader.reader import BatchReader
-from luthier.loader.run_order import RunOrder
-from luthier.packing import PlanSettings
-from luthier.packing.mixture import MixtureSettings
+from luthier.loader.rows import ArrivalSettings, ArrivingRows
+from luthier.loader.state import LoaderState, RowTrail
+from luthier.packing import MixtureSettings, PlanSettings, RowOrder, WindowPacker
 from luthier.preparation.portions import LostRow, ResolvedPortion
 from luthier.preparation.prepared import SourceInfo
 from luthier.records import Address, Branch, Sample
@@ -106,18 +106,21 @@ def plan_of(
     ranks: int = 1,
     weight: float = 1.0,
     shared: bool = False,
+    state: LoaderState | None = None,
+    arrive_anyhow: bool = False,
 ) -> StreamPlan:
-    settings = LiveSettings(
-        num_rows=num_rows,
+    settings = ArrivalSettings(
+        counts=(num_rows,),
         sources=tuple(SourceInfo(name=f"s{source}", weight=weight) for source in range(NUM_SOURCES)),
         max_length=CAPACITY,
         overflow=Overflow.DROP,
         max_drop=max_drop,
     )
     mixture = MixtureSettings(weights=(weight,))
-    order = RunOrder.of_sources([num_rows], mixture, seed=3, held_out=np.zeros(0, np.int64))
-    arriving = np.random.Generator(np.random.PCG64(1)).permutation(num_rows) if weight != 1 else order(0)
-    rows = LiveRows(portions(arriving, sizes or [num_rows], store, lost), store, settings, held_out=held_out)
+    order = RowOrder(counts=(num_rows,), mixture=mixture, seed=3)
+    first = order.epoch(0).rows(0, 2**20)
+    arriving = np.random.Generator(np.random.PCG64(1)).permutation(num_rows) if arrive_anyhow or weight != 1 else first
+    rows = ArrivingRows(portions(arriving, sizes or [num_rows], store, lost), store, settings, held_out=held_out)
     plan = PlanSettings(
         packing=Packing.WINDOW,
         capacity=CAPACITY,
@@ -127,13 +130,17 @@ def plan_of(
         window=256,
         shared=shared,
     )
-    return StreamPlan(rows, plan, order, num_epochs=num_epochs, max_steps=max_steps)
+    return StreamPlan(rows, plan, order, num_epochs=num_epochs, max_steps=max_steps, state=state)
 
 
 def rows_of(plan: StreamPlan, step: int) -> list[list[list[int]]]:
     found = plan.step(step)
     assert found is not None
-    return [[plan.rows.segments.places(pack)["row"].tolist() for pack in packs] for packs in found.micro_batches]
+    return [[plan.rows.places(pack)["row"].tolist() for pack in packs] for packs in found.micro_batches]
+
+
+def flat(step: list[list[list[int]]]) -> list[int]:
+    return [row for packs in step for pack in packs for row in pack]
 
 
 def all_rows(plan: StreamPlan) -> list[list[list[list[int]]]]:
@@ -188,19 +195,24 @@ def test_a_stream_that_begins_at_a_step_is_the_rest_of_the_whole(store: SampleSt
     assert whole[37 * 4 :] == rest
     there, here = plan_of(store).step(36), plan_of(store, sizes=[5]).step(36)
     assert there is not None and here is not None
-    assert (there.cursor, there.trail, there.waiting) == (here.cursor, here.trail, here.waiting)
+    assert there.epoch == here.epoch and there.rows_used == here.rows_used
+    assert plan_of(store).state_after(37) == plan_of(store, sizes=[5]).state_after(37)
 
 
 def test_other_rows_leave_another_trail(store: SampleStore) -> None:
-    there, here = plan_of(store).step(150), plan_of(store).step(150)
+    def trail(plan: StreamPlan) -> RowTrail:
+        return plan.state_after(50)[3]
+
+    assert trail(plan_of(store)).parts_from(trail(plan_of(store))) is None
     changed = plan_of(store)
-    for step in range(100):
-        changed.step(step)
-    changed.rows.segments._table.records["key"][-200:] = 7
-    parted = changed.step(150)
-    assert there is not None and here is not None and parted is not None
-    assert there.trail.parts_from(here.trail) is None
-    assert there.trail.parts_from(parted.trail) is not None
+    keys, late = changed.rows.keys, {row for step in range(40, 50) for row in flat(rows_of(plan_of(store), step))}
+
+    def other(segments: Ints) -> NDArray[np.uint64]:
+        return keys(segments) + np.isin(changed.rows.places(segments)["row"], list(late)).astype(np.uint64)
+
+    changed.rows.keys = other  # type: ignore[method-assign]
+    parting = trail(plan_of(store)).parts_from(trail(changed))
+    assert parting is not None and 32 <= parting[0] < parting[1] <= 50
 
 
 def test_progress_rises_to_one_and_the_horizon_is_near(store: SampleStore) -> None:
@@ -281,6 +293,7 @@ def test_rows_that_are_evaluated_on_are_left_out(store: SampleStore) -> None:
     rows = {row for step in all_rows(plan) for packs in step for pack in packs for row in pack}
     assert {6, 7}.isdisjoint(rows) and len(rows) == NUM_ROWS - 2
     ledger = plan.rows.ledger
+    assert ledger is not None
     assert ledger.dropped == {"same_as_held_out": 2}
     assert ledger.read == NUM_ROWS == ledger.prepared + ledger.lost
 
@@ -289,12 +302,72 @@ def test_too_many_lost_rows_stop_the_run_on_the_way(store: SampleStore) -> None:
     plan = plan_of(store, sizes=[10] * 89, lost=frozenset(range(0, 900, 5)), max_drop=0.1)
     with pytest.raises(BudgetError, match="bad"):
         all_rows(plan)
-    assert plan.rows.ledger.read < 700
+    assert plan.rows.ledger is not None and plan.rows.ledger.read < 700
 
 
 def test_a_state_is_small(store: SampleStore) -> None:
-    step = plan_of(store).step(100)
-    assert step is not None and len(str(step.waiting)) < 2000
+    _, _, waiting, _ = plan_of(store).state_after(100)
+    assert waiting["steps"] > 50 and len(json.dumps(waiting)) < 2000
+
+
+@pytest.mark.parametrize("weight", [1.0, 1.5])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_run_that_goes_on_plans_nothing_of_what_came_before(
+    trees: SampleStore, weight: float, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte the rest of the run, of rows that arrive in another order; what came before is not looked at."""
+    how: dict[str, Any] = {"weight": weight, "shared": shared, "lost": frozenset(range(0, 300, 7)), "num_epochs": 2.5}
+    whole = plan_of(trees, **how)
+    total = len(all_rows(plan_of(trees, **how)))
+    jumped, taken, push = 0, list[int](), WindowPacker.push
+
+    def counted(self: WindowPacker, ids: Ints, *columns: Any) -> None:
+        taken.append(len(ids))
+        push(self, ids, *columns)
+
+    monkeypatch.setattr(WindowPacker, "push", counted)
+    for done in range(1, total, 23):
+        epoch, cursor, waiting, trail = whole.state_after(done)
+        state = LoaderState(
+            seed=3, epoch=epoch, step=done, cursor=cursor, waiting=waiting, trail=trail, settings={}, data="x"
+        )
+        later = plan_of(
+            trees, **how, sizes=[100, 300], arrive_anyhow=True, state=LoaderState.from_json(state.to_json())
+        )
+        taken.clear()
+        assert later.state_after(done) == (epoch, cursor, waiting, trail)
+        jumped += waiting["place"] is not None and waiting["place"]["position"] > 0
+        assert sum(taken) < 1700, "of 3,000 segments and more in an epoch"
+        assert (later.horizon, later.is_exact, later.has_trees) == (whole.horizon, whole.is_exact, whole.has_trees)
+        for step in range(done, min(done + 40, total)):
+            assert rows_of(later, step) == rows_of(whole, step)
+            one, other = later.step(step), whole.step(step)
+            assert one is not None and other is not None
+            assert (one.tokens, one.rows_used, one.ends_epoch) == (other.tokens, other.rows_used, other.ends_epoch)
+            assert one.taken.tolist() == other.taken.tolist()
+            assert (later.progress(step + 1), later.epoch_after(step + 1)) == (
+                whole.progress(step + 1), whole.epoch_after(step + 1)
+            )  # fmt: skip
+        assert later.state_after(step + 1) == whole.state_after(step + 1)
+        assert trained(later, step + 1) == trained(whole, step + 1)
+    assert jumped > 3
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.4, 1.5])
+def test_the_rows_of_finished_steps_are_those_that_their_segments_are_of(trees: SampleStore, weight: float) -> None:
+    plan = plan_of(trees, weight=weight, lost=frozenset(range(0, 300, 7)))
+    seen: set[int] = set()
+    step = 0
+    while plan.step(step) is not None:
+        seen |= {row for packs in rows_of(plan, step) for pack in packs for row in pack}
+        step += 1
+        if step % 11 == 0:
+            assert trained(plan, step) == sorted(seen)
+    assert trained(plan, step) == sorted(seen)
+
+
+def trained(plan: StreamPlan, steps: int) -> list[int]:
+    return sorted(plan.rows.places(plan.trained_rows(steps))["row"].tolist())
 
 
 # ---------------------------------------------------------------------------------------------------------- trees
@@ -328,7 +401,7 @@ def places_of_steps(plan: StreamPlan) -> list[NDArray[Any]]:
     """Those of every pack, in order."""
     found, step = [], 0
     while (planned := plan.step(step)) is not None:
-        found += [plan.rows.segments.places(pack) for packs in planned.micro_batches for pack in packs]
+        found += [plan.rows.places(pack) for packs in planned.micro_batches for pack in packs]
         step += 1
     return found
 

@@ -1,0 +1,498 @@
+"""The steps of a whole run, planned as its rows arrive: integers only. The one plan of `plan`, `show`, training,
+evaluation, `luthier.Loader` and of a run that goes on.
+
+The plan is a pure function of the rows, the settings and (seed, epoch). Asking for a step waits until the rows that
+decide it are here; where all rows are here, nobody waits. A run that goes on begins at the window that its checkpoint
+names, and plans nothing of what came before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.errors import UserError
+from luthier.loader.places import PlannedMicroBatch
+from luthier.loader.rows import RowTable
+from luthier.loader.state import LoaderState, RowTrail
+from luthier.loader.windows import (
+    Before,
+    PlannedStep,
+    StepWindow,
+    count_taken,
+    has_constant_steps,
+    rows_seen_before,
+)
+from luthier.packing import (
+    EpochPlan,
+    EpochPlanner,
+    Planned,
+    PlanSettings,
+    RowOrder,
+    is_at_once,
+    plan_epoch,
+)
+from luthier.packing.planned import join, part_of_plan, sums
+
+Ints = NDArray[np.int64]
+
+STEPS_REMEMBERED = 64  # behind the newest step that was asked about
+MOST_EPOCHS_COUNTED, MOST_SEGMENTS_COUNTED = 1000, 10**8  # to know how many steps a run has; further ones are estimated
+_PLANS_KEPT = 2  # whole epochs: one and its neighbour
+
+
+class StreamPlan:
+    """The steps of a whole run.
+
+    settings   as for `plan_epoch`; ``order`` gives the rows of each epoch, by number
+    horizon    how many steps the run is expected to have, and learning rates are made for. It is exact with
+               ``max_steps`` and where epochs are planned at once (`packing.is_at_once`), else estimated from the first
+               steps; and so always the same for the same data
+    is_exact   whether ``horizon`` is
+    has_trees  whether segments of some row that is here before the first step share their beginnings
+    """
+
+    def __init__(
+        self,
+        rows: RowTable,
+        settings: PlanSettings,
+        order: RowOrder,
+        *,
+        num_epochs: float = math.inf,
+        max_steps: int | None = None,
+        state: LoaderState | None = None,
+    ) -> None:
+        """``state``: where a run was that goes on here; steps before are forgotten. Raises as `RowOrder.epoch`."""
+        self.rows, self.settings, self.order = rows, settings, order
+        # a loader's thread plans ahead while the trainer asks about steps
+        self._planning, self._steps_lock = threading.RLock(), threading.RLock()
+        self._num_epochs = math.inf if max_steps is not None else num_epochs
+        self._max_steps = max_steps
+        self._windows: deque[StepWindow] = deque()
+        self._whole: OrderedDict[int, EpochPlan] = OrderedDict()
+        self._last: int | None = None  # how many steps there are, once that is known
+        self._looked: tuple[int, bool, bool] | None = None
+        if state is not None and state.waiting:
+            waiting = state.waiting
+            self._begin(Before.from_json(waiting, state.trail))
+            self._looked = int(waiting["horizon"]), bool(waiting["is_exact"]), bool(waiting["has_trees"])
+            self._last = self.horizon if self.is_exact else None
+        else:
+            none = np.zeros((len(rows.weights), 4), dtype=np.int64)
+            self._begin(
+                Before(epoch=0, steps=0, rows_used=0, taken=none, of_first_epoch=(0,) * 5, trail=RowTrail(), place=None)
+            )
+        self._rows_per_epoch = len(self._planner.order)
+
+    @property
+    def horizon(self) -> int:
+        """See `StreamPlan`. Waits for the rows that decide the first step. Raises `UserError` where there is none."""
+        return self._look()[0]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the run has exactly ``horizon`` steps."""
+        return self._look()[1]
+
+    @property
+    def has_trees(self) -> bool:
+        """See `StreamPlan`."""
+        return self._look()[2]
+
+    @property
+    def num_planned(self) -> int:
+        """Steps that are decided so far, and of which it is known whether another one follows."""
+        if not self._windows:
+            return self._now.steps
+        newest = self._windows[-1]
+        decided = newest.before.steps + len(newest)
+        known = decided if newest.ends_epoch else decided - 1
+        return known if self._last is None else self._last if decided >= self._last else min(known, self._last)
+
+    @property
+    def total_steps(self) -> int:
+        """All steps of the run where that is known by now, else `horizon`, and never fewer than are planned."""
+        return max(self.horizon, self.num_planned) if self._last is None else self._last
+
+    def step(self, number: int) -> PlannedStep | None:
+        """A step, counted from 0; None behind the last. Steps long before the newest that was asked for are gone."""
+        window = self._window(number)
+        if window is None:
+            return None
+        place = number - window.before.steps
+        planned = part_of_plan(window.planned, *window.bounds[place : place + 2].tolist())
+        packs = [planned.segment_ids[a:b] for a, b in itertools.pairwise(planned.pack_bounds.tolist())]
+        return PlannedStep(
+            micro_batches=tuple(tuple(packs[a:b]) for a, b in itertools.pairwise(planned.batch_bounds.tolist())),
+            epoch=window.before.epoch,
+            ends_epoch=self.ends_epoch(number + 1),
+            tokens=int(window.tokens[place]),
+            rows_used=int(window.upto[place]),
+            taken=self.source_counts(number + 1),
+        )
+
+    def is_last(self, number: int) -> bool:
+        """Whether no step comes after this one."""
+        return self._window(number + 1) is None
+
+    def ends_epoch(self, steps_done: int) -> bool:
+        """Whether the last of ``steps_done`` steps was an epoch's last."""
+        window = self._window(steps_done - 1)
+        return window is not None and window.ends_epoch and steps_done == window.before.steps + len(window)
+
+    def epoch_after(self, steps_done: int) -> float:
+        """How many epochs ``steps_done`` steps are: 1.5 is half through the second. By steps where an epoch is planned
+        at once, else by the rows they used up."""
+        window = self._window(steps_done - 1) if steps_done else None
+        if window is None:
+            return 0.0
+        epoch, place = window.before.epoch, steps_done - window.before.steps
+        if window.is_whole_epoch:
+            return epoch + place / len(window)
+        if window.ends_epoch and place == len(window):
+            return float(epoch + 1)
+        return min(int(window.upto[place - 1]) / self._rows_per_epoch, epoch + 1)
+
+    def progress(self, steps_done: int) -> float:
+        """Which share of the run ``steps_done`` steps are: of its steps where they can be counted, else of its rows."""
+        if self.is_exact:
+            return steps_done / self.horizon
+        window = self._window(steps_done - 1) if steps_done else None
+        if window is None:
+            return 0.0 if steps_done == 0 else 1.0
+        used = int(window.upto[steps_done - 1 - window.before.steps])
+        return min(1.0, used / (self._rows_per_epoch * self._num_epochs))
+
+    def num_tokens(self, number: int) -> int:
+        """Tokens of a step on all ranks, without padding."""
+        window = self._there(number)
+        return int(window.tokens[number - window.before.steps])
+
+    def turns(self, number: int) -> int:
+        """How many micro-batches a step has on each rank, blanks counted."""
+        window = self._there(number)
+        first, stop = map(int, window.bounds[number - window.before.steps :][:2])
+        return -(-max(self.settings.micro_batches_per_step, stop - first) // self.settings.num_ranks)
+
+    def micro_batches(self, rank: int, *, first_step: int = 0) -> Iterator[PlannedMicroBatch]:
+        """One rank's micro-batches from a step on, accumulation by accumulation; blanks where a step is smaller."""
+        ranks = self.settings.num_ranks
+        for number in itertools.count(first_step):
+            window = self._window(number)
+            if window is None:
+                return
+            first, stop = window.bounds[number - window.before.steps :][:2].tolist()
+            for turn in range(self.turns(number)):
+                slot = first + turn * ranks + rank
+                yield self.rows.micro_batch(
+                    window.planned,
+                    slot if slot < stop else None,
+                    step=number,
+                    settings=self.settings,
+                    epoch=window.before.epoch,
+                )
+
+    def source_counts(self, steps_done: int) -> Ints:
+        """int64[S, 4]: rows, segments, tokens and targets of each source in the first steps, on all ranks."""
+        window = self._window(steps_done - 1) if steps_done else None
+        if window is None:
+            return np.zeros((len(self.rows.weights), 4), dtype=np.int64)
+        place = steps_done - window.before.steps
+        done, counts = window.counted
+        if place < done:
+            done, counts = 0, window.before.taken
+        counts = counts + count_taken(self.rows, self.settings, window, done, place)
+        window.counted = (place, counts)
+        return counts
+
+    def trained_rows(self, steps_done: int) -> Ints:
+        """int64[n], by row number: the first segment of each row of which the first steps have seen a segment."""
+        window = self._window(steps_done - 1) if steps_done else None
+        if window is None:
+            return np.zeros(0, dtype=np.int64)
+        seen = rows_seen_before(self.rows, self.order, window)
+        members = window.planned.segment_ids[window.members(0, steps_done - window.before.steps)]
+        seen[self.rows.rows_of(members)] = True
+        found, counts = self.rows.segments_of(np.flatnonzero(seen))
+        first: Ints = found[np.cumsum(counts)[counts > 0] - counts[counts > 0]]
+        return first
+
+    def trained_segments(self, *, most_epochs: int) -> Ints:
+        """int64, ascending: which segments the run has; all, where ``most_epochs`` have not taken all and there are
+        more. All rows have to be here."""
+        seen = np.zeros(len(self.rows), dtype=np.bool_)
+        left = self.total_steps
+        for epoch in itertools.count():
+            if left <= 0 or seen.all():
+                break
+            if epoch == most_epochs:
+                seen[:] = True
+                break
+            plan = self.epoch(epoch)
+            stop = min(int(plan.step_bounds[min(left, plan.num_steps)]), len(plan.planned))  # dummies have none
+            seen[plan.segment_ids[: plan.pack_bounds[plan.batch_bounds[stop]]]] = True
+            left -= plan.num_steps
+        return np.flatnonzero(seen)
+
+    def first_epoch(self) -> dict[str, int]:
+        """What was planned of the first epoch: ``segments tokens targets micro_batches packs``."""
+        self._look()
+        names = ("segments", "tokens", "targets", "micro_batches", "packs")
+        return dict(zip(names, self._now.of_first_epoch, strict=True))
+
+    def epoch(self, number: int) -> EpochPlan:
+        """The whole plan of one epoch, kept while it is in use. Waits for all of its rows."""
+        if number not in self._whole:
+            self._whole[number] = self._planned_at_once(number) or plan_epoch(
+                self.rows, self.settings, epoch=number, order=self.order.epoch(number)
+            )
+            while len(self._whole) > _PLANS_KEPT:
+                self._whole.popitem(last=False)
+        return self._whole[number]
+
+    def _planned_at_once(self, epoch: int) -> EpochPlan | None:
+        for window in self._windows:
+            if window.before.epoch == epoch and window.is_whole_epoch:
+                planned = replace(window.planned, step_ends=window.bounds[1:-1])
+                return EpochPlan.of_planned(planned, self.rows.whole().lengths, self.settings, epoch=epoch)
+        return None
+
+    def count_steps(self) -> int:
+        """How many steps the run has, exactly where its epochs are few enough to be planned. Waits for all rows."""
+        if self._last is not None or self.is_exact:
+            return self.total_steps
+        counted = min(math.ceil(self._num_epochs), self._epochs_countable())
+        if counted < self._num_epochs:
+            steps = sum(self.epoch(epoch).num_steps for epoch in range(counted))
+            return math.ceil(self._num_epochs * steps / counted)
+        again = StreamPlan(self.rows, self.settings, self.order, num_epochs=self._num_epochs)
+        while again._last is None:
+            again._plan_window()
+        return again._last
+
+    def state_after(self, steps_done: int) -> tuple[int, int, dict[str, Any], RowTrail]:
+        """The place after so many steps: the epoch that goes on, how many rows of its order were taken when the step
+        was decided, where a run that goes on begins to plan, and the trail of all rows so far."""
+        window = self._window(steps_done - 1) if steps_done else None
+        if window is None:
+            return 0, 0, {}, RowTrail()
+        position = 0 if window.before.place is None else window.before.place.position
+        trail = self._trail_before(window.restart)
+        waiting = window.restart.to_json(trail, horizon=self.horizon, is_exact=self.is_exact, has_trees=self.has_trees)
+        return int(self.epoch_after(steps_done)), position, waiting, self._trail_to(window, steps_done)
+
+    def _window(self, number: int) -> StepWindow | None:
+        """The window that completes a step; None behind the last."""
+        if self._looked is None:
+            self._look()
+        if number >= self.num_planned:  # who asks for a step that is there does not wait for one who plans
+            with self._planning:
+                while number >= self.num_planned and (self._last is None or number < self._last):
+                    self._plan_window()
+        if number >= self.num_planned:
+            return None
+        with self._steps_lock:
+            oldest = self._windows[0].before.steps
+            assert number >= oldest, f"step {number} is forgotten, {oldest} is the oldest"
+            found = next(window for window in reversed(self._windows) if window.before.steps <= number)
+            while len(self._windows) > 1 and self._windows[1].before.steps <= number - STEPS_REMEMBERED:
+                self._trail_before(self._windows[1].before)  # which would keep all windows before it else
+                self._windows.popleft()
+        return found
+
+    def _there(self, number: int) -> StepWindow:
+        window = self._window(number)
+        assert window is not None, f"step {number} of {self.num_planned}"
+        return window
+
+    def _begin(self, before: Before) -> None:
+        """Plan an epoch from a place in it."""
+        self._now = self._restart = before
+        order = self.order.epoch(before.epoch)
+        self._planner = EpochPlanner(self.rows, self.settings, order, epoch=before.epoch, place=before.place)
+        self._open: Planned | None = None  # micro-batches, of occurrences, that are in no complete step
+        self._waiting = self._waiting_in(self._planner, None)
+
+    def _plan_window(self) -> None:
+        """Plan until some steps are complete, or the epoch is over."""
+        planner = self._planner
+        while True:
+            window = planner.next()
+            assert window is not None, "an epoch that is over was followed by none"
+            planned = window if self._open is None else join([self._open, window])
+            ends = planned.step_ends
+            if planner.is_over and len(planned) and (not len(ends) or ends[-1] < len(planned)):
+                ends = np.append(ends, len(planned))  # the smaller last step
+            if len(ends) or planner.is_over:
+                break
+            self._open = planned
+        last = int(ends[-1]) if len(ends) else 0
+        whole = replace(part_of_plan(planned, 0, last), step_ends=ends)
+        self._open = part_of_plan(planned, last, len(planned)) if last < len(planned) else None
+        self._note(whole, planner)
+        if planner.is_over:
+            self._end_epoch()
+
+    def _note(self, planned: Planned, planner: EpochPlanner) -> None:
+        """Add the steps of some micro-batches, which end at ``planned.step_ends``."""
+        before, waiting = self._now, self._waiting
+        bounds = np.append(np.int64(0), planned.step_ends)
+        segments = planner.of_segments(planned)
+        used = planner.occurrences["rows"][planned.segment_ids].astype(np.int64)
+        if segments.starts is not None:
+            used = np.where(segments.starts == 0, used, 0)
+        of_step = planned.pack_bounds[planned.batch_bounds[bounds]]
+        lengths = segments.lengths_given(self.rows.table(segments.segment_ids).lengths)
+        upto = before.rows_used + np.cumsum(sums(used, of_step))
+        if planner.is_over and len(upto):
+            upto[-1] += planner.lost_at_end
+        window = StepWindow(
+            before=before,
+            restart=self._restart,
+            planned=segments,
+            bounds=bounds,
+            used=used,
+            upto=upto,
+            tokens=sums(lengths, of_step),
+            waiting=waiting,
+            ends_epoch=planner.is_over,
+            is_whole_epoch=planner.is_over and before.place is None and before is self._restart,
+            counted=(0, before.taken),
+        )
+        self._waiting = self._waiting_in(planner, self._open)
+        if not len(window):
+            self._note_end(planner)
+            return
+        taken, summary = (
+            before.taken + count_taken(self.rows, self.settings, window, 0, len(window)),
+            before.of_first_epoch,
+        )
+        if before.epoch == 0:
+            here = [*(taken - before.taken).sum(axis=0)[1:].tolist(), len(planned), len(planned.pack_bounds) - 1]
+            summary = tuple(map(sum, zip(summary, here, strict=True)))
+        self._now = Before(
+            epoch=before.epoch,
+            steps=before.steps + len(window),
+            rows_used=int(upto[-1]),
+            taken=taken,
+            trail=None,
+            of_first_epoch=summary,
+            place=planner.place(),
+            after=window,
+        )
+        if self._open is None and self._now.place is not None:
+            self._restart = self._now
+        with self._steps_lock:
+            self._windows.append(window)
+        self._look_for_end(window)
+
+    def _note_end(self, planner: EpochPlanner) -> None:
+        """The last window of the epoch completed no step: what was the last so far is the epoch's last."""
+        if planner.is_over and self._windows and self._windows[-1].before.epoch == self._now.epoch:
+            newest = self._windows[-1]
+            newest.ends_epoch = True
+            newest.upto[-1] += planner.lost_at_end
+            self._now.rows_used = int(newest.upto[-1])
+
+    def _look_for_end(self, window: StepWindow) -> None:
+        """Whether the run ends with one of these steps: a part of an epoch is over when so many rows are used up."""
+        if self._last is not None or self._num_epochs % 1 == 0 or math.isinf(self._num_epochs):
+            return
+        if self._max_steps is None and not is_at_once(self.settings, self._rows_per_epoch):
+            place = int(np.searchsorted(window.upto, self._rows_per_epoch * self._num_epochs))
+            if place < len(window) - 1 or (place < len(window) and not window.ends_epoch):
+                self._last = window.before.steps + place + 1
+
+    def _end_epoch(self) -> None:
+        number = self._now.epoch + 1
+        if self._last is not None and self._now.steps >= self._last:
+            return
+        if number >= self._num_epochs:
+            self._last = self._now.steps if self._last is None else self._last
+            return
+        if not self._now.steps:
+            raise self._no_steps()
+        self._begin(replace(self._now, epoch=number, place=None))
+
+    def _waiting_in(self, planner: EpochPlanner, open_: Planned | None) -> Ints:
+        """Of the segments that the planner has taken: those that are in no complete step."""
+        members = planner.held_back()
+        if open_ is not None:
+            of_open = open_.segment_ids if open_.starts is None else open_.segment_ids[open_.starts == 0]
+            members = np.concatenate([members, of_open])
+        table = planner.occurrences[members]
+        return np.stack([table["position"], table["ordinal"].astype(np.int64)], axis=1)
+
+    def _look(self) -> tuple[int, bool, bool]:
+        with self._planning:
+            if self._looked is None:
+                horizon, is_exact = self._look_ahead()
+                self._last = horizon if is_exact else self._last
+                self._looked = horizon, is_exact, self.settings.shared and self.rows.have_trees
+            return self._looked
+
+    def _look_ahead(self) -> tuple[int, bool]:
+        first = self._planner
+        while not self._windows and self._last is None:
+            self._plan_window()
+        while first.taken == len(first.order) and not first.is_over:  # the first block is all there is
+            self._plan_window()
+        if not self._windows:
+            raise self._no_steps()
+        if self._max_steps is not None:
+            return self._max_steps, True
+        if is_at_once(self.settings, self._rows_per_epoch) and not math.isinf(self._num_epochs):
+            return self._steps_of_whole_epochs(len(self._windows[0])), True
+        if self._last is not None:
+            return self._last, True
+        rows = self._rows_per_epoch * (1 if math.isinf(self._num_epochs) else self._num_epochs)
+        steps = sum(map(len, self._windows))
+        tokens_per_step = sum(int(window.tokens.sum()) for window in self._windows) / steps
+        return max(1, round(rows * first.tokens / first.taken / tokens_per_step)), False
+
+    def _no_steps(self) -> UserError:
+        return UserError(
+            f"an epoch has no steps: of {len(self.rows):,} sequences it takes none",
+            hint="raise the weight of data.train[], which says how often each row is seen in an epoch",
+            key="data.train",
+        )
+
+    def _steps_of_whole_epochs(self, of_first: int) -> int:
+        """The steps of the run, of whose last epoch a part counts as its share of steps, rounded up."""
+        last = math.ceil(self._num_epochs) - 1
+        share = min(1.0, self._num_epochs - last)
+        if has_constant_steps(self.settings, self.order.mixture):
+            return last * of_first + math.ceil(share * of_first)
+        counted = min(last + 1, self._epochs_countable())
+        steps = [self.epoch(epoch).num_steps for epoch in range(counted)]
+        if last >= counted:
+            return math.ceil(self._num_epochs * sum(steps) / counted)
+        return sum(steps[:-1]) + math.ceil(share * steps[-1])
+
+    def _epochs_countable(self) -> int:
+        return min(MOST_EPOCHS_COUNTED, max(1, MOST_SEGMENTS_COUNTED // max(1, len(self.rows))))
+
+    def _trail_before(self, before: Before) -> RowTrail:
+        with self._steps_lock:
+            if before.trail is None:
+                assert before.after is not None
+                before.trail, before.after = self._trail_to(before.after, before.steps), None
+            return before.trail
+
+    def _trail_to(self, window: StepWindow, steps: int) -> RowTrail:
+        first, trail = window.before.steps, window.trail
+        if trail is None or trail.num_steps > steps:
+            trail = self._trail_before(window.before)
+        for place in range(trail.num_steps - first, steps - first):
+            members = window.planned.segment_ids[window.members(place, place + 1)]
+            trail = trail.after(self.rows.keys(members).tobytes())
+        window.trail = trail
+        return trail
