@@ -88,7 +88,7 @@ def test_the_loss_of_a_data_set_is_cross_entropy_per_target_of_its_segments(
 
 def test_weights_of_targets_scale_the_losses_of_their_data_set_alone(train: Train) -> None:
     def doubled(segment: Segment, number: int) -> Segment:
-        weight = np.full(len(segment), 2.0 if number % 3 == 1 else 1.0, np.float32)
+        weight = np.full(len(segment), 2.0 if number * 3 // len(THREE.train) == 1 else 1.0, np.float32)
         return Segment(input_ids=segment.input_ids, target=segment.target, weight=weight, address=segment.address)
 
     weighted = make_data([doubled(s, n) for n, s in enumerate(THREE.train)], weights=(1.0, 1.0, 1.0))
