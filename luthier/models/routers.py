@@ -5,7 +5,8 @@
 
 f and P are sums over tokens, and their product is not: what micro-batches give alone does not add up to what the whole
 step gives. So the choices of the whole step are counted first, on all ranks, without gradients; then each micro-batch
-adds its own part of P, and the parts add up to the step's loss. Padding counts nowhere.
+adds its own part of P, and the parts add up to the step's loss. Padding counts nowhere; a token that several segments
+begin with in common (the prompt of a pair) counts once for each of them, whether it is computed once or several times.
 
 N tokens of a micro-batch, E experts.
 """
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -94,14 +95,14 @@ class Routers:
         if not self._is_on or not self._logits:
             return
         logits, self._logits = self._logits, []
-        mask_N = real_tokens(batch).to(logits[0].device)
-        if any(len(each) != len(mask_N) for each in logits):
+        times_N = times_shown(batch).to(logits[0].device)
+        if any(len(each) != len(times_N) for each in logits):
             raise ModelError(
-                f"its routers saw {len(logits[0])} tokens of {len(mask_N)} positions, so their load cannot be counted",
+                f"its routers saw {len(logits[0])} tokens of {len(times_N)} positions, so their load cannot be counted",
                 hint="set train.router_aux_loss_coef: 0",
             )
         for each_NE in logits:
-            loads = loads_of(each_NE, mask_N, self.top_k)
+            loads = loads_of(each_NE, times_N, self.top_k)
             self._found = loads if self._found is None else self._found.plus(loads)
 
     def step_begins(self, own: Loads, reduce: Reduce) -> None:
@@ -118,26 +119,32 @@ class Routers:
         return (weights_E * own.probability_E).sum()
 
 
-def loads_of(logits_NE: torch.Tensor, mask_N: torch.Tensor, top_k: int) -> Loads:
-    """The loads of one layer, by the tokens that are no padding."""
+def loads_of(logits_NE: torch.Tensor, times_N: torch.Tensor, top_k: int) -> Loads:
+    """The loads of one layer. ``times_N`` says how often each token counts, which is 0 for padding."""
     probabilities_NE = logits_NE.softmax(dim=-1)
     chosen_NK = probabilities_NE.detach().topk(top_k, dim=-1).indices
     weights_NE = torch.zeros_like(probabilities_NE, dtype=torch.float64).scatter_(1, chosen_NK, 1.0)
     return Loads(
-        chosen_E=(weights_NE * mask_N[:, None]).sum(dim=0),
-        probability_E=(probabilities_NE.float() * mask_N[:, None]).sum(dim=0),
-        count=mask_N.sum(dtype=torch.float64),
+        chosen_E=(weights_NE * times_N[:, None]).sum(dim=0),
+        probability_E=(probabilities_NE.float() * times_N[:, None]).sum(dim=0),
+        count=times_N.sum(dtype=torch.float64),
     )
 
 
-def real_tokens(batch: Batch) -> torch.Tensor:
-    """bool[B * T]: which positions of the flattened batch are no padding."""
+def times_shown(batch: Batch) -> torch.Tensor:
+    """int64[B * T]: in how many segments each position of the flattened batch is; 0 for padding."""
     rows, width = batch.model_inputs["input_ids"].shape
-    mask_BT = torch.zeros((rows, width), dtype=torch.bool)
+    times_BT = torch.zeros((rows, width), dtype=torch.int64)
     for row, branches in enumerate(batch.branches):
-        *_, length = accumulate((branch.length for branch in branches), initial=0)
-        mask_BT[row, :length] = True
-    return mask_BT.flatten()
+        leaves = [0] * len(branches)
+        for number in range(len(branches) - 1, -1, -1):  # a branch comes after its parent
+            leaves[number] = leaves[number] or 1
+            if (parent := branches[number].parent) >= 0:
+                leaves[parent] += leaves[number]
+        ends = accumulate((branch.length for branch in branches), initial=0)
+        for (begin, end), count in zip(pairwise(ends), leaves, strict=True):
+            times_BT[row, begin:end] = count
+    return times_BT.flatten()
 
 
 def find_routers(model: nn.Module, asked: float | None) -> Routers | None:

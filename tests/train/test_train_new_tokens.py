@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_rows
 import torch
+import written_out
 from peft import PeftModel
 from peft.utils.other import TrainableTokensWrapper
 from safetensors.torch import load_file
@@ -21,7 +25,7 @@ from luthier.models.head_tap import find_head, score_targets
 from luthier.models.model import load_model
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.token_scores import token_scores
-from luthier.records import Segment
+from luthier.records import Sample, Segment
 from luthier.train.events import Note
 from luthier.train.fit import fit_data
 from luthier.train.result import RunResult
@@ -162,6 +166,64 @@ def test_without_the_adapter_the_rows_are_the_mean_so_that_a_reference_is_the_mo
     torch.testing.assert_close(reference, before)
     expected = before[0, :2].log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(scored.scores, expected, rtol=1e-4, atol=1e-4)
+
+
+class Written:
+    """The base model with the adapter written into its weights: ``W + (alpha / r) B A``, and rows of new tokens."""
+
+    def __init__(self, base: Path, weights: dict[str, torch.Tensor], trained: Iterable[str] = ()) -> None:
+        plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, attn_implementation="eager")
+        plain.resize_token_embeddings(OLD + len(NEW), mean_resizing=False)
+        self.model = plain.eval()
+        own = {name: value.double() for name, value in weights.items()}
+        self.trained = {name: own[name].requires_grad_() for name in trained}
+        self.weights: dict[str, torch.Tensor] = {}
+        places = ("", "base_layer.", "original_module.", "token_adapter.base_layer.")
+        for name in dict(plain.named_parameters()):
+            module, _, kind = f"base_model.model.{name}".rpartition(".")
+            weight = next(own[at] for at in (f"{module}.{place}{kind}" for place in places) if at in own)
+            if (a := own.get(f"{module}.lora_A.default.{kind}")) is not None:
+                weight = weight + 2 * own[f"{module}.lora_B.default.{kind}"] @ a
+            if (rows := own.get(f"{module}.token_adapter.trainable_tokens_delta.default")) is not None:
+                weight = weight.index_copy(0, torch.tensor(NEW), rows)
+            self.weights[name] = weight
+
+    def __call__(self, **inputs: Any) -> Any:
+        return torch.func.functional_call(self.model, self.weights, (), inputs, tie_weights=True)
+
+
+def test_pairs_with_new_tokens_are_learned_as_by_a_loop_written_by_hand(
+    base: Path, added: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_row = tiny_rows.make_row
+
+    def with_new_tokens(number: int, **kinds: Any) -> Sample:
+        row = plain_row(number, **kinds)
+        ids = row.input_ids.copy()
+        starts = np.cumsum([0, *(branch.length for branch in row.branches)])[:-1]
+        ids[starts] = [NEW[(number + place) % 2] for place in range(len(starts))]
+        return replace(row, input_ids=ids)
+
+    monkeypatch.setattr(tiny_rows, "make_row", with_new_tokens)
+    steps = written_out.steps_taken(monkeypatch)
+    config = make_config(
+        tmp_path / "run",
+        model={"name_or_path": str(base), "add_tokens": ["zorkmid"], "add_special_tokens": ["<|act|>"]},
+        adapter={**LORA, "lora_alpha": 4},
+        objective={"name": "dpo", "reference": "base"},
+        train__max_steps=2, train__per_device_train_batch_size=4, train__max_grad_norm=1e9,
+        train__learning_rate=0.05, train__lr_scheduler_type="constant",
+    )  # fmt: skip
+    result = fit_data(config, added, tiny_rows.run_data(tmp_path / "store", config, rows=range(4)))
+    policy, reference = Written(base, steps[1].weights, steps[1].gradients), Written(base, steps[0].weights)
+    rows = [with_new_tokens(number, continuations=2) for number in range(4)]
+    pairs = written_out.pairs_of(policy, reference, rows)
+    loss = written_out.pair_losses("sigmoid", {"beta": 0.1, "sft_weight": 0.0}, pairs).mean()
+    assert result.steps[1].loss == pytest.approx(loss.item(), rel=1e-5)
+    assert any("trainable_tokens" in name for name in policy.trained)
+    for name, expected in zip(policy.trained, torch.autograd.grad(loss, policy.trained.values()), strict=True):
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(steps[1].gradients[name].double(), expected, rtol=1e-3, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import written_out as paper
 from tiny_rows import CONTINUATIONS, make_row, run_data
 from tiny_runs import TINY, make_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from luthier.config.objective import LOSSES, ObjectiveConfig, losses_of
 from luthier.encoding.tokenizer import Tokenizer
@@ -97,8 +98,8 @@ def run(tmp_path: Path, tokenizer: Tokenizer) -> Run:
     return train
 
 
-def exact(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
-    return kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+def exact(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) -> Any:
+    return kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager", **settings).eval()
 
 
 def rows_of(objective: str, *, weighted: bool = True) -> list[Any]:
@@ -208,6 +209,65 @@ def test_verdicts_are_learned_as_the_papers_say(
     expected = (torch.tensor([paper.mean_weight(each) for each in answers]).double() * losses).mean()
     require_same(expected, steps[1], model, result.steps[1].loss)
     assert result.steps[1].measures["kl"] == pytest.approx(kl, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with experts, of which routers choose some more often than others."""
+    folder = tmp_path_factory.mktemp("experts")
+    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes), dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(std=1.0 if "gate.weight" in name else 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def balance_of(model: Any, segments: list[Any]) -> torch.Tensor:
+    """transformers' loss over all tokens of some segments, each of which goes through the model alone."""
+    layers: list[list[torch.Tensor]] = [[] for _ in range(model.config.num_hidden_layers)]
+    for segment in segments:
+        ids = torch.from_numpy(segment.input_ids.astype("int64"))[None]
+        found = model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
+        for kept, logits in zip(layers, found, strict=True):
+            kept.append(logits)
+    return load_balancing_loss_func(tuple(map(torch.cat, layers)), model.config.num_experts, 2)
+
+
+@pytest.mark.parametrize(("objective", "layout"), [("dpo", "padded"), ("dpo", "shared"), ("kto", "shared")])
+def test_experts_are_balanced_over_the_answers_that_are_learned_and_no_others(
+    run: Run, steps: list[paper.Step], tmp_path: Path, experts: Path, objective: str, layout: str
+) -> None:
+    """Neither the reference's passes count nor those by which the KL is estimated; a shared prompt does, for each."""
+    loss = {"dpo": "sigmoid", "kto": "kto"}[objective]
+    settings = {"model": {"name_or_path": str(experts)}, "train__router_aux_loss_coef": 0.5}
+    result = run({"name": objective, "loss": loss, "reference": "model"}, layout, weighted=False, **settings)
+    rows, numbers = rows_of(objective, weighted=False), numbers_of(objective, loss, {})
+    model, reference = (exact(experts, experts_implementation="eager") for _ in range(2))
+    model.load_state_dict(steps[1].weights)
+    if objective == "dpo":
+        expected = paper.pair_losses(loss, numbers, paper.pairs_of(model, reference, rows)).mean()
+    else:
+
+        def ratio(segment: Any) -> torch.Tensor:
+            with torch.no_grad():
+                asked = paper.answer_logps(reference, segment)
+            return (paper.answer_logps(model, segment) - asked).sum()
+
+        with torch.no_grad():
+            kl = max(0.0, float(torch.stack([ratio(each) for each in paper.strangers(steps[1], rows)]).mean()))
+        good = torch.tensor([row.verdict > 0 for row in rows])
+        ratios = torch.stack([ratio(row.segments()[0]) for row in rows])
+        expected = paper.verdict_losses(loss, numbers, ratios, good, kl).mean()
+    balance = balance_of(model, [segment for row in rows for segment in row.segments()])
+    model.zero_grad()
+    (expected + 0.5 * balance).backward()
+    assert result.steps[1].loss == pytest.approx(expected.item(), rel=1e-5), "loss is the objective's own"
+    assert result.steps[1].measures["router_aux_loss"] == pytest.approx(balance.item(), rel=1e-5)
+    assert paper.gradient_error(steps[1].gradients, model) < 1e-4
+    assert balance.item() > 2.01, "it is 2 where all experts are chosen alike"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
