@@ -16,6 +16,8 @@ import hypothesis
 import pytest
 import tokenizers
 
+from luthier.errors import RowError
+
 # Tests run beside each other, and models are tiny: more threads than one only wait for each other. Programs that tests
 # start inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -37,6 +39,11 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("steady")
+
+
+def reason_is(reason: str) -> Callable[[RowError], bool]:
+    """For ``pytest.raises(RowError, check=reason_is("no_target"))``: a row is refused for this reason, in any words."""
+    return lambda error: error.reason == reason
 
 
 def pytest_collection_finish() -> None:

@@ -21,6 +21,7 @@ from luthier.preparation import prepare as preparing
 from luthier.preparation.prepare import Prepared, prepare
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import BLANK_ANSWER, Sample
+from tests.conftest import reason_is
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -288,5 +289,5 @@ def test_the_same_holds_for_rows_in_python(tmp_path: Path) -> None:
 
     sample = encode({"messages": [USER, USER, BLANK, USER, ASSISTANT]}, encoder.tokenizer)
     assert dict(sample.notes) == {"two user messages in a row": 1, BLANK_ANSWER: 1}
-    with pytest.raises(RowError, match="blank_answer"):
+    with pytest.raises(RowError, check=reason_is("blank_answer")):
         encode({"messages": [USER, BLANK]}, encoder.tokenizer)

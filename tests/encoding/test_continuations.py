@@ -16,6 +16,7 @@ from luthier.presets import tokenizer_folder
 from luthier.records import Sample
 from luthier.store.shard import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter, row_key
+from tests.conftest import reason_is
 
 PAIR = {"prompt": "Which is best?", "chosen": "This one.", "rejected": "That one, I think.", "margin": 0.5}
 CHAT = [
@@ -75,14 +76,14 @@ def test_continuations_that_begin_alike_stay_two_leaves(tokenizer: Any, chosen: 
 
 
 def test_a_pair_without_a_difference_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(RowError, match="no_difference"):
+    with pytest.raises(RowError, check=reason_is("no_difference")):
         encode({**PAIR, "rejected": PAIR["chosen"]}, tokenizer)
     assert encode({**PAIR, "rejected": PAIR["chosen"] + "!"}, tokenizer)
 
 
 def test_a_continuation_with_nothing_to_learn_is_no_row(tokenizer: Any) -> None:
     untrained = [{"role": "assistant", "content": "x", "train": False}]
-    with pytest.raises(RowError, match="no_target"):
+    with pytest.raises(RowError, check=reason_is("no_target")):
         encode({**PAIR, "rejected": untrained}, tokenizer)
 
 

@@ -32,6 +32,7 @@ from luthier.layout.mrope import _compiled, mrope_positions, packed_mrope
 from luthier.layout.position_schemes import Arrangement, MediaGrids, PositionScheme, position_scheme, token_types
 from luthier.layout.trees import tree_positions
 from luthier.records import Branch
+from tests.conftest import reason_is
 
 IMG, VID, AUD, VS, VE, AS, AE = 500, 501, 504, 502, 503, 505, 506
 VIDEO_START, VIDEO_END = 507, 508
@@ -431,7 +432,7 @@ def test_tokens_that_do_not_fit_their_grids_are_refused_with_both_numbers(name: 
         case _:
             row.ids.insert(row.ids.index(IMG) + 1, 9)
             row.images[0] = (*row.images[0][:-2], 16, 16) if name == "hunyuan_vl" else row.images[0]
-    with pytest.raises(RowError, match=r"media_mismatch.*\d+.* (tokens|torn|token|crops)"):
+    with pytest.raises(RowError, check=reason_is("media_mismatch")):
         found(case, row, [Branch(parent=-1, length=len(row.ids))])
 
 

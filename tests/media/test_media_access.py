@@ -16,6 +16,7 @@ from media_files import OPEN, access
 
 from luthier.errors import RowError, RowForbidden
 from luthier.media.files import access as fetching
+from tests.conftest import reason_is
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_devices_impossible_names_and_large_files_are_told_too(root: Path) -> No
     assert refusal(f"{root}/a\0.png", root).reason == "media_path"
     assert refusal(f"{root}/{'a' * 5000}", root).reason == "media_path"
     assert "6 bytes, media.max_bytes is 5" in refusal(f"{root}/a.png", root, max_bytes=5).detail
-    with pytest.raises(RowError, match="media_empty"):
+    with pytest.raises(RowError, check=reason_is("media_empty")):
         OPEN.open(b"")
 
 

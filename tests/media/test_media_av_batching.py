@@ -18,6 +18,7 @@ from luthier.media.processors.batching import merge_features
 from luthier.media.processors.outputs import TOKEN_OUTPUTS
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader, MediaHeader, VideoHeader
+from tests.conftest import reason_is
 from tests.media.test_media_families import own_ids as own_picture_ids
 from tests.media.test_media_families import picture, random_sizes
 from tests.media.test_media_video_families import NUM_SIZES, clip, frames_of, metadata_of
@@ -140,7 +141,7 @@ def test_other_frames_than_were_planned_are_noticed() -> None:
         frames=video.frames, frame_indices=(*video.frame_indices[:-1], 20), fps=12.0, total_num_frames=21
     )
     other = clip(40, 70, 21, 6.0)
-    with pytest.raises(RowError, match="media_mismatch"):
+    with pytest.raises(RowError, check=reason_is("media_mismatch")):
         media.features([(other, late)])
 
 

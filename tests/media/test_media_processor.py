@@ -21,6 +21,7 @@ from luthier.media.processors.calling import AreaLimits
 from luthier.media.processors.patches import quick_patches
 from luthier.media.processors.processor import MediaProcessor, process_pictures
 from luthier.records import ImageHeader
+from tests.conftest import reason_is
 from tests.media.test_media_families import our_ids, own_ids, picture
 from tests.media.tiny_processors import BUILDERS, tiny_tokenizer
 
@@ -186,7 +187,7 @@ def test_a_setting_that_a_formula_needs_and_does_not_find_is_refused() -> None:
 
 def test_sizes_that_break_a_processor_are_the_rows_fault() -> None:
     media = MediaProcessor.of(BUILDERS["lfm2_vl"]())
-    with pytest.raises(RowError, match="media_refused"):
+    with pytest.raises(RowError, check=reason_is("media_refused")):
         media.features([(ImageHeader(width=68, height=1307), DecodedImage(pixels=picture(68, 1307)))])
 
 

@@ -14,6 +14,7 @@ from luthier.rendering.answers import require_answer
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.render import THOUGHT_IN_LETTERS
 from luthier.rendering.targets import TargetPolicy
+from tests.conftest import reason_is
 from tests.rendering.chat import CHATML, CONTROL, assistant, conversation, renderer, user
 from tests.rendering.test_render import trained
 
@@ -251,7 +252,7 @@ def test_of_two_answers_in_a_row_each_is_learned_with_a_stop_or_the_row_is_refus
 def test_without_a_stop_to_learn_such_a_row_is_taken() -> None:
     source = CHATML.replace("+ '<|im_end|>\n' }}", "}}{% if message.role == 'user' %}{{ '<|im_end|>\n' }}{% endif %}")
     row = conversation(user("u"), assistant("first"), assistant("second"))
-    with pytest.raises(RowError, match="no_stop"):
+    with pytest.raises(RowError, check=reason_is("no_stop")):
         renderer(source).render(row)
     paths = renderer(source, policy=TargetPolicy(train_stop=False)).render(row).paths
     assert "".join(map(trained, paths)) == "firstsecond"

@@ -21,7 +21,7 @@ from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.tracked import own_text
-from tests.conftest import examples
+from tests.conftest import examples, reason_is
 
 TOKENS = ("<|im_start|>", "<|im_end|>", "<eos>")
 CONTROL = ControlTokens(tokens=frozenset(TOKENS), special=frozenset(TOKENS), stops=frozenset({"<|im_end|>"}))
@@ -225,7 +225,7 @@ def test_a_question_that_nobody_noted_is_found_out() -> None:
     def silent(template: ChatTemplate) -> None:
         template._environment.tests["upper"] = lambda value: str.isupper(str.__str__(value))
 
-    with pytest.raises(RowError, match="untraceable"):
+    with pytest.raises(RowError, check=reason_is("untraceable")):
         recorded(source, "HELLO", silent)
 
 

@@ -11,6 +11,7 @@ from luthier.errors import RowDropped, RowError
 from luthier.records import ControlPiece, Document, Piece, Preference, Text, TextPiece, Thinking, ToolCall
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.targets import TargetPolicy
+from tests.conftest import reason_is
 from tests.rendering.chat import CHATML, CONTROL, assistant, conversation, message, renderer, user
 
 
@@ -86,7 +87,7 @@ def test_a_data_set_overrides_the_run_and_a_message_overrides_both() -> None:
 
 
 def test_a_row_without_any_trained_message_is_dropped_by_name() -> None:
-    with pytest.raises(RowDropped, match="no_target"):
+    with pytest.raises(RowDropped, check=reason_is("no_target")):
         renderer().render(conversation(user("u"), assistant("a", train=False)))
 
 
@@ -145,7 +146,7 @@ def test_what_the_generation_prompt_supplies_is_no_target() -> None:
 
 def test_a_turn_that_no_prompt_reproduces_is_refused_with_the_reason() -> None:
     template = CHATML.replace("'<|im_start|>assistant\n' }}", "'<|im_start|>bot\n' }}")
-    with pytest.raises(RowError, match="prompt_not_reproduced") as caught:
+    with pytest.raises(RowError, check=reason_is("prompt_not_reproduced")) as caught:
         renderer(template).render(TWO_TURNS)
     assert caught.value.field == "messages[3]"
 
@@ -191,13 +192,13 @@ def test_an_answer_that_begins_with_white_space_does_not_leak_its_seam_into_late
 
 def test_a_template_that_drops_a_tool_call_is_refused() -> None:
     row = conversation(user("u"), assistant(ToolCall(name="f", arguments={"a": 1})))
-    with pytest.raises(RowError, match="dropped_by_template"):
+    with pytest.raises(RowError, check=reason_is("dropped_by_template")):
         renderer().render(row)
 
 
 def test_a_template_without_stop_is_refused_unless_the_stop_is_not_trained() -> None:
     endless = CHATML.replace("'<|im_end|>\n'", "'\n'")
-    with pytest.raises(RowError, match="no_stop"):
+    with pytest.raises(RowError, check=reason_is("no_stop")):
         renderer(endless).render(TWO_TURNS)
     (path,) = renderer(endless, policy=TargetPolicy(train_stop=False)).render(TWO_TURNS).paths
     assert trained(path) == "hellobye"
@@ -289,5 +290,5 @@ def test_a_document_is_all_target_and_ends_with_the_end_token() -> None:
 
 
 def test_pairs_are_refused_by_an_objective_that_cannot_use_them() -> None:
-    with pytest.raises(RowError, match="objective"):
+    with pytest.raises(RowError, check=reason_is("objective")):
         renderer().render(Preference(prompt=(user("u"),), chosen=(assistant("a"),), rejected=(assistant("b"),)))

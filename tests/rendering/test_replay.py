@@ -22,6 +22,7 @@ from luthier.rendering.paths import cut_paths
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, Weights
 from luthier.rendering.template import ChatTemplate
+from tests.conftest import reason_is
 
 # Templates that look at content in every way that stock templates do.
 TEMPLATES = {
@@ -189,7 +190,7 @@ def test_an_unfinished_answer_ends_with_its_text_and_teaches_no_stop() -> None:
     assert trained(path) == ["b", "<|im_end|>", "d "] and path[-1] == whole[len(path) - 1]
     untrained = renderer(policy=TargetPolicy(train_on=TrainOn.COMPLETION))
     prefilled = replace(row, continue_final_message=True, messages=(*row.messages[:3], assistant("d ", train=False)))
-    with pytest.raises(RowError, match="no_target"):
+    with pytest.raises(RowError, check=reason_is("no_target")):
         untrained.render(prefilled)
 
 
@@ -230,7 +231,7 @@ def test_thinking_that_was_written_in_the_text_returns_to_it_where_the_template_
     row = conversation(user("a"), assistant(thought, "b"))
     (path,) = renderer().render(row).paths
     assert "".join(trained(path)) == "<think>hm</think>\nb<|im_end|>"
-    with pytest.raises(RowError, match="dropped_by_template"):
+    with pytest.raises(RowError, check=reason_is("dropped_by_template")):
         renderer().render(conversation(user("a"), assistant(Thinking(text="hm"), "b")))
 
 
@@ -238,7 +239,7 @@ def test_control_strings_in_text_are_counted_refused_or_allowed() -> None:
     row = conversation(user("say <|im_end|> <think>"), assistant("<|im_end|>"))
     assert renderer().fill(row).control_strings == {"<|im_end|>": 2, "<think>": 1}
     assert renderer().fill(conversation(user("< | im_end | >"), assistant("b"))).control_strings == {}
-    with pytest.raises(RowError, match=r"control_string.*<think>, <\|im_end\|>"):
+    with pytest.raises(RowError, check=reason_is("control_string")):
         renderer(policy=TargetPolicy(forbids_control=True)).fill(row)
     allowing = renderer(policy=TargetPolicy(allowed=frozenset({"<think>", "<|im_start|>"}))).fill(row)
     assert allowing.allowed == {"<think>"}

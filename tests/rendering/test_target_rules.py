@@ -36,6 +36,7 @@ from luthier.records import (
 from luthier.rendering.targets import TargetPolicy, apply_rules, apply_to_messages, rules_from_config
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout
+from tests.conftest import reason_is
 from tests.rendering.chat import assistant, conversation, message, renderer, user
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "targets.md"
@@ -154,7 +155,7 @@ def test_a_message_of_weight_zero_or_trained_false_is_context() -> None:
 
 
 def test_a_row_of_weight_zero_has_no_target_and_is_dropped() -> None:
-    with pytest.raises(RowDropped, match="no_target"):
+    with pytest.raises(RowDropped, check=reason_is("no_target")):
         targets(replace(ROW, weight=0.0))
 
 
@@ -494,7 +495,7 @@ def test_only_rules_without_role_turn_and_part_reach_documents() -> None:
 def test_documents_are_learned_as_their_parts_and_weight_say() -> None:
     document = Document(parts=(Text(text="ab "), Text(text="cd", train=False)), weight=0.5)
     assert targets(document) == [(0.5, "ab"), (0.5, "<|im_end|>")]
-    with pytest.raises(RowDropped, match="no_target"):
+    with pytest.raises(RowDropped, check=reason_is("no_target")):
         targets(document, targets=[{"train": False}])
 
 

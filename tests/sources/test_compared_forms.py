@@ -9,6 +9,7 @@ from spoken_rows import ADDRESS, ASSISTANT, USER, convert, said
 
 from luthier.errors import RowError
 from luthier.records import Feedback, Preference
+from tests.conftest import reason_is
 
 BAD = {"role": "assistant", "content": "What"}
 PAIR = Preference(
@@ -47,7 +48,7 @@ def test_margins_are_numbers_also_as_text(value: Any, margin: float | None) -> N
 
 @pytest.mark.parametrize("value", ["much", True, [1], 1e9, "nan"])
 def test_what_is_no_margin_is_refused(value: Any) -> None:
-    with pytest.raises(RowError, match="bad_margin"):
+    with pytest.raises(RowError, check=reason_is("bad_margin")):
         convert({**PAIRS["texts"], "margin": value})
 
 
@@ -74,7 +75,7 @@ def test_labels_are_verdicts_in_all_their_spellings(label: Any, desirable: bool)
 
 @pytest.mark.parametrize("label", ["perhaps", 2, 0.5, [], {"good": 1}])
 def test_what_is_no_verdict_is_refused(label: Any) -> None:
-    with pytest.raises(RowError, match="bad_label"):
+    with pytest.raises(RowError, check=reason_is("bad_label")):
         convert({"prompt": "Hi", "completion": "Hello", "kto_tag": label})
 
 

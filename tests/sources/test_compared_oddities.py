@@ -13,6 +13,7 @@ from luthier.errors import RowError, SourceError
 from luthier.records import Feedback, Preference
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout
+from tests.conftest import reason_is
 
 BAD = {"role": "assistant", "content": "What"}
 NOTE = "two {} messages in a row"
@@ -83,7 +84,7 @@ def test_without_a_common_prompt_both_beginnings_and_the_way_out_are_told() -> N
         "chosen": [{"role": "system", "content": "Be brief."}, USER, ASSISTANT],
         "rejected": [{"role": "system", "content": "Be kind."}, USER, BAD],
     }
-    with pytest.raises(RowError, match="no_common_prompt") as caught:
+    with pytest.raises(RowError, check=reason_is("no_common_prompt")) as caught:
         convert(sides)
     for words in ("system 'Be brief.'", "system 'Be kind.'", "a column of its own"):
         assert words in caught.value.detail
@@ -101,7 +102,7 @@ def test_one_bad_label_does_not_make_a_file_of_verdicts_something_else() -> None
     layout = detect_layout(SourceConfig(path="data/rows.jsonl"), rows)
     assert layout.format is Format.FEEDBACK
     reader = RowReader(layout=layout)
-    with pytest.raises(RowError, match="bad_label"):
+    with pytest.raises(RowError, check=reason_is("bad_label")):
         reader.convert(RawRow(raw=b"", data=rows[0], address=ADDRESS))
     assert isinstance(reader.convert(RawRow(raw=b"", data=rows[1], address=ADDRESS)), Feedback)
 

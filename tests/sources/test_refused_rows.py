@@ -9,6 +9,7 @@ from spoken_rows import ADDRESS, ASSISTANT, CALL, USER, chat, convert
 
 from luthier.config.schema import Format
 from luthier.errors import RowError
+from tests.conftest import reason_is
 
 
 def calling(call: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def test_orders_that_only_a_template_can_judge_are_accepted_as_they_stand(messag
 
 @pytest.mark.parametrize("tools", ["not json", "[1]", [{"description": "nameless"}], 7, '[{"name": 3}]'])
 def test_tools_that_declare_nothing_are_refused(tools: Any) -> None:
-    with pytest.raises(RowError, match="bad_tools"):
+    with pytest.raises(RowError, check=reason_is("bad_tools")):
         chat(USER, ASSISTANT, tools=tools)
 
 

@@ -19,6 +19,7 @@ from luthier.records import (
     Thinking,
     ToolCall,
 )
+from tests.conftest import reason_is
 
 # ------------------------------------------------------------------------------------------------------- alpaca
 
@@ -236,7 +237,7 @@ def test_text_rows_are_documents() -> None:
 def test_only_a_prompt_column_that_the_user_named_is_plain_text() -> None:
     expected = Document(parts=(Text(text="Once"),), address=ADDRESS)
     assert convert({"content": "Once"}, columns={"prompt": "content"}) == expected
-    with pytest.raises(RowError, match=r"missing_column.*'output'"):
+    with pytest.raises(RowError, check=reason_is("missing_column")):
         convert({"content": "Once"}, format=Format.ALPACA, columns={"prompt": "content"})
 
 
@@ -263,5 +264,5 @@ def test_feedback_rows_have_a_prompt_or_messages() -> None:
     assert convert({"prompt": "Hi", "completion": "Hello", "label": "True"}) == expected
     assert convert({"messages": [USER, ASSISTANT], "label": 1}, format=Format.FEEDBACK) == expected
     assert isinstance(convert({"messages": [USER, ASSISTANT], "label": 1}), Conversation)
-    with pytest.raises(RowError, match="bad_label"):
+    with pytest.raises(RowError, check=reason_is("bad_label")):
         convert({"prompt": "Hi", "completion": "Hello", "label": "good"}, format=Format.FEEDBACK)
