@@ -214,7 +214,7 @@ def _for_choices(text: str, schema: JsonSchema) -> str | None:
     ask = f"did you mean {close}? " if close is not None else ""
     if len(names) <= MAX_CHOICES:
         return f"{ask}allowed: {', '.join(names)}"
-    return f"{ask}allowed: {', '.join(names[:6])} … all {len(names)} are in docs/config.md"
+    return f"{ask}allowed: {', '.join(names[:6])} … all {len(names)} are in `luthier config schema`"
 
 
 def _for_example(schema: JsonSchema, path: Path) -> str:

@@ -64,7 +64,6 @@ class Objective:
         return resolve(self.losses) if isinstance(self.losses, str) else self.losses
 
 
-_STEP_LOSSES = "luthier.train.objective"
 LOSSES: Table[Loss] = Table("loss", {row.name: row for row in loss_rows.ROWS})
 OBJECTIVES: Table[Objective] = Table(
     "objective",
@@ -75,25 +74,27 @@ OBJECTIVES: Table[Objective] = Table(
                 name="sft",
                 rows=RowKind.ANSWER,
                 default_loss="cross_entropy",
-                losses=f"{_STEP_LOSSES}:token_losses",
+                losses="luthier.train.tokens:token_losses",
                 by_token=True,
             ),
             Objective(
                 name="pt",
                 rows=RowKind.ANSWER,
                 default_loss="cross_entropy",
-                losses=f"{_STEP_LOSSES}:token_losses",
+                losses="luthier.train.tokens:token_losses",
                 by_token=True,
             ),
             Objective(
                 name="rm",
                 rows=RowKind.PAIR,
                 default_loss="bradley_terry",
-                losses=f"{_STEP_LOSSES}:reward_losses",
+                losses="luthier.train.rewards:reward_losses",
                 has_head=False,
             ),
-            Objective(name="dpo", rows=RowKind.PAIR, default_loss="sigmoid", losses=f"{_STEP_LOSSES}:pair_losses"),
-            Objective(name="kto", rows=RowKind.VERDICT, default_loss="kto", losses=f"{_STEP_LOSSES}:feedback_losses"),
+            Objective(name="dpo", rows=RowKind.PAIR, default_loss="sigmoid", losses="luthier.train.pairs:pair_losses"),
+            Objective(
+                name="kto", rows=RowKind.VERDICT, default_loss="kto", losses="luthier.train.verdicts:feedback_losses"
+            ),
         )
     },
 )

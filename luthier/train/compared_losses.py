@@ -1,53 +1,18 @@
-"""What losses that compare answers have in common, and the simplest of them, that of reward models.
+"""What losses that compare answers have in common.
 
 S segments, U units (pairs, or rows with a verdict).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
-from luthier.models.passes import ModelPass
-from luthier.objectives import Measure, Measures, RunningMean, SequenceLoss, TokenScores, measure, reward_loss_sum
+from luthier.objectives import Measure, Measures, RunningMean, SequenceLoss, TokenScores, measure
 from luthier.records import Batch
-from luthier.train.result import ACCURACIES, MARGINS, REWARDS
-from luthier.train.step_losses import MicroLoss, Reduce, Stateless
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class RewardLosses(Stateless):
-    """``rm``: the reward of the chosen answer above that of the rejected one."""
-
-    forward: ModelPass
-    name: str = "bradley_terry"
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    num_sources: int = 1
-
-    @property
-    def measured(self) -> tuple[str, ...]:
-        """See `StepLosses`."""
-        return (*REWARDS, ACCURACIES, MARGINS)
-
-    def num_units(self, batch: Batch) -> int:
-        """Pairs."""
-        return len(batch.units)
-
-    def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
-        """See `StepLosses`."""
-        rewards_S = self.forward.rewards(model, batch)
-        found = reward_loss_sum(
-            rewards_S,
-            pairs_of(batch).to(rewards_S.device),
-            margins_P=torch.tensor([unit.verdict for unit in batch.units], device=rewards_S.device),
-            weights_P=weights_of(batch, rewards_S.device),
-            name=self.name,
-            numbers=self.numbers,
-        )
-        return micro_loss(found, rewards_S.sum() * 0, batch, self.num_sources)
+from luthier.train.result import REWARDS
+from luthier.train.step_losses import MicroLoss, Reduce
 
 
 def pairs_of(batch: Batch) -> torch.Tensor:

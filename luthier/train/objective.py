@@ -24,14 +24,9 @@ from luthier.models.model import REWARD_HEAD, is_reward_model
 from luthier.models.parts import MediaNeeds, families_of, media_needs, model_needs, text_attention
 from luthier.models.passes import ModelPass, casting, reward_head
 from luthier.models.routers import Routers, balanced_routers
-from luthier.objectives import TokenSettings, feedback_settings, pair_settings, token_settings
-from luthier.train.compared_losses import RewardLosses
 from luthier.train.kernel_choice import choose_kernel
 from luthier.train.objective_parts import ObjectiveParts, first_inputs
-from luthier.train.pairs import PairLosses
-from luthier.train.reference_choice import choose_reference, ld_alpha, reference_model
-from luthier.train.step_losses import StepLosses, TokenLosses
-from luthier.train.verdicts import FeedbackLosses
+from luthier.train.step_losses import BothLosses, Tell
 
 
 def model_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
@@ -133,60 +128,10 @@ def _needs(parts: ObjectiveParts) -> MediaNeeds:
     return model_needs(model)
 
 
-Tell = Callable[[str], None]
-BothLosses = tuple[StepLosses, StepLosses]
-
-
 def make_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
     """What training minimises, and what is measured on held-out rows. Raises `ModelError`."""
     found: BothLosses = OBJECTIVES[parts.config.objective.name].make_losses(parts, forward, tell)
     return found
-
-
-def token_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
-    """Of ``sft`` and ``pt``: held-out rows are measured by plain cross-entropy, whatever is trained."""
-    objective = parts.config.objective
-    sources, eval_sources = parts.num_sources
-    reference = reference_model(parts, forward, tell) if objective.needs_reference else None
-    settings = token_settings(objective)
-    return (
-        TokenLosses(forward=forward, settings=settings, reference=reference, num_sources=sources),
-        TokenLosses(forward=forward, settings=TokenSettings(), num_sources=eval_sources),
-    )
-
-
-def reward_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
-    """Of ``rm``."""
-    objective, num_sources = parts.config.objective, max(parts.num_sources)
-    losses = RewardLosses(forward=forward, name=objective.loss_name, numbers=objective.numbers, num_sources=num_sources)
-    return losses, losses
-
-
-def pair_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
-    """Of ``dpo`` and its kin."""
-    objective = parts.config.objective
-    losses = PairLosses(
-        forward=forward,
-        name=objective.loss_name,
-        settings=pair_settings(objective),
-        reference=choose_reference(parts, forward, tell) if objective.needs_reference else None,
-        ld_alpha=ld_alpha(parts.config),
-        num_sources=max(parts.num_sources),
-    )
-    return losses, losses
-
-
-def feedback_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
-    """Of ``kto`` and its kin."""
-    objective = parts.config.objective
-    losses = FeedbackLosses(
-        forward=forward,
-        name=objective.loss_name,
-        settings=feedback_settings(objective),
-        reference=choose_reference(parts, forward, tell),
-        num_sources=max(parts.num_sources),
-    )
-    return losses, losses
 
 
 class HiddenStates(nn.Module):

@@ -32,6 +32,7 @@ from luthier.objectives import (
     log_square_sums,
     pair_loss_sum,
     pair_scores,
+    pair_settings,
     sequence_scores,
     tail_discount,
     token_scores,
@@ -39,9 +40,25 @@ from luthier.objectives import (
 from luthier.objectives.sorted_sides import SortedSides
 from luthier.records import Batch, Targets
 from luthier.train.compared_losses import entropy_of, micro_loss, pairs_of, rewards_after, weights_of
+from luthier.train.objective_parts import ObjectiveParts
+from luthier.train.reference_choice import choose_reference, ld_alpha
 from luthier.train.references import Reference
 from luthier.train.result import ACCURACIES, ENTROPY, MARGINS, REWARDS
-from luthier.train.step_losses import MicroLoss, Reduce
+from luthier.train.step_losses import BothLosses, MicroLoss, Reduce, Tell
+
+
+def pair_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+    """The losses of a run, the same on held-out rows."""
+    objective = parts.config.objective
+    losses = PairLosses(
+        forward=forward,
+        name=objective.loss_name,
+        settings=pair_settings(objective),
+        reference=choose_reference(parts, forward, tell) if objective.needs_reference else None,
+        ld_alpha=ld_alpha(parts.config),
+        num_sources=max(parts.num_sources),
+    )
+    return losses, losses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -29,6 +29,7 @@ from luthier.objectives import (
     SequenceScores,
     TokenScores,
     feedback_loss_sum,
+    feedback_settings,
     kl_baseline,
     kl_measure,
     sequence_scores,
@@ -36,9 +37,24 @@ from luthier.objectives import (
 from luthier.objectives.measures import measure
 from luthier.records import Batch, Targets
 from luthier.train.compared_losses import entropy_of, micro_loss, rewards_after, weights_of
+from luthier.train.objective_parts import ObjectiveParts
+from luthier.train.reference_choice import choose_reference
 from luthier.train.references import Reference
 from luthier.train.result import ACCURACIES, ENTROPY, REWARDS
-from luthier.train.step_losses import MicroLoss, Reduce
+from luthier.train.step_losses import BothLosses, MicroLoss, Reduce, Tell
+
+
+def feedback_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+    """The losses of a run, the same on held-out rows."""
+    objective = parts.config.objective
+    losses = FeedbackLosses(
+        forward=forward,
+        name=objective.loss_name,
+        settings=feedback_settings(objective),
+        reference=choose_reference(parts, forward, tell),
+        num_sources=max(parts.num_sources),
+    )
+    return losses, losses
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
