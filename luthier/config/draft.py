@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from luthier.config.explain import explain
 from luthier.config.schema import RunConfig
-from luthier.config.tree import Node, Path, get, parse_path, plain, show_path
+from luthier.config.tree import KeyPath, Node, get, parse_path, plain, show_path
 from luthier.errors import (
     UNPLACED,
     BudgetError,
@@ -47,7 +47,7 @@ class Draft:
     config: RunConfig
     tree: Node
     name: str
-    faulty: frozenset[Path] = frozenset()
+    faulty: frozenset[KeyPath] = frozenset()
     machine: tuple[Problem, ...] = ()
 
     def sound(self, *keys: str) -> bool:
@@ -160,8 +160,8 @@ def read_draft(tree: Node, name: str) -> tuple[Draft | None, list[Problem]]:
     """
     values = plain(tree)
     problems: list[Problem] = []
-    told: set[Path] = set()
-    faulty: set[Path] = set()
+    told: set[KeyPath] = set()
+    faulty: set[KeyPath] = set()
     for _ in range(MAX_ROUNDS):
         try:
             config = RunConfig.model_validate(values)
@@ -180,7 +180,7 @@ def read_draft(tree: Node, name: str) -> tuple[Draft | None, list[Problem]]:
     return None, problems
 
 
-def _mend(values: Any, path: Path) -> None:
+def _mend(values: Any, path: KeyPath) -> None:
     """Remove the value at ``path``, or put a stand-in where one is required."""
     if _RULES in path:
         path = path[: path.index(_RULES) + 1]  # rules lean on each other: without all of them none is missed
@@ -197,7 +197,7 @@ def _mend(values: Any, path: Path) -> None:
         values[last] = _STAND_INS[last]
 
 
-def _path(key: str) -> Path:
+def _path(key: str) -> KeyPath:
     path = parse_path(key)
     assert path is not None, key
     return path

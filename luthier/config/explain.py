@@ -12,7 +12,18 @@ from luthier.config.objective import LOSSES, OBJECTIVES, losses_of
 from luthier.config.scalars import number_meant
 from luthier.config.suggest import nearest
 from luthier.config.synonyms import Meant, our_name, value_meant, what_is_meant
-from luthier.config.tree import Mapping, Node, Path, Scalar, Sequence, find, parse_path, plain, show_path, show_value
+from luthier.config.tree import (
+    KeyPath,
+    ListNode,
+    MappingNode,
+    Node,
+    Scalar,
+    find,
+    parse_path,
+    plain,
+    show_path,
+    show_value,
+)
 from luthier.config.words import JsonSchema, all_keys, choices, expected, kinds, known_keys, resolve, schema_at
 from luthier.errors import Problem
 
@@ -34,8 +45,8 @@ class Explained:
     """A problem, the path whose value cannot be used, and the path that was probably meant."""
 
     problem: Problem
-    path: Path
-    meant: Path | None = None
+    path: KeyPath
+    meant: KeyPath | None = None
     is_missing: bool = False
 
     def is_met_by(self, others: list[Explained]) -> bool:
@@ -46,7 +57,7 @@ class Explained:
 
 def explain(details: list[ErrorDetails], tree: Node, name: str) -> list[Explained]:
     """One explanation per faulty path; a validator reports each member of a union, a person wants to hear it once."""
-    found: dict[Path, Explained] = {}
+    found: dict[KeyPath, Explained] = {}
     for detail in details:
         location = tuple(detail["loc"])
         match detail["type"]:
@@ -62,7 +73,7 @@ def explain(details: list[ErrorDetails], tree: Node, name: str) -> list[Explaine
     return list(found.values())
 
 
-def _missing(path: Path, tree: Node, name: str) -> Explained:
+def _missing(path: KeyPath, tree: Node, name: str) -> Explained:
     parent, reached = find(tree, path)
     key = str(path[-1])
     where = str(parent.where) if reached and parent.where.line is not None else f"{name}:1"  # of the whole file
@@ -74,7 +85,7 @@ def _missing(path: Path, tree: Node, name: str) -> Explained:
     )
 
 
-def _unknown(path: Path, tree: Node) -> Explained:
+def _unknown(path: KeyPath, tree: Node) -> Explained:
     node, _ = find(tree, path)
     section, key = path[:-1], str(path[-1])
     hint, meant = _what_was_meant(section, key, plain(node))
@@ -84,7 +95,7 @@ def _unknown(path: Path, tree: Node) -> Explained:
     )
 
 
-def _what_was_meant(section: Path, key: str, value: object) -> tuple[str, Path | None]:
+def _what_was_meant(section: KeyPath, key: str, value: object) -> tuple[str, KeyPath | None]:
     here = known_keys(section)
     if "." in key and key in all_keys():
         head, tail = key.split(".", 1)
@@ -106,7 +117,7 @@ def _what_was_meant(section: Path, key: str, value: object) -> tuple[str, Path |
     return f"allowed here: {', '.join(here)}", None
 
 
-def _other_tools_word(meant: Meant) -> tuple[str, Path | None]:
+def _other_tools_word(meant: Meant) -> tuple[str, KeyPath | None]:
     if meant.key is None:
         return str(meant.told), None
     path = parse_path(meant.key)
@@ -116,13 +127,13 @@ def _other_tools_word(meant: Meant) -> tuple[str, Path | None]:
     return f"Luthier's name for it is {meant.key}{_of(path)}", path
 
 
-def _of(path: Path) -> str:
+def _of(path: KeyPath) -> str:
     schema = schema_at(path)
     names = choices(schema) if schema is not None else ()
     return f", one of {', '.join(names)}" if 0 < len(names) <= MAX_CHOICES else ""
 
 
-def _unfit(location: Path, tree: Node, reason: str | None) -> Explained:
+def _unfit(location: KeyPath, tree: Node, reason: str | None) -> Explained:
     node, path = find(tree, location)
     schema = schema_at(path) or {}
     what = f"{show_value(node)} {reason}" if reason else f"expected {expected(schema)}, got {show_value(node)}"
@@ -130,7 +141,7 @@ def _unfit(location: Path, tree: Node, reason: str | None) -> Explained:
     return Explained(problem=Problem(where=str(node.where), key=show_path(path), what=what, hint=hint), path=path)
 
 
-def _way_out(node: Node, schema: JsonSchema, path: Path) -> str:
+def _way_out(node: Node, schema: JsonSchema, path: KeyPath) -> str:
     hint: str | None = None
     if isinstance(node, Scalar) and (meant := value_meant(show_path(path), node.value)) is not None:
         return meant.told or f"did you mean {meant.value}? write {meant.key}: {meant.value}"
@@ -143,11 +154,11 @@ def _way_out(node: Node, schema: JsonSchema, path: Path) -> str:
             hint = _for_text(node, schema, path)
         case Scalar() if "string" in kinds(schema) and not kinds(schema) & {"number", "integer"}:
             hint = _for_choices(node.text, schema) or f'put it in quotes: "{node.text}"'
-        case Sequence() if "array" not in kinds(schema):
+        case ListNode() if "array" not in kinds(schema):
             hint = "give one value, not a list"
         case Scalar() if kinds(schema) & {"integer", "number"}:
             hint = _for_number(node, schema, path)
-        case Mapping() if "array" in kinds(schema):
+        case MappingNode() if "array" in kinds(schema):
             hint = "write a list: [a, b]"
         case _:
             pass
@@ -169,7 +180,7 @@ def _for_boolean(node: Scalar, schema: JsonSchema) -> str | None:
     return f'put it in quotes: "{node.text}"' if "string" in allowed else None
 
 
-def _for_text(node: Scalar, schema: JsonSchema, path: Path) -> str | None:
+def _for_text(node: Scalar, schema: JsonSchema, path: KeyPath) -> str | None:
     text, allowed = node.text.strip(), kinds(schema)
     if "boolean" in allowed and text.lower() in _YES | _NO and not choices(schema):
         value = "true" if text.lower() in _YES else "false"
@@ -192,7 +203,7 @@ def _for_text(node: Scalar, schema: JsonSchema, path: Path) -> str | None:
     return _for_other_half(text, path) or _for_choices(text, schema)
 
 
-def _for_other_half(text: str, path: Path) -> str | None:
+def _for_other_half(text: str, path: KeyPath) -> str | None:
     """A loss was named as the objective, as elsewhere ``orpo`` is a trainer of its own; or an objective as the loss."""
     if path == ("objective", "name") and text in LOSSES:
         return f"{text} is a loss: write objective: {{name: {LOSSES[text].objectives[0]}, loss: {text}}}"
@@ -217,7 +228,7 @@ def _for_choices(text: str, schema: JsonSchema) -> str | None:
     return f"{ask}allowed: {', '.join(names[:6])} … all {len(names)} are in `luthier config schema`"
 
 
-def _for_example(schema: JsonSchema, path: Path) -> str:
+def _for_example(schema: JsonSchema, path: KeyPath) -> str:
     default = schema.get("default")
     key = next((step for step in reversed(path) if isinstance(step, str)), "")
     if default is None or default in ([], {}):
@@ -229,7 +240,7 @@ def _for_example(schema: JsonSchema, path: Path) -> str:
     return f"the default is {shown}"
 
 
-def _for_number(node: Scalar, schema: JsonSchema, path: Path) -> str | None:
+def _for_number(node: Scalar, schema: JsonSchema, path: KeyPath) -> str | None:
     value = node.value
     if isinstance(value, float) and math.isfinite(value) and "integer" in kinds(schema):
         if value == 1:

@@ -23,7 +23,7 @@ from luthier.config.overrides import apply_overrides
 from luthier.config.reading import parse_text, read_text
 from luthier.config.schema import RunConfig
 from luthier.config.shorthand import expand
-from luthier.config.tree import Mapping, Node, Where, show_value
+from luthier.config.tree import MappingNode, Node, Where, show_value
 from luthier.config.yaml_text import Parsed
 from luthier.errors import ConfigError, Problem
 from luthier.plugins import load_plugins
@@ -76,11 +76,11 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
     load_plugins()
     problems = list(parsed.problems)
     tree = parsed.tree
-    if tree is not None and not isinstance(tree, Mapping):
+    if tree is not None and not isinstance(tree, MappingNode):
         problems.append(_no_mapping(tree))
         tree = None
     if tree is None:
-        _, more = apply_overrides(Mapping(where=Where(source=name)), overrides)
+        _, more = apply_overrides(MappingNode(where=Where(source=name)), overrides)
         raise ConfigError([*problems, *more])
     long_form, more = apply_overrides(expand(tree), overrides)
     draft, wrong = read_draft(long_form, name)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, get_args, get_origin
 
 from luthier.config.schema import RunConfig, Section
-from luthier.config.tree import Mapping, Node, Scalar, Sequence
+from luthier.config.tree import ListNode, MappingNode, Node, Scalar
 
 
 def expand(tree: Node) -> Node:
@@ -19,8 +19,8 @@ def expand(tree: Node) -> Node:
 
 def _expand_section(node: Node, section: type[Section]) -> Node:
     if section.shorthand is not None and isinstance(node, Scalar) and isinstance(node.value, str):
-        node = Mapping(where=node.where, entries={section.shorthand: node})
-    if not isinstance(node, Mapping):
+        node = MappingNode(where=node.where, entries={section.shorthand: node})
+    if not isinstance(node, MappingNode):
         return node
     fields = section.model_fields
     entries = {
@@ -34,9 +34,9 @@ def _expand_value(node: Node, kind: Any) -> Node:
     if _is_section(kind):
         return _expand_section(node, kind)
     if get_origin(kind) is list and _is_section(item := get_args(kind)[0]):
-        if isinstance(node, Mapping) or (isinstance(node, Scalar) and isinstance(node.value, str)):
-            node = Sequence(where=node.where, items=(node,))
-        if isinstance(node, Sequence):
+        if isinstance(node, MappingNode) or (isinstance(node, Scalar) and isinstance(node.value, str)):
+            node = ListNode(where=node.where, items=(node,))
+        if isinstance(node, ListNode):
             return replace(node, items=tuple(_expand_section(entry, item) for entry in node.items))
     return node
 

@@ -9,11 +9,11 @@ Paths into the tree are tuples, ``("data", "train", 0, "path")``, written ``data
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping as AbstractMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Scalar:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sequence:
+class ListNode:
     """A list. ``size`` counts all nodes in it, aliases in full."""
 
     where: Where
@@ -53,15 +53,15 @@ class Sequence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mapping:
+class MappingNode:
     """A mapping; each value's ``where`` is the line of its key."""
 
     where: Where
-    entries: AbstractMapping[str, Node] = field(default_factory=dict)
+    entries: Mapping[str, Node] = field(default_factory=dict)
     size: int = 1
 
 
-Node = Scalar | Sequence | Mapping
+Node = Scalar | ListNode | MappingNode
 
 
 def plain(node: Node) -> Any:
@@ -69,20 +69,20 @@ def plain(node: Node) -> Any:
     match node:
         case Scalar():
             return node.value
-        case Sequence():
+        case ListNode():
             return [plain(item) for item in node.items]
-        case Mapping():
+        case MappingNode():
             return {key: plain(value) for key, value in node.entries.items()}
         case _:
             raise AssertionError(node)
 
 
-def find(node: Node, path: Path) -> tuple[Node, Path]:
+def find(node: Node, path: KeyPath) -> tuple[Node, KeyPath]:
     """The deepest node on the way along ``path``, and how far that is.
 
     Steps that are not in the tree are skipped if a later one is (validators put the names of union members between).
     """
-    reached: Path = ()
+    reached: KeyPath = ()
     for step in path:
         child = _child(node, step)
         if child is not None:
@@ -90,7 +90,7 @@ def find(node: Node, path: Path) -> tuple[Node, Path]:
     return node, reached
 
 
-def get(node: Node, path: Path) -> Node | None:
+def get(node: Node, path: KeyPath) -> Node | None:
     """The node at ``path``, or None."""
     for step in path:
         child = _child(node, step)
@@ -100,7 +100,7 @@ def get(node: Node, path: Path) -> Node | None:
     return node
 
 
-def put(node: Node, path: Path, value: Node) -> Node:
+def put(node: Node, path: KeyPath, value: Node) -> Node:
     """The tree with ``value`` at ``path``; what is missing is made, a list grows by one at its end.
 
     Raises LookupError with the reason where the path leads through a value, or past the end of a list.
@@ -109,12 +109,12 @@ def put(node: Node, path: Path, value: Node) -> Node:
         return value
     step, rest = path[0], path[1:]
     match node:
-        case Mapping():
+        case MappingNode():
             child = node.entries.get(str(step))
             if child is None or (isinstance(child, Scalar) and child.value is None):
                 child = _empty(rest, value.where)
             return replace(node, entries={**node.entries, str(step): put(child, rest, value)})
-        case Sequence():
+        case ListNode():
             index = _index(step, len(node.items))
             last = [] if index < len(node.items) else [_empty(rest, value.where)]
             items = [*node.items, *last]
@@ -126,7 +126,7 @@ def put(node: Node, path: Path, value: Node) -> Node:
             raise AssertionError(node)
 
 
-def show_path(path: Path) -> str:
+def show_path(path: KeyPath) -> str:
     """``("data", "train", 0, "path")`` -> ``data.train[0].path``."""
     text = ""
     for step in path:
@@ -134,7 +134,7 @@ def show_path(path: Path) -> str:
     return text
 
 
-def parse_path(text: str) -> Path | None:
+def parse_path(text: str) -> KeyPath | None:
     """``data.train[0].path`` or ``data.train.0.path`` -> ``("data", "train", 0, "path")``; None if it is no path."""
     if not re.fullmatch(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d{1,6}\])*", text):
         return None
@@ -153,9 +153,9 @@ def show_value(node: Node) -> str:
             return f'the text "{_cut(node.text)}"'
         case Scalar():
             return _cut(node.text)
-        case Sequence(items=items):
+        case ListNode(items=items):
             return f"a list of {len(items)}" if items else "an empty list"
-        case Mapping(entries=entries):
+        case MappingNode(entries=entries):
             return f"a mapping ({_cut(', '.join(entries))})" if entries else "an empty mapping"
         case _:
             raise AssertionError(node)
@@ -163,17 +163,17 @@ def show_value(node: Node) -> str:
 
 def _child(node: Node, step: str | int) -> Node | None:
     match node:
-        case Mapping():
+        case MappingNode():
             return node.entries.get(str(step))
-        case Sequence() if isinstance(step, int) and 0 <= step < len(node.items):
+        case ListNode() if isinstance(step, int) and 0 <= step < len(node.items):
             return node.items[step]
         case _:
             return None
 
 
-def _empty(rest: Path, where: Where) -> Node:
+def _empty(rest: KeyPath, where: Where) -> Node:
     """What a path can go on into: a list where a number comes next, else a mapping."""
-    return Sequence(where=where, items=()) if rest and isinstance(rest[0], int) else Mapping(where=where)
+    return ListNode(where=where, items=()) if rest and isinstance(rest[0], int) else MappingNode(where=where)
 
 
 def _index(step: str | int, length: int) -> int:

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from luthier.config.schema import RunConfig
-from luthier.config.tree import Path
+from luthier.config.tree import KeyPath
 from luthier.plugins import load_plugins, num_added
 
 JsonSchema = dict[str, Any]
@@ -25,7 +25,7 @@ def _schema(_: int) -> JsonSchema:
     return RunConfig.model_json_schema()
 
 
-def schema_at(path: Path) -> JsonSchema | None:
+def schema_at(path: KeyPath) -> JsonSchema | None:
     """The schema of the value at ``path``, with its default and description; None where no key is known."""
     schema: JsonSchema | None = raw_schema()
     for step in path:
@@ -35,7 +35,7 @@ def schema_at(path: Path) -> JsonSchema | None:
     return schema
 
 
-def known_keys(path: Path) -> tuple[str, ...]:
+def known_keys(path: KeyPath) -> tuple[str, ...]:
     """The keys of the section at ``path``; empty if it is no section."""
     schema = schema_at(path)
     return tuple(schema.get("properties", ())) if schema is not None else ()

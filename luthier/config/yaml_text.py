@@ -25,7 +25,7 @@ from ruamel.yaml.events import (
 
 from luthier.config.scalars import read_plain
 from luthier.config.syntax import Fault, explain_syntax
-from luthier.config.tree import Mapping, Node, Path, Scalar, Sequence, Where, show_path, show_value
+from luthier.config.tree import KeyPath, ListNode, MappingNode, Node, Scalar, Where, show_path, show_value
 from luthier.errors import Problem
 
 MAX_DEPTH = 64
@@ -94,7 +94,7 @@ class _Composer:
             root = self.node(self.next(), ())
         return root
 
-    def node(self, event: Event, path: Path) -> Node:
+    def node(self, event: Event, path: KeyPath) -> Node:
         if isinstance(event, AliasEvent):
             return self.alias(event)
         assert isinstance(event, ScalarEvent | SequenceStartEvent | MappingStartEvent), event
@@ -125,13 +125,13 @@ class _Composer:
             where=self.where(event), value=read_plain(text) if is_plain else text, text=text, quoted=not is_plain
         )
 
-    def sequence(self, start: SequenceStartEvent, path: Path) -> Sequence:
+    def sequence(self, start: SequenceStartEvent, path: KeyPath) -> ListNode:
         items: list[Node] = []
         while not isinstance(event := self.next(), SequenceEndEvent):
             items.append(self.node(event, (*path, len(items))))
-        return Sequence(where=self.where(start), items=tuple(items), size=1 + sum(item.size for item in items))
+        return ListNode(where=self.where(start), items=tuple(items), size=1 + sum(item.size for item in items))
 
-    def mapping(self, start: MappingStartEvent, path: Path) -> Mapping:
+    def mapping(self, start: MappingStartEvent, path: KeyPath) -> MappingNode:
         entries: dict[str, Node] = {}
         merged: dict[str, Node] = {}
         while not isinstance(event := self.next(), MappingEndEvent):
@@ -143,11 +143,11 @@ class _Composer:
             elif name is not None and self.is_new(name, key, entries, path):
                 entries[name] = replace(value, where=key.where)
         entries = {**merged, **entries}
-        return Mapping(
+        return MappingNode(
             where=self.where(start), entries=entries, size=1 + sum(value.size + 1 for value in entries.values())
         )
 
-    def key_name(self, key: Node, path: Path) -> str | None:
+    def key_name(self, key: Node, path: KeyPath) -> str | None:
         """The text of a key; None, and a problem, where it is none."""
         if isinstance(key, Scalar) and isinstance(key.value, str):
             return key.value
@@ -156,7 +156,7 @@ class _Composer:
         self.problems.append(Problem(where=str(key.where), key=show_path(path), what=what, hint=hint))
         return None
 
-    def is_new(self, name: str, key: Node, entries: dict[str, Node], path: Path) -> bool:
+    def is_new(self, name: str, key: Node, entries: dict[str, Node], path: KeyPath) -> bool:
         """True, unless the key was there before: that is a problem."""
         if (first := entries.get(name)) is None:
             return True
@@ -167,10 +167,10 @@ class _Composer:
 
     def merge(self, event: Event, value: Node) -> dict[str, Node]:
         """The entries that ``<<: *base`` or ``<<: [*a, *b]`` brings in; of equal keys, the first base's wins."""
-        bases = value.items if isinstance(value, Sequence) else (value,)
+        bases = value.items if isinstance(value, ListNode) else (value,)
         entries: dict[str, Node] = {}
         for base in bases:
-            if not isinstance(base, Mapping):
+            if not isinstance(base, MappingNode):
                 raise self.refuse(
                     event, f"<< merges mappings, this is {show_value(base)}", "write <<: *name_of_a_mapping"
                 )
