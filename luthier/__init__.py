@@ -111,14 +111,14 @@ if TYPE_CHECKING:
     from luthier.objectives.measures import Measure as Measure
     from luthier.objectives.measures import SequenceLoss as SequenceLoss
     from luthier.objectives.measures import measure as measure
+    from luthier.objectives.pair_formulas import Counterparts as Counterparts
     from luthier.objectives.pair_formulas import PairBaselines as PairBaselines
     from luthier.objectives.pair_formulas import PairSettings as PairSettings
     from luthier.objectives.pair_scores import PairScores as PairScores
-    from luthier.objectives.sorted_sides import Counterparts as Counterparts
-    from luthier.objectives.token_loss import TokenLoss as TokenLoss
-    from luthier.objectives.token_loss import token_loss_sum as token_loss_sum
+    from luthier.objectives.token_losses import TokenLoss as TokenLoss
     from luthier.objectives.token_losses import TokenQuantities as TokenQuantities
     from luthier.objectives.token_losses import TokenSettings as TokenSettings
+    from luthier.objectives.token_losses import token_loss_sum as token_loss_sum
     from luthier.objectives.token_scores import TokenScores as TokenScores
     from luthier.packing import PlanSummary as PlanSummary
     from luthier.packing import SourceShare as SourceShare

@@ -11,7 +11,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
-from luthier.config.reference import config_reference
+from luthier.config.words import config_reference
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.media.families.documented import family_table
 from luthier.objectives.loss_table import loss_table

@@ -102,7 +102,7 @@ def family() -> dict[str, Any]:
 
 def main() -> None:
     os.chdir(sys.argv[1])
-    from luthier.config.reference import config_schema
+    from luthier.config.words import config_schema
 
     told = {"mistakes": mistakes(), "schema": json.dumps(config_schema()), "quiz": quiz(), "verdicts": verdicts()}
     print(json.dumps({**told, "family": family()}))

@@ -334,8 +334,6 @@ def test_a_circle_would_be_found(tmp_path: Path) -> None:
 MAX_FOLDER_FILES = 20
 # Folders with more files, and why, or until when.
 EXCUSED_FOLDERS: dict[str, str] = {
-    "config": "is to be divided",
-    "objectives": "is to be divided",
     "train": "is to be divided",
 }
 

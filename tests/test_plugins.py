@@ -87,7 +87,7 @@ def test_mistakes_and_the_schema_know_its_names(seen: dict[str, Any]) -> None:
 
 
 def test_without_it_nobody_knows_its_names() -> None:
-    from luthier.config.reference import config_schema
+    from luthier.config.words import config_schema
 
     assert not any(f'"{name}"' in json.dumps(config_schema()) for name in ("focal", "quiz", "unlikelihood"))
 

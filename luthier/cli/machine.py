@@ -56,7 +56,7 @@ def schema(
 
     [dim]Example[/]   luthier config schema --out luthier.schema.json
     """
-    from luthier.config.reference import config_schema
+    from luthier.config.words import config_schema
 
     text = to_json(config_schema())
     if out is None:

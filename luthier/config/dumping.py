@@ -9,8 +9,8 @@ import re
 from typing import Any
 
 from luthier.config.adapters import keys_in_force
-from luthier.config.scalars import read_plain
 from luthier.config.schema import AdapterConfig, RunConfig
+from luthier.config.yaml_text import read_plain
 
 _PLAIN = re.compile(r"[A-Za-z_/.~][A-Za-z0-9_./+-]*(:[A-Za-z0-9_./+-]+)?")
 # what YAML 1.1 readers take for a boolean: quoted, although ours does not

@@ -13,18 +13,15 @@ from collections.abc import Mapping as Dictionary
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from luthier.config.conflicts import check_conflicts
 from luthier.config.draft import Draft, read_draft
-from luthier.config.files import check_files
-from luthier.config.machine import check_machine, check_processes
-from luthier.config.overrides import apply_overrides
+from luthier.config.machine import check_files, check_machine, check_processes
 from luthier.config.reading import parse_text, read_text
-from luthier.config.schema import RunConfig
-from luthier.config.shorthand import expand
-from luthier.config.tree import MappingNode, Node, Where, show_value
-from luthier.config.yaml_text import Parsed
+from luthier.config.schema import RunConfig, Section
+from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, put, show_path, show_value
+from luthier.config.yaml_text import Parsed, parse_yaml
 from luthier.errors import ConfigError, Problem
 from luthier.plugins import load_plugins
 
@@ -107,3 +104,79 @@ def _line(problem: Problem) -> tuple[bool, int]:
     """File first, line by line; overrides last, in their order."""
     line = problem.where.rpartition(":")[2]
     return problem.where.startswith("override "), int(line) if line.isdecimal() else 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Overrides from the command line: ``train.learning_rate=1e-4``, ``data.train[0].path=x.jsonl``.
+
+
+LONGEST_SHOWN = 80  # characters of an override in a message
+
+
+def apply_overrides(tree: Node, overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
+    """The tree with every override set, the later over the earlier, and what was wrong with any of them.
+
+    A value is read as YAML: ``1e-4`` is a number, ``[a, b]`` a list, nothing after the ``=`` is null.
+    """
+    problems: list[Problem] = []
+    for override in overrides:
+        name = f"override {override if len(override) <= LONGEST_SHOWN else override[: LONGEST_SHOWN - 1] + '…'}"
+        key, equals, text = override.partition("=")
+        path = parse_path(key.strip().removeprefix("--"))
+        if not equals or path is None:
+            example = "train.learning_rate=1e-4 or data.train[0].path=rows.jsonl"
+            problems.append(Problem(where=name, key="", what="this is not key=value", hint=f"for example {example}"))
+            continue
+        parsed = parse_yaml(text, name, line_numbers=False)
+        problems.extend(parsed.problems)
+        if parsed.problems:
+            continue
+        value = parsed.tree or Scalar(where=Where(source=name), value=None, text="")
+        try:
+            tree = expand(put(tree, path, value))
+        except LookupError as error:
+            problems.append(Problem(where=name, key=show_path(path), what=str(error.args[0]), hint=_see(key)))
+    return tree, problems
+
+
+def _see(key: str) -> str:
+    return f"entries of a list are {key.split('[')[0]}[0], [1] …" if "[" in key else "look the key up in docs/config.md"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Shorthands written out: ``model: NAME`` -> ``model: {name_or_path: NAME}``, one source -> a list of one.
+#
+# The schema accepts them too; here they are written out in the tree, so that overrides and messages meet one form.
+
+
+def expand(tree: Node) -> Node:
+    """The tree of a run description in its long form."""
+    return _expand_section(tree, RunConfig)
+
+
+def _expand_section(node: Node, section: type[Section]) -> Node:
+    if section.shorthand is not None and isinstance(node, Scalar) and isinstance(node.value, str):
+        node = MappingNode(where=node.where, entries={section.shorthand: node})
+    if not isinstance(node, MappingNode):
+        return node
+    fields = section.model_fields
+    entries = {
+        key: _expand_value(value, fields[key].annotation) if key in fields else value
+        for key, value in node.entries.items()
+    }
+    return replace(node, entries=entries)
+
+
+def _expand_value(node: Node, kind: Any) -> Node:
+    if _is_section(kind):
+        return _expand_section(node, kind)
+    if get_origin(kind) is list and _is_section(item := get_args(kind)[0]):
+        if isinstance(node, MappingNode) or (isinstance(node, Scalar) and isinstance(node.value, str)):
+            node = ListNode(where=node.where, items=(node,))
+        if isinstance(node, ListNode):
+            return replace(node, items=tuple(_expand_section(entry, item) for entry in node.items))
+    return node
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)

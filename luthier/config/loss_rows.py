@@ -88,7 +88,7 @@ def _tokens(name: str, formula: str, paper: str, says: str, *, numbers: Numbers 
 
 
 def _rewards(name: str, formula: str, paper: str, says: str, *, numbers: Numbers) -> Loss:
-    function = f"luthier.objectives.reward:{name}"
+    function = f"luthier.objectives.pair_losses:{name}"
     return Loss(
         name=name, objectives=("rm",), function=function, numbers=numbers, formula=formula, paper=paper, says=says
     )
@@ -250,7 +250,7 @@ ROWS = (
         "2406.05882",
         "AOT on pairs, sorted over the step",
         reference_free=True,
-        sorts="luthier.objectives.sorted_sides:gaps",
+        sorts="luthier.objectives.pair_formulas:gaps",
         numbers={"label_smoothing": 0.0},
     ),
     _pairs(
@@ -259,7 +259,7 @@ ROWS = (
         "2406.05882",
         "AOT on two sets, sorted over the step",
         reference_free=True,
-        sorts="luthier.objectives.sorted_sides:ratios",
+        sorts="luthier.objectives.pair_formulas:ratios",
         numbers={"label_smoothing": 0.0},
     ),
     _pairs(

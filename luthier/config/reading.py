@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from luthier.config.suggest import nearest
+from luthier.config.explain import nearest
 from luthier.config.yaml_text import MAX_DEPTH, Parsed, parse_yaml
 from luthier.errors import ConfigError, Problem
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from luthier.config.suggest import nearest
+from luthier.config.explain import nearest
 from luthier.errors import TemplateError, TokenizerError, install_hint
 from luthier.media import PROCESSOR_FILES, decoder_of
 from luthier.presets import tokenizer_folder

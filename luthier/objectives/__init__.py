@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from luthier.objectives.alignment import log_square_sums
-from luthier.objectives.comparison import pair_loss_sum
 from luthier.objectives.feedback_losses import (
     FeedbackBaselines,
     FeedbackScores,
@@ -14,17 +12,13 @@ from luthier.objectives.feedback_losses import (
 )
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.hidden_loss import Reference, hidden_loss_sum
-from luthier.objectives.measures import Measure, Measures, SequenceLoss, measure
-from luthier.objectives.pair_formulas import PairBaselines, PairSettings
-from luthier.objectives.pair_scores import PairScores, pair_scores
-from luthier.objectives.reward import reward_loss_sum
-from luthier.objectives.running_mean import RunningMean
-from luthier.objectives.sequences import SequenceScores, sequence_scores, tail_discount
+from luthier.objectives.measures import Measure, Measures, RunningMean, SequenceLoss, measure
+from luthier.objectives.pair_formulas import Counterparts, PairBaselines, PairSettings, counterparts
+from luthier.objectives.pair_losses import pair_loss_sum, reward_loss_sum
+from luthier.objectives.pair_scores import PairScores, SequenceScores, pair_scores, sequence_scores, tail_discount
 from luthier.objectives.settings import feedback_settings, pair_settings, token_settings
-from luthier.objectives.sorted_sides import Counterparts, counterparts
-from luthier.objectives.token_loss import TokenLoss, losses_by_source, token_loss_sum
-from luthier.objectives.token_losses import TokenSettings
-from luthier.objectives.token_scores import TokenScores, token_scores
+from luthier.objectives.token_losses import TokenLoss, TokenSettings, losses_by_source, token_loss_sum
+from luthier.objectives.token_scores import TokenScores, log_square_sums, token_scores
 
 __all__ = [
     "AnyHead",

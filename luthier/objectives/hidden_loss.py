@@ -26,11 +26,12 @@ from luthier.objectives.head import (
     hand_over_,
     softmax_,
 )
-from luthier.objectives.token_loss import TokenLoss, losses_by_source
 from luthier.objectives.token_losses import (
     EAFT_CANDIDATES,
+    TokenLoss,
     TokenQuantities,
     TokenSettings,
+    losses_by_source,
     token_losses,
 )
 from luthier.objectives.token_scores import probe_vocabulary

@@ -37,7 +37,7 @@ from luthier.objectives import (
     tail_discount,
     token_scores,
 )
-from luthier.objectives.sorted_sides import SortedSides
+from luthier.objectives.pair_formulas import SortedSides
 from luthier.records import Batch, Targets
 from luthier.train.compared_losses import entropy_of, micro_loss, pairs_of, rewards_after, weights_of
 from luthier.train.objective_parts import ObjectiveParts

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from luthier.config.explain import Meant, all_meanings, value_meant, what_is_meant
 from luthier.config.loading import load_config_text
-from luthier.config.synonyms import Meant, all_meanings, value_meant, what_is_meant
 from luthier.config.tree import parse_path
 from luthier.config.words import all_keys, known_keys, schema_at
 from luthier.errors import ConfigError

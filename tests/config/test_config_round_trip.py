@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from luthier.config.dumping import dump_config
 from luthier.config.loading import load_config_text
-from luthier.config.reference import config_reference, config_schema
 from luthier.config.schema import DataConfig, ModelConfig, RunConfig
+from luthier.config.words import config_reference, config_schema
 from luthier.errors import ConfigError
 from tests.conftest import examples
 
@@ -136,7 +136,7 @@ def test_every_key_of_the_json_schema_is_described() -> None:
 
 def test_the_committed_reference_is_current() -> None:
     path = Path(__file__).resolve().parents[2] / "docs" / "config.md"
-    command = "from luthier.config.reference import config_reference as r; print(r(), end='')"
+    command = "from luthier.config.words import config_reference as r; print(r(), end='')"
     assert path.read_text(encoding="utf-8") == config_reference(), f'run: python -c "{command}" > docs/config.md'
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from luthier.config.choices import DATA_PRESETS, MODEL_PRESETS, OPTIMIZERS, SCHEDULERS, TRACKERS, Strategy
+from luthier.config.explain import nearest, our_name
 from luthier.config.loading import load_config, load_config_text
-from luthier.config.scalars import number_meant, read_plain
 from luthier.config.schema import RunConfig
-from luthier.config.suggest import nearest
-from luthier.config.synonyms import our_name
+from luthier.config.yaml_text import number_meant, read_plain
 from luthier.errors import ConfigError
 
 GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills}\n"
