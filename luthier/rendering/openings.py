@@ -62,7 +62,7 @@ def ending_of(prompt: str, known: Collection[str] | str) -> Ending:
     tag that does not speak of thinking opens a thought if the tag that would close it is known.
     """
     start = max(0, len(prompt) - LONGEST_ENDING)
-    last = _CLOSE.search(prompt, max(start, len(prompt.rstrip()) - LONGEST_TAG))
+    last = _CLOSE.search(prompt, max(start, start + len(prompt[start:].rstrip()) - LONGEST_TAG))
     found = None if last is None else _CLOSED.search(prompt, start)
     if found is not None and found[4] in _closings(found[1]):
         return Ending(header_end=found.start(), opening=found[1] + found[2], closing=found[4], space=found[3])

@@ -84,12 +84,16 @@ def _common_pieces(
     pieces: tuple[Piece, ...], ends: Sequence[int], one: Path, other: Path
 ) -> tuple[tuple[Piece, ...], int]:
     """The first of one path's pieces, up to a control token, that are the other's too, and where they end."""
-    limit = common_length(one.recording.sketch[: one.end], other.recording.sketch[: other.end])
+    mine, theirs = one.recording, other.recording
+    alike = 0
+    if mine.base is theirs.base is not None:  # up to there both are what the base begins with
+        alike = min(mine.shared, theirs.shared, *(path.end for path in (one, other) if path.end is not None))
+    limit = alike + common_length(mine.sketch[alike : one.end], theirs.sketch[alike : other.end])
     same = next(compress(count(), map(is_not, one.spans, other.spans)), min(len(one.spans), len(other.spans)))
     # a span that both have is history in both: what is learned is in one path only
-    for mine, theirs in zip_longest(one.spans[same:], other.spans[same:]):
-        if (mine is not theirs and mine != theirs) or not mine.is_history:
-            limit = min(limit, *(span.seam for span in (mine, theirs) if span is not None))
+    for span, another in zip_longest(one.spans[same:], other.spans[same:]):
+        if (span is not another and span != another) or not span.is_history:
+            limit = min(limit, *(each.seam for each in (span, another) if each is not None))
             break
     for index in range(bisect_right(ends, limit) - 1, -1, -1):
         if isinstance(pieces[index], ControlPiece):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -92,6 +92,22 @@ class Stretches(Mapping[int, Stretch]):
         return sum(1 for _ in self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A window as it is put behind a trunk.
+
+    begins       where its first messages behind the head begin
+    owners       of what it prints from the second of them on, by their characters
+    slots        the references to strings of its messages behind the head, which stand for later ones in the row
+    guards_move  for each guard, whether it asks about one of these
+    """
+
+    begins: list[int]
+    owners: Mapping[str, Owner]
+    slots: Mapping[str, Slot]
+    guards_move: tuple[bool, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Joint:
     """A context that was put together: ``trunk.sketch[:shared] + rest`` is claimed to be what the template prints."""
@@ -147,6 +163,7 @@ class Prefixes:
     wholes: dict[tuple[tuple[str, Any], ...], Whole] = field(default_factory=dict)
     probes: frozenset[int] = frozenset()
     kinds: set[int] = field(default_factory=set)
+    seen: dict[int, tuple[Recording, Seen | None]] = field(default_factory=dict)  # by the window's id
     joints: dict[tuple[int, bool, tuple[tuple[str, Any], ...]], Joint] = field(default_factory=dict)
     judge: Judge = field(init=False)
 
@@ -214,40 +231,37 @@ class Prefixes:
     def _joined(self, whole: Whole, window: Recording, start: int) -> Recording | None:
         """The whole row's text up to message ``start + 1``, and the window's from there on."""
         head, shift, trunk = self.head, start - self.head, whole.recording
-        here = _begins(trunk, head, start, start + 1, start + 2)
-        there = _begins(window, head, head + 1, head + 2)
-        if here is None or there is None or here[0] != there[0]:
+        here, seen = _begins(trunk, head, start, start + 1, start + 2), self._seen(window)
+        if here is None or seen is None or here[0] != seen.begins[0]:
             return None
-        if trunk.sketch[: here[0]] != window.sketch[: there[0]]:
+        there, cut = seen.begins, seen.begins[1]
+        if not trunk.sketch.startswith(window.sketch[: there[0]]):
             return None
-        cut = there[1]
-        owners = {char: window.owner_table[ord(char)] for char in set(window.owners[cut:])}
-        system = head - 2  # a system message may be printed anywhere, but nothing else of the head behind it
-        if any(one.message is not None and system <= one.message < head for one in owners.values()):
-            return None
-        chars = {
-            *window.sketch[there[0] :],
-            *(char for guard in window.guards for one in guard.sketches for char in one),
+        by = self.offsets[head + shift] - self.offsets[head]
+        table = {
+            ord(char): self.alphabet.char(Slot(slot.number + by, slot.operations)) for char, slot in seen.slots.items()
         }
-        table = {ord(char): moved for char in chars if (moved := self._moved(char, shift)) != char}
         if trunk.sketch[here[1] : here[3]] != window.sketch[there[0] : there[2]].translate(table):
             return None
-        numbers = {ord(char): chr(whole.number(_shifted(owner, head, shift))) for char, owner in owners.items()}
+        numbers = {ord(char): chr(whole.number(_shifted(owner, head, shift))) for char, owner in seen.owners.items()}
         joined = Recording(
             sketch=trunk.sketch[: here[2]] + window.sketch[cut:].translate(table),
             owners=trunk.owners[: here[2]] + window.owners[cut:].translate(numbers),
             owner_table=whole.owners,
             guards=tuple(
-                guard._replace(sketches=tuple(one.translate(table) for one in guard.sketches))
-                for guard in window.guards
+                guard._replace(sketches=tuple(one.translate(table) for one in guard.sketches)) if moves else guard
+                for guard, moves in zip(window.guards, seen.guards_move, strict=True)
             ),
             base=trunk,
             shared=here[2],
         )
-        by = here[2] - cut
+        later = here[2] - cut
         own = {
             message if message < head else message + shift: Stretch(
-                begin=one.begin + by, end=one.end + by, content_end=one.content_end + by, is_owned=one.is_owned
+                begin=one.begin + later,
+                end=one.end + later,
+                content_end=one.content_end + later,
+                is_owned=one.is_owned,
             )
             for message, one in window.stretches.items()
             if one.begin >= cut
@@ -255,13 +269,28 @@ class Prefixes:
         joined.__dict__["stretches"] = Stretches(own, trunk.stretches, start, here[2])
         return joined
 
-    def _moved(self, char: str, shift: int) -> str:
-        """The reference that stands in the row where ``char`` stands in a window that begins ``shift`` messages on."""
-        reference = self.alphabet.reference(char) if is_reference(char) else None
-        if not isinstance(reference, Slot) or reference.number < self.offsets[self.head]:
-            return char
-        by = self.offsets[self.head + shift] - self.offsets[self.head]
-        return self.alphabet.char(Slot(reference.number + by, reference.operations))
+    def _seen(self, window: Recording) -> Seen | None:
+        """What is asked of a window, which is the same wherever it stands; None where nothing can be put behind it."""
+        known = self.seen.get(id(window))
+        if known is not None:
+            return known[1]
+        self.seen[id(window)] = window, None  # which keeps it, so that no other has its id
+        there = _begins(window, self.head, self.head + 1, self.head + 2)
+        if there is None:
+            return None
+        owners = {char: window.owner_table[ord(char)] for char in set(window.owners[there[1] :])}
+        system = self.head - 2  # a system message may be printed anywhere, but nothing else of the head behind it
+        if any(one.message is not None and system <= one.message < self.head for one in owners.values()):
+            return None
+        asked = [{char for one in guard.sketches for char in one} for guard in window.guards]
+        chars = sorted({*window.sketch[there[0] :], *(char for one in asked for char in one)})
+        found = {char: self.alphabet.reference(char) for char in chars if is_reference(char)}
+        first = self.offsets[self.head]
+        slots = {char: one for char, one in found.items() if isinstance(one, Slot) and one.number >= first}
+        moves = tuple(not one.isdisjoint(slots) for one in asked)
+        seen = Seen(begins=there, owners=owners, slots=slots, guards_move=moves)
+        self.seen[id(window)] = window, seen
+        return seen
 
     def _prove(
         self, joined: Recording, num: int, generation_prompt: bool, kwargs: tuple[tuple[str, Any], ...], window: int
@@ -287,7 +316,9 @@ def _begins(recording: Recording, *messages: int) -> list[int] | None:
 
 
 def _shifted(owner: Owner, head: int, shift: int) -> Owner:
-    scope, message = (
-        number + shift if number is not None and number >= head else number for number in (owner.scope, owner.message)
-    )
-    return replace(owner, scope=scope, message=message)
+    scope, message = owner.scope, owner.message
+    if scope is not None and scope >= head:
+        scope += shift
+    if message is not None and message >= head:
+        message += shift
+    return Owner(scope, message, owner.field, owner.part)

@@ -14,6 +14,8 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
+DICT_ATTRIBUTES = frozenset(dir(dict))
+
 
 class BoundedCodeGenerator(CodeGenerator):
     """Has the environment count rounds of loops, and look at whatever is joined, compared, printed or cut."""
@@ -31,6 +33,29 @@ class BoundedCodeGenerator(CodeGenerator):
             self.visit(argument, frame)
             self.write(", ")
         self.write(")")
+
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
+        if not isinstance(node.node, nodes.Name) or node.attr in DICT_ATTRIBUTES:
+            super().visit_Getattr(node, frame)
+            return
+        # `message.role` of a dict that has it, without a call; `environment.getattr` would give the same
+        name = frame.symbols.ref(node.node.name)
+        self.write(f"({name}[{node.attr!r}] if type({name}) is dict and {node.attr!r} in {name} else ")
+        super().visit_Getattr(node, frame)
+        self.write(")")
+
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
+        # `a + b + c` is one call
+        terms: list[nodes.Expr] = []
+        left: nodes.Expr = node
+        while isinstance(left, nodes.Add):
+            terms.append(left.right)
+            left = left.left
+        self.write("environment.added(context, (")
+        for term in (left, *reversed(terms)):
+            self.visit(term, frame)
+            self.write(", ")
+        self.write("))")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined(context.eval_ctx.autoescape, (")

@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
 
 from luthier.errors import TemplateError
-from luthier.templating.codegen import BoundedCodeGenerator, GenerationBlock
+from luthier.templating.codegen import DICT_ATTRIBUTES, BoundedCodeGenerator, GenerationBlock
 from luthier.templating.limits import MAX_ITEMS, Meter, OverLimit, TemplateLimits
 from luthier.templating.sizes import (
     FREE_FILTERS,
@@ -38,7 +38,6 @@ from luthier.templating.sizes import (
     weigh,
 )
 
-DICT_ATTRIBUTES = frozenset(dir(dict))
 STRING_METHODS = frozenset(
     "endswith lower lstrip partition removeprefix removesuffix replace rpartition rsplit rstrip split splitlines "  # noqa: SIM905
     "startswith strip title upper".split()
@@ -67,6 +66,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols], optimized=False
         )
         self.meter = Meter(limits)
+        self.step = self.meter.step  # a loop goes round
         self.filters |= {"sum": _sum, "truncate": truncate}
 
     def seal(self) -> None:
@@ -104,10 +104,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # ------------------------------------------------------------------------- called by the compiled template
 
-    def step(self) -> None:
-        """A loop goes round."""
-        self.meter.step()
-
     def concat(self, parts: Iterable[str]) -> str:
         """What was printed, joined."""
         return "".join(self.collected(parts))
@@ -128,6 +124,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.check_join(parts)
         return markup_join(parts) if escapes else str_join(parts)
 
+    def added(self, context: Context, terms: tuple[Any, ...]) -> Any:
+        """``one + other + …``, from left to right."""
+        chars = 0
+        for term in terms:
+            if type(term) is not str:
+                break
+            chars += len(term)
+        else:
+            if chars < SMALL:
+                return "".join(terms)
+        return functools.reduce(lambda left, right: self.call_binop(context, "+", left, right), terms)
+
     def check_join(self, parts: Iterable[Any]) -> None:
         """Raise `OverLimit` if parts are too much together."""
         chars = sum(size(part) if isinstance(part, str) else weigh(part) for part in parts)
@@ -136,6 +144,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def compared(self, value: Any) -> Any:
         """An operand of a comparison, as it is."""
+        kind = type(value)
+        if kind is str or kind is bool or kind is int:
+            return value
         if not isinstance(value, str) and not is_flat(value):
             self.meter.make(weigh(value), "a comparison")
         return value
