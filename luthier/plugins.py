@@ -106,12 +106,6 @@ def load_plugins() -> None:
         raise _state.failure
 
 
-def plugin_versions() -> dict[str, str]:
-    """The distributions whose plugins are loaded, with their versions: reports name them beside Luthier's own."""
-    load_plugins()
-    return {entry.dist.name: entry.dist.version for entry in entry_points(group=GROUP) if entry.dist is not None}
-
-
 def num_added() -> int:
     """How many rows were added so far, to all tables: what was made of the tables is stale when it has changed."""
     return _state.num_added

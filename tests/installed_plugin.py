@@ -50,26 +50,11 @@ def quiz() -> dict[str, Any]:
         "text": "".join(token.text for token in row.tokens),
         "learned": "".join(token.text for token in row.tokens if token.target),
         "verified": luthier.verify(run).ok,
-        "version": focal.versions.get("luthier-quiz"),
         "numbers": focal.config["objective"]["focal_gamma"],
         "focal": focal.steps[0].loss,
         "flat": luthier.train(run, overrides=["objective.focal_gamma=0"]).steps[0].loss,
-        "registry": [source.format for source in named()],
         "plain": luthier.train(run, overrides=["objective=sft"]).steps[0].loss,
     }
-
-
-def named() -> list[Any]:
-    """A data set of a registry that says its format."""
-    from luthier.sources import resolve_sources
-
-    Path("dataset_info.json").write_text(
-        json.dumps({"sums": {"file_name": "quiz.jsonl", "formatting": "quiz"}}), encoding="utf-8"
-    )
-    config = luthier.load_config(
-        {"model": "preset:tiny-qwen3", "data": {"registry": "dataset_info.json", "use": ["sums"]}}
-    )
-    return resolve_sources(config.data)[0]
 
 
 def verdicts() -> dict[str, Any]:

@@ -408,7 +408,7 @@ def _check_fit(adapted: PeftModel, source: str) -> None:
 
 def _misfit(source: str, why: str) -> ModelError:
     return ModelError(
-        f"adapter.name_or_path: {source!r} does not fit the model: {why}",
+        f"adapter.name_or_path {source!r} does not fit the model: {why}",
         hint="name the model that the adapter was trained on in model.name_or_path (base_model_name_or_path in its "
         "adapter_config.json), or another adapter",
     )

@@ -16,7 +16,6 @@ from ruamel.yaml.error import YAMLError
 
 from luthier.config.schema import DataConfig, Format, SourceConfig
 from luthier.errors import RowError, SourceError
-from luthier.sources.formats.table import FORMATS
 from luthier.sources.nearest import nearest_names
 from luthier.sources.origins import HUB
 from luthier.sources.rows import decode_strict
@@ -31,7 +30,7 @@ _YAML_KEYS = {"path", "source", "split", "converter", "size", "weight", "streami
 _OWN_KEYS = (
     "train_on", "targets", "thinking", "thinking_tags", "same_role", "text_limit", "documents", "separator",
 )  # fmt: skip
-_FORMATTINGS: dict[str, str] = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "openai": Format.MESSAGES}
+_FORMATTINGS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "openai": Format.MESSAGES}
 _CONVERTERS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "pair": Format.PREFERENCE}
 
 
@@ -105,10 +104,9 @@ def _from_json(entry: Mapping[str, Any], registry: Path, where: str) -> dict[str
     _check_keys(entry, _JSON_KEYS, where)
     columns = entry.get("columns") or {}
     formatting = entry.get("formatting", "alpaca")
-    known = {**_FORMATTINGS, **{name: name for name in FORMATS.added()}}
-    if formatting not in known:
-        raise SourceError(f"{where}: formatting {formatting!r} is unknown", hint=f"known are {', '.join(known)}")
-    kind = known[formatting]
+    if formatting not in _FORMATTINGS:
+        raise SourceError(f"{where}: formatting {formatting!r} is unknown", hint=f"known are {', '.join(_FORMATTINGS)}")
+    kind = _FORMATTINGS[formatting]
     if kind is Format.ALPACA and isinstance(columns, dict) and set(columns) == {"prompt"}:
         kind = Format.AUTO  # {prompt: text} and no response is plain text, if the rows have no answer either
     path, folder = _json_path(entry, registry, where), entry.get("folder")

@@ -19,7 +19,6 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.plan import StreamPlan
 from luthier.loader.run_settings import eval_settings
 from luthier.packing import shares_of
-from luthier.plugins import plugin_versions
 from luthier.train import run_folder
 from luthier.train.assemble import RunModel
 from luthier.train.callbacks import EarlyStopping
@@ -100,7 +99,7 @@ def result_of(run: Run, started_at: str) -> RunResult:
 
 @functools.cache
 def _package_versions() -> dict[str, str]:
-    return {name: version(name) for name in REPORTED_VERSIONS} | plugin_versions()
+    return {name: version(name) for name in REPORTED_VERSIONS}
 
 
 def _ledger(run: Run) -> dict[str, Any]:

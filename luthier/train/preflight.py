@@ -23,10 +23,10 @@ from transformers import PreTrainedModel, Trainer, get_scheduler
 from luthier.config.draft import Draft
 from luthier.config.machine import EXTRA, is_installed
 from luthier.config.media import MediaCache
-from luthier.config.schema import AdapterType, Precision, RunConfig, Sharding
+from luthier.config.schema import AdapterType, Precision, RunConfig, Sharding, Strategy
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
-from luthier.errors import ConfigError, ModelError, Problem, SourceError, UserError
+from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, SourceError, UserError
 from luthier.loader.run_settings import media_of, mixture_of
 from luthier.media import MediaSource
 from luthier.models.adapters import apply_adapter, shape_existing
@@ -44,6 +44,7 @@ from luthier.train.arguments import optimization
 from luthier.train.feature_choice import readable_media
 from luthier.train.reference_choice import check_reference
 from luthier.train.run_folder import check_run_folder
+from luthier.train.state_files import check_writable
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
 COUNTED_BYTES = 32_000_000  # of text files: the rows of more are counted when they are read
@@ -225,6 +226,11 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
         for parameter in matrix.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         optimizer.step()
+        output = draft.config.output
+        if output.save_strategy is not Strategy.NO and not output.save_only_model:
+            check_writable("optimizer", optimizer.state_dict())
+    except CheckpointError as error:
+        yield draft.problem("train.optim", f"{train.optim}: {error.message}", str(error.hint))
     except _FAULTS as error:
         key = "train.optim_args" if train.optim_args and not isinstance(error, ImportError) else "train.optim"
         with_what = f" with {train.optim_args}" if key == "train.optim_args" else ""

@@ -45,6 +45,11 @@ def write_state(folder: Path, name: str, state: object) -> None:
     FILES.write(folder / (name + STRUCTURE), content.encode())
 
 
+def check_writable(name: str, state: object) -> None:
+    """Raise `CheckpointError` where `write_state` would, for what a state holds."""
+    _encoded(state, name, "", {})
+
+
 def read_state(folder: Path, name: str) -> Any:
     """What `write_state` wrote, tensors on the CPU. Raises `CheckpointError` if it cannot be read."""
     path = folder / (name + TENSORS)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import luthier
@@ -181,6 +182,46 @@ def test_a_fault_that_is_found_after_loading_has_the_place_of_its_key(
     ((found, where),) = places
     assert found == key and where in told.err
     assert where.startswith((f"override {key.split('[')[0]}", f"{config}:"))
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_memory_that_ran_out_is_no_bug_and_is_told_with_what_needs_less(
+    config: Path, raised: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("luthier.encoding.encoder.Encoder.from_config", fail)
+    assert run(["prepare", str(config)]) == edge.EXIT_USER
+    told = capsys.readouterr().err
+    assert "memory ran out" in told and "data.max_length" in told and "Traceback" not in told
+    raised = RuntimeError("something else")
+    assert run(["prepare", str(config)]) == edge.EXIT_BUG, "control"
+
+
+def test_held_out_rows_that_are_trained_too_are_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = config.parent / "rows.jsonl"
+    assert run(["prepare", str(config), "data.eval_split=0", f"data.eval={rows}", "data.max_drop=0.5"]) == 0
+    assert "12 of 12 held-out rows are trained on, too" in capsys.readouterr().out
+    assert run(["prepare", str(config)]) == 0
+    assert "are trained on, too" not in capsys.readouterr().out, "control"
+
+
+@pytest.mark.parametrize("prepare", ["before", "meanwhile"])
+def test_a_run_with_no_row_left_says_so(config: Path, prepare: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where rows are prepared while it would train."""
+    lost = ["data.max_length=3", "data.max_drop=1000", "data.eval_split=0", "eval.generate_rows=0"]
+    given = [*lost, f"data.prepare={prepare}", "train.packing=window", "data.overflow=drop"]
+    assert run(["train", str(config), *given, "--json", "-"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["key"] in ("data.train", "data.max_length") and error["hint"] and "left" in error["message"]
 
 
 def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:

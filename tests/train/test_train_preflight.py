@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +20,12 @@ from luthier.config.draft import Draft
 from luthier.config.loading import load_draft
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
+from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ConfigError, ModelError, Problem
 from luthier.models.adapters import apply_adapter, shape_existing
 from luthier.models.model import build_weightless
 from luthier.models.vocabulary import Vocabulary
+from luthier.presets import model_folder
 from luthier.train import preflight
 from luthier.train.preflight import check_run
 from luthier.train.run_folder import RUN_CONFIG
@@ -126,6 +129,7 @@ WRONG = {
     "eval.max_new_tokens": ["eval.max_new_tokens=16777216", "eval.generate_rows=2", "data.eval_split=2"],
     "train.router_aux_loss_coef": ["train.router_aux_loss_coef=0.1"],
     "data.eval_split": ["data.eval_split=1e9"],
+    "runtime.sharding": ["runtime.sharding=fsdp", "adapter={type: freeze, freeze_trainable_modules: ['*embed*']}"],
     "data.train[0].path": ["data.train=[{path: mixed}]"],
 }
 SHARES = "[{path: preset:skills#20, weight: WEIGHT}, {path: 'rows.jsonl'}]"
@@ -470,6 +474,57 @@ def test_a_reference_with_other_tokens_is_told_before_a_row_is_encoded(described
     pissa = "adapter={type: lora, init_lora_weights: pissa}"
     found = problems_of(lambda: check_run(described(*pairs, pissa, "objective.reference=base")))
     assert [problem.key for problem in found] == ["objective.reference"]
+
+
+def test_a_named_reference_with_other_tokens_is_told_before_a_row_is_encoded(
+    tmp_path: Path, described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded_nothing(monkeypatch)
+    folder = tmp_path / "other"
+    shutil.copytree(load_tokenizer("preset:tiny-qwen3").files.folder, folder)
+    shutil.copy(model_folder("tiny-qwen3") / "config.json", folder)
+    pairs = ["data.train=preset:preferences#20", f"objective={{name: dpo, reference: {{name_or_path: {folder}}}}}"]
+    assert check_run(described(*pairs)) == []
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = whole["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    (problem,) = problems_of(lambda: check_run(described(*pairs)))
+    assert problem.key == "objective.reference.name_or_path" and "2 of" in problem.what and problem.hint
+
+
+def test_a_model_without_layers_to_compile_is_told_before_a_row_is_encoded(
+    described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded_nothing(monkeypatch)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")  # a compiler is there
+    assert problems_of(lambda: check_run(described("train.torch_compile=true"))) == []
+    monkeypatch.setattr("luthier.models.compiled.decoder_layers", lambda model: None)
+    (problem,) = problems_of(lambda: check_run(described("train.torch_compile=true")))
+    assert problem.key == "train.torch_compile" and problem.hint
+
+
+class Unwritable(torch.Tensor):
+    """A tensor of a library's own kind, as optimizers of 8 bits may keep."""
+
+
+class KeepsItsOwnKind(torch.optim.SGD):
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["exp_avg"] = torch.zeros(3).as_subclass(Unwritable)
+
+
+def test_an_optimizer_whose_state_no_checkpoint_can_hold_is_told_before_a_row_is_encoded(
+    described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(preflight._optimizer(described("train.optim=sgd"))) == []
+    chosen = staticmethod(lambda given, model: (KeepsItsOwnKind, {"lr": 0.1}))
+    monkeypatch.setattr(preflight.Trainer, "get_optimizer_cls_and_kwargs", chosen)
+    (problem,) = preflight._optimizer(described("train.optim=sgd"))
+    assert problem.key == "train.optim" and "Unwritable" in problem.what and problem.hint
+    for lifted in ("output.save_only_model=true", "output.save_strategy=no"):
+        assert list(preflight._optimizer(described("train.optim=sgd", lifted))) == []
 
 
 NO_USE = {
