@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 TESTS  = $(RUN)/python -m compileall -q luthier tests && \
   PYTHONDONTWRITEBYTECODE= $(RUN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: setup quickstart quickstart-vl quickstart-audio test check format bench docs clean
+.PHONY: setup quickstart quickstart-vl quickstart-audio test check format bench docs site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make check       format, lint, types, and all tests"
 	@echo "make bench       benchmarks, one table each"
 	@echo "make docs        regenerate the pages that are generated from code"
+	@echo "make site        build the documentation with search into site/, offline; SERVE=1 serves it besides"
 
 setup: $(READY)
 
@@ -63,5 +64,10 @@ bench: $(READY)
 docs: $(READY)
 	$(RUN)/python scripts/write_docs.py
 
+# Search needs a server: browsers let no page that was opened as a file read another one.
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --site-dir site
+	@if [ -n "$(SERVE)" ]; then $(RUN)/python -m http.server --bind 127.0.0.1 --directory site 8080; fi
+
 clean:
-	rm -rf $(VENV) build dist output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist output site .pytest_cache .mypy_cache .ruff_cache .hypothesis
