@@ -22,8 +22,8 @@ import pytest
 from PIL import Image
 
 from luthier.cli.main import run
+from luthier.config.explain import what_is_meant
 from luthier.config.loading import load_config_text
-from luthier.config.synonyms import what_is_meant
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
