@@ -46,7 +46,7 @@ class EncodeOptions(TypedDict, total=False):
     template_kwargs  variables for the chat template, beside those that the tokenizer was loaded with
     control          control strings in the rows' own text: ``as_text`` (default), ``forbid``, or a list of those that
                      are meant as control tokens
-    objective        which rows are taken: those that ``sft`` (default) or ``pt`` learn from, ``dpo`` or ``rm``, ``kto``
+    objective        which rows are taken: those that this objective learns from; ``sft`` is the default
     processor        transformers' processor of a multimodal model, for rows with media
     media            what rows may open and how the processor sees it, as in the section ``media`` of a run
     """
@@ -58,7 +58,7 @@ class EncodeOptions(TypedDict, total=False):
     tools: Tools | None
     template_kwargs: Mapping[str, Any] | None
     control: Control
-    objective: Literal["sft", "pt", "dpo", "rm", "kto"]
+    objective: str
     processor: Any
     media: Mapping[str, Any]
 
