@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.errors import UserError
 from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.rows import RowTable
 from luthier.loader.state import LoaderState, RowTrail
@@ -29,7 +28,9 @@ from luthier.loader.windows import (
     StepWindow,
     count_taken,
     has_constant_steps,
+    no_steps,
     rows_seen_before,
+    waiting_in,
 )
 from luthier.packing import (
     EpochPlan,
@@ -79,12 +80,15 @@ class StreamPlan:
         self._windows: deque[StepWindow] = deque()
         self._whole: OrderedDict[int, EpochPlan] = OrderedDict()
         self._last: int | None = None  # how many steps there are, once that is known
+        self._pace: tuple[float, bool] | None = None  # steps of an epoch, and whether they were counted
+        self._counted: tuple[float, ...] = ()  # epochs that are planned at once, and all of their steps
         self._looked: tuple[int, bool, bool] | None = None
         if state is not None and state.waiting:
             waiting = state.waiting
             self._begin(Before.from_json(waiting, state.trail))
-            self._looked = int(waiting["horizon"]), bool(waiting["is_exact"]), bool(waiting["has_trees"])
-            self._last = self.horizon if self.is_exact else None
+            self._pace = float(waiting["pace"]), bool(waiting["is_counted"])
+            self._has_trees = bool(waiting["has_trees"])
+            self._counted = tuple(waiting["counted"])
         else:
             none = np.zeros((len(rows.weights), 4), dtype=np.int64)
             self._begin(
@@ -128,10 +132,8 @@ class StreamPlan:
         if window is None:
             return None
         place = number - window.before.steps
-        planned = part_of_plan(window.planned, *window.bounds[place : place + 2].tolist())
-        packs = [planned.segment_ids[a:b] for a, b in itertools.pairwise(planned.pack_bounds.tolist())]
         return PlannedStep(
-            micro_batches=tuple(tuple(packs[a:b]) for a, b in itertools.pairwise(planned.batch_bounds.tolist())),
+            micro_batches=window.packs(place),
             epoch=window.before.epoch,
             ends_epoch=self.ends_epoch(number + 1),
             tokens=int(window.tokens[place]),
@@ -230,21 +232,17 @@ class StreamPlan:
         more. All rows have to be here."""
         seen = np.zeros(len(self.rows), dtype=np.bool_)
         left = self.total_steps
-        for epoch in itertools.count():
+        for epoch in range(most_epochs):
             if left <= 0 or seen.all():
-                break
-            if epoch == most_epochs:
-                seen[:] = True
-                break
+                return np.flatnonzero(seen)
             plan = self.epoch(epoch)
             stop = min(int(plan.step_bounds[min(left, plan.num_steps)]), len(plan.planned))  # dummies have none
             seen[plan.segment_ids[: plan.pack_bounds[plan.batch_bounds[stop]]]] = True
             left -= plan.num_steps
-        return np.flatnonzero(seen)
+        return np.flatnonzero(seen | (left > 0))
 
     def first_epoch(self) -> dict[str, int]:
         """What was planned of the first epoch: ``segments tokens targets micro_batches packs``."""
-        self._look()
         names = ("segments", "tokens", "targets", "micro_batches", "packs")
         return dict(zip(names, self._now.of_first_epoch, strict=True))
 
@@ -284,10 +282,15 @@ class StreamPlan:
         window = self._window(steps_done - 1) if steps_done else None
         if window is None:
             return 0, 0, {}, RowTrail()
-        position = 0 if window.before.place is None else window.before.place.position
-        trail = self._trail_before(window.restart)
-        waiting = window.restart.to_json(trail, horizon=self.horizon, is_exact=self.is_exact, has_trees=self.has_trees)
-        return int(self.epoch_after(steps_done)), position, waiting, self._trail_to(window, steps_done)
+        assert self._pace is not None
+        waiting = {
+            **window.restart.to_json(self._trail_before(window.restart)),
+            "pace": self._pace[0],
+            "is_counted": self._pace[1],
+            "counted": list(self._counted),
+            "has_trees": self._has_trees,
+        }
+        return int(self.epoch_after(steps_done)), window.position, waiting, self._trail_to(window, steps_done)
 
     def _window(self, number: int) -> StepWindow | None:
         """The window that completes a step; None behind the last."""
@@ -319,7 +322,7 @@ class StreamPlan:
         order = self.order.epoch(before.epoch)
         self._planner = EpochPlanner(self.rows, self.settings, order, epoch=before.epoch, place=before.place)
         self._open: Planned | None = None  # micro-batches, of occurrences, that are in no complete step
-        self._waiting = self._waiting_in(self._planner, None)
+        self._waiting = waiting_in(self._planner, None)
 
     def _plan_window(self) -> None:
         """Plan until some steps are complete, or the epoch is over."""
@@ -343,7 +346,7 @@ class StreamPlan:
 
     def _note(self, planned: Planned, planner: EpochPlanner) -> None:
         """Add the steps of some micro-batches, which end at ``planned.step_ends``."""
-        before, waiting = self._now, self._waiting
+        before, waiting, after = self._now, self._waiting, planner.place()
         bounds = np.append(np.int64(0), planned.step_ends)
         segments = planner.of_segments(planned)
         used = planner.occurrences["rows"][planned.segment_ids].astype(np.int64)
@@ -363,11 +366,12 @@ class StreamPlan:
             upto=upto,
             tokens=sums(lengths, of_step),
             waiting=waiting,
+            position=planner.taken if after is None else after.position,
             ends_epoch=planner.is_over,
             is_whole_epoch=planner.is_over and before.place is None and before is self._restart,
             counted=(0, before.taken),
         )
-        self._waiting = self._waiting_in(planner, self._open)
+        self._waiting = waiting_in(planner, self._open)
         if not len(window):
             self._note_end(planner)
             return
@@ -385,7 +389,7 @@ class StreamPlan:
             taken=taken,
             trail=None,
             of_first_epoch=summary,
-            place=planner.place(),
+            place=after,
             after=window,
         )
         if self._open is None and self._now.place is not None:
@@ -419,51 +423,47 @@ class StreamPlan:
             self._last = self._now.steps if self._last is None else self._last
             return
         if not self._now.steps:
-            raise self._no_steps()
+            raise no_steps(len(self.rows))
         self._begin(replace(self._now, epoch=number, place=None))
-
-    def _waiting_in(self, planner: EpochPlanner, open_: Planned | None) -> Ints:
-        """Of the segments that the planner has taken: those that are in no complete step."""
-        members = planner.held_back()
-        if open_ is not None:
-            of_open = open_.segment_ids if open_.starts is None else open_.segment_ids[open_.starts == 0]
-            members = np.concatenate([members, of_open])
-        table = planner.occurrences[members]
-        return np.stack([table["position"], table["ordinal"].astype(np.int64)], axis=1)
 
     def _look(self) -> tuple[int, bool, bool]:
         with self._planning:
             if self._looked is None:
-                horizon, is_exact = self._look_ahead()
+                if self._pace is None:
+                    self._pace = self._look_ahead()
+                    self._has_trees = self.settings.shared and self.rows.have_trees
+                horizon, is_exact = self._expected(*self._pace)
                 self._last = horizon if is_exact else self._last
-                self._looked = horizon, is_exact, self.settings.shared and self.rows.have_trees
+                self._looked = horizon, is_exact, self._has_trees
             return self._looked
 
-    def _look_ahead(self) -> tuple[int, bool]:
+    def _look_ahead(self) -> tuple[float, bool]:
+        """The steps of an epoch, and whether they were counted, from as few rows as decide the first step."""
         first = self._planner
         while not self._windows and self._last is None:
             self._plan_window()
         while first.taken == len(first.order) and not first.is_over:  # the first block is all there is
             self._plan_window()
         if not self._windows:
-            raise self._no_steps()
+            raise no_steps(len(self.rows))
+        windows = [window for window in self._windows if window.before.epoch == 0]
+        steps = sum(map(len, windows))
+        if first.is_over:
+            return float(steps), True
+        tokens_per_step = sum(int(window.tokens.sum()) for window in windows) / steps
+        return self._rows_per_epoch * first.tokens / first.taken / tokens_per_step, False
+
+    def _expected(self, steps_of_epoch: float, is_counted: bool) -> tuple[int, bool]:
+        """How many steps the run has, and whether that is exact."""
         if self._max_steps is not None:
             return self._max_steps, True
-        if is_at_once(self.settings, self._rows_per_epoch) and not math.isinf(self._num_epochs):
-            return self._steps_of_whole_epochs(len(self._windows[0])), True
-        if self._last is not None:
-            return self._last, True
-        rows = self._rows_per_epoch * (1 if math.isinf(self._num_epochs) else self._num_epochs)
-        steps = sum(map(len, self._windows))
-        tokens_per_step = sum(int(window.tokens.sum()) for window in self._windows) / steps
-        return max(1, round(rows * first.tokens / first.taken / tokens_per_step)), False
-
-    def _no_steps(self) -> UserError:
-        return UserError(
-            f"an epoch has no steps: of {len(self.rows):,} sequences it takes none",
-            hint="raise the weight of data.train[], which says how often each row is seen in an epoch",
-            key="data.train",
-        )
+        if math.isinf(self._num_epochs):
+            return max(1, round(steps_of_epoch)), False
+        if is_at_once(self.settings, self._rows_per_epoch):
+            if self._counted[:1] != (self._num_epochs,):
+                self._counted = self._num_epochs, self._steps_of_whole_epochs(int(steps_of_epoch))
+            return int(self._counted[1]), True
+        return max(1, round(self._num_epochs * steps_of_epoch)), is_counted and self._num_epochs == 1
 
     def _steps_of_whole_epochs(self, of_first: int) -> int:
         """The steps of the run, of whose last epoch a part counts as its share of steps, rounded up."""

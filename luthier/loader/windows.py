@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import MixtureBy
 from luthier.config.schema import Packing
+from luthier.errors import UserError
 from luthier.loader.rows import RowTable
 from luthier.loader.state import RowTrail
 from luthier.packing import (
     EpochOrder,
+    EpochPlanner,
     MixtureSettings,
     Planned,
     PlannerPlace,
@@ -25,6 +28,7 @@ from luthier.packing import (
     Units,
     count_by_source,
 )
+from luthier.packing.planned import part_of_plan
 
 Ints = NDArray[np.int64]
 
@@ -67,7 +71,7 @@ class Before:
     place: PlannerPlace | None
     after: StepWindow | None = None
 
-    def to_json(self, trail: RowTrail, *, horizon: int, is_exact: bool, has_trees: bool) -> dict[str, Any]:
+    def to_json(self, trail: RowTrail) -> dict[str, Any]:
         taken = zlib.compress(self.taken.astype("<i8").tobytes(), 9)
         return {
             "epoch": self.epoch,
@@ -77,9 +81,6 @@ class Before:
             "of_first_epoch": list(self.of_first_epoch),
             "digest": trail.digest,
             "place": None if self.place is None else self.place.to_json(),
-            "horizon": horizon,
-            "is_exact": is_exact,
-            "has_trees": has_trees,
         }
 
     @classmethod
@@ -104,6 +105,7 @@ class StepWindow:
     planned   their micro-batches, of segments;  ``bounds``: int64[n + 1], of the steps in micro-batches
     used      int64[S], how many rows each member uses up;  ``upto``: int64[n], how many are used up after each step
     waiting   int64[w, 2], position and ordinal of the segments taken from the order that no step had had before
+    position  how many rows of the order are taken with this window
     restart   where a run that goes on from one of these steps begins
     """
 
@@ -115,6 +117,7 @@ class StepWindow:
     upto: Ints
     tokens: Ints
     waiting: Ints
+    position: int
     ends_epoch: bool
     is_whole_epoch: bool
     counted: tuple[int, Ints]  # so many of these steps, and what all steps up to there take
@@ -128,6 +131,12 @@ class StepWindow:
         packs = self.planned.batch_bounds[self.bounds[[first, stop]]]
         return slice(*self.planned.pack_bounds[packs].tolist())
 
+    def packs(self, place: int) -> tuple[tuple[Ints, ...], ...]:
+        """The packs of each micro-batch of a step."""
+        planned = part_of_plan(self.planned, *self.bounds[place : place + 2].tolist())
+        packs = [planned.segment_ids[a:b] for a, b in itertools.pairwise(planned.pack_bounds.tolist())]
+        return tuple(tuple(packs[a:b]) for a, b in itertools.pairwise(planned.batch_bounds.tolist()))
+
 
 def count_taken(rows: RowTable, settings: PlanSettings, window: StepWindow, first: int, stop: int) -> Ints:
     """int64[S, 4]: rows, segments, tokens and targets that the steps ``first:stop`` of a window take of each source."""
@@ -140,6 +149,17 @@ def count_taken(rows: RowTable, settings: PlanSettings, window: StepWindow, firs
         # the first token of what follows a cut is no target any more; exact for plain text
         targets = np.where(targets == table.lengths - 1, lengths - 1, np.where(begun, targets, -1))
     return count_by_source(table.source_ids, len(rows.weights), heads=heads, lengths=lengths, targets=targets)
+
+
+def waiting_in(planner: EpochPlanner, open_: Planned | None) -> Ints:
+    """int64[w, 2]: position and ordinal of the segments that a planner has taken and that are in no complete step;
+    ``open_`` are the micro-batches of the next one."""
+    members = planner.held_back()
+    if open_ is not None:
+        of_open = open_.segment_ids if open_.starts is None else open_.segment_ids[open_.starts == 0]
+        members = np.concatenate([members, of_open])
+    table = planner.occurrences[members]
+    return np.stack([table["position"], table["ordinal"].astype(np.int64)], axis=1)
 
 
 def rows_seen_before(rows: RowTable, order: RowOrder, window: StepWindow) -> NDArray[np.bool_]:
@@ -163,6 +183,15 @@ def rows_seen_before(rows: RowTable, order: RowOrder, window: StepWindow) -> NDA
     if taken > 0:
         seen[begun.rows(place.position, place.position + 1)] = True
     return seen
+
+
+def no_steps(num_segments: int) -> UserError:
+    """What to raise where an epoch takes no row."""
+    return UserError(
+        f"an epoch has no steps: of {num_segments:,} sequences it takes none",
+        hint="raise the weight of data.train[], which says how often each row is seen in an epoch",
+        key="data.train",
+    )
 
 
 def has_constant_steps(settings: PlanSettings, mixture: MixtureSettings) -> bool:
