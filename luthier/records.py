@@ -453,6 +453,7 @@ class Sample:
         spans = [slice(end - branch.length, end) for end, branch in zip(ends, self.branches, strict=True)]
         parents = {branch.parent for branch in self.branches}
         claimed: set[int] = set()
+        target = self.target.copy()  # without those that an earlier leaf has
         segments = []
         for leaf in range(len(self.branches)):
             if leaf in parents:
@@ -461,20 +462,21 @@ class Sample:
             while (parent := self.branches[path[-1]].parent) >= 0:
                 path.append(parent)
             path.reverse()
-            target = [
-                self.target[spans[node]] if node not in claimed else np.zeros_like(self.target[spans[node]])
-                for node in path
-            ]
-            claimed.update(path)
+            own = [spans[node] for node in path]
             segments.append(
                 Segment(
-                    input_ids=np.concatenate([self.input_ids[spans[node]] for node in path]),
-                    target=np.concatenate(target),
-                    weight=None if self.weight is None else np.concatenate([self.weight[spans[node]] for node in path]),
-                    media=media_within(self.media, [spans[node] for node in path]),
+                    input_ids=np.concatenate([self.input_ids[span] for span in own]),
+                    target=np.concatenate([target[span] for span in own]),
+                    weight=None if self.weight is None else np.concatenate([self.weight[span] for span in own]),
+                    media=media_within(self.media, own) if self.media else (),
                     address=self.address,
                 )
             )
+            for node in reversed(path):
+                if node in claimed:
+                    break  # and so are all before it
+                claimed.add(node)
+                target[spans[node]] = False
         return segments
 
     def unroll(self) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
