@@ -404,9 +404,10 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
     from luthier.loader.choosing import feed_folder
     from luthier.loader.feed import Feed, FeedReader
     from luthier.loader.feed_files import FeedJob
+    from luthier.train.run_folder import place_to_feed
 
-    folder = feed_folder(run)
-    with Feed.start(FeedJob(config=run, folder=folder)) if is_main_process() else nullcontext() as feed:
+    job = FeedJob(config=run, folder=(folder := feed_folder(run)), after=place_to_feed(run))
+    with Feed.start(job) if is_main_process() else nullcontext() as feed:
         reader = FeedReader(folder) if feed is None else feed.reader
         tell(Remark(text="rows are prepared while the model is trained, in the order in which they are needed"))
 
@@ -421,7 +422,7 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
 
         def open_data() -> RunData:
             data = open_live_data(run, reader)
-            view = _first_to_arrive(run, data, reader, encoder, tell)
+            view = _first_to_arrive(data, reader, encoder, tell)
             tell(FirstSample(rows=(view,)))
             samples.append(tokens_html([view]))
             return data
@@ -430,22 +431,16 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
     return Report(result=result, fingerprints=_fingerprints(encoder), sample=samples[0])
 
 
-def _first_to_arrive(run: RunConfig, data: RunData, reader: FeedReader, encoder: Encoder, tell: Listener) -> RowView:
+def _first_to_arrive(data: RunData, reader: FeedReader, encoder: Encoder, tell: Listener) -> RowView:
     """The first row of the run that is not lost."""
     from luthier.check.show.view import show_pack
     from luthier.errors import UserError
-    from luthier.loader.feeding import FIRST_PORTION
-    from luthier.loader.run_settings import order_of_run, train_settings
     from luthier.records import Pack
 
     facts = reader.facts()
     held_out = f", {facts.num_eval_rows:,} held out" if facts.num_eval_rows else ""
     tell(Remark(text=f"{sum(facts.num_rows):,} rows in {len(facts.num_rows)} sources{held_out}"))
-    order = order_of_run(run, data.rows, train_settings(run)).epoch(0)
-    for start in range(0, len(order), FIRST_PORTION):  # the first rows may all be lost
-        data.rows.wait_for(order.rows(start, start + FIRST_PORTION))
-        if len(data.train):
-            break
+    data.rows.wait_for_any()
     if not len(data.train):
         hint = "what became of them is in quarantine.jsonl, in output.dir"
         raise UserError("no training row is left", hint=hint, key="data.train")

@@ -146,6 +146,9 @@ class RowTable:
     def wait_for(self, rows: Ints) -> None:
         """Return when all of ``rows`` are here."""
 
+    def wait_for_any(self) -> None:
+        """Return when some row is here that is not lost, or all are."""
+
     def table(self, segments: Ints) -> SegmentTable:
         """What a plan needs to know of some segments."""
         return self._lines(self._table.records[segments])
@@ -277,6 +280,11 @@ class ArrivingRows(RowTable):
             portion = next(self._portions, None)
             assert portion is not None, "the feed ended before all rows that are needed had come"
             self._take_in(portion)
+
+    def wait_for_any(self) -> None:
+        """Take in portions until there is a segment, or no row is left to come."""
+        while not len(self) and int((self._first < 0).sum()) > len(self.held_out):
+            self._take_in(next(self._portions))
 
     def _take_in(self, portion: ResolvedPortion) -> None:
         settings = self.settings

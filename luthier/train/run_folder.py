@@ -6,8 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
+from luthier.loader.feed_files import FeedPlace
+from luthier.loader.state import LoaderState
+from luthier.packing import PlannerPlace
 from luthier.train import checkpoint as checkpoints
 from luthier.train.files import FILES
 from luthier.train.lost_rows import forget_lost
@@ -52,6 +57,24 @@ def open_run_folder(config: RunConfig, report: Callable[[str], None]) -> Path | 
         forget_lost(run)
     write_run_config(config, run)
     return found
+
+
+def place_to_feed(config: RunConfig) -> FeedPlace | None:
+    """Where the run in ``output.dir`` goes on, so that the rows it needs are prepared first. It is a guess: wrong, it
+    costs time and nothing else, since all rows are handed over."""
+    output = config.output
+    if output.overwrite or output.resume == "never":
+        return None
+    found = checkpoints.checkpoints(output.dir) if output.resume == "auto" else [Path(output.resume).expanduser()]
+    try:
+        waiting = LoaderState.load(max(found, key=checkpoints.checkpoint_step)).waiting if found else {}
+    except (CheckpointError, ValueError):
+        return None
+    if not waiting.get("place"):
+        return None
+    place = PlannerPlace.from_json(waiting["place"])
+    before = tuple(np.unique(place.carried["position"]).tolist())
+    return FeedPlace(epoch=int(waiting["epoch"]), position=place.position, before=before)
 
 
 def check_run_folder(config: RunConfig) -> None:
