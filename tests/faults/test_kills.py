@@ -18,7 +18,7 @@ from tests.faults.points import run_points
 PREPARING = {"preparing": 12, "preparing-shared": 8, "preparing-operations": 1, "store-failures": 1}
 CHECKPOINTS = {"checkpoints": 1, "checkpoint-failures": 1}
 LOADING = {"stream": 15, "loses-its-window": 4, "loses-a-step": 4, "loader": 8, "stream-workers": 2, "fed": 6}
-TRAINING = {"training": 4, "training-large-files": 2}
+TRAINING = {"training": 3, "training-large-files": 2}
 PROGRAMS = (PREPARING, CHECKPOINTS, LOADING, TRAINING)
 CONTROLS = ("loses-its-window", "loses-a-step")
 
