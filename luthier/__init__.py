@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from luthier.check.devices import Device as Device
-    from luthier.check.estimate import Estimate as Estimate
-    from luthier.check.estimate import Memory as Memory
-    from luthier.check.history import HistoryCost as HistoryCost
-    from luthier.check.media_counts import MediaCount as MediaCount
-    from luthier.check.plan import DataPlan as DataPlan
-    from luthier.check.plan import LongRow as LongRow
-    from luthier.check.plan import RunPlan as RunPlan
-    from luthier.check.plan import SourcePlan as SourcePlan
+    from luthier.check.plan.estimate import Device as Device
+    from luthier.check.plan.estimate import Estimate as Estimate
+    from luthier.check.plan.estimate import Memory as Memory
+    from luthier.check.plan.media_counts import MediaCount as MediaCount
+    from luthier.check.plan.plan import DataPlan as DataPlan
+    from luthier.check.plan.plan import HistoryCost as HistoryCost
+    from luthier.check.plan.plan import LongRow as LongRow
+    from luthier.check.plan.plan import RunPlan as RunPlan
+    from luthier.check.plan.plan import SourcePlan as SourcePlan
+    from luthier.check.plan.stats import Distribution as Distribution
+    from luthier.check.plan.stats import SourceStats as SourceStats
+    from luthier.check.plan.stats import Stats as Stats
     from luthier.check.show.view import RowView as RowView
     from luthier.check.show.view import SegmentView as SegmentView
     from luthier.check.show.view import TokenView as TokenView
-    from luthier.check.stats import Distribution as Distribution
-    from luthier.check.stats import SourceStats as SourceStats
-    from luthier.check.stats import Stats as Stats
     from luthier.check.verify.records import Check as Check
     from luthier.check.verify.records import CheckResult as CheckResult
     from luthier.check.verify.records import FailedRow as FailedRow
@@ -171,24 +171,24 @@ if TYPE_CHECKING:
     from luthier.store.store import SampleStore as SampleStore
     from luthier.templating.limits import TemplateLimits as TemplateLimits
     from luthier.templating.limits import TemplateSettings as TemplateSettings
-    from luthier.train.compared_losses import micro_loss as micro_loss
-    from luthier.train.events import Note as Note
-    from luthier.train.events import Saved as Saved
-    from luthier.train.events import Started as Started
-    from luthier.train.objective_parts import ObjectiveParts as ObjectiveParts
-    from luthier.train.report import Report as Report
-    from luthier.train.result import DataSummary as DataSummary
-    from luthier.train.result import Ended as Ended
-    from luthier.train.result import EvalRecord as EvalRecord
-    from luthier.train.result import GenerationRecord as GenerationRecord
-    from luthier.train.result import GenerationRound as GenerationRound
-    from luthier.train.result import ModelSummary as ModelSummary
-    from luthier.train.result import RunResult as RunResult
-    from luthier.train.result import SourceSummary as SourceSummary
-    from luthier.train.result import StepRecord as StepRecord
-    from luthier.train.step_losses import MicroLoss as MicroLoss
-    from luthier.train.step_losses import Stateless as Stateless
-    from luthier.train.step_losses import StepLosses as StepLosses
+    from luthier.train.losses.compared_losses import micro_loss as micro_loss
+    from luthier.train.losses.parts import ObjectiveParts as ObjectiveParts
+    from luthier.train.losses.step_losses import MicroLoss as MicroLoss
+    from luthier.train.losses.step_losses import Stateless as Stateless
+    from luthier.train.losses.step_losses import StepLosses as StepLosses
+    from luthier.train.report.events import Note as Note
+    from luthier.train.report.events import Saved as Saved
+    from luthier.train.report.events import Started as Started
+    from luthier.train.report.report import Report as Report
+    from luthier.train.report.result import DataSummary as DataSummary
+    from luthier.train.report.result import Ended as Ended
+    from luthier.train.report.result import EvalRecord as EvalRecord
+    from luthier.train.report.result import GenerationRecord as GenerationRecord
+    from luthier.train.report.result import GenerationRound as GenerationRound
+    from luthier.train.report.result import ModelSummary as ModelSummary
+    from luthier.train.report.result import RunResult as RunResult
+    from luthier.train.report.result import SourceSummary as SourceSummary
+    from luthier.train.report.result import StepRecord as StepRecord
 else:  # hidden from type checkers, to which a module with a `__getattr__` has every name
     from ast import ImportFrom, parse
     from functools import cache

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from luthier.check.estimate import Estimate
     from luthier.check.loaded import Loaded
-    from luthier.check.plan import RunPlan
+    from luthier.check.plan.estimate import Estimate
+    from luthier.check.plan.plan import RunPlan
+    from luthier.check.plan.stats import Stats
     from luthier.check.show.view import RowView
-    from luthier.check.stats import Stats
     from luthier.check.verify.records import VerifyReport
     from luthier.check.verify.run import VerifyOptions
     from luthier.config.draft import Draft
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from luthier.preparation.prepared import Prepared
     from luthier.sources import RepeatedIds
     from luthier.train.data import RunData
-    from luthier.train.report import Report
-    from luthier.train.result import RunResult
+    from luthier.train.report.report import Report
+    from luthier.train.report.result import RunResult
 
 Listener = Callable[[object], None]  # hears records of several kinds: `match event: case luthier.StepRecord(): …`
 
@@ -130,7 +130,7 @@ def train_and_report(
             report = _train_prepared(run, tuple(callbacks), tell)
         report = replace(report, quickstart=quickstart)
         if is_main_process():
-            from luthier.train.report import write_report
+            from luthier.train.report.report import write_report
 
             tell(Reported(report=report, files=tuple(write_report(report))))
     return report
@@ -198,8 +198,8 @@ def plan(
 
     Raises `ConfigError`, `UserError` for an unknown device or data without a row, and what preparation raises.
     """
-    from luthier.check.devices import check_name
-    from luthier.check.plan import with_media
+    from luthier.check.plan.estimate import check_name
+    from luthier.check.plan.plan import with_media
     from luthier.errors import ModelError
 
     tell = on_event or _silent
@@ -220,7 +220,7 @@ def stats(config: RunDescription, *, overrides: Sequence[str] = (), on_event: Li
 
     Raises `ConfigError` and what preparation raises.
     """
-    from luthier.check.stats import stats as stats_of
+    from luthier.check.plan.stats import stats as stats_of
     from luthier.sources import open_sources, repeated_ids, resolve_sources
 
     tell = on_event or _silent
@@ -283,8 +283,7 @@ def schedule_of(loaded: Loaded) -> StreamPlan:
 
 def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
     """The run's plan, without an estimate."""
-    from luthier.check.history import history_cost
-    from luthier.check.plan import plan_run
+    from luthier.check.plan.plan import history_cost, plan_run
     from luthier.loader.run_settings import warmup_steps
     from luthier.train.schedule import FEW_STEPS, length_notes, ways_to_more_steps
 
@@ -383,7 +382,7 @@ def _train_prepared(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell
     from luthier.check.selection import Selection
     from luthier.check.show.html import tokens_html
     from luthier.train.fit import fit
-    from luthier.train.report import Report
+    from luthier.train.report.report import Report
 
     found = plan_of(loaded, schedule_of(loaded))
     tell(found)
@@ -404,7 +403,7 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
     from luthier.loader.choosing import feed_folder
     from luthier.loader.feed import Feed, FeedReader
     from luthier.loader.feed_files import FeedJob
-    from luthier.train.run_folder import place_to_feed
+    from luthier.train.folder.run_folder import place_to_feed
 
     job = FeedJob(config=run, folder=(folder := feed_folder(run)), after=place_to_feed(run))
     with Feed.start(job) if is_main_process() else nullcontext() as feed:
@@ -415,7 +414,7 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
         from luthier.encoding.encoder import Encoder
         from luthier.train.data import open_live_data
         from luthier.train.fit import fit_data
-        from luthier.train.report import Report
+        from luthier.train.report.report import Report
 
         encoder = Encoder.from_config(run)
         samples: list[Any] = []
@@ -460,9 +459,14 @@ def _estimate(
 
     Raises `ModelError` if the model's config cannot be read or says too little, `UserError` for an unknown device.
     """
-    from luthier.check.devices import device_named, present_device
-    from luthier.check.estimate import Work, computes_in_16_bits, estimate_run
-    from luthier.check.model_shape import shape_of_run
+    from luthier.check.plan.estimate import (
+        Work,
+        computes_in_16_bits,
+        device_named,
+        estimate_run,
+        present_device,
+        shape_of_run,
+    )
     from luthier.models.model import run_device
 
     config = loaded.config

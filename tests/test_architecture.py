@@ -333,9 +333,7 @@ def test_a_circle_would_be_found(tmp_path: Path) -> None:
 
 MAX_FOLDER_FILES = 20
 # Folders with more files, and why, or until when.
-EXCUSED_FOLDERS: dict[str, str] = {
-    "train": "is to be divided",
-}
+EXCUSED_FOLDERS: dict[str, str] = {}
 
 
 def test_folders_stay_within_budget() -> None:

@@ -181,7 +181,7 @@ def test_the_program_that_the_page_shows_runs(
 
 
 def test_train_is_the_function_before_and_after_its_room_is_imported() -> None:
-    code = "import luthier; before = luthier.train; import luthier.train.result; print(before is luthier.train)"
+    code = "import luthier; before = luthier.train; import luthier.train.report.result; print(before is luthier.train)"
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert told.stdout == "True\n"
     from luthier import library

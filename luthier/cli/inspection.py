@@ -57,7 +57,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None, ray: RayAddress = N
     """
     with reporting(json) as output:
         from luthier.check.loaded import Loaded
-        from luthier.check.tables import ledger_line
+        from luthier.check.plan.terminal import ledger_line
 
         heard: list[Loaded] = []
 
@@ -103,9 +103,8 @@ def plan(
     with reporting(json) as output:
         import msgspec
 
-        from luthier.check.estimate_terminal import estimate_table
         from luthier.check.loaded import Loaded
-        from luthier.check.tables import plan_table
+        from luthier.check.plan.terminal import estimate_table, plan_table
 
         def heard(event: object) -> None:
             if isinstance(event, Loaded):
@@ -135,7 +134,7 @@ def stats(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
     with reporting(json) as output:
         import msgspec
 
-        from luthier.check.tables import ledger_line, stats_table
+        from luthier.check.plan.terminal import ledger_line, stats_table
 
         with listening(output.console) as listen:
             found = library.stats(config, overrides=overrides or (), on_event=listen)

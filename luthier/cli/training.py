@@ -13,7 +13,7 @@ from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import ConfigFile, Overrides, listening, tell_preparation
 
 if TYPE_CHECKING:
-    from luthier.train.report import Report
+    from luthier.train.report.report import Report
 
 MAX_TOKENS_SHOWN = 400  # of the sample in the terminal; `luthier show` has all
 
@@ -50,10 +50,10 @@ def train_and_tell(config: str, overrides: Sequence[str], console: Console, *, q
 
 def _tell(event: object, console: Console) -> None:
     from luthier.check.loaded import Loaded
-    from luthier.check.plan import RunPlan
+    from luthier.check.plan.plan import RunPlan
+    from luthier.check.plan.terminal import plan_table
     from luthier.check.show.terminal import coloured_text
-    from luthier.check.tables import plan_table
-    from luthier.train.report import summary
+    from luthier.train.report.report import summary
 
     match event:
         case Loaded():

@@ -74,26 +74,31 @@ OBJECTIVES: Table[Objective] = Table(
                 name="sft",
                 rows=RowKind.ANSWER,
                 default_loss="cross_entropy",
-                losses="luthier.train.tokens:token_losses",
+                losses="luthier.train.losses.tokens:token_losses",
                 by_token=True,
             ),
             Objective(
                 name="pt",
                 rows=RowKind.ANSWER,
                 default_loss="cross_entropy",
-                losses="luthier.train.tokens:token_losses",
+                losses="luthier.train.losses.tokens:token_losses",
                 by_token=True,
             ),
             Objective(
                 name="rm",
                 rows=RowKind.PAIR,
                 default_loss="bradley_terry",
-                losses="luthier.train.rewards:reward_losses",
+                losses="luthier.train.losses.rewards:reward_losses",
                 has_head=False,
             ),
-            Objective(name="dpo", rows=RowKind.PAIR, default_loss="sigmoid", losses="luthier.train.pairs:pair_losses"),
             Objective(
-                name="kto", rows=RowKind.VERDICT, default_loss="kto", losses="luthier.train.verdicts:feedback_losses"
+                name="dpo", rows=RowKind.PAIR, default_loss="sigmoid", losses="luthier.train.losses.pairs:pair_losses"
+            ),
+            Objective(
+                name="kto",
+                rows=RowKind.VERDICT,
+                default_loss="kto",
+                losses="luthier.train.losses.verdicts:feedback_losses",
             ),
         )
     },

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from luthier.config.loading import RunDescription
-    from luthier.train.result import RunResult
+    from luthier.train.report.result import RunResult
 
 
 class _CallableRoom(ModuleType):

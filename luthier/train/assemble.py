@@ -21,24 +21,23 @@ from luthier.models.parts import text_attention
 from luthier.models.sharding import give_up_gathered, place, unsharded_class
 from luthier.models.vocabulary import Vocabulary
 from luthier.packing import Segments
-from luthier.train import artifacts, run_folder
 from luthier.train.arguments import run_precision, training_arguments
 from luthier.train.callbacks import EarlyStopping, Flow, Journal, Meter
-from luthier.train.checkpoint import OBJECTIVE_STATE, write_json
 from luthier.train.data import RunData
-from luthier.train.events import Listener, Note
-from luthier.train.feature_choice import choose_media
+from luthier.train.folder import artifacts, run_folder
+from luthier.train.folder.checkpoint import OBJECTIVE_STATE, write_json
+from luthier.train.folder.lost_rows import LostRows
 from luthier.train.hooks import Hooks
-from luthier.train.kernel_choice import kernel_name
-from luthier.train.lost_rows import LostRows
+from luthier.train.losses.kernels import kernel_name
+from luthier.train.losses.objective import make_losses, model_pass
+from luthier.train.losses.parts import ObjectiveParts
+from luthier.train.losses.router_balance import RouterBalance
+from luthier.train.losses.step_losses import StepLosses
+from luthier.train.losses.tower_features import AUTOCAST_DTYPES, choose_media
 from luthier.train.numerics import check_in_force, computed_in, weight_types
-from luthier.train.objective import make_losses, model_pass
-from luthier.train.objective_parts import ObjectiveParts
-from luthier.train.result import ModelSummary
-from luthier.train.router_balance import RouterBalance
-from luthier.train.step_losses import StepLosses
+from luthier.train.report.events import Listener, Note
+from luthier.train.report.result import ModelSummary
 from luthier.train.streams import EvalStream, TrainStream, World, loader_state, needed_segments, sharing, train_stream
-from luthier.train.tower_features import AUTOCAST_DTYPES
 from luthier.train.trainer import LuthierTrainer, TrainerParts
 
 BASE_FOLDER = "base"  # a base model with random weights, which an adapter would be lost without

@@ -12,9 +12,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from luthier.config.schema import EvalConfig, RunConfig, Strategy
 from luthier.loader.plan import StreamPlan
-from luthier.train.events import Listener, Note, Saved, Started, StepDone
-from luthier.train.losses import by_source
-from luthier.train.result import EvalRecord, StepRecord
+from luthier.train.losses.mean_losses import by_source
+from luthier.train.report.events import Listener, Note, Saved, Started, StepDone
+from luthier.train.report.result import EvalRecord, StepRecord
 
 NO_NORM = ("lomo", "adalomo")  # they update within the backward pass, and no gradient is left to be measured
 

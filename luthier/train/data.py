@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,8 +33,7 @@ from luthier.preparation.prepared import Prepared, PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address
 from luthier.store.store import SampleStore, store_folder
-from luthier.train.result import DataSummary
-from luthier.train.set_names import distinct_names
+from luthier.train.report.result import DataSummary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -228,3 +228,20 @@ def _prepared_of(portions: list[ResolvedPortion], store: SampleStore, sources: t
         sources=sources,
         ledger=ledger,
     )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the data sets of a run are called.
+
+
+def distinct_names(names: Sequence[str], count: int) -> tuple[str, ...]:
+    """A name for each of ``count`` data sets, no two the same.
+
+    ``(["a", "b", "a"], 3) -> ("a", "b", "a (2)")``, ``([], 2) -> ("source 1", "source 2")``
+    """
+    given = [*names, *(f"source {number}" for number in range(len(names) + 1, count + 1))]
+    found: list[str] = []
+    for name in given:
+        copies = (f"{name} ({number})" for number in itertools.count(2))
+        found.append(name if name not in found else next(copy for copy in copies if copy not in given + found))
+    return tuple(found)

@@ -29,13 +29,14 @@ from luthier.models.model import run_device
 from luthier.models.parts import decoder_family
 from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
 from luthier.preparation.prepared import Prepared
-from luthier.train import artifacts, run_folder
 from luthier.train.assemble import (
     make_model,
     make_trainer,
     summarise_model,
 )
-from luthier.train.checkpoint import (
+from luthier.train.data import RunData, open_live_data, open_run_data
+from luthier.train.folder import artifacts, run_folder
+from luthier.train.folder.checkpoint import (
     OBJECTIVE_STATE,
     UnusableCheckpoint,
     checkpoint_step,
@@ -43,16 +44,15 @@ from luthier.train.checkpoint import (
     replacing,
     set_aside_broken,
 )
-from luthier.train.data import RunData, open_live_data, open_run_data
-from luthier.train.events import Event, Finished, Listener, Note, tell_all
 from luthier.train.generate import Question, answer_all, choose_questions
 from luthier.train.hooks import Hooks, StopAgreement
-from luthier.train.journal import LogFile
 from luthier.train.numerics import own_numerics
 from luthier.train.outcome import Run, result_of
-from luthier.train.progress import ProgressBar, make_view
 from luthier.train.ranks import LONGEST_COLLECTIVE, naming_lost_ranks
-from luthier.train.result import LOG_FILE, RunResult
+from luthier.train.report.events import Event, Finished, Listener, Note, tell_all
+from luthier.train.report.journal import LogFile
+from luthier.train.report.progress import ProgressBar, make_view
+from luthier.train.report.result import LOG_FILE, RunResult
 from luthier.train.schedule import FEW_STEPS, length_notes
 from luthier.train.signals import StopSignals
 from luthier.train.streams import World, check_rows, loader_state, make_schedule, state_at_start
@@ -69,7 +69,7 @@ def fit(
 ) -> RunResult:
     """Train as ``config`` says, and leave model, checkpoints, log and ``result.json`` in ``output.dir``.
 
-    ``callbacks`` are transformers', called behind ours. ``on_event`` gets every `luthier.train.events.Event`, on the
+    ``callbacks`` are transformers', called behind ours. ``on_event`` gets every event (`train.report.events`), on the
     main process. On SIGTERM or SIGINT the step is finished, a checkpoint is saved, and the result says ``ended:
     interrupted``: exit with its ``exit_code`` (143 or 130). A second signal ends the process at once with that code.
 

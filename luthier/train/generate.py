@@ -20,7 +20,7 @@ from luthier.models.compiled import uncompiled
 from luthier.packing import Segments, Units
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
-from luthier.train.result import GenerationRecord, GenerationRound
+from luthier.train.report.result import GenerationRecord, GenerationRound
 
 Ids = NDArray[np.int32]
 

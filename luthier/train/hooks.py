@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import TrainerCallback
 
-from luthier.train.events import Listener
+from luthier.train.report.events import Listener
 from luthier.train.signals import StopSignals
 from luthier.train.streams import World
 

@@ -19,18 +19,18 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.plan import StreamPlan
 from luthier.loader.run_settings import eval_settings
 from luthier.packing import shares_of
-from luthier.train import run_folder
 from luthier.train.assemble import RunModel
 from luthier.train.callbacks import EarlyStopping
-from luthier.train.checkpoint import broken_checkpoints
 from luthier.train.data import RunData, summarise, summary_of
+from luthier.train.folder import run_folder
+from luthier.train.folder.checkpoint import broken_checkpoints
+from luthier.train.folder.lost_rows import ledger_of_run
+from luthier.train.folder.state import plain_optimizer
 from luthier.train.hooks import Hooks
-from luthier.train.journal import read_log
-from luthier.train.lost_rows import ledger_of_run
 from luthier.train.numerics import optimizer_facts
-from luthier.train.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
+from luthier.train.report.journal import read_log
+from luthier.train.report.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
 from luthier.train.trainer import LuthierTrainer
-from luthier.train.training_state import plain_optimizer
 
 REPORTED_VERSIONS = ("luthier", "torch", "transformers", "peft", "accelerate")
 

@@ -41,10 +41,10 @@ from luthier.preparation.prepared import num_held_out
 from luthier.sources import Source, open_sources, resolve_sources
 from luthier.sources.origins import HUB
 from luthier.train.arguments import optimization
-from luthier.train.feature_choice import readable_media
-from luthier.train.reference_choice import check_reference
-from luthier.train.run_folder import check_run_folder
-from luthier.train.state_files import check_writable
+from luthier.train.folder.run_folder import check_run_folder
+from luthier.train.folder.state import check_writable
+from luthier.train.losses.reference_choice import check_reference
+from luthier.train.losses.tower_features import readable_media
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
 COUNTED_BYTES = 32_000_000  # of text files: the rows of more are counted when they are read

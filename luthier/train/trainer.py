@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,30 +15,32 @@ import torch
 from torch import nn
 from transformers import DefaultFlowCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from luthier.errors import UserError
+from luthier.errors import TrainingError, UserError
+from luthier.loader.plan import StreamPlan
 from luthier.models import sharding
 from luthier.models.adapters import split_loraplus_groups
 from luthier.models.sharding import restore_weights
 from luthier.records import Address, Batch
-from luthier.train import checkpoint as checkpoints
 from luthier.train.callbacks import Meter
-from luthier.train.finite import check_finite
-from luthier.train.learning_rate import put_on_progress
-from luthier.train.losses import LossSums, MeanLosses
-from luthier.train.result import ACCURACIES
-from luthier.train.router_balance import RouterBalance
-from luthier.train.state_files import UNREADABLE, has_state, read_state, write_state
-from luthier.train.step_losses import ACCURACY, StepLosses, in_turns, learned_from
-from luthier.train.streams import EvalStream, TrainStream
-from luthier.train.training_state import (
+from luthier.train.folder import checkpoint as checkpoints
+from luthier.train.folder.state import (
+    UNREADABLE,
     check_alike,
     evaluation_point,
     go_to_evaluation_point,
+    has_state,
     optimizer_state,
     put_optimizer_state,
     random_state,
+    read_state,
     set_random_state,
+    write_state,
 )
+from luthier.train.losses.mean_losses import LossSums, MeanLosses
+from luthier.train.losses.router_balance import RouterBalance
+from luthier.train.losses.step_losses import ACCURACY, StepLosses, in_turns, learned_from
+from luthier.train.report.result import ACCURACIES
+from luthier.train.streams import EvalStream, TrainStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,3 +359,47 @@ def taking_over(checkpoint: Path, name: str) -> Iterator[None]:
             f"{checkpoint}: its {name} cannot be taken over: {reason[:500]}",
             hint="go on from another checkpoint, with output.resume, or begin anew, with output.overwrite: true",
         ) from error
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A step whose loss or gradient is no number ends the run before it spoils the weights.
+
+
+MAX_ROWS_NAMED = 8
+
+
+def check_finite(
+    losses: Sequence[tuple[torch.Tensor, tuple[Address, ...]]], norm: torch.Tensor | float | None, *, step: int
+) -> None:
+    """Raise `TrainingError`, with the rows, if the loss of one of a step's micro-batches, or the ``norm`` of the step's
+    gradient (None: not to be looked at), is not finite."""
+    values = [loss for loss, _ in losses]
+    if norm is not None:
+        values.append(torch.as_tensor(norm, dtype=torch.float32, device=values[0].device))
+    if torch.isfinite(torch.stack(values)).all():  # one look at the device a step
+        return
+    guilty = [addresses for loss, addresses in losses if not torch.isfinite(loss)]
+    rows = [str(row) for addresses in guilty or [a for _, a in losses] for row in addresses]
+    named = ", ".join(rows[:MAX_ROWS_NAMED]) + (
+        f" and {len(rows) - MAX_ROWS_NAMED} more" if len(rows) > MAX_ROWS_NAMED else ""
+    )
+    what = "the loss" if guilty else f"the gradient's norm ({norm if norm is None else float(norm)})"
+    raise TrainingError(
+        f"step {step}: {what} is not a finite number; the weights are those of step {step - 1}\n"
+        f"  rows of the batch: {named}",
+        hint="lower train.learning_rate, raise train.warmup_steps, use train.precision bf16 or fp32, or look at "
+        "those rows",
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The learning rate's schedule where the number of steps is an estimate.
+
+
+def put_on_progress(scheduler: torch.optim.lr_scheduler.LambdaLR, steps: StreamPlan) -> None:
+    """Ask the schedule not for the number of steps done, but for as many of ``horizon`` as the run's progress is."""
+
+    def on_progress(multiplier: Callable[[Any], float]) -> Callable[[int], float]:
+        return lambda steps_done: multiplier(steps.progress(steps_done) * steps.horizon)
+
+    scheduler.lr_lambdas = [on_progress(multiplier) for multiplier in scheduler.lr_lambdas]

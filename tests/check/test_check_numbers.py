@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from luthier.check.plan import RunPlan, longest_rows, plan_run
-from luthier.check.stats import Distribution, distribution, stats
-from luthier.check.tables import plan_table, stats_table
+from luthier.check.plan.plan import RunPlan, longest_rows, plan_run
+from luthier.check.plan.stats import Distribution, distribution, stats
+from luthier.check.plan.terminal import plan_table, stats_table
 from luthier.config.inputs import MixtureConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder

@@ -13,18 +13,24 @@ from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3Config
 
-from luthier.check.devices import DEVICE_NAMES, GIB, Device, check_name, device_named, present_device, table_name
-from luthier.check.estimate import (
+from luthier.check.plan.estimate import (
+    DEVICE_NAMES,
+    GIB,
     LOSS_CHUNK_BYTES,
     UTILISATION,
+    Device,
     Work,
+    check_name,
+    device_named,
     estimate_run,
     memory_of,
     operations_of,
     optimizer_bytes,
+    present_device,
+    shape_of,
+    table_name,
 )
-from luthier.check.estimate_terminal import duration, estimate_table, size
-from luthier.check.model_shape import shape_of
+from luthier.check.plan.terminal import duration, estimate_table, size
 from luthier.config.schema import Packing, RunConfig
 from luthier.errors import ModelError, UserError
 from luthier.models.adapters import apply_adapter, count_parameters

@@ -12,10 +12,10 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from luthier.check.media_counts import MediaItems, packing_refusal
-from luthier.check.plan import plan_run, with_media
-from luthier.check.stats import stats
-from luthier.check.tables import plan_table, stats_table
+from luthier.check.plan.media_counts import MediaItems, packing_refusal
+from luthier.check.plan.plan import plan_run, with_media
+from luthier.check.plan.stats import stats
+from luthier.check.plan.terminal import plan_table, stats_table
 from luthier.check.verify.run import VerifyOptions, verify
 from luthier.cli.main import app
 from luthier.config.schema import RunConfig

@@ -26,9 +26,9 @@ from luthier.loader.plan import StreamPlan
 from luthier.presets.skills import skills_rows
 from luthier.records import Address
 from luthier.train.data import open_live_data
-from luthier.train.events import Event, Listener, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.events import Event, Listener, StepDone
+from luthier.train.report.result import RunResult
 from luthier.train.trainer import LuthierTrainer
 
 NUM_ROWS = 400

@@ -16,9 +16,9 @@ import torch
 
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import CheckpointError
-from luthier.train.events import Event, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.events import Event, StepDone
+from luthier.train.report.result import RunResult
 from tests.faults.killing import Findings, Kills, has_done, tell_progress
 from tests.train.tiny_runs import make_config, make_data, make_segments
 

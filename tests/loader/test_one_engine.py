@@ -29,7 +29,7 @@ from luthier.loader.run_settings import plan_of_run
 from luthier.preparation.prepare import prepare
 from luthier.records import Batch
 from luthier.train.data import RunData, open_live_data, open_run_data
-from luthier.train.run_folder import place_to_feed
+from luthier.train.folder.run_folder import place_to_feed
 from luthier.train.streams import World, check_rows, loader_state, make_schedule
 
 HOW = CollateSettings(packed=True, pad_token_id=0)

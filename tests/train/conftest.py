@@ -14,7 +14,7 @@ from tiny_runs import make_config
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.train.data import RunData
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.result import RunResult
 
 
 @pytest.fixture(autouse=True, scope="session")

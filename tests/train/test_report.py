@@ -15,10 +15,19 @@ from markupsafe import Markup
 from rich.console import Console
 from tiny_runs import make_config
 
-from luthier.train.artifacts import model_card
-from luthier.train.plots import Curve, chart, log_ticks, smoothed, smoothing_radius, spans_decades, sparkline, ticks
-from luthier.train.report import Report, duration, summary, write_report
-from luthier.train.result import (
+from luthier.train.folder.artifacts import model_card
+from luthier.train.report.plots import (
+    Curve,
+    chart,
+    log_ticks,
+    smoothed,
+    smoothing_radius,
+    spans_decades,
+    sparkline,
+    ticks,
+)
+from luthier.train.report.report import Report, duration, summary, write_report
+from luthier.train.report.result import (
     DataSummary,
     Ended,
     EvalRecord,

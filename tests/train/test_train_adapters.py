@@ -20,7 +20,7 @@ from luthier.errors import ModelError
 from luthier.models import adapters
 from luthier.train import fit as fit_module
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.result import RunResult
 
 Train = Callable[..., RunResult]
 DATA = make_data(make_segments(12))

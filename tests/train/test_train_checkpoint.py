@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from luthier.errors import CheckpointError
-from luthier.train import checkpoint as checkpoints
+from luthier.train.folder import checkpoint as checkpoints
 
 
 def _write(run: Path, step: int, content: str = "weights") -> Path:

@@ -22,12 +22,11 @@ from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import CheckpointError
-from luthier.train import checkpoint as checkpoints
-from luthier.train.events import Event, Note, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
-from luthier.train.state_files import check_state, read_state, write_state
-from luthier.train.training_state import evaluation_point, go_to_evaluation_point
+from luthier.train.folder import checkpoint as checkpoints
+from luthier.train.folder.state import check_state, evaluation_point, go_to_evaluation_point, read_state, write_state
+from luthier.train.report.events import Event, Note, StepDone
+from luthier.train.report.result import RunResult
 from tests.conftest import examples
 
 DATA = make_data(make_segments(12), make_segments(4, seed=8))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.records import Segment
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.result import RunResult
 
 HELD_OUT = range(20, 25)
 STEPS = {

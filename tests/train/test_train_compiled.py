@@ -22,9 +22,9 @@ from luthier.errors import ModelError
 from luthier.models import attention, compiled
 from luthier.models.head_tap import OutputHead
 from luthier.models.passes import ModelPass
-from luthier.train.events import Event, Note, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.events import Event, Note, StepDone
+from luthier.train.report.result import RunResult
 
 # Dynamo looks at an attribute that torch warns about
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -26,7 +26,7 @@ from luthier.models.parts import find_parts
 from luthier.preparation.prepare import prepare
 from luthier.records import Sample
 from luthier.train.fit import fit
-from luthier.train.result import LOG_FILE
+from luthier.train.report.result import LOG_FILE
 from tests.media.media_files import image_file, picture
 from tests.train.tiny_nemotron_parse import HEIGHT, WIDTH, tiny_processor, write_folder
 

@@ -14,10 +14,10 @@ from tiny_rows import epoch_steps, run_data
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.run_settings import units_of
-from luthier.train import pairs
-from luthier.train.checkpoint import OBJECTIVE_STATE
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.folder.checkpoint import OBJECTIVE_STATE
+from luthier.train.losses import pairs
+from luthier.train.report.result import RunResult
 
 PROGRAM = Path(__file__).with_name("tiny_process.py")
 ROWS = 8

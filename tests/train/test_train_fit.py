@@ -21,9 +21,9 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import CheckpointError, TrainingError, UserError
 from luthier.records import Segment
 from luthier.train import fit as fit_module
-from luthier.train.events import Event, Note, Saved, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.result import Ended, RunResult
+from luthier.train.report.events import Event, Note, Saved, StepDone
+from luthier.train.report.result import Ended, RunResult
 
 Train = Callable[..., RunResult]
 DATA = make_data(make_segments(12), make_segments(5, seed=8))

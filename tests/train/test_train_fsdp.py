@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.errors import UserError
 from luthier.models.sharding import refuse_other_ways
-from luthier.train.events import Event, Note
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.events import Event, Note
+from luthier.train.report.result import RunResult
 
 PROGRAM = Path(__file__).with_name("tiny_shards.py")
 ROWS, TURNS = 8, 6  # turns of a rank: more than there is to learn, so that some are idle

@@ -21,7 +21,7 @@ from luthier.objectives import hidden_loss_sum, token_scores
 from luthier.objectives.head import Head
 from luthier.records import Batch, Pack
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.result import RunResult
 
 BF16 = torch.bfloat16
 SAMPLES = [tree(9, 5, 7, seed=1), tree(6, 11, 4, seed=2), tree(8, 6, seed=3)]

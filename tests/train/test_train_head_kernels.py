@@ -26,12 +26,12 @@ from luthier.errors import ModelError
 from luthier.models.head_tap import OutputHead, find_head
 from luthier.objectives.head_kernels import HeadKernel, KernelAnswer, KernelTask
 from luthier.records import Pack
-from luthier.train import kernel_choice
-from luthier.train.events import Event, Note
 from luthier.train.fit import fit_data
-from luthier.train.kernel_choice import choose_kernel
-from luthier.train.report import Report
-from luthier.train.result import RunResult
+from luthier.train.losses import kernels
+from luthier.train.losses.kernels import choose_kernel
+from luthier.train.report.events import Event, Note
+from luthier.train.report.report import Report
+from luthier.train.report.result import RunResult
 
 ROWS = 4
 TRIALS = 3  # of a kernel, before a run
@@ -55,15 +55,15 @@ class Counted:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """What a run takes for Liger's kernel, on this CPU."""
     counted = Counted(kernel_under_test(monkeypatch))
-    monkeypatch.setattr(kernel_choice, "LigerKernel", lambda: counted)
+    monkeypatch.setattr(kernels, "LigerKernel", lambda: counted)
     if not IS_INTERPRETED:
         _pretend(monkeypatch)
     return counted
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, *, installed: bool = True, runs: bool = True) -> None:
-    monkeypatch.setattr(kernel_choice, "liger_is_installed", lambda: installed)
-    monkeypatch.setattr(kernel_choice, "runs_on", lambda device: runs)
+    monkeypatch.setattr(kernels, "liger_is_installed", lambda: installed)
+    monkeypatch.setattr(kernels, "runs_on", lambda device: runs)
 
 
 # --------------------------------------------------------------------------------------------------------- whole runs
@@ -154,7 +154,7 @@ def _choose(
 
 def _lying(monkeypatch: pytest.MonkeyPatch, lie: Any) -> None:
     _pretend(monkeypatch)
-    monkeypatch.setattr(kernel_choice, "LigerKernel", lambda: PlainKernel(lie))
+    monkeypatch.setattr(kernels, "LigerKernel", lambda: PlainKernel(lie))
 
 
 def _one_percent(answer: KernelAnswer) -> KernelAnswer:
@@ -200,7 +200,7 @@ def test_a_package_without_the_function_is_none(monkeypatch: pytest.MonkeyPatch)
         raise ImportError("cannot import name 'fused_linear_cross_entropy_forward'")
 
     _pretend(monkeypatch)
-    monkeypatch.setattr(kernel_choice, "LigerKernel", missing)
+    monkeypatch.setattr(kernels, "LigerKernel", missing)
     with pytest.raises(ModelError, match="liger-kernel cannot be imported: cannot import name 'fused"):
         _choose("liger")
     assert "chunked, not liger: liger-kernel cannot be imported" in _choose("auto")[1][0]

@@ -12,9 +12,9 @@ import torch
 from luthier.models.head_tap import Scored
 from luthier.objectives import Head
 from luthier.records import Targets
-from luthier.train.result import ENTROPY
-from luthier.train.step_losses import ACCURACY, MicroLoss
-from luthier.train.tokens import TokenLosses
+from luthier.train.losses.step_losses import ACCURACY, MicroLoss
+from luthier.train.losses.tokens import TokenLosses
+from luthier.train.report.result import ENTROPY
 
 HIDDEN_KD, WEIGHT_VD = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((6, 8), (50, 8)))
 LIKELIEST = int((WEIGHT_VD @ HIDDEN_KD[0]).argmax())

@@ -17,12 +17,12 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
 from luthier.ledger import Ledger
 from luthier.records import Address
-from luthier.train.artifacts import model_card
-from luthier.train.events import Event, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.lost_rows import LOST_FILE, UNREADABLE, LostRows, ledger_of_run
-from luthier.train.report import Report
-from luthier.train.result import Ended, RunResult
+from luthier.train.folder.artifacts import model_card
+from luthier.train.folder.lost_rows import LOST_FILE, UNREADABLE, LostRows, ledger_of_run
+from luthier.train.report.events import Event, StepDone
+from luthier.train.report.report import Report
+from luthier.train.report.result import Ended, RunResult
 from luthier.train.trainer import LuthierTrainer
 
 ROWS = 23

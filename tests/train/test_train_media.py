@@ -16,8 +16,8 @@ from luthier.errors import BudgetError
 from luthier.models.model import reward_class
 from luthier.preparation.prepare import prepare
 from luthier.train.fit import fit
-from luthier.train.lost_rows import LOST_FILE
-from luthier.train.result import RunResult
+from luthier.train.folder.lost_rows import LOST_FILE
+from luthier.train.report.result import RunResult
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import write_folder
 

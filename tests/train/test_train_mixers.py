@@ -33,10 +33,10 @@ from luthier.models.mixers import MIXERS, MixerCall, part_mixers, plan_calls
 from luthier.models.parts import set_text_attention
 from luthier.objectives import token_scores
 from luthier.records import Batch, Pack
-from luthier.train import reference_choice
-from luthier.train.events import Note
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.losses import reference_choice
+from luthier.train.report.events import Note
+from luthier.train.report.result import RunResult
 
 CPU = torch.device("cpu")
 HOW = CollateSettings(packed=True, pad_token_id=0)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_runs import make_data, make_segments
 
-from luthier.train.events import Event, Note
-from luthier.train.result import RunResult
+from luthier.train.report.events import Event, Note
+from luthier.train.report.result import RunResult
 
 Train = Callable[..., RunResult]
 

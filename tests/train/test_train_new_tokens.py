@@ -26,9 +26,9 @@ from luthier.models.model import load_model
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Sample, Segment
-from luthier.train.events import Note
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.events import Note
+from luthier.train.report.result import RunResult
 
 OLD = 2048
 NEW = [2048, 2049]

@@ -15,10 +15,10 @@ from tiny_runs import make_config, make_data, make_segments
 
 from luthier.config.schema import Precision
 from luthier.errors import UserError
-from luthier.train.artifacts import model_card
-from luthier.train.events import Note
+from luthier.train.folder.artifacts import model_card
 from luthier.train.numerics import check_in_force, own_numerics
-from luthier.train.result import RunResult
+from luthier.train.report.events import Note
+from luthier.train.report.result import RunResult
 
 Train = Callable[..., RunResult]
 DATA = make_data(make_segments(12))

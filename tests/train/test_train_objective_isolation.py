@@ -19,9 +19,9 @@ from transformers.models.qwen3 import modeling_qwen3
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.objectives import head
-from luthier.train.events import Event, Note
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.events import Event, Note
+from luthier.train.report.result import RunResult
 from luthier.train.trainer import LuthierTrainer
 
 ROWS = 6

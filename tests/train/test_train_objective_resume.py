@@ -11,12 +11,12 @@ from tiny_rows import run_data
 from tiny_runs import make_config
 
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.train.checkpoint import OBJECTIVE_STATE
-from luthier.train.events import Event, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.pairs import PairLosses
-from luthier.train.result import RunResult
-from luthier.train.verdicts import FeedbackLosses
+from luthier.train.folder.checkpoint import OBJECTIVE_STATE
+from luthier.train.losses.pairs import PairLosses
+from luthier.train.losses.verdicts import FeedbackLosses
+from luthier.train.report.events import Event, StepDone
+from luthier.train.report.result import RunResult
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"name": "dpo"},

@@ -18,9 +18,9 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.models.passes import ModelPass
 from luthier.records import Batch
 from luthier.train.fit import fit_data
-from luthier.train.references import ReferenceModel
-from luthier.train.result import RunResult
-from luthier.train.step_losses import in_turns, learned_from
+from luthier.train.losses.references import ReferenceModel
+from luthier.train.losses.step_losses import in_turns, learned_from
+from luthier.train.report.result import RunResult
 
 ROWS, STEPS = 8, 3
 PADDED = {"train__per_device_train_batch_size": 3, "eval__per_device_eval_batch_size": 3}

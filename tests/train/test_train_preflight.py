@@ -27,8 +27,8 @@ from luthier.models.model import build_weightless
 from luthier.models.vocabulary import Vocabulary
 from luthier.presets import model_folder
 from luthier.train import preflight
+from luthier.train.folder.run_folder import RUN_CONFIG
 from luthier.train.preflight import check_run
-from luthier.train.run_folder import RUN_CONFIG
 
 GOOD = """\
 model: {name_or_path: preset:tiny-qwen3}

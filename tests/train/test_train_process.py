@@ -21,7 +21,7 @@ from tiny_runs import make_config, make_data, make_segments
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.train.fit import fit_data
 from luthier.train.ranks import lost_ranks
-from luthier.train.result import RunResult
+from luthier.train.report.result import RunResult
 
 Train = Callable[..., RunResult]
 DATA = make_data(make_segments(13), make_segments(5, seed=8), weights=(1.0, 1.0))

@@ -20,9 +20,9 @@ from luthier.config.objective import Quantization
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models.quantized import BLOCK, Int8Linear, NF4Linear, quantize
-from luthier.train.events import Event, Note
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.events import Event, Note
+from luthier.train.report.result import RunResult
 
 CHANCE = math.log(2)
 # Of log-probabilities, root mean square, in nats; models of initializer_range 0.2 are far from flat.

@@ -16,11 +16,11 @@ from tiny_runs import TINY, make_config
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.records import Batch
-from luthier.train import precomputed
-from luthier.train.events import Event, Note
 from luthier.train.fit import fit_data
-from luthier.train.references import PrecomputedReference, ReferenceModel
-from luthier.train.result import RunResult
+from luthier.train.losses import references
+from luthier.train.losses.references import PrecomputedReference, ReferenceModel
+from luthier.train.report.events import Event, Note
+from luthier.train.report.result import RunResult
 
 LORA = {"adapter__type": "lora", "adapter__r": 4, "train__learning_rate": 2e-2}
 CHANCE = math.log(2)  # DPO's loss of a model that is its own reference
@@ -46,13 +46,13 @@ def run(tmp_path: Path, tokenizer: Tokenizer) -> Run:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one each time that the answers of a store are scored."""
     times: list[int] = []
-    real = precomputed._compute
+    real = references._compute
 
     def counting(*arguments: Any) -> Any:
         times.append(1)
         return real(*arguments)
 
-    monkeypatch.setattr(precomputed, "_compute", counting)
+    monkeypatch.setattr(references, "_compute", counting)
     return times
 
 
@@ -161,8 +161,8 @@ def test_a_store_that_has_grown_or_was_written_in_another_order_still_has_it(
     assert len(computed) == 2, "and the old ones are still known"
     backwards = run("backwards", {"name": "dpo", "loss": "ipo"}, rows=range(19, -1, -1), store="backwards")
     assert len(computed) == 3
-    shutil.rmtree(tmp_path / "backwards" / precomputed.FOLDER)
-    shutil.copytree(tmp_path / "store" / precomputed.FOLDER, tmp_path / "backwards" / precomputed.FOLDER)
+    shutil.rmtree(tmp_path / "backwards" / references.FOLDER)
+    shutil.copytree(tmp_path / "store" / references.FOLDER, tmp_path / "backwards" / references.FOLDER)
     copied = run("copied", {"name": "dpo", "loss": "ipo"}, rows=range(19, -1, -1), store="backwards")
     assert len(computed) == 3, "rows are found by their content, not by where they are"
     assert _losses(copied) == pytest.approx(_losses(backwards), rel=1e-5)
@@ -216,7 +216,7 @@ def test_only_rows_that_the_steps_will_see_are_scored(
 
 def test_a_damaged_table_is_computed_again(run: Run, computed: list[int], tmp_path: Path) -> None:
     first = run("first", {"name": "dpo"})
-    (path,) = (tmp_path / "store" / precomputed.FOLDER).glob("*.safetensors")
+    (path,) = (tmp_path / "store" / references.FOLDER).glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-5])
     assert _losses(run("again", {"name": "dpo"})) == _losses(first)
     assert len(computed) == 2

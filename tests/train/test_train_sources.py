@@ -20,12 +20,12 @@ from luthier.config.schema import Packing
 from luthier.objectives import Measure, token_loss_sum
 from luthier.packing import PlanSettings
 from luthier.records import Batch, Segment
-from luthier.train import step_losses
-from luthier.train.events import Event, StepDone
-from luthier.train.losses import LossSums, by_source
-from luthier.train.result import EvalRecord, RunResult, StepRecord
-from luthier.train.set_names import distinct_names
-from luthier.train.step_losses import ACCURACY, MicroLoss
+from luthier.train.data import distinct_names
+from luthier.train.losses import step_losses
+from luthier.train.losses.mean_losses import LossSums, by_source
+from luthier.train.losses.step_losses import ACCURACY, MicroLoss
+from luthier.train.report.events import Event, StepDone
+from luthier.train.report.result import EvalRecord, RunResult, StepRecord
 from luthier.train.streams import train_stream
 
 Train = Callable[..., RunResult]

@@ -20,11 +20,11 @@ from luthier.errors import ModelError, StoreError
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, join_encoded
 from luthier.models.encoders import Encoders
 from luthier.preparation.prepare import prepare
-from luthier.train import tower_features
-from luthier.train.events import Event, Note
 from luthier.train.fit import fit
-from luthier.train.result import RunResult
-from luthier.train.tower_features import FOLDER
+from luthier.train.losses import tower_features
+from luthier.train.losses.tower_features import FOLDER
+from luthier.train.report.events import Event, Note
+from luthier.train.report.result import RunResult
 from tests.media.media_files import image_file, picture
 from tests.train.test_train_media import config_of, losses, write_rows
 from tests.train.tiny_vlm_folders import write_vlm

@@ -16,9 +16,9 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import CheckpointError
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.isolation import Trial as IsolationTrial
-from luthier.train.events import Event, Note, StepDone
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.events import Event, Note, StepDone
+from luthier.train.report.result import RunResult
 
 ROWS, TURNS = 6, 5
 PLAIN = {"train__optim": "sgd", "train__learning_rate": 0.05}  # Adam would blow up the noise of tiny gradients

@@ -21,7 +21,7 @@ from luthier.models.attention_inputs import Isolation, attention_inputs
 from luthier.models.isolation import choose_isolation
 from luthier.records import Batch, Pack
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.result import RunResult
 
 CPU = torch.device("cpu")
 LEAVES = [

@@ -16,11 +16,11 @@ from luthier.config.schema import Precision
 from luthier.errors import ConfigError, ModelError
 from luthier.train.arguments import run_precision, training_arguments
 from luthier.train.callbacks import evaluations_without_gain
-from luthier.train.events import Finished, Note, Saved, Started, StepDone
-from luthier.train.journal import LogFile, read_log
-from luthier.train.progress import PlainLines, ProgressBar
-from luthier.train.result import EvalRecord, GenerationRecord, GenerationRound, StepRecord
-from luthier.train.run_folder import differences
+from luthier.train.folder.run_folder import differences
+from luthier.train.report.events import Finished, Note, Saved, Started, StepDone
+from luthier.train.report.journal import LogFile, read_log
+from luthier.train.report.progress import PlainLines, ProgressBar
+from luthier.train.report.result import EvalRecord, GenerationRecord, GenerationRound, StepRecord
 
 
 def _step(step: int) -> StepRecord:

@@ -19,7 +19,7 @@ from luthier.config.objective import LOSSES, ObjectiveConfig, losses_of
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.presets import model_folder
 from luthier.train.fit import fit_data
-from luthier.train.result import RunResult
+from luthier.train.report.result import RunResult
 
 PAIR_LOSSES = losses_of("dpo")
 

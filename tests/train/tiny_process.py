@@ -24,8 +24,8 @@ from tiny_runs import make_config, make_data, make_segments
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.models.passes import ModelPass
 from luthier.train.callbacks import Flow
-from luthier.train.events import Event, Saved, StepDone
 from luthier.train.fit import fit_data
+from luthier.train.report.events import Event, Saved, StepDone
 
 
 def main() -> None:

@@ -7,9 +7,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from luthier.check.plan.terminal import ledger_line
 from luthier.check.show.text import visible
 from luthier.check.show.view import RowView, TokenView
-from luthier.check.tables import ledger_line
 from luthier.check.verify.records import (
     MEANING,
     METHOD_MEANING,

@@ -1,0 +1,1 @@
+"""What a run will cost, before any model is loaded: plans, statistics, estimates."""

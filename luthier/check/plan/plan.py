@@ -1,0 +1,306 @@
+"""What a run will cost, exactly, before any model is loaded: rows, tokens, targets, packs, steps, padding, balance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.check.plan.estimate import Estimate
+from luthier.check.plan.media_counts import MediaCount, MediaItems, packing_refusal
+from luthier.config.schema import Overflow, Packing, RunConfig
+from luthier.loader.rows import RowTable
+from luthier.loader.run_settings import eval_settings, shares_prompts, train_settings, warmup_steps
+from luthier.packing import (
+    EpochPlan,
+    PlanSettings,
+    PlanSummary,
+    SourceShare,
+    Units,
+    describe,
+    plan_epoch,
+    realised_mixture,
+    straggler_factor,
+)
+from luthier.preparation.segments import SegmentIndex
+from luthier.records import Sample
+
+NUM_LONGEST = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongRow:
+    """A row among the longest: where it is, and the tokens and targets of its longest segment."""
+
+    address: str
+    tokens: int
+    targets: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourcePlan:
+    """What the first epoch takes from one source; a row counts as often as it is seen."""
+
+    name: str
+    taken: SourceShare
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPlan:
+    """One side of the data, cut to ``data.max_length``: ``epoch`` is what its first epoch consists of.
+
+    ``straggler_factor``: the most work of a rank over the mean, on average over all synchronisations; 1.0 is even.
+    ``media``: the items of all segments, where they were counted.
+    """
+
+    rows: int
+    segments: int
+    tokens: int
+    targets: int
+    epoch: PlanSummary
+    straggler_factor: float
+    sources: tuple[SourcePlan, ...]
+    longest: tuple[LongRow, ...]
+    ledger: dict[str, Any]
+    media: tuple[MediaCount, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """The whole run on ``num_ranks`` devices. ``more_steps``: of a run of few steps, settings that would each give it
+    more. ``unmet``: what is asked of the run and will not happen, as it is so short. ``no_packing``: why segments of
+    this model cannot share a row, though the run packs them. ``shares_prompts``: tokens of a prompt that two answers
+    share are counted once. ``history``: what a template that rewrites it costs in training; None: nothing. ``clock``:
+    what rows are told of today by a template that has one.
+    """
+
+    train: DataPlan
+    eval: DataPlan | None
+    packing: Packing
+    max_length: int
+    overflow: Overflow
+    units: Units
+    num_ranks: int
+    rows_per_micro_batch: int
+    micro_batches_per_step: int
+    epochs: float
+    max_steps: int | None
+    total_steps: int
+    warmup_steps: int
+    more_steps: tuple[str, ...] = ()
+    no_packing: str | None = None
+    shares_prompts: bool = False
+    history: HistoryCost | None = None
+    clock: str | None = None
+    unmet: tuple[str, ...] = ()
+    estimate: Estimate | None = None
+    no_estimate: str | None = None
+
+
+def plan_run(
+    config: RunConfig,
+    train: SegmentIndex,
+    held_out: SegmentIndex | None,
+    *,
+    total_steps: int,
+    num_ranks: int = 1,
+    first_epoch: EpochPlan | None = None,
+    history: HistoryCost | None = None,
+    more_steps: tuple[str, ...] = (),
+) -> RunPlan:
+    """The plan of a run over segments cut by `SegmentIndex`.
+
+    ``total_steps`` and ``first_epoch`` come from the run's plan, which knows of mixtures; without it, every source
+    comes as often as its weight says.
+    """
+    settings = train_settings(config, num_ranks=num_ranks)
+    return RunPlan(
+        train=plan_data(train, settings, first_epoch),
+        eval=None if held_out is None else plan_data(held_out, eval_settings(config, num_ranks=num_ranks)),
+        packing=config.train.packing,
+        max_length=config.data.max_length,
+        overflow=config.data.overflow,
+        units=settings.units,
+        shares_prompts=settings.shared and settings.units.are_compared,
+        history=history,
+        num_ranks=num_ranks,
+        rows_per_micro_batch=settings.rows_per_micro_batch,
+        micro_batches_per_step=settings.micro_batches_per_step,
+        epochs=config.train.num_train_epochs,
+        max_steps=config.train.max_steps,
+        total_steps=total_steps,
+        more_steps=more_steps,
+        warmup_steps=warmup_steps(config.train, total_steps),
+    )
+
+
+def with_media(
+    plan: RunPlan, train: SegmentIndex, held_out: SegmentIndex | None, *, model_config: Mapping[str, Any]
+) -> RunPlan:
+    """The plan with its media counted, and what the model's family says of packing. Segments with media are read."""
+    of_eval = plan.eval
+    if of_eval is not None and held_out is not None:
+        of_eval = replace(of_eval, media=MediaItems.of_index(held_out).counts())
+    return replace(
+        plan,
+        train=replace(plan.train, media=MediaItems.of_index(train).counts()),
+        eval=of_eval,
+        no_packing=packing_refusal(model_config) if plan.packing.is_packed else None,
+    )
+
+
+def plan_data(index: SegmentIndex, settings: PlanSettings, first_epoch: EpochPlan | None = None) -> DataPlan:
+    """One side of the data, planned for its first epoch."""
+    table = index.table()
+    plan = first_epoch if first_epoch is not None else plan_epoch(RowTable.of_index(index), settings, epoch=0)
+    names = [source.name for source in index.prepared.sources]
+    return DataPlan(
+        rows=len(np.unique(index.row_ids)),
+        segments=len(index),
+        tokens=int(index.lengths.sum()),
+        targets=int(index.num_targets.sum()),
+        epoch=describe(plan, table),
+        straggler_factor=straggler_factor(plan, table, settings, settings.num_ranks),
+        sources=tuple(
+            SourcePlan(name=name, taken=taken) for name, taken in zip(names, realised_mixture(plan, table), strict=True)
+        ),
+        longest=longest_rows(index),
+        ledger=index.ledger.to_json(),
+    )
+
+
+def longest_rows(index: SegmentIndex, count: int = NUM_LONGEST) -> tuple[LongRow, ...]:
+    """The rows with the longest segments, longest first, each row once."""
+    found: dict[int, int] = {}  # row -> its longest segment; dicts keep the order
+    own_lengths = np.where(index.num_targets > 0, index.lengths, 0)  # not the completions of other rows
+    for segment in np.argsort(-own_lengths, kind="stable").tolist():
+        found.setdefault(int(index.row_ids[segment]), segment)
+        if len(found) == count:
+            break
+    return tuple(
+        LongRow(
+            address=str(index.prepared.address(row)),
+            tokens=int(index.lengths[segment]),
+            targets=int(index.num_targets[segment]),
+        )
+        for row, segment in found.items()
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a template that rewrites history costs: how many tokens are computed for one token of the rows' text.
+
+
+MOST_READ = 2_000  # rows whose text is compared; of more, so many are taken at even distances
+SHOWN = 8  # tokens of an example
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HistoryCost:
+    """Rows of which some turn has an inference context of its own, since the template shows earlier answers otherwise
+    once later turns follow. Tokens are those of all segments, of rows with and without.
+
+    rows        how many they are, of ``all_rows``
+    habit       the beginning of what an answer has and its later self in the history has not; "" where it is rewritten
+                in another way
+    shared      tokens computed if what turns have in common is computed once, ``unrolled`` if for each turn
+    text        tokens of the text: those of ``shared`` without the answers that history repeats
+    is_shared   the run computes ``shared``
+    """
+
+    rows: int
+    all_rows: int
+    habit: str
+    shared: int
+    unrolled: int
+    text: int
+    is_shared: bool
+
+    @property
+    def ratio(self) -> float:
+        """Tokens computed for one token of text."""
+        return (self.shared if self.is_shared else self.unrolled) / self.text
+
+    @property
+    def sentence(self) -> str:
+        """Why, how much, and the choices."""
+        habit = f" (it leaves out {self.habit!r} …)" if self.habit else ""
+        other = self.unrolled if self.is_shared else self.shared
+        choice = "unrolled" if self.is_shared else "shared"
+        setting = "false" if self.is_shared else "auto, with rows that are packed"
+        return (
+            f"{self.ratio:.2f} tokens computed for one of text: in {self.rows:,} of {self.all_rows:,} rows the "
+            f"template shows earlier answers otherwise once later turns follow{habit}, so turns have contexts of "
+            f"their own. {choice.capitalize()} (train.shared_prompts: {setting}) it is {other / self.text:.2f}; "
+            "rendered once (template.history: one_rendering) 1.00 at most, in contexts that inference does not show"
+        )
+
+
+def history_cost(config: RunConfig, index: SegmentIndex, decode: Decode) -> HistoryCost | None:
+    """The cost of an index; None where every row is one sequence, or rows are compared."""
+    if index.units is not Units.NONE:
+        return None
+    rows, first = np.unique(index.row_ids, return_index=True)
+    trees = np.flatnonzero(np.diff(np.append(first, len(index))) > 1)
+    trees = trees[_leave_a_branch(index, rows[trees])]
+    if not len(trees):
+        return None
+    shared, unrolled = int((index.lengths - index.held).sum()), int(index.lengths.sum())
+    taken = trees[:: -(-len(trees) // MOST_READ)]
+    repeated, habit = 0, ""
+    for row in rows[taken].tolist():
+        count, left_out = _repeated(index.prepared[int(row)])
+        repeated += count
+        habit = habit or decode(left_out[:SHOWN])
+    index.prepared.store.release()
+    return HistoryCost(
+        rows=len(trees),
+        all_rows=len(rows),
+        habit=habit,
+        shared=shared,
+        unrolled=unrolled,
+        text=max(1, shared - round(repeated * len(trees) / len(taken))),
+        is_shared=shares_prompts(config),
+    )
+
+
+def _leave_a_branch(index: SegmentIndex, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which rows have several leaves in the store; others have several segments because they were cut."""
+    bounds = index.prepared.store.leaf_bounds
+    samples = index.prepared.sample_ids[rows]
+    found: NDArray[np.bool_] = bounds[samples + 1] - bounds[samples] > 1
+    return found
+
+
+def _repeated(sample: Sample) -> tuple[int, list[int]]:
+    """How many tokens of answers stand again in the branch that goes on instead of them, and what the first such answer
+    has in front of them.
+
+    q [t a] with the sibling [a q2]  ->  the length of a, and t
+    """
+    ends = np.cumsum([branch.length for branch in sample.branches]).tolist()
+    total, left_out = 0, list[int]()
+    for node, branch in enumerate(sample.branches):
+        sibling = next((n for n in range(node + 1, len(ends)) if sample.branches[n].parent == branch.parent), None)
+        if sibling is None:
+            continue
+        own = sample.input_ids[ends[node] - branch.length : ends[node]]
+        count = _overlap(own, sample.input_ids[ends[sibling] - sample.branches[sibling].length : ends[sibling]])
+        total += count
+        if count and not left_out:
+            left_out = own[: len(own) - count].tolist()
+    return total, left_out
+
+
+def _overlap(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """The longest end of one that the other begins with: ``_overlap([1, 2, 3], [2, 3, 4]) -> 2``."""
+    starts = np.flatnonzero(one == other[0]).tolist() if len(other) else []
+    for start in starts:
+        length = len(one) - start
+        if length <= len(other) and np.array_equal(one[start:], other[:length]):
+            return length
+    return 0
