@@ -151,7 +151,9 @@ class RowTable:
 
     def table(self, segments: Ints) -> SegmentTable:
         """What a plan needs to know of some segments."""
-        return self._lines(self._table.records[segments])
+        records = self._table.records
+        whole = records.view(np.dtype((np.void, records.dtype.itemsize)))  # numpy copies fields one by one else
+        return self._lines(whole[segments].view(records.dtype))
 
     def whole(self) -> SegmentTable:
         """What a plan needs to know of the segments that are here."""
