@@ -40,6 +40,8 @@ SWITCHES: list[dict[str, Any]] = [
     {"default_system": "Be kind."},
     {"kwargs": {"enable_thinking": True}},
     {"targets": [{"part": "thinking", "train": False}]},
+    {"targets": [{"part": "tool_call", "weight": 2}]},
+    {"targets": [{"part": "tool_call", "train": False}]},
     {"targets": [{"role": "user", "train": True}]},
     {"targets": [{"role": "assistant", "turn": "first", "train": False}]},
     {"targets": [{"pattern": "o", "train": False}]},

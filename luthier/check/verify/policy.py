@@ -6,11 +6,12 @@ decided here, in the fewest words.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
@@ -369,6 +370,8 @@ def token_weights(text: str, spans: Sequence[tuple[int, int]], policy: TurnPolic
 
 def _character_weights(text: str, policy: TurnPolicy) -> Weights:
     weights = np.full(len(text), policy.scaffold, dtype=np.float32)
+    for start, end in _written_calls(text, policy):
+        weights[start:end] = np.nan
     end = 0
     for pieces in _stretches(policy):
         whole = "".join(piece for piece, _ in pieces)
@@ -381,6 +384,21 @@ def _character_weights(text: str, policy: TurnPolicy) -> Weights:
             weights[max(start, place) : min(start + len(piece), end)] = weight
             start += len(piece)
     return weights
+
+
+def _written_calls(text: str, policy: TurnPolicy) -> Iterator[tuple[int, int]]:
+    """Where tool calls stand as JSON, whole or their arguments alone.
+
+    What a template's ``tojson`` writes (quotes, brackets, commas, numbers) belongs to the call; what the template
+    writes itself belongs to the message. The text is the same, so what these characters count cannot be told from it.
+    """
+    for part, _ in policy.pieces:
+        if not isinstance(part, ToolCall):
+            continue
+        for value in ({"name": part.name, "arguments": part.arguments}, part.arguments):
+            for in_ascii, separators in product((False, True), (None, (",", ":"))):
+                written = json.dumps(value, ensure_ascii=in_ascii, separators=separators)
+                yield from ((found.start(), found.end()) for found in re.finditer(re.escape(written), text))
 
 
 def _stretches(policy: TurnPolicy) -> Iterator[list[tuple[str, float]]]:
