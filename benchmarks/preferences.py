@@ -41,7 +41,7 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.presets.datasets import dataset_rows
 from luthier.records import Segment
-from luthier.train.generate import Question, answer_all
+from luthier.training.generate import Question, answer_all
 
 SFT = "preferences_sft"
 NAMES = ("dpo", "kto", "orpo", "simpo", "reward_model")

@@ -171,24 +171,24 @@ if TYPE_CHECKING:
     from luthier.store.store import SampleStore as SampleStore
     from luthier.templating.limits import TemplateLimits as TemplateLimits
     from luthier.templating.limits import TemplateSettings as TemplateSettings
-    from luthier.train.losses.compared_losses import micro_loss as micro_loss
-    from luthier.train.losses.parts import ObjectiveParts as ObjectiveParts
-    from luthier.train.losses.step_losses import MicroLoss as MicroLoss
-    from luthier.train.losses.step_losses import Stateless as Stateless
-    from luthier.train.losses.step_losses import StepLosses as StepLosses
-    from luthier.train.report.events import Note as Note
-    from luthier.train.report.events import Saved as Saved
-    from luthier.train.report.events import Started as Started
-    from luthier.train.report.report import Report as Report
-    from luthier.train.report.result import DataSummary as DataSummary
-    from luthier.train.report.result import Ended as Ended
-    from luthier.train.report.result import EvalRecord as EvalRecord
-    from luthier.train.report.result import GenerationRecord as GenerationRecord
-    from luthier.train.report.result import GenerationRound as GenerationRound
-    from luthier.train.report.result import ModelSummary as ModelSummary
-    from luthier.train.report.result import RunResult as RunResult
-    from luthier.train.report.result import SourceSummary as SourceSummary
-    from luthier.train.report.result import StepRecord as StepRecord
+    from luthier.training.losses.compared_losses import micro_loss as micro_loss
+    from luthier.training.losses.parts import ObjectiveParts as ObjectiveParts
+    from luthier.training.losses.step_losses import MicroLoss as MicroLoss
+    from luthier.training.losses.step_losses import Stateless as Stateless
+    from luthier.training.losses.step_losses import StepLosses as StepLosses
+    from luthier.training.report.events import Note as Note
+    from luthier.training.report.events import Saved as Saved
+    from luthier.training.report.events import Started as Started
+    from luthier.training.report.report import Report as Report
+    from luthier.training.report.result import DataSummary as DataSummary
+    from luthier.training.report.result import Ended as Ended
+    from luthier.training.report.result import EvalRecord as EvalRecord
+    from luthier.training.report.result import GenerationRecord as GenerationRecord
+    from luthier.training.report.result import GenerationRound as GenerationRound
+    from luthier.training.report.result import ModelSummary as ModelSummary
+    from luthier.training.report.result import RunResult as RunResult
+    from luthier.training.report.result import SourceSummary as SourceSummary
+    from luthier.training.report.result import StepRecord as StepRecord
 else:  # hidden from type checkers, to which a module with a `__getattr__` has every name
     from ast import ImportFrom, parse
     from functools import cache
@@ -205,8 +205,6 @@ else:  # hidden from type checkers, to which a module with a `__getattr__` has e
     def __getattr__(name: str) -> object:
         if name.startswith("__") or name not in _places():
             raise AttributeError(f"module 'luthier' has no attribute {name!r}")
-        if name == "train":  # the room, which can be called: it is what Python binds to this name sooner or later
-            return import_module("luthier.train")
         return getattr(import_module(_places()[name]), name)
 
     def __dir__() -> list[str]:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from luthier.preparation.prepare import Progress
     from luthier.preparation.prepared import Prepared
     from luthier.sources import RepeatedIds
-    from luthier.train.data import RunData
-    from luthier.train.report.report import Report
-    from luthier.train.report.result import RunResult
+    from luthier.training.data import RunData
+    from luthier.training.report.report import Report
+    from luthier.training.report.result import RunResult
 
 Listener = Callable[[object], None]  # hears records of several kinds: `match event: case luthier.StepRecord(): …`
 
@@ -130,7 +130,7 @@ def train_and_report(
             report = _train_prepared(run, tuple(callbacks), tell)
         report = replace(report, quickstart=quickstart)
         if is_main_process():
-            from luthier.train.report.report import write_report
+            from luthier.training.report.report import write_report
 
             tell(Reported(report=report, files=tuple(write_report(report))))
     return report
@@ -273,7 +273,7 @@ def schedule_of(loaded: Loaded) -> StreamPlan:
     """All steps of the run on all processes launched; raises `BudgetError` and `UserError` as training would."""
     from luthier.loader.rows import RowTable
     from luthier.loader.run_settings import plan_of_run
-    from luthier.train.data import check_some_left
+    from luthier.training.data import check_some_left
 
     loaded.train.ledger.check(max_drop=loaded.config.data.max_drop)
     check_some_left("training", loaded.train, loaded.config)
@@ -285,7 +285,7 @@ def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
     """The run's plan, without an estimate."""
     from luthier.check.plan.plan import history_cost, plan_run
     from luthier.loader.run_settings import warmup_steps
-    from luthier.train.schedule import FEW_STEPS, length_notes, ways_to_more_steps
+    from luthier.training.schedule import FEW_STEPS, length_notes, ways_to_more_steps
 
     ranks, total_steps, first = schedule.settings.num_ranks, schedule.count_steps(), schedule.epoch(0)
     ways = ways_to_more_steps(loaded.config, schedule.rows, num_ranks=ranks) if total_steps < FEW_STEPS else ()
@@ -347,7 +347,7 @@ def _checked_to_train(draft: Draft) -> list[str]:
 
     if not all(map(is_installed, TRAINING)):
         raise ConfigError(list(draft.machine))
-    from luthier.train.preflight import check_run
+    from luthier.training.preflight import check_run
 
     return check_run(draft)
 
@@ -381,8 +381,8 @@ def _train_prepared(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell
 
     from luthier.check.selection import Selection
     from luthier.check.show.html import tokens_html
-    from luthier.train.fit import fit
-    from luthier.train.report.report import Report
+    from luthier.training.fit import fit
+    from luthier.training.report.report import Report
 
     found = plan_of(loaded, schedule_of(loaded))
     tell(found)
@@ -403,7 +403,7 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
     from luthier.loader.choosing import feed_folder
     from luthier.loader.feed import Feed, FeedReader
     from luthier.loader.feed_files import FeedJob
-    from luthier.train.folder.run_folder import place_to_feed
+    from luthier.training.folder.run_folder import place_to_feed
 
     job = FeedJob(config=run, folder=(folder := feed_folder(run)), after=place_to_feed(run))
     with Feed.start(job) if is_main_process() else nullcontext() as feed:
@@ -412,9 +412,9 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
 
         from luthier.check.show.html import tokens_html
         from luthier.encoding.encoder import Encoder
-        from luthier.train.data import open_live_data
-        from luthier.train.fit import fit_data
-        from luthier.train.report.report import Report
+        from luthier.training.data import open_live_data
+        from luthier.training.fit import fit_data
+        from luthier.training.report.report import Report
 
         encoder = Encoder.from_config(run)
         samples: list[Any] = []

@@ -30,8 +30,6 @@ _MADE_BY = {"Reading", "Tokenizer"}  # what functions make, so that their own ar
 
 def _told(name: str) -> list[str]:
     found = getattr(luthier, name)
-    if inspect.ismodule(found):  # the room that can be called
-        return [f"def {name}{_without_self(inspect.signature(type(found).__call__))}"]
     if not inspect.isclass(found):
         return [f"def {name}{inspect.signature(found)}" if inspect.isfunction(found) else f"{name} = {found}"]
     bases = ", ".join(base.__name__ for base in found.__bases__ if base is not object)

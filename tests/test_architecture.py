@@ -30,7 +30,7 @@ LINES = (
     "preparation",
     "collation objectives",
     "loader models",
-    "train check",
+    "training check",
     "library",
     "cli",
     "__main__",

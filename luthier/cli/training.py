@@ -13,7 +13,7 @@ from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import ConfigFile, Overrides, listening, tell_preparation
 
 if TYPE_CHECKING:
-    from luthier.train.report.report import Report
+    from luthier.training.report.report import Report
 
 MAX_TOKENS_SHOWN = 400  # of the sample in the terminal; `luthier show` has all
 
@@ -53,7 +53,7 @@ def _tell(event: object, console: Console) -> None:
     from luthier.check.plan.plan import RunPlan
     from luthier.check.plan.terminal import plan_table
     from luthier.check.show.terminal import coloured_text
-    from luthier.train.report.report import summary
+    from luthier.training.report.report import summary
 
     match event:
         case Loaded():

@@ -1,7 +1,7 @@
 """Checks of a run description against this machine: files, packages, devices, folders. torch is not imported.
 
 Those of files are made of every run description, the others for commands that train. What needs torch to be known is
-checked by `luthier.train.preflight`, still before a row is encoded.
+checked by `luthier.training.preflight`, still before a row is encoded.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class HeadKernel(Protocol):
     def name(self) -> str: ...
 
     def __call__(self, task: KernelTask) -> KernelAnswer:
-        """Raises what its library raises: a kernel is tried (`train.losses.kernels`) before it is used."""
+        """Raises what its library raises: a kernel is tried (`training.losses.kernels`) before it is used."""
         ...
 
 

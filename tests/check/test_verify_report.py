@@ -22,7 +22,7 @@ from luthier.errors import UserError
 from luthier.preparation.prepare import prepare
 from luthier.records import Row, Sample
 from luthier.store.store import SampleStore
-from luthier.train.data import open_run_data
+from luthier.training.data import open_run_data
 
 NUM_ROWS = 20
 

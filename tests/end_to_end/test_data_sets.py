@@ -17,8 +17,8 @@ from luthier.loader.feed import Feed
 from luthier.loader.feed_files import FeedJob
 from luthier.preparation.prepare import prepare
 from luthier.presets.skills import skills_rows
-from luthier.train.fit import fit, fit_live
-from luthier.train.report.result import RunResult
+from luthier.training.fit import fit, fit_live
+from luthier.training.report.result import RunResult
 
 SIZES = {"first": 120, "second": 60, "held_a": 9, "held_b": 12, "held_c": 15}
 

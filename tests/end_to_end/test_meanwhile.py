@@ -25,11 +25,11 @@ from luthier.loader.feed_files import FeedJob
 from luthier.loader.plan import StreamPlan
 from luthier.presets.skills import skills_rows
 from luthier.records import Address
-from luthier.train.data import open_live_data
-from luthier.train.fit import fit_data
-from luthier.train.report.events import Event, Listener, StepDone
-from luthier.train.report.result import RunResult
-from luthier.train.trainer import LuthierTrainer
+from luthier.training.data import open_live_data
+from luthier.training.fit import fit_data
+from luthier.training.report.events import Event, Listener, StepDone
+from luthier.training.report.result import RunResult
+from luthier.training.trainer import LuthierTrainer
 
 NUM_ROWS = 400
 

@@ -10,7 +10,7 @@ import pytest
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.preparation.prepare import prepare
-from luthier.train.fit import fit
+from luthier.training.fit import fit
 from tests.media.tiny_av_folders import write_audio_folder, write_omni_folder
 from tests.media.tiny_folder import write_folder
 

@@ -24,8 +24,8 @@ from luthier.preparation.prepare import prepare
 from luthier.presets import model_folder, tokenizer_folder
 from luthier.presets.datasets import dataset_rows
 from luthier.records import Segment
-from luthier.train.fit import fit
-from luthier.train.report.result import RunResult
+from luthier.training.fit import fit
+from luthier.training.report.result import RunResult
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dpo.yaml"
 SMALL = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 24}

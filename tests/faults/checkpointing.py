@@ -16,12 +16,12 @@ from safetensors.numpy import save
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig
 from luthier.errors import CheckpointError
 from luthier.loader.state import LoaderState
-from luthier.train.folder import checkpoint as checkpoints
-from luthier.train.folder.files import FILES, RunFiles
-from luthier.train.folder.run_folder import RUN_CONFIG, open_run_folder
-from luthier.train.report.events import Event
-from luthier.train.report.journal import LogFile, read_log
-from luthier.train.report.result import LOG_FILE, RESULT_FILE, EvalRecord
+from luthier.training.folder import checkpoint as checkpoints
+from luthier.training.folder.files import FILES, RunFiles
+from luthier.training.folder.run_folder import RUN_CONFIG, open_run_folder
+from luthier.training.report.events import Event
+from luthier.training.report.journal import LogFile, read_log
+from luthier.training.report.result import LOG_FILE, RESULT_FILE, EvalRecord
 from tests.faults.killing import FailsOnce, Findings, Kills, before_each, die_at
 
 WRITTEN = ("model.safetensors", "optimizer.json", "scheduler.json", "deep/state.bin", "trainer_state.json")

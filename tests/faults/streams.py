@@ -36,7 +36,7 @@ from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
 from luthier.store.shard import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter
-from luthier.train.data import open_live_data
+from luthier.training.data import open_live_data
 from tests.faults.loading import Line, Shape, line_of
 
 FINGERPRINT = "ab" * 32

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.train.tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import CheckpointError
-from luthier.train.fit import fit_data
-from luthier.train.report.events import Event, StepDone
-from luthier.train.report.result import RunResult
+from luthier.training.fit import fit_data
+from luthier.training.report.events import Event, StepDone
+from luthier.training.report.result import RunResult
 from tests.faults.killing import Findings, Kills, has_done, tell_progress
-from tests.train.tiny_runs import make_config, make_data, make_segments
 
 CHANGES: dict[str, Any] = {
     "train__max_steps": 12,

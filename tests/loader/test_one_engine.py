@@ -28,9 +28,9 @@ from luthier.loader.reader import BatchReader
 from luthier.loader.run_settings import plan_of_run
 from luthier.preparation.prepare import prepare
 from luthier.records import Batch
-from luthier.train.data import RunData, open_live_data, open_run_data
-from luthier.train.folder.run_folder import place_to_feed
-from luthier.train.streams import World, check_rows, loader_state, make_schedule
+from luthier.training.data import RunData, open_live_data, open_run_data
+from luthier.training.folder.run_folder import place_to_feed
+from luthier.training.streams import World, check_rows, loader_state, make_schedule
 
 HOW = CollateSettings(packed=True, pad_token_id=0)
 THRESHOLD = 32_000  # bytes, for the 32 MB of choosing.BYTES_WORTH_A_FEED

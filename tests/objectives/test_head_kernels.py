@@ -15,7 +15,7 @@ from tiny_kernel import PlainKernel, kernel_under_test
 
 from luthier.objectives import Head, Reference, TokenSettings, hidden_loss_sum, token_scores
 from luthier.objectives.head_kernels import HeadKernel, KernelAnswer, KernelTask
-from luthier.train.losses.kernels import LIMITS, kernel_problem
+from luthier.training.losses.kernels import LIMITS, kernel_problem
 
 K, V, D = 9, 37, 6
 ALL_OF_IT = TokenSettings(label_smoothing=0.1, z_loss=0.01)

@@ -28,7 +28,7 @@ from luthier.presets.sounds import (
     play_glide,
     sound_rows,
 )
-from luthier.train.fit import fit
+from luthier.training.fit import fit
 
 Row = dict[str, Any]
 Samples = NDArray[np.float64]

@@ -25,8 +25,8 @@ from transformers import MambaConfig, PretrainedConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
-from luthier.train.fit import fit_data
-from luthier.train.report.events import Event, Note
+from luthier.training.fit import fit_data
+from luthier.training.report.events import Event, Note
 
 FAMILIES = ("qwen3", "llama", "gemma3", "qwen3_moe", "mistral", "gpt_oss", "qwen3_next", "mamba")
 OBJECTIVES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import support_matrix as matrix
 from support_matrix import FAMILIES, LAYOUTS, OBJECTIVES, Cell, Outcome, Verdict
 
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.train import fit
+from luthier.training import fit
 
 PAGE = Path(__file__).parents[2] / "docs" / "support_matrix.md"
 Outcomes = dict[Cell, Outcome]

@@ -12,9 +12,9 @@ from step_costs import StepCosts
 from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
 from luthier.preparation.prepare import prepare
-from luthier.train.fit import fit
-from luthier.train.report.events import Event, Started, StepDone
-from luthier.train.report.result import StepRecord
+from luthier.training.fit import fit
+from luthier.training.report.events import Event, Started, StepDone
+from luthier.training.report.result import StepRecord
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""A run: stream of batches, losses and references, trainer, checkpoints, results."""

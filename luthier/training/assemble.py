@@ -1,0 +1,335 @@
+"""Putting a run together: streams, model with adapter, trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, TrainerCallback, set_seed
+
+from luthier.collation import CollateSettings, MediaInputs
+from luthier.config.schema import AdapterType, RunConfig, Strategy
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.loader.plan import StreamPlan
+from luthier.loader.run_settings import eval_settings, media_of, shares_prompts, units_of
+from luthier.models import adapters
+from luthier.models.model import LoadedModel, load_model
+from luthier.models.parts import text_attention
+from luthier.models.sharding import give_up_gathered, place, unsharded_class
+from luthier.models.vocabulary import Vocabulary
+from luthier.packing import Segments
+from luthier.training.arguments import run_precision, training_arguments
+from luthier.training.callbacks import EarlyStopping, Flow, Journal, Meter
+from luthier.training.data import RunData
+from luthier.training.folder import artifacts, run_folder
+from luthier.training.folder.checkpoint import OBJECTIVE_STATE, write_json
+from luthier.training.folder.lost_rows import LostRows
+from luthier.training.hooks import Hooks
+from luthier.training.losses.kernels import kernel_name
+from luthier.training.losses.objective import make_losses, model_pass
+from luthier.training.losses.parts import ObjectiveParts
+from luthier.training.losses.router_balance import RouterBalance
+from luthier.training.losses.step_losses import StepLosses
+from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
+from luthier.training.numerics import check_in_force, computed_in, weight_types
+from luthier.training.report.events import Listener, Note
+from luthier.training.report.result import ModelSummary
+from luthier.training.streams import (
+    EvalStream,
+    TrainStream,
+    World,
+    loader_state,
+    needed_segments,
+    sharing,
+    train_stream,
+)
+from luthier.training.trainer import LuthierTrainer, TrainerParts
+
+BASE_FOLDER = "base"  # a base model with random weights, which an adapter would be lost without
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunModel:
+    """The model as it is trained. ``initial`` is set where saving the adapter needs a conversion."""
+
+    model: PreTrainedModel | PeftModel
+    loaded: LoadedModel
+    vocabulary: Vocabulary
+    initial: Path | None
+    use_cache: bool  # what the saved config is to say; training has it off
+    media: MediaInputs | None = None  # of a multimodal model
+
+    @property
+    def processor(self) -> Path | None:
+        """Where the files of a multimodal model's processor are."""
+        return None if self.media is None or self.media.source is None else self.media.source.folder
+
+    def save(self, folder: Path, tokenizer: Tokenizer, weights: dict[str, torch.Tensor] | None = None) -> None:
+        """Write it for others to load; ``weights`` are those of a sharded model, whole."""
+        text_config = self.model.config.get_text_config()
+        during, text_config.use_cache = text_config.use_cache, self.use_cache
+        artifacts.save_model(
+            self.model, folder, tokenizer, initial=self.initial, processor=self.processor, weights=weights
+        )
+        text_config.use_cache = during
+
+
+def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Listener) -> RunModel:
+    """Load the model, put the adapter on, and say what was decided; the same weights on all ranks, at every start."""
+    vocabulary = Vocabulary.of(tokenizer)
+    loaded = load_model(config, vocabulary)
+    for note in _standing_notes(config, loaded):
+        tell(Note(text=f"model: {note}"))
+    use_cache = bool(loaded.model.config.get_text_config().use_cache)
+    is_adapter = config.adapter.type in (AdapterType.LORA, AdapterType.OFT)
+    if is_adapter and loaded.random_weights:
+        base = (config.output.dir / BASE_FOLDER).resolve()
+        if world.is_main:
+            artifacts.save_model(loaded.model, base, tokenizer)
+        loaded.model.name_or_path = str(base)  # what the adapter will name as its base
+        tell(Note(text=f"model: the random base weights are saved in {BASE_FOLDER}/, for the adapter to be used with"))
+    loaded.model.config.get_text_config().use_cache = False  # from here on: a cache would be a graph for each layer
+    set_seed(config.runtime.seed)  # the adapter's initial values
+    model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
+    if frozen := adapters.rows_left_out(model, vocabulary.new_ids):
+        rows = f"the rows of {len(vocabulary.new_ids)} new tokens in {' and '.join(frozen)}"
+        tell(Note(text=f"model: {rows} keep their first values, the mean of the others, as those layers are frozen"))
+    if left := adapters.parts_left_out(loaded.model, config.adapter):
+        tell(Note(text=f"model: {' and '.join(left)} keep their weights; adapter.train_parts names what is trained"))
+    initial = None
+    if adapters.mutates_base(config.adapter) and isinstance(model, PeftModel):
+        initial = config.output.dir / run_folder.INITIAL_ADAPTER
+        if world.is_main:
+            adapters.keep_initial_adapter(model, initial)
+    total, trainable = adapters.count_parameters(model)
+    tell(Note(text=f"model: {trainable:,} of {total:,} parameters are trained ({trainable / total:.2%})"))
+    return RunModel(
+        model=model,
+        loaded=loaded,
+        vocabulary=vocabulary,
+        initial=initial,
+        use_cache=use_cache,
+        media=media_of(config, tokenizer.files.folder),
+    )
+
+
+def make_trainer(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    data: RunData,
+    run_model: RunModel,
+    schedule: StreamPlan,
+    *,
+    first_step: int | None,
+    hooks: Hooks,
+) -> LuthierTrainer:
+    """The trainer, ready to run. ``first_step`` is where a resumed run goes on, None where a run begins."""
+    world = hooks.stop.world
+    media = choose_media(config, data, run_model.loaded.model, run_model.media, schedule, hooks)
+    run_model = replace(run_model, media=media)
+    evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
+    meter = Meter()
+    shared = _shares(config, data, schedule)
+    collating = _collating(config, tokenizer, run_model.loaded, shared=shared)
+    lost = LostRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
+    stream = _train_stream(config, data, run_model, schedule, collating, first_step or 0, world.rank, shared=shared)
+    arguments = training_arguments(
+        config,
+        max_steps=stream.first_step if stream.is_over else schedule.horizon,  # the horizon may be an estimate
+        evaluates=evaluates,
+        evaluates_first=evaluates and first_step is None,
+    )
+    losses, eval_losses = _losses(
+        config, data, run_model, schedule, collating, shared=shared, device=arguments.device, hooks=hooks
+    )
+    keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
+    stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees))
+    callbacks = _callbacks(config, schedule, losses, meter, hooks, evaluates=evaluates)
+
+    def save_state(folder: Path, step: int) -> None:
+        loader_state(schedule, data, step).save(folder)
+        run_folder.write_run_config(config, folder)
+        if state := losses.state():
+            write_json(folder / OBJECTIVE_STATE, state)
+
+    parts = TrainerParts(
+        stream=stream,
+        eval_stream=_eval_stream(config, data, run_model, collating, world, lost=lost),
+        sources=data.sources,
+        eval_sources=data.eval_sources,
+        losses=losses,
+        eval_losses=eval_losses,
+        loraplus_lr_ratio=config.adapter.loraplus_lr_ratio if config.adapter.type is AdapterType.LORA else None,
+        save_total_limit=config.output.save_total_limit,
+        keep_best=config.eval.load_best_model_at_end,
+        meter=meter,
+        # a checkpoint holds the adapter as it is trained; the conversion is for the final one
+        save_model=lambda folder, weights: artifacts.save_model(
+            run_model.model, folder, tokenizer, processor=run_model.processor, weights=weights
+        ),
+        save_state=save_state,
+    )
+    return check_in_force(LuthierTrainer(run_model.model, arguments, parts, callbacks), run_precision(config))
+
+
+def _callbacks(
+    config: RunConfig,
+    schedule: StreamPlan,
+    losses: StepLosses,
+    meter: Meter,
+    hooks: Hooks,
+    *,
+    evaluates: bool,
+) -> list[TrainerCallback]:
+    flow = Flow(config, schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed)
+    stopping = evaluates and config.eval.early_stopping_patience is not None
+    callbacks: list[TrainerCallback] = [
+        flow,
+        Journal(meter, (*losses.measured, *RouterBalance(losses).measured), hooks.tell),
+    ]
+    callbacks += [EarlyStopping(config.eval, hooks.tell)] if stopping else []
+    return [*callbacks, *hooks.callbacks]
+
+
+def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrainer) -> ModelSummary:
+    """The model in words and numbers."""
+    plain = run_model.loaded.model
+    total, trainable = adapters.count_parameters(run_model.model)
+    return ModelSummary(
+        name=config.model.name_or_path,
+        architecture=unsharded_class(plain).__name__,
+        parameters=total,
+        trainable_parameters=trainable,
+        dtype=weight_types(run_model.model),
+        precision=computed_in(trainer, plain),
+        attn_implementation=text_attention(plain),  # that which keeps segments apart
+        head_kernel=kernel_name(trainer.parts.losses.forward.head),
+        device=str(trainer.args.device),
+        adapter=adapters.adapter_facts(run_model.model),
+        notes=_standing_notes(config, run_model.loaded),
+    )
+
+
+def _standing_notes(config: RunConfig, loaded: LoadedModel) -> tuple[str, ...]:
+    """How the model came to be, but for what is decided anew: a packed run finds its attention by trying."""
+    is_tried = config.train.packing.is_packed
+    return tuple(note for note in loaded.notes if not (is_tried and note.startswith("attention ")))
+
+
+def _shares(config: RunConfig, data: RunData, schedule: StreamPlan) -> bool:
+    """Whether some rows of the run are to be trees whose branches share their beginnings."""
+    if not shares_prompts(config):
+        return False
+    in_evaluation = data.eval_rows is not None and data.eval_rows.have_trees
+    return units_of(config).are_compared or in_evaluation or schedule.has_trees
+
+
+def _collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel, *, shared: bool) -> CollateSettings:
+    packed = config.train.packing.is_packed
+    return CollateSettings(
+        packed=packed,
+        pad_token_id=tokenizer.pad_token_id,
+        # trees are more than boundaries can say; where they are shared another attention is found for them
+        varlen=packed and loaded.varlen and not shared,
+        pad_to_multiple_of=config.train.pad_to_multiple_of,
+    )
+
+
+def _losses(
+    config: RunConfig,
+    data: RunData,
+    run_model: RunModel,
+    schedule: StreamPlan,
+    how: CollateSettings,
+    *,
+    shared: bool,
+    device: torch.device,
+    hooks: Hooks,
+) -> tuple[StepLosses, StepLosses]:
+    """What is minimised, and what is measured on held-out rows; the model moves to its device for it."""
+
+    def tell(text: str) -> None:
+        hooks.tell(Note(text=text))
+
+    if note := place(run_model.model, device, config.runtime.sharding):
+        tell(f"model: {note}")
+    parts = ObjectiveParts(
+        config=config,
+        model=run_model.model,
+        loaded=run_model.loaded,
+        vocabulary=run_model.vocabulary,
+        how=how,
+        device=device,
+        train=data.train,
+        held_out=data.eval,
+        passes=lambda index: _one_pass(config, data, index, run_model, how, hooks.stop.world),
+        needed=lambda index: needed_segments(schedule, data, index),
+        num_sources=(len(data.sources), len(data.eval_sources)),
+        media=run_model.media,
+        autocast=AUTOCAST_DTYPES.get(run_precision(config)),
+        shared=shared,
+    )
+    losses = make_losses(parts, model_pass(parts, tell), tell)
+    give_up_gathered(run_model.model)  # the optimizer is to see parameters in parts
+    return losses
+
+
+def _train_stream(
+    config: RunConfig,
+    data: RunData,
+    run_model: RunModel,
+    schedule: StreamPlan,
+    how: CollateSettings,
+    first_step: int,
+    rank: int,
+    *,
+    shared: bool,
+) -> TrainStream:
+    return train_stream(
+        data.train,
+        schedule,
+        how,
+        rank=rank,
+        first_step=first_step,
+        num_workers=config.runtime.dataloader_num_workers,
+        shared=shared,
+        media=run_model.media,
+    )
+
+
+def _eval_stream(
+    config: RunConfig,
+    data: RunData,
+    run_model: RunModel,
+    how: CollateSettings,
+    world: World,
+    *,
+    lost: LostRows,
+) -> EvalStream | None:
+    if data.eval is None:
+        return None
+    found = _one_pass(config, data, data.eval, run_model, how, world)
+    return replace(found, watch=partial(lost.watch, counted=False))
+
+
+def _one_pass(
+    config: RunConfig,
+    data: RunData,
+    segments: Segments,
+    run_model: RunModel,
+    how: CollateSettings,
+    world: World,
+) -> EvalStream:
+    return EvalStream.of_segments(
+        segments,
+        data.rows_of(segments),
+        eval_settings(config, num_ranks=world.size),
+        how,
+        rank=world.rank,
+        num_workers=config.runtime.dataloader_num_workers,
+        shared=shares_prompts(config),
+        media=run_model.media,
+    )

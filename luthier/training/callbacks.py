@@ -1,0 +1,196 @@
+"""The hooks into transformers' loop: when to log, evaluate, save and stop, and what is said of each step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from luthier.config.schema import EvalConfig, RunConfig, Strategy
+from luthier.loader.plan import StreamPlan
+from luthier.training.losses.mean_losses import by_source
+from luthier.training.report.events import Listener, Note, Saved, Started, StepDone
+from luthier.training.report.result import EvalRecord, StepRecord
+
+NO_NORM = ("lomo", "adalomo")  # they update within the backward pass, and no gradient is left to be measured
+
+
+@dataclass(kw_only=True, slots=True)
+class Meter:
+    """What happened since the last line of the log. Mutable on purpose: the trainer adds, the journal drains.
+
+    ``paused`` are seconds that were no training: evaluation, saving.
+    """
+
+    tokens: int = 0
+    targets: int = 0
+    paused: float = 0.0
+    since: float = field(default_factory=time.perf_counter)
+
+    def drain(self) -> tuple[int, int, float]:
+        """``(tokens, targets, seconds of training)`` of the interval; a new one begins."""
+        now = time.perf_counter()
+        interval = (self.tokens, self.targets, max(now - self.since - self.paused, 1e-9))
+        self.tokens, self.targets, self.paused, self.since = 0, 0, 0.0, now
+        return interval
+
+
+class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no types
+    """Decides at the end of each step what is due. Takes the place of transformers' own, which counts epochs by itself.
+
+    ``asked_to_stop`` is asked at each step's end and must answer the same on all ranks.
+    """
+
+    def __init__(
+        self, config: RunConfig, schedule: StreamPlan, *, evaluates: bool, asked_to_stop: Callable[[], bool]
+    ) -> None:
+        self.config = config
+        self.schedule = schedule
+        self.evaluates = evaluates
+        self.asked_to_stop = asked_to_stop
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Set the loop's switches."""
+        step = state.global_step
+        state.epoch = self.schedule.epoch_after(step)
+        last = self.schedule.is_last(step - 1)
+        stop = self.asked_to_stop()
+        control.should_log = last or stop or step % self.config.tracking.logging_steps == 0
+        evaluation, output = self.config.eval, self.config.output
+        control.should_evaluate = (
+            self.evaluates and not stop and self._due(evaluation.strategy, evaluation.steps, step, last)
+        )
+        control.should_save = stop or self._due(output.save_strategy, output.save_steps, step, last)
+        control.should_training_stop = control.should_training_stop or stop or last
+
+    def _due(self, strategy: Strategy, every: int, step: int, last: bool) -> bool:
+        match strategy:
+            case Strategy.NO:
+                return False
+            case Strategy.STEPS:
+                return last or step % every == 0
+            case Strategy.EPOCH:
+                return last or self.schedule.ends_epoch(step)
+            case _:
+                raise AssertionError(strategy)
+
+
+class EarlyStopping(TrainerCallback):  # type: ignore[misc]
+    """Stops when the metric has not improved for ``patience`` evaluations. Its memory is the trainer's own history."""
+
+    def __init__(self, section: EvalConfig, tell: Listener) -> None:
+        assert section.early_stopping_patience is not None
+        self.section = section
+        self.patience = section.early_stopping_patience
+        self.tell = tell
+        self.stopped = False
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Look at all evaluations so far; the one before training does not count."""
+        key = f"eval_{self.section.metric_for_best_model}"
+        values = [entry[key] for entry in state.log_history if key in entry and entry["step"] > 0]
+        waited = evaluations_without_gain(
+            values, threshold=self.section.early_stopping_threshold, greater=is_greater_better(self.section)
+        )
+        if waited >= self.patience:
+            control.should_training_stop = True
+            self.stopped = True
+            self.tell(Note(text=f"early stopping: {key} has not improved for {waited} evaluations"))
+
+
+class Journal(TrainerCallback):  # type: ignore[misc]
+    """Turns what the loop reports into records and tells the listeners."""
+
+    def __init__(self, meter: Meter, measured: tuple[str, ...], tell: Listener) -> None:
+        """``measured``: the names of what is reported beside the loss."""
+        self.meter = meter
+        self.measured = measured
+        self.tell = tell
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Say where training begins; the clock starts here."""
+        self.meter.drain()
+        self.tell(Started(step=state.global_step, max_steps=state.max_steps))
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """One more step."""
+        self.tell(StepDone(step=state.global_step))
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """A logging step, or an evaluation; other logs of the trainer are its own affair."""
+        logs = logs or {}
+        if "loss" in logs:
+            self.tell(self._step_record(state, logs, has_norm=args.optim not in NO_NORM))
+        elif "eval_loss" in logs:
+            self.tell(eval_record(state, logs, self.measured))
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """A checkpoint stands."""
+        self.tell(Saved(step=state.global_step, name=f"checkpoint-{state.global_step}"))
+
+    def _step_record(self, state: TrainerState, logs: dict[str, Any], *, has_norm: bool = True) -> StepRecord:
+        tokens, targets, seconds = self.meter.drain()
+        norm = logs.get("grad_norm") if has_norm else None
+        return StepRecord(
+            step=state.global_step,
+            epoch=round(state.epoch, 6),
+            loss=logs["loss"],
+            # an fp16 step that the loss scaler skips has no finite norm
+            grad_norm=float(norm) if norm is not None and math.isfinite(norm) else None,
+            learning_rate=logs["learning_rate"],
+            tokens=tokens,
+            target_tokens=targets,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            target_tokens_per_second=targets / seconds,
+            loss_by_source=by_source(logs, "loss"),
+            targets_by_source=_whole(by_source(logs, "targets")),
+            measures={name: logs[name] for name in self.measured if name in logs},
+        )
+
+
+def eval_record(state: TrainerState, logs: dict[str, Any], measured: tuple[str, ...] = ()) -> EvalRecord:
+    """The record of one evaluation's metrics."""
+    return EvalRecord(
+        step=state.global_step,
+        epoch=round(state.epoch or 0.0, 6),
+        loss=logs["eval_loss"],
+        perplexity=logs.get("eval_perplexity"),
+        token_accuracy=logs.get("eval_token_accuracy"),
+        accuracy=logs.get("eval_accuracy"),
+        num_targets=logs["eval_num_targets"],
+        seconds=logs["eval_seconds"],
+        loss_by_source=by_source(logs, "eval_loss"),
+        targets_by_source=_whole(by_source(logs, "eval_num_targets")),
+        measures={name: logs[f"eval_{name}"] for name in measured if f"eval_{name}" in logs},
+    )
+
+
+def _whole(counts: dict[str, float]) -> dict[str, int]:
+    return {name: int(count) for name, count in counts.items()}
+
+
+def is_greater_better(section: EvalConfig) -> bool:
+    """Whether the metric for the best model is to rise."""
+    return section.metric_for_best_model in ("token_accuracy", "accuracy")
+
+
+def evaluations_without_gain(values: Sequence[float], *, threshold: float, greater: bool) -> int:
+    """How many evaluations have passed since the last that beat the best before it by more than ``threshold``.
+
+    ``[3.0, 2.0, 2.1, 2.0], threshold=0, greater=False -> 2``
+    """
+    waited, best = 0, -math.inf
+    for value in values:
+        score = value if greater else -value
+        if score > best + threshold or best == -math.inf:
+            waited, best = 0, score
+        else:
+            waited += 1
+    return waited

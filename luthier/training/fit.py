@@ -1,0 +1,322 @@
+"""A run, from prepared data to the saved model."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from peft import PeftModel
+from transformers import TrainerCallback
+from transformers.utils import logging as transformers_logging
+
+from luthier.config.schema import Packing, RunConfig
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import UserError
+from luthier.loader.feed import FeedReader
+from luthier.loader.run_settings import media_of
+from luthier.loader.state import LoaderState
+from luthier.media.families.family import Packing as FamilyPacking
+from luthier.models import adapters
+from luthier.models.model import run_device
+from luthier.models.parts import decoder_family
+from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
+from luthier.preparation.prepared import Prepared
+from luthier.training.assemble import (
+    make_model,
+    make_trainer,
+    summarise_model,
+)
+from luthier.training.data import RunData, open_live_data, open_run_data
+from luthier.training.folder import artifacts, run_folder
+from luthier.training.folder.checkpoint import (
+    OBJECTIVE_STATE,
+    UnusableCheckpoint,
+    checkpoint_step,
+    read_json,
+    replacing,
+    set_aside_broken,
+)
+from luthier.training.generate import Question, answer_all, choose_questions
+from luthier.training.hooks import Hooks, StopAgreement
+from luthier.training.numerics import own_numerics
+from luthier.training.outcome import Run, result_of
+from luthier.training.ranks import LONGEST_COLLECTIVE, naming_lost_ranks
+from luthier.training.report.events import Event, Finished, Listener, Note, tell_all
+from luthier.training.report.journal import LogFile
+from luthier.training.report.progress import ProgressBar, make_view
+from luthier.training.report.result import LOG_FILE, RunResult
+from luthier.training.schedule import FEW_STEPS, length_notes
+from luthier.training.signals import StopSignals
+from luthier.training.streams import World, check_rows, loader_state, make_schedule, state_at_start
+from luthier.training.trainer import taking_over
+
+
+def fit(
+    config: RunConfig,
+    encoder: Encoder,
+    prepared: Prepared,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    on_event: Listener | None = None,
+) -> RunResult:
+    """Train as ``config`` says, and leave model, checkpoints, log and ``result.json`` in ``output.dir``.
+
+    ``callbacks`` are transformers', called behind ours. ``on_event`` gets every event (`training.report.events`), on
+    the main process. On SIGTERM or SIGINT the step is finished, a checkpoint is saved, and the result says ``ended:
+    interrupted``: exit with its ``exit_code`` (143 or 130). A second signal ends the process at once with that code.
+
+    Raises `ModelError`, `CheckpointError`, `BudgetError`, `ConfigError`, and `TrainingError` when the loss is no number
+    any more; the checkpoints saved before stay.
+    """
+    data = open_run_data(config, prepared, encoder_fingerprint=encoder.fingerprint)
+    return fit_data(config, encoder.tokenizer, data, callbacks=callbacks, on_event=on_event)
+
+
+def fit_live(
+    config: RunConfig, tokenizer: Tokenizer, feed: FeedReader, *, on_event: Listener | None = None
+) -> RunResult:
+    """`fit` while a feed prepares the rows. Raises also what stops the feed."""
+    return fit_data(config, tokenizer, lambda: open_live_data(config, feed), on_event=on_event)
+
+
+def fit_data(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    data: RunData | Callable[[], RunData],
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    on_event: Listener | None = None,
+) -> RunResult:
+    """`fit` for segments from anywhere. Data that is still on its way is asked for when the ranks have met."""
+    refuse_other_ways(os.environ)
+    with own_numerics() as not_followed:
+        return _fit(config, tokenizer, data, tuple(callbacks), on_event, not_followed)
+
+
+def _fit(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    data: RunData | Callable[[], RunData],
+    callbacks: tuple[TrainerCallback, ...],
+    on_event: Listener | None,
+    not_followed: list[str],
+) -> RunResult:
+    begun, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
+    _set_up_process(config)
+    world = World.from_environment()
+    view = make_view(wanted=config.tracking.progress)
+    listeners: list[Listener] = [view] if on_event is None else [view, on_event]
+    tell = tell_all(listeners) if world.is_main else _silent
+    try:
+        if not_followed:
+            tell(Note(text=f"not followed: {', '.join(not_followed)}; the run description decides this"))
+        config = _as_packed(config, tokenizer, tell)
+        with StopSignals() as signals, naming_lost_ranks(config.output.dir, world):
+            found = data if isinstance(data, RunData) else _open(data)
+            hooks = Hooks(tell=tell, stop=StopAgreement(signals, world), callbacks=callbacks)
+            run = _begun(lambda: _set_up(config, tokenizer, found, hooks, listeners))
+            result = result_of(run, started_at)
+    finally:
+        if isinstance(view, ProgressBar):
+            view.close()
+    result = replace(result, seconds=time.perf_counter() - begun)
+    if world.is_main:
+        result.save()
+        if result.model_dir is not None:
+            artifacts.write_model_card(result, config, result.path / result.model_dir)
+    run.trainer.accelerator.wait_for_everyone()
+    return result
+
+
+def _as_packed(config: RunConfig, tokenizer: Tokenizer, tell: Listener) -> RunConfig:
+    """The run with rows of one segment, where its family of models cannot have several in a row."""
+    media = media_of(config, tokenizer.files.folder)
+    if media is None or not config.train.packing.is_packed:
+        return config
+    family = media.processor.family
+    if family.packing is FamilyPacking.PACKED:
+        return config
+    tell(Note(text=f"train.packing none instead of {config.train.packing}: {family.name}: {family.reason}"))
+    return config.model_copy(update={"train": config.train.model_copy(update={"packing": Packing.NONE})})
+
+
+def _open(data: Callable[[], RunData]) -> RunData:
+    PartialState().wait_for_everyone()  # the main process has emptied the feed's folder by then
+    return data()
+
+
+def _set_up_process(config: RunConfig) -> None:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # of weights being loaded
+    # joins the other ranks, under torchrun; nobody waits longer for another, on any device
+    PartialState(cpu=run_device(config) == "cpu", timeout=LONGEST_COLLECTIVE)
+    if config.runtime.threads is not None:
+        torch.set_num_threads(config.runtime.threads)  # after accelerate, which gives each rank a share of the cores
+
+
+def _set_up(config: RunConfig, tokenizer: Tokenizer, data: RunData, hooks: Hooks, listeners: list[Listener]) -> Run:
+    world = hooks.stop.world
+    resume = _open_folder(config, state_at_start(config, data, world), hooks)
+    state = None if resume is None else LoaderState.load(resume)
+    schedule = make_schedule(config, data, world, state)
+    if not data.rows.all_here:  # else the plan has told it
+        if schedule.horizon < FEW_STEPS:
+            hooks.tell(Note(text=f"about {schedule.horizon} steps: so few teach next to nothing; {_longer(config)}"))
+        for note in length_notes(config, schedule.horizon):
+            hooks.tell(Note(text=note))
+    if world.is_main:
+        step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training
+        listeners[:] = [listener for listener in listeners if not isinstance(listener, LogFile)]
+        listeners.append(LogFile(config.output.dir / LOG_FILE, step=step, tell=hooks.tell))
+    run_model = make_model(config, tokenizer, world, hooks.tell)
+    first_step = None if resume is None else checkpoint_step(resume)
+    if resume is not None and state is not None:
+        check_rows(state, loader_state(schedule, data, state.step), resume)
+    trainer = make_trainer(config, tokenizer, data, run_model, schedule, first_step=first_step, hooks=hooks)
+    return Run(
+        config=config,
+        tokenizer=tokenizer,
+        data=data,
+        hooks=hooks,
+        schedule=schedule,
+        resume=resume,
+        run_model=run_model,
+        trainer=trainer,
+        summary=summarise_model(config, run_model, trainer),
+    )
+
+
+def _longer(config: RunConfig) -> str:
+    return "raise " + ("train.num_train_epochs" if config.train.max_steps is None else "train.max_steps")
+
+
+def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | None:
+    """The checkpoint to go on from, the same on all ranks, checked against this run's stream."""
+    world = hooks.stop.world
+    chosen: list[str | UserError | None] = [None]
+    if world.is_main:
+        try:
+            found = run_folder.open_run_folder(config, lambda text: hooks.tell(Note(text=text)))
+            chosen = [None if found is None else str(found)]
+        except UserError as error:
+            chosen = [error]  # else the others wait for a rank that is gone
+    if world.size > 1:
+        broadcast_object_list(chosen)
+    if chosen[0] is None:
+        return None
+    if isinstance(chosen[0], UserError):
+        raise chosen[0]
+    checkpoint = Path(chosen[0])
+    there = LoaderState.load(checkpoint)
+    there.check(here, where=str(checkpoint))
+    hooks.tell(Note(text=f"going on from {checkpoint.name}: step {there.step}"))
+    return checkpoint
+
+
+def _begun(set_up: Callable[[], Run]) -> Run:
+    """Set up a run and train it. A checkpoint that it cannot take over is set aside, and the run is set up anew: it
+    goes on from the one before, or from the beginning. A checkpoint that the user named is refused."""
+    while True:
+        run = set_up()
+        if _trained(run):
+            return run
+        del run  # two models at once may be too many
+
+
+def _trained(run: Run) -> bool:
+    try:
+        _train(run)
+    except UnusableCheckpoint as error:
+        if run.resume is None or run.config.output.resume != "auto":
+            raise
+        if run.is_main:
+            aside = set_aside_broken(run.resume)
+            run.hooks.tell(Note(text=f"{error.message}; set aside as {aside.name}"))
+        run.trainer.accelerator.wait_for_everyone()
+        return False
+    return True
+
+
+def _train(run: Run) -> None:
+    """Training, with what comes before and after it."""
+    questions = _questions(run)
+    if run.resume is None:
+        _answer(run, questions)
+    elif (run.resume / OBJECTIVE_STATE).is_file():
+        with taking_over(run.resume, OBJECTIVE_STATE):
+            run.trainer.parts.losses.load_state(read_json(run.resume / OBJECTIVE_STATE))
+    run.trainer.train(resume_from_checkpoint=None if run.resume is None else str(run.resume))
+    run.trainer.finish()
+    run.hooks.tell(Finished(step=run.trainer.state.global_step))
+    if run.hooks.stop.signal is not None:
+        return
+    if run.config.eval.load_best_model_at_end and run.trainer.load_best():
+        best = Path(run.trainer.state.best_model_checkpoint).name
+        run.hooks.tell(Note(text=f"the weights are those of the best checkpoint, {best}"))
+    _answer(run, questions)
+    _save(run)
+    run.trainer.accelerator.wait_for_everyone()
+
+
+def _questions(run: Run) -> list[Question]:
+    wanted = run.config.eval.generate_rows
+    if not wanted:
+        return []
+    if (family := decoder_family(run.run_model.loaded.model.config)) is not None:
+        raise UserError(
+            f"eval.generate_rows is {wanted}, and answers of {family.name} are not generated in training",
+            hint="set eval.generate_rows: 0; held-out rows are still measured by their loss",
+        )
+    if run.data.eval is None:
+        raise UserError(
+            f"eval.generate_rows is {wanted}, but there are no held-out rows", hint="set data.eval or data.eval_split"
+        )
+    found = choose_questions(run.data.eval, wanted, frozenset(run.tokenizer.stop_token_ids))
+    if len(found) < wanted:
+        run.hooks.tell(Note(text=f"{len(found)} held-out rows can be answered, eval.generate_rows asks for {wanted}"))
+    return found
+
+
+def _answer(run: Run, questions: list[Question]) -> None:
+    """Answer the questions on the main process; the others wait at the next step they share. A sharded model has to run
+    on all of them at once, so that all answer the same."""
+    if questions and (run.is_main or is_sharded(run.run_model.model)):
+        answers = answer_all(
+            run.run_model.model,
+            questions,
+            run.tokenizer,
+            step=run.trainer.state.global_step,
+            batch_size=run.config.eval.per_device_eval_batch_size,
+            max_new_tokens=run.config.eval.max_new_tokens,
+            media=run.run_model.media,
+        )
+        give_up_gathered(run.run_model.model)
+        run.hooks.tell(answers)
+    run.trainer.accelerator.wait_for_everyone()
+
+
+def _save(run: Run) -> None:
+    """The final model, and the merged one if asked for: the main process writes, all gather what is sharded."""
+    weights = whole_weights(run.run_model.model, keep=run.is_main) if is_sharded(run.run_model.model) else None
+    if not run.is_main:
+        return
+    folder = run.config.output.dir
+    with replacing(folder / run_folder.MODEL_FOLDER) as staging:
+        run.run_model.save(staging, run.tokenizer, weights)
+    if run.config.adapter.merge and isinstance(run.run_model.model, PeftModel):
+        merged = adapters.merge_adapter(run.run_model.model)
+        merged.config.get_text_config().use_cache = run.run_model.use_cache
+        with replacing(folder / run_folder.MERGED_FOLDER) as staging:
+            artifacts.save_model(merged, staging, run.tokenizer)
+
+
+def _silent(_: Event) -> None:
+    """What ranks other than the first have to say."""

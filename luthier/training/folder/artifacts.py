@@ -1,0 +1,221 @@
+"""Files that a run leaves for others to load: model or adapter, tokenizer, chat template, model card."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoTokenizer, PreTrainedModel
+
+from luthier.config.objective import LOSSES, OBJECTIVES
+from luthier.config.schema import AdapterType, RunConfig
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import TokenizerError
+from luthier.media import PROCESSOR_FILES
+from luthier.models.adapters import save_adapter
+from luthier.training.report.result import RunResult
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+def save_model(
+    model: PreTrainedModel | PeftModel,
+    folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    initial: Path | None = None,
+    processor: Path | None = None,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write what ``AutoModelForCausalLM`` (or PEFT) and ``AutoTokenizer`` load from ``folder``; of a reward model
+    ``AutoModelForSequenceClassification``.
+
+    Weights are safetensors; the generation settings and the chat template that was trained with go along. ``initial``
+    is the folder of `keep_initial_adapter`, for adapters that need the conversion; ``processor`` the one with the files
+    of a multimodal model's processor, which are copied; ``weights`` are those of a sharded model, whole.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, PeftModel):
+        save_adapter(model, folder, initial=initial, weights=weights)
+        plain = model.get_base_model()
+        if plain.can_generate():
+            plain.generation_config.save_pretrained(str(folder))
+    else:
+        model.save_pretrained(str(folder), state_dict=weights)
+    save_tokenizer(tokenizer, folder)
+    if processor is not None:
+        for name in PROCESSOR_FILES:
+            if (processor / name).is_file():
+                shutil.copyfile(processor / name, folder / name)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Copy the tokenizer's own files, byte for byte; with added tokens, transformers writes them anew.
+
+    Raises `TokenizerError` if transformers gave an added token another id than the run trained with.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    source = tokenizer.files.folder
+    added = [*tokenizer.added.ordinary, *tokenizer.added.special]
+    if added:
+        theirs = AutoTokenizer.from_pretrained(str(source))
+        theirs.add_tokens(list(tokenizer.added.ordinary))
+        theirs.add_tokens(list(tokenizer.added.special), special_tokens=True)
+        for token in added:
+            number = theirs.convert_tokens_to_ids(token)
+            if tokenizer.token(number) != token:
+                raise TokenizerError(
+                    f"added token {token!r} is id {number} in transformers; "
+                    f"in this run that id is {tokenizer.token(number)!r}"
+                )
+        theirs.save_pretrained(str(folder))
+    else:
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+    if tokenizer.files.chat_template is not None:
+        (folder / TEMPLATE_FILE).write_text(tokenizer.files.chat_template, encoding="utf-8")
+
+
+def write_model_card(result: RunResult, config: RunConfig, folder: Path) -> None:
+    """``README.md``: what was trained from what, on what, how, and what was measured; nothing that was not."""
+    (folder / "README.md").write_text(model_card(result, config), encoding="utf-8")
+
+
+def model_card(result: RunResult, config: RunConfig) -> str:
+    """The text of the card, with the Hub's metadata block."""
+    is_adapter = config.adapter.type in (AdapterType.LORA, AdapterType.OFT)
+    base = config.model.name_or_path
+    title = result.path.resolve().name
+    library = "peft" if is_adapter else "transformers"
+    task = "text-classification" if not OBJECTIVES[config.objective.name].has_head else "text-generation"
+    head = ["---", f"library_name: {library}", f"pipeline_tag: {task}", "tags: [luthier]"]
+    if _is_hub_id(base):
+        head.append(f"base_model: {base}")
+    lines = [*head, "---", "", f"# {title}", "", *_intro(result, base, is_adapter=is_adapter), ""]
+    for heading, rows in (
+        ("Data", _data(result)),
+        ("Training", _training(result, config)),
+        ("Results", _results(result)),
+    ):
+        lines += [f"## {heading}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
+    lines += [
+        "The held-out rows are of the same sources as the training rows unless the configuration names others; the",
+        "results say nothing of other data. Nothing else was evaluated.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~", "preset:")) and not Path(name).exists()
+
+
+def _intro(result: RunResult, base: str, *, is_adapter: bool) -> list[str]:
+    random = any(note.startswith("random weights") for note in result.model.notes)
+    start = f"`{base}` with random weights" if random else f"`{base}`"
+    what = f"A {result.adapter} adapter for {start}" if is_adapter else f"{start}, trained ({result.adapter})"
+    ended = "" if result.ended == "completed" else f" Training was {result.ended.replace('_', ' ')}."
+    return [f"{what}, made with Luthier {result.versions.get('luthier', '')}.{ended}"]
+
+
+def _data(result: RunResult) -> list[tuple[str, str]]:
+    ledger, data = result.ledger, result.train_data
+    rows = []
+    if ledger:
+        lost = sum(ledger["dropped"].values()) + sum(ledger["quarantined"].values())
+        waiting = ledger["not_yet_trained"]
+        unseen = f"{waiting:,} prepared but not yet trained, " if waiting else ""
+        what = f"{ledger['trained']:,} trained, {unseen}{lost:,} dropped or quarantined"
+        rows.append(("rows read", f"{ledger['read']:,} ({what})"))
+    rows += [
+        ("training sequences", f"{data.segments:,}"),
+        ("training tokens", f"{data.tokens:,}, of which {data.target_tokens:,} are targets"),
+    ]
+    held_out = result.eval_data
+    if held_out is not None:
+        rows.append(("held-out sequences", f"{held_out.segments:,} ({held_out.target_tokens:,} targets)"))
+    return rows
+
+
+def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
+    train = config.train
+    rows = [
+        ("parameters", f"{result.model.parameters:,} ({result.model.trainable_parameters:,} trained)"),
+        ("steps", f"{result.global_step:,} ({result.epochs:.3g} epoch{'' if result.epochs == 1 else 's'})"),
+        ("batch", _batch(result, config)),
+        ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type}, warmup {train.warmup_steps:g}"),
+        (
+            "optimizer",
+            f"{result.optimizer.get('name', train.optim)}, weight decay {_decay(result)}, "
+            f"gradients clipped at {train.max_grad_norm:g}",
+        ),
+        ("precision", f"{result.model.precision}, weights in {result.model.dtype}"),
+        *_objective(config),
+        ("seed", str(config.runtime.seed)),
+    ]
+    if adapter := result.model.adapter:
+        rows.insert(1, ("adapter", _adapter(adapter)))
+    return rows
+
+
+def _adapter(facts: Mapping[str, Any]) -> str:
+    """``LORA: r 8, lora_alpha 16, target_modules k_proj q_proj``, by the names of its adapter_config.json."""
+    told = {name: value for name, value in facts.items() if name != "peft_type"}
+    return f"{facts['peft_type']}: " + ", ".join(f"{name} {_plain(value)}" for name, value in told.items())
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _decay(result: RunResult) -> str:
+    """By the groups of weights: one number, or that of biases and norms and that of matrices."""
+    return " and ".join(f"{decay:g}" for decay in result.optimizer.get("weight_decay", ()))
+
+
+def _batch(result: RunResult, config: RunConfig) -> str:
+    """``8 packs of pairs, each answer with its prompt up to 4096 tokens``."""
+    train, unit = config.train, result.unit
+    count = train.per_device_train_batch_size * train.gradient_accumulation_steps * result.world_size
+    what = "sequence" if unit == "target" else unit
+    if train.packing.is_packed:
+        what = "pack"
+    by_tokens = train.tokens_per_step is not None
+    size = f"{train.tokens_per_step} tokens or more, in {what}s" if by_tokens else f"{count} {what}{'s' * (count != 1)}"
+    longest = f"up to {config.data.max_length} tokens"
+    if unit == "target":
+        return f"{size} of {longest}"
+    return f"{size}{f' of {unit}s' * train.packing.is_packed}, each answer with its prompt {longest}"
+
+
+def _objective(config: RunConfig) -> list[tuple[str, str]]:
+    """The loss with every number that it read, and what it was compared with."""
+    objective = config.objective
+    numbers = [f"{key} {number:g}" for key, number in objective.numbers.items()]
+    rows = [("objective", ", ".join([f"{objective.name}, loss {objective.loss_name}", *numbers]))]
+    if objective.needs_reference:
+        named = objective.reference.name_or_path
+        rows.append(("reference", "the model before training" if named is None else f"`{named}`"))
+    elif LOSSES[objective.loss_name].reference:
+        rows.append(("reference", "none"))
+    return rows
+
+
+def _results(result: RunResult) -> list[tuple[str, str]]:
+    rows = []
+    if result.final_loss is not None:
+        rows.append(("training loss, last logged", f"{result.final_loss:.4f}"))
+    for name, record in (("first", result.evals[:1]), ("last", result.evals[1:][-1:])):
+        rows += [(f"held-out, {name} (step {e.step})", f"loss {e.loss:.4f}, {e.words}") for e in record]
+    for done in result.generations:
+        right = sum(record.equal for record in done.records)
+        rows.append((f"greedy answers exactly right at step {done.step}", f"{right} of {len(done.records)}"))
+    return rows

@@ -1,0 +1,204 @@
+"""The run's folder: what is in it already, whether this run may go on from it, and where from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from luthier.config.schema import RunConfig
+from luthier.errors import CheckpointError
+from luthier.loader.feed_files import FeedPlace
+from luthier.loader.state import LoaderState
+from luthier.packing import PlannerPlace
+from luthier.training.folder import checkpoint as checkpoints
+from luthier.training.folder.files import FILES
+from luthier.training.folder.lost_rows import forget_lost
+from luthier.training.folder.state import has_state
+from luthier.training.report.result import LOG_FILE, RESULT_FILE
+
+RUN_CONFIG = "run_config.json"
+MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapter"
+
+# What may differ between a run and the run that goes on from it: places, views, and how a step is shared out (that the
+# steps are the same is checked against the loader's state).
+FREE = (
+    "output", "tracking", "eval", "runtime.device", "runtime.dataloader_num_workers", "runtime.threads",
+    "data.workers", "data.store", "data.max_drop", "train.gradient_accumulation_steps",
+    "train.per_device_train_batch_size", "runtime.seed", "data.max_length", "train.packing",
+)  # fmt: skip
+
+LENGTHS = ("train.max_steps", "train.num_train_epochs")  # a run may be made longer, also once it has finished
+
+
+def open_run_folder(config: RunConfig, report: Callable[[str], None]) -> Path | None:
+    """Prepare ``output.dir`` (main process only) and return the checkpoint to go on from, if any.
+
+    Raises `CheckpointError` where the folder holds a run with another configuration or a finished run without
+    checkpoints, where ``output.resume`` names a checkpoint that cannot be used, and where nothing can be written.
+    """
+    run = config.output.dir
+    FILES.make_folder(run)
+    checkpoints.clean_leftovers(run)
+    checkpoints.check_writable(run)
+    if config.output.overwrite:
+        _clear(run)
+        found = None
+    elif config.output.resume == "never":
+        _refuse_existing(run)
+        found = None
+    elif config.output.resume == "auto":
+        found = _resume_auto(config, run, report)
+    else:
+        found = _resume_named(Path(config.output.resume).expanduser(), run, report)
+    if found is None:
+        forget_lost(run)
+    write_run_config(config, run)
+    return found
+
+
+def place_to_feed(config: RunConfig) -> FeedPlace | None:
+    """Where the run in ``output.dir`` goes on, so that the rows it needs are prepared first. It is a guess: wrong, it
+    costs time and nothing else, since all rows are handed over."""
+    output = config.output
+    if output.overwrite or output.resume == "never":
+        return None
+    found = checkpoints.checkpoints(output.dir) if output.resume == "auto" else [Path(output.resume).expanduser()]
+    try:
+        waiting = LoaderState.load(max(found, key=checkpoints.checkpoint_step)).waiting if found else {}
+    except (CheckpointError, ValueError):
+        return None
+    if not waiting.get("place"):
+        return None
+    place = PlannerPlace.from_json(waiting["place"])
+    before = tuple(np.unique(place.carried["position"]).tolist())
+    return FeedPlace(epoch=int(waiting["epoch"]), position=place.position, before=before)
+
+
+def check_run_folder(config: RunConfig) -> None:
+    """Raise `CheckpointError` where the folder holds a run that this one may not go on from. Nothing is written."""
+    run, output = config.output.dir, config.output
+    if output.overwrite or not run.is_dir():
+        return
+    if output.resume == "never":
+        _refuse_existing(run)
+    elif output.resume == "auto" and (checkpoints.checkpoints(run) or (run / RESULT_FILE).exists()):
+        _refuse_another(run, config)
+
+
+def write_run_config(config: RunConfig, folder: Path) -> None:
+    """Write the resolved run description."""
+    checkpoints.write_json(folder / RUN_CONFIG, config.model_dump(mode="json"))
+
+
+def _resume_auto(config: RunConfig, run: Path, report: Callable[[str], None]) -> Path | None:
+    newest = checkpoints.newest_whole(run, report)
+    finished = (run / RESULT_FILE).exists()
+    if newest is None and not finished:
+        return None  # a run that failed or was killed before its first checkpoint holds nothing worth keeping
+    longer = _refuse_another(run, config)
+    if newest is None:
+        raise CheckpointError(
+            f"{run} holds a finished run and no checkpoint to go on from",
+            hint="output.overwrite: true starts anew there; or choose another output.dir",
+        )
+    _check_resumable(newest)
+    for key, there, here in longer:
+        report(f"{key} was {there}, it is {here}: going on, with the learning rate of a run of that length")
+    return newest
+
+
+def _refuse_another(run: Path, config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """Raise `CheckpointError` if the folder's run had another configuration; being longer is none, and is given."""
+    differing = differences(_read_run_config(run), config.model_dump(mode="json"))
+    longer = [each for each in differing if each[0] in LENGTHS and _is_more(*each[1:])]
+    others = [each for each in differing if each not in longer]
+    if others:
+        lines = "\n".join(f"  {key}: {there!r} there, {here!r} here" for key, there, here in others)
+        raise CheckpointError(
+            f"{run} holds a run with another configuration:\n{lines}",
+            hint="output.overwrite: true starts anew there (its checkpoints are deleted); or choose another "
+            "output.dir; or name the checkpoint to go on from in output.resume",
+        )
+    return longer
+
+
+def _is_more(there: Any, here: Any) -> bool:
+    return isinstance(there, int | float) and isinstance(here, int | float) and here > there
+
+
+def _resume_named(checkpoint: Path, run: Path, report: Callable[[str], None]) -> Path:
+    checkpoints.checkpoint_step(checkpoint)
+    fault: str | None = "no such folder"
+    if checkpoint.is_dir():
+        fault = checkpoints.damage(checkpoint) or checkpoints.unusable(checkpoint)
+    if fault is not None:
+        raise CheckpointError(
+            f"output.resume: {checkpoint} cannot be used: {fault}",
+            hint="name a whole checkpoint-N folder, or set output.resume: auto",
+        )
+    _check_resumable(checkpoint)
+    if checkpoint.resolve().parent == run.resolve():
+        for aside in checkpoints.set_aside_newer(checkpoint):
+            report(f"going on from {checkpoint.name}: a later one is set aside as {aside.name}")
+    return checkpoint
+
+
+def _check_resumable(checkpoint: Path) -> None:
+    if not has_state(checkpoint, checkpoints.OPTIMIZER_STATE):
+        raise CheckpointError(
+            f"{checkpoint} has no optimizer state (it was saved with output.save_only_model)",
+            hint="start anew with output.overwrite: true, or set model.name_or_path to it in another output.dir",
+        )
+
+
+def _refuse_existing(run: Path) -> None:
+    present = [name for name in (RESULT_FILE, LOG_FILE) if (run / name).exists()]
+    present += [path.name for path in checkpoints.checkpoints(run)]
+    if present:
+        raise CheckpointError(
+            f"output.resume is never, but {run} holds a run: {', '.join(present)}",
+            hint="output.overwrite: true starts anew there; or choose another output.dir",
+        )
+
+
+def _clear(run: Path) -> None:
+    """Delete what a run leaves, by name; anything else in the folder stays."""
+    for folder in [*run.glob("checkpoint-*"), *(run / name for name in (MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER))]:
+        if folder.is_dir():
+            FILES.remove_folder(folder)
+    for name in (RESULT_FILE, LOG_FILE, RUN_CONFIG):  # the last one says whose the others are
+        FILES.remove_file(run / name)
+
+
+def _read_run_config(run: Path) -> dict[str, Any]:
+    try:
+        return checkpoints.read_json(run / RUN_CONFIG)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{run} holds a run, but its {RUN_CONFIG} cannot be read: {error.message}",
+            hint="output.overwrite: true starts anew there; or choose another output.dir",
+        ) from error
+
+
+def differences(there: dict[str, Any], here: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """``(dotted key, value there, value here)`` of every setting that differs and is not free to."""
+    first, second = _flatten(there), _flatten(here)
+    keys = [key for key in dict.fromkeys([*first, *second]) if not _is_free(key)]
+    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(free + ".") for free in FREE)
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,108 @@
+"""``sft`` and ``pt``: each target for itself. K targets, S segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from luthier.models.passes import ModelPass
+from luthier.objectives import (
+    AnyHead,
+    Measure,
+    TokenLoss,
+    TokenSettings,
+    hidden_loss_sum,
+    losses_by_source,
+    measure,
+    token_scores,
+    token_settings,
+)
+from luthier.records import Batch, Targets
+from luthier.training.losses.parts import ObjectiveParts
+from luthier.training.losses.reference_choice import reference_model
+from luthier.training.losses.references import ReferenceModel
+from luthier.training.losses.step_losses import ACCURACY, BothLosses, MicroLoss, Stateless, Tell
+from luthier.training.report.result import ENTROPY
+
+
+def token_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+    """Held-out rows are measured by plain cross-entropy, whatever is trained."""
+    objective = parts.config.objective
+    sources, eval_sources = parts.num_sources
+    reference = reference_model(parts, forward, tell) if objective.needs_reference else None
+    settings = token_settings(objective)
+    return (
+        TokenLosses(forward=forward, settings=settings, reference=reference, num_sources=sources),
+        TokenLosses(forward=forward, settings=TokenSettings(), num_sources=eval_sources),
+    )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class TokenLosses(Stateless):
+    """``sft`` and ``pt``: each target for itself. ``reference`` for losses with a KL term.
+
+    Without gradients plain cross-entropy comes with the entropy of what targets are drawn from.
+    """
+
+    forward: ModelPass
+    settings: TokenSettings = field(default_factory=TokenSettings)
+    reference: ReferenceModel | None = None
+    num_sources: int = 1
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """See `StepLosses`."""
+        return (ACCURACY, ENTROPY)
+
+    def num_units(self, batch: Batch) -> int:
+        """Targets."""
+        return batch.num_targets
+
+    def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
+        """See `StepLosses`."""
+        reference = None if self.reference is None else self.reference.hidden(batch)
+        sources_S = torch.tensor(batch.sources or (0,) * batch.num_segments) if self.num_sources > 1 else None
+
+        def score(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> tuple[TokenLoss, Measure]:
+            sources_K = None if sources_S is None else sources_S.to(hidden_KD.device)[targets.segments_K]
+            if not torch.is_grad_enabled() and self.settings == TokenSettings():
+                return _with_entropy(hidden_KD, head, targets, sources_K, self.num_sources)
+            loss = hidden_loss_sum(
+                hidden_KD,
+                head,
+                targets.ids_K,
+                targets.weights_K,
+                settings=self.settings,
+                reference=reference,
+                sources_K=sources_K,
+                num_sources=self.num_sources,
+            )
+            return loss, measure(hidden_KD[:0, 0])
+
+        scored, _ = self.forward.scored(model, batch, score)
+        found, entropy = scored.scores
+        correct, count = found.num_correct.double(), found.num_correct.new_tensor(found.num_targets).double()
+        return MicroLoss(
+            loss_sum=found.loss_sum + scored.anchor,
+            num_units=found.num_targets,
+            measures={ACCURACY: Measure(total=correct, count=count), ENTROPY: entropy},
+            by_source=found.by_source,
+        )
+
+
+def _with_entropy(
+    hidden_KD: torch.Tensor, head: AnyHead, targets: Targets, sources_K: torch.Tensor | None, num_sources: int
+) -> tuple[TokenLoss, Measure]:
+    """Plain cross-entropy as `hidden_loss_sum` has it, not differentiable, and the entropies."""
+    scores = token_scores(hidden_KD, head, targets.ids_K, entropy=True)
+    losses_K = -scores.logps_K if targets.weights_K is None else -scores.logps_K * targets.weights_K
+    loss = TokenLoss(
+        loss_sum=losses_K.sum(),
+        num_targets=len(losses_K),
+        num_correct=scores.correct_K.sum(dtype=torch.int64),
+        by_source=losses_by_source(losses_K, sources_K, num_sources),
+    )
+    assert scores.entropy_K is not None
+    return loss, measure(scores.entropy_K)

@@ -1,0 +1,177 @@
+"""``kto`` and its kin: good answers likelier, bad ones less likely than the reference has them. S segments, R rows.
+
+KTO estimates KL(policy, reference) over the whole step before its losses, from answers under prompts that they do not
+belong to. Each answer goes through the policy once: these beforehand, without gradients, and the rows' own when their
+loss is asked for. The reference is asked once for all of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from luthier.collation import has_only_text, only_segments
+from luthier.config.objective import LOSSES
+from luthier.models.head_tap import Scored
+from luthier.models.passes import ModelPass
+from luthier.objectives import (
+    FeedbackBaselines,
+    FeedbackScores,
+    FeedbackSettings,
+    Measure,
+    Measures,
+    RunningMean,
+    SequenceScores,
+    TokenScores,
+    feedback_loss_sum,
+    feedback_settings,
+    kl_baseline,
+    kl_measure,
+    sequence_scores,
+)
+from luthier.objectives.measures import measure
+from luthier.records import Batch, Targets
+from luthier.training.losses.compared_losses import entropy_of, micro_loss, rewards_after, weights_of
+from luthier.training.losses.parts import ObjectiveParts
+from luthier.training.losses.reference_choice import choose_reference
+from luthier.training.losses.references import Reference
+from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Tell
+from luthier.training.report.result import ACCURACIES, ENTROPY, REWARDS
+
+
+def feedback_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+    """The losses of a run, the same on held-out rows."""
+    objective = parts.config.objective
+    losses = FeedbackLosses(
+        forward=forward,
+        name=objective.loss_name,
+        settings=feedback_settings(objective),
+        reference=choose_reference(parts, forward, tell),
+        num_sources=max(parts.num_sources),
+    )
+    return losses, losses
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class FeedbackLosses:
+    """Single answers with a verdict."""
+
+    forward: ModelPass
+    name: str
+    settings: FeedbackSettings
+    reference: Reference
+    num_sources: int = 1
+    _rewards: RunningMean = field(default_factory=RunningMean)
+    _baselines: FeedbackBaselines = field(default_factory=FeedbackBaselines)
+    _under_way: list[Measures] = field(default_factory=list)  # of the step
+    _ref_logps: deque[torch.Tensor] = field(default_factory=deque)  # [S], of the micro-batches that are still to come
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """See `StepLosses`."""
+        return (*REWARDS, ACCURACIES, "logps/chosen", "logps/rejected", "nll", "kl", ENTROPY)
+
+    def num_units(self, batch: Batch) -> int:
+        """Rows with a verdict."""
+        return len(batch.units)
+
+    def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
+        """Estimate KL(policy, reference) over the whole step, or take the mean reward of the steps before."""
+        if LOSSES.named(self.name).needs_delta:
+            self._baselines = FeedbackBaselines(delta=self._rewards.mean)
+        self._ref_logps = deque()
+        if LOSSES[self.name].estimates_kl:
+            totals = torch.zeros(2, dtype=torch.float64, device=self.forward.device)
+            for batch in batches:
+                totals += self._kl(model, batch)
+            total, count = reduce(totals)
+            self._baselines = FeedbackBaselines(kl=kl_baseline(Measure(total=total, count=count)))
+
+    def end_step(self, reduce: Reduce) -> None:
+        """Remember the step's rewards, where the loss compares with those of all steps."""
+        if LOSSES.named(self.name).needs_delta:
+            self._rewards = rewards_after(self._rewards, self._under_way, self.forward.device, reduce)
+            self._under_way = []
+
+    def own(self, batch: Batch) -> Batch:
+        """The rows' own completions, without those of other rows."""
+        return self._only(batch, [unit.segments[0] for unit in batch.units])
+
+    def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
+        """See `StepLosses`; where a KL was estimated micro-batches come in the order of `begin_step`."""
+        ref_logps_S = self._ref_logps.popleft() if self._ref_logps else self._asked(batch)
+        assert len(ref_logps_S) == batch.num_segments, "micro-batches in another order than when the step began"
+        ref_logps_R = ref_logps_S[[unit.segments[0] for unit in batch.units]]
+        own = self.own(batch)
+        policy, scored, targets = self._policy(model, own, entropy=not torch.is_grad_enabled())
+        anchor = scored.anchor
+        own_R = [unit.segments[0] for unit in own.units]
+        scores = FeedbackScores(
+            logps_R=policy.logps_S[own_R],
+            ref_logps_R=ref_logps_R,
+            desirable_R=torch.tensor([unit.verdict > 0 for unit in own.units], dtype=torch.bool, device=anchor.device),
+            lengths_R=policy.lengths_S[own_R],
+            weights_R=weights_of(own, anchor.device),
+        )
+        found = feedback_loss_sum(scores, self.name, self.settings, self._baselines)
+        if LOSSES.named(self.name).needs_delta and torch.is_grad_enabled():
+            self._under_way.append(found.measures)
+        is_own_K = None
+        if scored.scores.entropy_K is not None:
+            is_own_K = torch.isin(targets.segments_K, torch.tensor(own_R, dtype=torch.int64, device=anchor.device))
+        told = {**self._judged(scores), ENTROPY: entropy_of(scored.scores, is_own_K)}
+        found = replace(found, measures={**found.measures, **told})
+        return micro_loss(found, anchor, own, self.num_sources)
+
+    def state(self) -> dict[str, Any]:
+        """The running mean of rewards, where the loss has one."""
+        return {"rewards": self._rewards.to_state()} if LOSSES.named(self.name).needs_delta else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `StepLosses`."""
+        if "rewards" in state:
+            self._rewards = RunningMean.from_state(state["rewards"])
+
+    def _kl(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """float64[2]: sum and count over the completions that belong to other prompts."""
+        ref_logps_S = self._asked(batch)
+        self._ref_logps.append(ref_logps_S)
+        drawn = [unit.segments[1] for unit in batch.units if len(unit.segments) > 1]
+        others = self._only(batch, drawn)
+        with torch.no_grad():
+            policy, *_ = self._policy(model, others)
+        found_R = [unit.segments[-1] for unit in others.units] if drawn else []
+        found = kl_measure(policy.logps_S[found_R], ref_logps_S[drawn])
+        return torch.stack([found.total, found.count])
+
+    def _only(self, batch: Batch, segments: Sequence[int]) -> Batch:
+        """These segments of the batch, where they are not all of it and can be told apart."""
+        if not segments or len(segments) == batch.num_segments or not has_only_text(batch):
+            return batch
+        return only_segments(batch, frozenset(segments), pad_token_id=self.forward.pad_token_id)
+
+    def _policy(
+        self, model: nn.Module, batch: Batch, *, entropy: bool = False
+    ) -> tuple[SequenceScores, Scored[TokenScores], Targets]:
+        scored, targets = self.forward.token_scores(model, batch, entropy=entropy)
+        policy = sequence_scores(scored.scores.logps_K, targets.segments_K, batch.num_segments)
+        return policy, scored, targets
+
+    def _asked(self, batch: Batch) -> torch.Tensor:
+        if not (batch.units or self.reference.on_all_ranks):
+            return torch.zeros(batch.num_segments, device=self.forward.device)
+        return self.reference.logps(batch)
+
+    def _judged(self, scores: FeedbackScores) -> Measures:
+        """The estimate; and whether good rows are above and bad rows below what they are compared with."""
+        kl = self._baselines.kl
+        ratios_R = scores.logps_R.detach() - scores.ref_logps_R - kl
+        return {
+            "kl": measure(ratios_R.new_full(ratios_R.shape, kl)),
+            ACCURACIES: measure((ratios_R > 0) == scores.desirable_R),
+        }

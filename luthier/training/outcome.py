@@ -1,0 +1,147 @@
+"""Everything of a run that is set up, and what becomes of it."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import resource
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from luthier.config.schema import RunConfig
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.loader.plan import StreamPlan
+from luthier.loader.run_settings import eval_settings
+from luthier.packing import shares_of
+from luthier.training.assemble import RunModel
+from luthier.training.callbacks import EarlyStopping
+from luthier.training.data import RunData, summarise, summary_of
+from luthier.training.folder import run_folder
+from luthier.training.folder.checkpoint import broken_checkpoints
+from luthier.training.folder.lost_rows import ledger_of_run
+from luthier.training.folder.state import plain_optimizer
+from luthier.training.hooks import Hooks
+from luthier.training.numerics import optimizer_facts
+from luthier.training.report.journal import read_log
+from luthier.training.report.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
+from luthier.training.trainer import LuthierTrainer
+
+REPORTED_VERSIONS = ("luthier", "torch", "transformers", "peft", "accelerate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Everything of a run that is set up before its first step."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    data: RunData
+    hooks: Hooks
+    schedule: StreamPlan
+    resume: Path | None
+    run_model: RunModel
+    trainer: LuthierTrainer
+    summary: ModelSummary  # made now: merging takes the adapter off
+
+    @property
+    def is_main(self) -> bool:
+        return self.hooks.stop.world.is_main
+
+
+def result_of(run: Run, started_at: str) -> RunResult:
+    """What the run leaves to be reported, but for how long it took."""
+    config, state, output = run.config, run.trainer.state, run.config.output.dir
+    steps, evals, generations = read_log(output / LOG_FILE, run.hooks.tell)
+    signal = run.hooks.stop.signal
+    stopped_early = any(isinstance(c, EarlyStopping) and c.stopped for c in run.trainer.callback_handler.callbacks)
+    world = run.hooks.stop.world
+    merged = run.config.adapter.merge and isinstance(run.run_model.model, PeftModel)
+    return RunResult(
+        output_dir=str(output),
+        model_dir=run_folder.MODEL_FOLDER if signal is None else None,
+        merged_dir=run_folder.MERGED_FOLDER if merged and signal is None else None,
+        adapter=config.adapter.type.value,
+        ended=Ended.INTERRUPTED if signal is not None else Ended.EARLY_STOPPED if stopped_early else Ended.COMPLETED,
+        signal=signal,
+        started_at=started_at,
+        seconds=0.0,
+        epochs=run.schedule.epoch_after(state.global_step),
+        global_step=state.global_step,
+        max_steps=run.schedule.total_steps,
+        world_size=world.size,
+        resumed_from=None if run.resume is None else run.resume.name,
+        set_aside=tuple(broken_checkpoints(output)),
+        steps=steps,
+        evals=evals,
+        # a finished run that is started again answers again
+        generations=tuple({done.step: done for done in generations}.values()),
+        best_checkpoint=None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name,
+        best_metric=state.best_metric,
+        train_data=_train_summary(run),
+        eval_data=None
+        if run.data.eval_rows is None
+        else summarise(run.data.eval_rows, eval_settings(config, num_ranks=world.size)),
+        mixture=_mixture(run),
+        model=run.summary,
+        optimizer=optimizer_facts(plain_optimizer(run.trainer.optimizer)),
+        peak_memory_bytes=_peak_memory(),
+        ledger=_ledger(run),
+        versions={"python": platform.python_version(), **_package_versions()},
+        config=config.model_dump(mode="json"),
+    )
+
+
+@functools.cache
+def _package_versions() -> dict[str, str]:
+    return {name: version(name) for name in REPORTED_VERSIONS}
+
+
+def _ledger(run: Run) -> dict[str, Any]:
+    """What became of every row that was read; segments in memory have no ledger."""
+    if not run.data.ledger:
+        return {}
+    rows = run.schedule.trained_rows(run.trainer.state.global_step)
+    return ledger_of_run(run.data.ledger, run.config.output.dir, [run.data.address(int(first)) for first in rows])
+
+
+def _mixture(run: Run) -> tuple[SourceSummary, ...]:
+    """What all steps of the run took, from its plan."""
+    shares = shares_of(run.schedule.source_counts(run.trainer.state.global_step))
+    return tuple(
+        SourceSummary(
+            name=name,
+            rows=share.rows,
+            segments=share.segments,
+            tokens=share.tokens,
+            targets=share.targets,
+            share_of_tokens=share.share_of_tokens,
+        )
+        for name, share in zip(run.data.sources, shares, strict=True)
+    )
+
+
+def _train_summary(run: Run) -> DataSummary:
+    """The first epoch: all of it, or what was planned of rows that arrive."""
+    if run.data.rows.all_here:
+        return summary_of(run.schedule.epoch(0), run.data.rows)
+    found = run.schedule.first_epoch()
+    return DataSummary(
+        segments=found["segments"],
+        tokens=found["tokens"],
+        target_tokens=found["targets"],
+        micro_batches=found["micro_batches"],
+        fill=found["tokens"] / max(found["packs"] * run.config.data.max_length, 1),
+    )
+
+
+def _peak_memory() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    # kilobytes on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

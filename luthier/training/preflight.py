@@ -1,0 +1,383 @@
+"""What can be known of a run before its first row is encoded: all that would stop it later, told at once.
+
+`luthier.config.machine` has looked for packages, devices and folders, and what it found is told together with what is
+found here: the model's config is read and its modules are built without weights, the optimizer takes a step on a small
+matrix, and the tokenizer and template are loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, Trainer, get_scheduler
+
+from luthier.config.draft import Draft
+from luthier.config.machine import EXTRA, is_installed
+from luthier.config.media import MediaCache
+from luthier.config.schema import AdapterType, Precision, RunConfig, Sharding, Strategy
+from luthier.config.unread import unread_settings
+from luthier.encoding.encoder import Encoder
+from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, SourceError, UserError
+from luthier.loader.run_settings import media_of, mixture_of
+from luthier.media import MediaSource
+from luthier.models.adapters import apply_adapter, shape_existing
+from luthier.models.compiled import compilable_layers
+from luthier.models.model import build_weightless, check_choices, run_device
+from luthier.models.parts import decoder_family
+from luthier.models.routers import balanced_routers
+from luthier.models.sharding import divisible_layers, refuse_other_ways
+from luthier.models.vocabulary import Vocabulary
+from luthier.packing.order import check_mixture
+from luthier.preparation.prepared import num_held_out
+from luthier.sources import Source, open_sources, resolve_sources
+from luthier.sources.origins import HUB
+from luthier.training.arguments import optimization
+from luthier.training.folder.run_folder import check_run_folder
+from luthier.training.folder.state import check_writable
+from luthier.training.losses.reference_choice import check_reference
+from luthier.training.losses.tower_features import readable_media
+
+TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
+COUNTED_BYTES = 32_000_000  # of text files: the rows of more are counted when they are read
+FOLLOWS_MEASURE = ("reduce_lr_on_plateau", "greedy")
+TAKES_NOTHING = ("constant", "constant_with_warmup")
+UPDATES_IN_BACKWARD = ("lomo", "adalomo")
+_FAULTS = (
+    ImportError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, KeyError, AssertionError,
+    OSError, ZeroDivisionError, IndexError,
+)  # fmt: skip
+
+
+def check_run(draft: Draft) -> list[str]:
+    """Check a run description that is whole and sound against model, tokenizer, device and output folder.
+
+    Gives what is odd and no fault, for the user to hear. Raises `ConfigError` with all faults, each at its line, those
+    that the machine gave reason for (``draft.machine``) among them.
+    """
+    notes = unread_settings(draft)
+    problems = [*draft.machine, *_environment(draft)]
+    told = {problem.key for problem in problems}  # a second fault of such a key would be a consequence of the first
+    lacking = list(_media_packages(draft))
+    found = [
+        *lacking,
+        *_devices(draft),
+        *_told(draft, "output.dir", lambda: check_run_folder(draft.config)),
+        *_schedule(draft),
+        *_data(draft),
+        *(() if "train.optim" in told else _optimizer(draft)),
+        *_told(draft, "objective.reference", lambda: check_reference(draft.config)),
+    ]
+    if not lacking:  # without them no processor, and so no model, is loaded
+        encoder, more = _encoder(draft)
+        if encoder is None:
+            found += more
+        else:
+            notes += _of_no_use(draft, encoder)
+            found += _model(draft, encoder, notes)
+    problems += [problem for problem in found if problem.key not in told]
+    if problems:
+        raise ConfigError(sorted(problems, key=_line))
+    return notes
+
+
+def _told(draft: Draft, key: str, check: Callable[[], object]) -> Iterator[Problem]:
+    """What a check raises, as a problem: at the key that its message begins with, else at this one."""
+    try:
+        check()
+    except ConfigError as error:
+        yield from error.problems
+    except UserError as error:
+        yield _at_its_key(draft, error, key)
+
+
+def _at_its_key(draft: Draft, error: UserError, key: str) -> Problem:
+    at = draft.leading_key(error) or key
+    return draft.problem(at, error.message.removeprefix(f"{at}: "), error.hint or "see docs/config.md")
+
+
+def _environment(draft: Draft) -> Iterator[Problem]:
+    try:
+        refuse_other_ways(os.environ)
+    except UserError as error:
+        yield Problem(where="environment", key="", what=error.message, hint=error.hint)
+
+
+def _media_packages(draft: Draft) -> Iterator[Problem]:
+    model = draft.config.model
+    own = Path(model.name_or_path).expanduser()
+    source = MediaSource.of_model(own, model.model_copy(update={"tokenizer_name_or_path": None}), draft.config.media)
+    missing = [name for module, name in (("PIL", "pillow"), ("torchvision", "torchvision")) if not is_installed(module)]
+    if source.folder is not None and missing:
+        what = f"a model that sees or hears needs {' and '.join(missing)}, not installed here"
+        yield draft.problem("model.name_or_path", what, EXTRA.format(extra="media"))
+
+
+def _devices(draft: Draft) -> Iterator[Problem]:
+    config = draft.config
+    try:
+        device = run_device(config)
+    except ModelError as error:
+        yield draft.problem("runtime.device", error.message, error.hint or "set runtime.device: auto")
+        return
+    precision = config.train.precision
+    if device == "cpu":
+        if precision is Precision.FP16:
+            what = "fp16 needs a GPU, and torch sees none"
+            yield draft.problem("train.precision", what, "set train.precision: auto, bf16 or fp32")
+        return
+    if precision is Precision.BF16 and not torch.cuda.is_bf16_supported():
+        what = f"{torch.cuda.get_device_name()} does not compute in bf16"
+        yield draft.problem("train.precision", what, "set train.precision: fp16, or auto")
+    rank, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= there:
+        what = f"process {rank} of this machine has no GPU of its own: there are {there}"
+        yield draft.problem("runtime.device", what, f"start {there} processes on a machine (--nproc-per-node {there})")
+
+
+def _schedule(draft: Draft) -> Iterator[Problem]:
+    """A schedule of another length tries the names and values of ``lr_scheduler_kwargs``."""
+    train = draft.config.train
+    if train.lr_scheduler_kwargs and train.lr_scheduler_type in TAKES_NOTHING:
+        what = (
+            f"{train.lr_scheduler_type} takes no settings, and would pass over {', '.join(train.lr_scheduler_kwargs)}"
+        )
+        yield draft.problem("train.lr_scheduler_kwargs", what, "remove it, or choose another train.lr_scheduler_type")
+        return
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=train.learning_rate)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            schedule = get_scheduler(
+                train.lr_scheduler_type,
+                optimizer=optimizer,
+                num_warmup_steps=2,
+                num_training_steps=1000,
+                scheduler_specific_kwargs=dict(train.lr_scheduler_kwargs),
+            )
+            for _ in range(3):
+                optimizer.step()
+                schedule.step(*([1.0] if train.lr_scheduler_type in FOLLOWS_MEASURE else []))
+    except _FAULTS as error:
+        what = f"{train.lr_scheduler_type} does not take {dict(train.lr_scheduler_kwargs)}: {_first_line(error)}"
+        yield draft.problem("train.lr_scheduler_kwargs", what, "names and values are those of transformers' schedules")
+
+
+def _data(draft: Draft) -> Iterator[Problem]:
+    """The data sets are opened, and their rows counted where that is quick: no row is encoded."""
+    config = draft.config
+    seed, size = config.runtime.seed, config.data.eval_split
+    try:
+        named, held_out = resolve_sources(config.data)
+    except SourceError as error:
+        yield _at_its_key(draft, error, "data.registry")
+        return
+    opened: list[Source] = []
+    for each in (*named, *held_out):
+        if each.path.startswith(HUB):
+            continue  # its first rows would be fetched by every process
+        try:
+            opened += open_sources([each], seed=seed)
+        except SourceError as error:
+            yield _at_its_key(draft, error, draft.key_of(error) or "data.train")
+    if len(opened) < len(named) + len(held_out):
+        return
+    counts = [source.count_at_most(COUNTED_BYTES) for source in opened[: len(named)]]
+    most = sum(count for count, _ in counts)
+    wanted = num_held_out(size, most)
+    are_counted = all(is_exact for _, is_exact in counts)
+    if size and (not 0 < wanted < most if are_counted else size >= 1 and wanted >= most):
+        there = f"{most:,} rows" if are_counted else f"at most {most:,} rows, by the size of their files"
+        side = "nothing to evaluate on" if wanted < 1 else "nothing to train on"
+        what = f"{size:g} holds out {wanted:,} of {there}: that leaves {side}"
+        yield draft.problem("data.eval_split", what, "a share such as 0.05, or a smaller number of rows")
+        return
+    if are_counted:
+        mixture = mixture_of(config, [source.config.weight for source in opened[: len(named)]])
+        limit, numbers = config.data.max_length, [count for count, _ in counts]
+        yield from _told(draft, "data.train", lambda: check_mixture(numbers, mixture, seed=seed, most_tokens=limit))
+
+
+def _optimizer(draft: Draft) -> Iterator[Problem]:
+    """The optimizer takes a step on a small matrix, on the device of the run."""
+    train = draft.config.train
+    given = SimpleNamespace(**optimization(train, warmup_steps=0), optim_target_modules=None)
+    try:
+        matrix = nn.Linear(TRIAL_WIDTH, TRIAL_WIDTH, device=_device_of(draft.config))
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(given, matrix)
+        if (unread := _unread_arguments(given, matrix, settings)) and train.optim_args:
+            what = f"{train.optim} does not read {', '.join(unread)}"
+            hint = "leave it out; rate, decay and betas have keys of their own in train"
+            yield draft.problem("train.optim_args", what, hint)
+            return
+        if train.optim in UPDATES_IN_BACKWARD:
+            return
+        optimizer = kind(matrix.parameters(), **settings)
+        if hasattr(optimizer, "train"):  # schedule-free ones want to be told
+            optimizer.train()
+        for parameter in matrix.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer.step()
+        output = draft.config.output
+        if output.save_strategy is not Strategy.NO and not output.save_only_model:
+            check_writable("optimizer", optimizer.state_dict())
+    except CheckpointError as error:
+        yield draft.problem("train.optim", f"{train.optim}: {error.message}", str(error.hint))
+    except _FAULTS as error:
+        key = "train.optim_args" if train.optim_args and not isinstance(error, ImportError) else "train.optim"
+        with_what = f" with {train.optim_args}" if key == "train.optim_args" else ""
+        what = f"{train.optim}{with_what} takes no step on this machine: {_first_line(error)}"
+        by_name = "as key=value,key=value, by the optimizer's own names"
+        yield draft.problem(key, what, by_name if key == "train.optim_args" else "set train.optim: adamw_torch")
+
+
+def _unread_arguments(given: SimpleNamespace, matrix: nn.Module, settings: dict[str, Any]) -> list[str]:
+    """Names of ``optim_args`` without which the optimizer would be made with the same settings."""
+    arguments = [text for text in str(given.optim_args or "").replace(" ", "").split(",") if text]
+    unread = []
+    for left_out in arguments:
+        others = ",".join(text for text in arguments if text != left_out) or None
+        fewer = SimpleNamespace(**{**vars(given), "optim_args": others})
+        if Trainer.get_optimizer_cls_and_kwargs(fewer, matrix)[1] == settings:
+            unread.append(left_out.partition("=")[0])
+    return unread
+
+
+def _encoder(draft: Draft) -> tuple[Encoder | None, list[Problem]]:
+    """Tokenizer and template, loaded and tried as for the rows."""
+    try:
+        return Encoder.from_config(draft.config), []
+    except ConfigError as error:
+        return None, error.problems
+    except UserError as error:
+        return None, [_at_its_key(draft, error, draft.key_of_class(error) or "model.name_or_path")]
+
+
+def _of_no_use(draft: Draft, encoder: Encoder) -> Iterator[str]:
+    """What is written and not read, because of the model's template or because it reads text alone."""
+    tokenizer, config = encoder.tokenizer, draft.config
+    if draft.given("template.now") and (tokenizer.template is None or tokenizer.template.clock_note is None):
+        yield f"{draft.cite('template.now')} is not read: the chat template does not ask for the time"
+    if media_of(config, tokenizer.files.folder) is None:
+        for name in type(config.media).model_fields:
+            if name != "cache" and draft.given(f"media.{name}"):
+                yield f"{draft.cite(f'media.{name}')} is not read: the model reads text alone"
+    first: dict[str, int] = {}
+    for index, source in enumerate(config.data.train):
+        if (before := first.setdefault(repr(source), index)) != index:
+            twice = "its rows are seen twice in an epoch"
+            yield f"{draft.cite(f'data.train[{index}]')} is the same data set as data.train[{before}]: {twice}"
+
+
+def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem]:
+    """The model without weights: what is trained of it, and what it is asked to do."""
+    config, tokenizer = draft.config, encoder.tokenizer
+    choices = list(_told(draft, "model.attn_implementation", lambda: check_choices(config)))
+    yield from choices
+    vocabulary = Vocabulary.of(tokenizer)
+    try:
+        model = build_weightless(config, vocabulary)
+    except UserError as error:
+        if not choices:  # it has been told already
+            yield _at_its_key(draft, error, "model.name_or_path")
+        return
+    yield from _weights(draft, model)
+    yield from _positions(draft, model, notes)
+    yield from _generation(draft, model)
+    if refused := list(_rank(draft, model)):
+        yield from refused
+        return  # such matrices may be larger than the memory
+    # no weights are there for an adapter to be made of
+    fresh = config.adapter.model_copy(update={"init_lora_weights": True})
+    yield from _told(draft, "train.router_aux_loss_coef", lambda: balanced_routers(model, config.train))
+    if config.train.torch_compile:
+        yield from _told(draft, "train.torch_compile", lambda: compilable_layers(model))
+    if config.media.cache is not MediaCache.NONE:
+        media = media_of(config, tokenizer.files.folder)
+        yield from _told(draft, "media.cache", lambda: readable_media(media, model))
+    adapted: list[PreTrainedModel | PeftModel] = []
+    if (existing := config.adapter.name_or_path) is not None:
+        shaped = lambda: adapted.append(shape_existing(model, config.adapter, existing))  # noqa: E731
+        yield from _told(draft, "adapter.name_or_path", shaped)
+    else:
+        new_ids = vocabulary.new_ids
+        yield from _told(draft, "adapter.type", lambda: adapted.append(apply_adapter(model, fresh, new_ids=new_ids)))
+    if config.runtime.sharding is Sharding.FSDP and adapted:
+        yield from _told(draft, "runtime.sharding", lambda: divisible_layers(adapted[0]))
+
+
+def _weights(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
+    """Weights are loaded, or made, in the machine's own memory, whatever the device."""
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        key = "model.config_overrides" if draft.config.model.config_overrides else "model.name_or_path"
+        what = f"the weights alone are {needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f} GB of memory"
+        yield draft.problem(key, what, "take a smaller model, or weights of 16 bits by model.dtype")
+
+
+def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterator[Problem]:
+    asked = draft.config.data.max_length
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(known, int) or known < 1 or asked <= known:
+        return
+    is_said = draft.given("data.max_length") or draft.given("model.config_overrides.max_position_embeddings")
+    learned = any(
+        isinstance(module, nn.Embedding) and known <= module.num_embeddings <= known + 8 and re.search("pos|wpe", name)
+        for name, module in model.named_modules()
+    )
+    what = f"data.max_length is {asked:,}, and the model has {known:,} positions"
+    if learned:
+        yield draft.problem("data.max_length", f"{what}, each learned", f"set data.max_length: {known}")
+    elif is_said:  # the default is a bound that few rows come near
+        notes.append(f"{what}: longer rows, if there are any, train positions that it has never seen")
+
+
+def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
+    """Whether this model can answer in training, and answers as long as it may."""
+    evaluation = draft.config.eval
+    if not evaluation.generate_rows:
+        return
+    if (family := decoder_family(model.config)) is not None:
+        what = f"answers of {family.name} are not generated in training"
+        hint = "set eval.generate_rows: 0; held-out rows still have their loss"
+        yield draft.problem("eval.generate_rows", what, hint)
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(known, int) and 1 <= known < evaluation.max_new_tokens:
+        what = f"an answer of {evaluation.max_new_tokens:,} tokens, and the model has {known:,} positions"
+        yield draft.problem("eval.max_new_tokens", what, f"at most {known}; 256 is the default")
+
+
+def _rank(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
+    """Beyond the smaller side of a matrix a higher rank says nothing more, and costs more than training all of it."""
+    adapter = draft.config.adapter
+    if adapter.type is not AdapterType.LORA or adapter.name_or_path is not None:
+        return
+    sides = [min(weight.shape[-2:]) for weight in model.parameters() if weight.dim() > 1]
+    if sides and adapter.r > max(sides):
+        what = f"a rank of {adapter.r:,}, and no matrix of the model has more than {max(sides):,}"
+        yield draft.problem("adapter.r", what, f"at most {max(sides)}; 8 to 64 is usual")
+
+
+def _device_of(config: RunConfig) -> str:
+    try:
+        return run_device(config)
+    except ModelError:
+        return "cpu"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _line(problem: Problem) -> tuple[bool, int]:
+    line = problem.where.rpartition(":")[2]
+    return problem.where.startswith("override "), int(line) if line.isdecimal() else 0

@@ -1,0 +1,140 @@
+"""Which of several processes is gone: each leaves a sign of itself beside the run's checkpoints.
+
+A rank whose neighbour dies is told by its backend of a closed connection, of no rank and of no reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from luthier.errors import TrainingError
+from luthier.training.streams import World
+
+FOLDER = ".ranks"
+# One rank may answer questions, merge or save while the others wait; one that is stuck or cut off is given up after it.
+LONGEST_COLLECTIVE = timedelta(minutes=30)
+GONE = ("", "Z", "X")  # one that has ended and whom nobody has asked for its exit code is there as well
+STOPPED = ("T", "t")
+SECONDS_FOR_SIGNS = 5.0  # a rank that fails writes so at once; its neighbours may be told of it earlier
+_LOST = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed out|peer|rendezvous|store", re.IGNORECASE
+)
+
+
+@contextmanager
+def naming_lost_ranks(output: Path, world: World) -> Iterator[None]:
+    """Within this a rank that fails leaves its reason; one that loses another raises `TrainingError`, and names it."""
+    if world.size == 1:
+        yield
+        return
+    folder = output / FOLDER
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
+    _write(folder, world.rank, mine)
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_of_another(error):
+            _write(folder, world.rank, {**mine, "error": _first_line(error)})
+            raise
+        lost = _look_for_lost(folder, world) or f"another rank: {_silent_ranks(folder, world)}"
+        raise TrainingError(
+            f"rank {world.rank} has lost {lost}: {_first_line(error)}",
+            hint="what that rank printed says why (torchrun --log-dir keeps it); once it is mended, the same command "
+            "goes on from the newest checkpoint",
+        ) from error
+    except BaseException as error:
+        _write(folder, world.rank, {**mine, "error": _first_line(error)})
+        raise
+    else:
+        _write(folder, world.rank, {**mine, "done": True})
+
+
+def lost_ranks(folder: Path, size: int) -> dict[int, str]:
+    """Ranks that said that they failed, or whose process on this machine is gone or stopped, each in words."""
+    found = {}
+    for rank in range(size):
+        sign = _read(folder, rank)
+        if sign is None:
+            continue
+        if "error" in sign:
+            found[rank] = f"{_name(rank, sign)}, which ended with: {sign['error']}"
+        elif "done" not in sign and sign["host"] == socket.gethostname():
+            state = _state(int(sign["pid"]))
+            if state in GONE:
+                found[rank] = f"{_name(rank, sign)}, which is gone without a word: killed, or out of memory"
+            elif state in STOPPED:
+                found[rank] = f"{_name(rank, sign)}, which is stopped, and goes on after kill -CONT {sign['pid']}"
+    return found
+
+
+def _look_for_lost(folder: Path, world: World) -> str:
+    deadline = time.monotonic() + SECONDS_FOR_SIGNS
+    while True:
+        found = [words for rank, words in lost_ranks(folder, world.size).items() if rank != world.rank]
+        if found or time.monotonic() > deadline:
+            return "; ".join(found)
+        time.sleep(0.1)
+
+
+def _silent_ranks(folder: Path, world: World) -> str:
+    """The ranks that may hang: they have neither failed nor ended."""
+    signs = {rank: _read(folder, rank) for rank in range(world.size) if rank != world.rank}
+    silent = [
+        f"rank {rank}, which has not begun" if sign is None else _name(rank, sign)
+        for rank, sign in signs.items()
+        if sign is None or not sign.keys() & {"done", "error"}
+    ]
+    return f"of {', '.join(silent)} at least one does not answer" if silent else "all others have ended"
+
+
+def _name(rank: int, sign: dict[str, Any]) -> str:
+    return f"rank {rank} (process {sign['pid']} on {sign['host']})"
+
+
+def _is_of_another(error: RuntimeError) -> bool:
+    return isinstance(error, torch.distributed.DistError) or _LOST.search(str(error)) is not None
+
+
+def _state(pid: int) -> str:
+    """The system's letter for the state of a process; "" if there is no such process, "?" if it is not told."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except PermissionError:
+        return "?"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return "?"
+
+
+def _write(folder: Path, rank: int, sign: dict[str, Any]) -> None:
+    with suppress(OSError):  # a sign is a help, no need
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = folder / f".rank-{rank}.{os.getpid()}"
+        scratch.write_text(json.dumps(sign), encoding="utf-8")
+        scratch.replace(folder / f"rank-{rank}.json")
+
+
+def _read(folder: Path, rank: int) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and {"host", "pid"} <= found.keys() else None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

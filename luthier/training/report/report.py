@@ -1,0 +1,412 @@
+"""What a person and a program want to know of a run when it is over.
+
+output.dir/
+  report.json   all numbers           report.html   a page that needs nothing else
+  loss.png      the curve, to paste somewhere
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from luthier.training.report.plots import (
+    Chart,
+    Curve,
+    chart,
+    save_loss_png,
+    smoothed,
+    smoothing_radius,
+    spans_decades,
+    sparkline,
+)
+from luthier.training.report.result import ACCURACIES, MARGINS, REWARDS, Ended, GenerationRound, RunResult
+from luthier.writing import to_json, write_text
+
+REPORT_JSON, REPORT_HTML, LOSS_PNG = "report.json", "report.html", "loss.png"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A run's result with what was known before it began.
+
+    plan          `check.plan.RunPlan` in JSON types
+    fingerprints  of what decides the data: encoder, tokenizer
+    sample        the first sample in colour, HTML that is safe to embed
+    quickstart    whether this was ``luthier quickstart``, whose JSON says how exact the answers were
+    """
+
+    result: RunResult
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    sample: Markup = field(default_factory=Markup)
+    quickstart: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of ``report.json``. ``ledger`` holds numbers: read = prepared + dropped + quarantined, prepared =
+        trained + not yet trained."""
+        result = self.result
+        told: dict[str, Any] = {
+            "ended": result.ended.value,
+            "started_at": result.started_at,
+            "seconds": result.seconds,
+            "steps": result.global_step,
+            "max_steps": result.max_steps,
+            "epochs": result.epochs,
+            "tokens": sum(step.tokens for step in result.steps),
+            "target_tokens": sum(step.target_tokens for step in result.steps),
+            "tokens_per_second": tokens_per_second(result),
+            "losses": [step.loss for step in result.steps],
+            "final_loss": result.final_loss,
+            "curve": [asdict(step) for step in result.steps],
+            "eval": [asdict(one) for one in result.evals],
+            "exact_match": [
+                {"step": one.step, "share": one.exact_match, "rows": len(one.records)} for one in result.generations
+            ],
+            "generations": [asdict(one) for one in result.generations],
+            "best_checkpoint": result.best_checkpoint,
+            "best_metric": result.best_metric,
+            "ledger": ledger_numbers(result.ledger),
+            "mixture": [asdict(source) for source in result.mixture],
+            "plan": dict(self.plan),
+            "model": asdict(result.model),
+            "adapter": result.adapter,
+            "peak_memory_bytes": result.peak_memory_bytes,
+            "world_size": result.world_size,
+            "resumed_from": result.resumed_from,
+            "set_aside": list(result.set_aside),
+            "fingerprints": dict(self.fingerprints),
+            "versions": result.versions,
+            "config": result.config,
+            "files": {"output_dir": result.output_dir, "model_dir": result.model_dir, "merged_dir": result.merged_dir},
+        }
+        if self.quickstart:
+            told["quickstart"] = exact_match_change(result)
+        return told
+
+
+def exact_match_change(result: RunResult) -> dict[str, float | None]:
+    """Share of held-out rows answered exactly by the first and by the last round; None without two rounds."""
+    rounds = result.generations
+    return {
+        "exact_match_before": rounds[0].exact_match if len(rounds) > 1 else None,
+        "exact_match_after": rounds[-1].exact_match if len(rounds) > 1 else None,
+    }
+
+
+def ledger_numbers(ledger: Mapping[str, Any]) -> dict[str, Any]:
+    """`Ledger.to_json` with totals in place of the counts per reason, which move to ``reasons``."""
+    dropped, quarantined = ledger.get("dropped", {}), ledger.get("quarantined", {})
+    return {
+        "read": ledger.get("read", 0),
+        "prepared": ledger.get("prepared", 0),
+        "trained": ledger.get("trained", 0),
+        "not_yet_trained": ledger.get("not_yet_trained", 0),
+        "dropped": sum(dropped.values()),
+        "quarantined": sum(quarantined.values()),
+        "reasons": {"dropped": dict(dropped), "quarantined": dict(quarantined)},
+        "notes": dict(ledger.get("notes", {})),
+        "examples": dict(ledger.get("examples", {})),
+    }
+
+
+def tokens_per_second(result: RunResult) -> float | None:
+    """Tokens without padding, over the time that steps took; None if there was no step."""
+    seconds = sum(step.seconds for step in result.steps)
+    return sum(step.tokens for step in result.steps) / seconds if seconds else None
+
+
+def write_report(report: Report) -> list[Path]:
+    """Write the three files into the run's folder and name them, the page first."""
+    folder = report.result.path
+    folder.mkdir(parents=True, exist_ok=True)
+    told = report.to_json()
+    page, numbers, picture = folder / REPORT_HTML, folder / REPORT_JSON, folder / LOSS_PNG
+    write_text(numbers, to_json(told) + "\n")
+    write_text(page, report_page(report.result, told, sample=report.sample))
+    written = [page, numbers]
+    if report.result.steps:
+        save_loss_png(report.result, picture)
+        written.append(picture)
+    return written
+
+
+def summary(report: Report, files: list[Path]) -> Group:
+    """The end of a run in a terminal: what became of loss, answers and rows, and where everything is."""
+    result = report.result
+    epochs = f"{result.epochs:.3g} epoch{'' if result.epochs == 1 else 's'}"
+    head = Text.assemble(
+        (_HEADLINES[result.ended], "bold green" if result.ended is not Ended.INTERRUPTED else "bold yellow"),
+        (f"  {result.model.name}", "bold"),
+        (f"   {result.global_step:,} steps, {epochs} in {duration(result.seconds)}", "dim"),
+    )
+    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, content in _facts(report):
+        table.add_row(name, content)
+    parts: list[RenderableType] = [head, Padding(table, (1, 0, 1, 2))]
+    if report.quickstart:
+        parts.append(Padding(_quickstart_words(result), (0, 0, 1, 2)))
+    names = [*files, *([result.path / result.model_dir] if result.model_dir is not None else [])]
+    parts.extend(Padding(Text(str(name), style="cyan"), (0, 0, 0, 2)) for name in names)
+    return Group(*parts)
+
+
+_HEADLINES = {
+    Ended.COMPLETED: "Trained",
+    Ended.EARLY_STOPPED: "Stopped early",
+    Ended.INTERRUPTED: "Interrupted",
+}
+
+
+def duration(seconds: float) -> str:
+    """``75.3 -> "1 min 15 s"``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _facts(report: Report) -> list[tuple[str, RenderableType]]:
+    result = report.result
+    facts: list[tuple[str, RenderableType]] = []
+    if result.steps:
+        losses = [step.loss for step in result.steps]
+        curve = (f"   {sparkline(losses)}", "cyan")
+        facts.append(("loss", Text.assemble(f"{losses[0]:.3f} → ", (f"{losses[-1]:.3f}", "bold"), curve)))
+    if result.evals:
+        first, last = result.evals[0], result.evals[-1]
+        before = "" if first is last else f"{first.loss:.3f} → "
+        words = f"   {last.words}" if last.judged is None else f"   per {result.unit}"
+        each = "".join(f"\n{loss:.3f}   {name}" for name, loss in last.loss_by_source.items())
+        facts.append(("eval loss", Text.assemble(before, (f"{last.loss:.3f}", "bold"), (words, "dim"), each)))
+        if last.judged is not None:
+            facts.append(("judged right", _judged(result)))
+    if result.generations:
+        facts.append(("exact answers", _exact(result.generations)))
+    speed = tokens_per_second(result)
+    if speed is not None:
+        tokens = sum(step.tokens for step in result.steps)
+        targets = sum(step.target_tokens for step in result.steps)
+        facts.append(("tokens", f"{tokens:,}, of which {targets:,} targets   {speed:,.0f} a second"))
+    facts.append(("rows", _rows(ledger_numbers(result.ledger))))
+    if len(result.mixture) > 1:
+        facts.append(("data sets", _data_sets(result)))
+    if result.resumed_from is not None:
+        facts.append(("resumed from", result.resumed_from))
+    if result.set_aside:
+        facts.append(("set aside", f"{', '.join(result.set_aside)}: checkpoints that could not be used"))
+    if result.ended is Ended.INTERRUPTED:
+        begins_anew = result.config.get("output", {}).get("overwrite", False)
+        again = "run it again with output.overwrite=false" if begins_anew else "run the same command again"
+        facts.append(
+            ("to go on", again if not report.quickstart else "the quickstart begins anew when it is run again")
+        )
+    return facts
+
+
+def _judged(result: RunResult) -> Text:
+    first, last = result.evals[0], result.evals[-1]
+    assert last.judged is not None
+    before = "" if first is last or first.judged is None else f"{first.judged:.1%} → "
+    rows = f"   of {last.num_targets:,} held-out {result.unit}s"
+    return Text.assemble(before, (f"{last.judged:.1%}", "bold"), (rows, "dim"))
+
+
+def _exact(rounds: tuple[GenerationRound, ...]) -> Text:
+    last = rounds[-1]
+    before = "" if len(rounds) == 1 else f"{rounds[0].exact_match:.0%} → "
+    rows = f"   of {len(last.records)} held-out rows, answered greedily"
+    return Text.assemble(before, (f"{last.exact_match:.0%}", "bold"), (rows, "dim"))
+
+
+def _rows(ledger: Mapping[str, Any]) -> Text:
+    dropped, quarantined, waiting = ledger["dropped"], ledger["quarantined"], ledger["not_yet_trained"]
+    return Text.assemble(
+        f"{ledger['read']:,} read = {ledger['trained']:,} trained + ",
+        (f"{waiting:,} not yet trained + " if waiting else "", "yellow"),
+        (f"{dropped:,} dropped", "yellow" if dropped else ""), " + ",
+        (f"{quarantined:,} quarantined", "red" if quarantined else ""),
+    )  # fmt: skip
+
+
+def _data_sets(result: RunResult) -> Table:
+    """What was trained on, and how well it is known: a line for each data set."""
+    losses = result.source_losses
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(overflow="fold")
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    for source in result.mixture:
+        first, last = losses.get(source.name, (None, None))
+        loss = "" if first is None else Text.assemble(f"loss {first:.3f} → ", (f"{last:.3f}", "bold"))
+        share = Text.assemble((f"{source.share_of_tokens:.1%}", "bold"), " of tokens")
+        table.add_row(Text(source.name), share, f"{source.rows:,} rows", loss)
+    return table
+
+
+def _quickstart_words(result: RunResult) -> Text:
+    change = exact_match_change(result)
+    before, after = change["exact_match_before"], change["exact_match_after"]
+    if before is None or after is None:
+        return Text("The run ended before the answers could be compared.")
+    count = len(result.generations[-1].records)
+    return Text.assemble(
+        f"Of {count} questions it had never seen, the model answered ", (f"{before:.0%}", "bold"),
+        " exactly before training and ", (f"{after:.0%}", "bold green"), " after it.",
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# ``report.html``: one page with its style, curves and data inside. Every text is escaped by the template.
+
+
+MAX_RIGHT, MAX_WRONG = 12, 300  # answers on the page; report.json has all
+MAX_SOURCE_CHARTS = 12
+# Title, measure, and the one beside it; where there is none, held-out rows are.
+MEASURE_CHARTS = (
+    ("judged right", ACCURACIES, None),
+    ("reward margin", MARGINS, None),
+    ("reward", *REWARDS),
+    ("log-probability", "logps/chosen", "logps/rejected"),
+    ("KL estimate", "kl", None),
+)
+
+
+def report_page(result: RunResult, told: Mapping[str, Any], *, sample: Markup) -> str:
+    """The page. ``told`` is the content of ``report.json``; ``sample`` is HTML that is safe to embed."""
+    loader = PackageLoader("luthier.training.report")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["count"] = lambda number: f"{number:,}"
+    environment.filters["share"] = lambda number: f"{number:.1%}"
+    environment.filters["short"] = lambda number: f"{number:.4g}"
+    environment.filters["time"] = _time
+    return environment.get_template("report.html.jinja").render(
+        result=result,
+        told=told,
+        loss_charts=_loss_charts(result),
+        starts_with_log=spans_decades(_loss_curves(result)),
+        small_charts=[*_measure_charts(result), *_small_charts(result)],
+        sources=_sources(result),
+        source_charts=_source_charts(result),
+        wrong=_answers(result.generations, equal=False),
+        right=_answers(result.generations, equal=True),
+        max_right=MAX_RIGHT,
+        max_wrong=MAX_WRONG,
+        sample=sample,
+        config=json.dumps(told["config"], indent=2, ensure_ascii=False),
+    )
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)} min {rest:.0f} s" if minutes else f"{rest:.1f} s"
+
+
+def _loss_charts(result: RunResult) -> dict[str, Chart]:
+    """The losses on a linear axis, and on a logarithmic one where there is any value above 0."""
+    curves = _loss_curves(result)
+    charts = {
+        name: chart("loss", curves, width=960, height=320, log=name == "logarithmic")
+        for name in ("linear", "logarithmic")
+    }
+    return {name: drawn for name, drawn in charts.items() if drawn is not None}
+
+
+def _loss_curves(result: RunResult) -> list[Curve]:
+    steps = [step.step for step in result.steps]
+    losses = [step.loss for step in result.steps]
+    radius = smoothing_radius(len(losses))
+    look = "raw" if radius else "main"  # nothing to smooth: the curve itself is the main one
+    # beside a smoothed line the steps are dots: a line would lie behind it, unseen
+    curves = [Curve(name=f"loss per {result.unit}", look=look, steps=steps, values=losses, dots=bool(radius))]
+    if radius:
+        curves.append(Curve(name="smoothed", look="main", steps=steps, values=smoothed(losses, radius)))
+    if result.evals:
+        evals = result.evals
+        values = [one.loss for one in evals]
+        curves.append(Curve(name="eval", look="eval", steps=[one.step for one in evals], values=values, dots=True))
+    return curves
+
+
+def _measure_charts(result: RunResult) -> list[Chart]:
+    """What is measured beside the loss where answers are compared, in training and on held-out rows."""
+    measured = {name for step in result.steps for name in step.measures}
+    charts = []
+    for title, first, second in MEASURE_CHARTS:
+        curves = [_measured(result, first, "main", "chosen" if second else "training")]
+        if second is None:
+            judged = [one for one in result.evals if first in one.measures and one.judged is not None]
+            values = [one.measures[first] for one in judged]
+            curves.append(Curve(name="eval", look="eval", steps=[one.step for one in judged], values=values, dots=True))
+        else:
+            curves.append(_measured(result, second, "raw", "rejected"))
+        if first in measured:
+            charts.append(chart(title, [curve for curve in curves if curve.steps], width=380, height=190))
+    return [one for one in charts if one is not None]
+
+
+def _measured(result: RunResult, measure: str, look: str, name: str) -> Curve:
+    steps = [step for step in result.steps if measure in step.measures]
+    return Curve(
+        name=name, look=look, steps=[step.step for step in steps], values=[step.measures[measure] for step in steps]
+    )
+
+
+def _small_charts(result: RunResult) -> list[Chart]:
+    steps = [step.step for step in result.steps]
+    measured = [step for step in result.steps if step.grad_norm is not None]
+    norms = [step.grad_norm for step in measured if step.grad_norm is not None]
+    curves = {
+        "learning rate": Curve(name="", look="main", steps=steps, values=[step.learning_rate for step in result.steps]),
+        "gradient norm": Curve(name="", look="main", steps=[step.step for step in measured], values=norms),
+        "tokens a second": Curve(
+            name="", look="main", steps=steps, values=[step.tokens_per_second for step in result.steps]
+        ),
+    }
+    charts = [chart(title, [curve], width=380, height=190) for title, curve in curves.items()]
+    return [one for one in charts if one is not None]
+
+
+def _sources(result: RunResult) -> list[dict[str, Any]]:
+    """A line of the table of data sets each; nothing where there is one."""
+    if len(result.mixture) < 2:
+        return []
+    losses = result.source_losses
+    return [{"took": source, "losses": losses.get(source.name)} for source in result.mixture]
+
+
+def _source_charts(result: RunResult) -> list[Chart]:
+    """The losses of the data sets with the most tokens."""
+    largest = sorted(result.mixture, key=lambda source: -source.tokens)[:MAX_SOURCE_CHARTS]
+    charts = []
+    for name in (source.name for source in largest):
+        of_step = {step.step: step.loss_by_source[name] for step in result.steps if name in step.loss_by_source}
+        of_eval = {one.step: one.loss_by_source[name] for one in result.evals if name in one.loss_by_source}
+        curves = [
+            Curve(name="loss", look="main", steps=list(of_step), values=list(of_step.values())),
+            Curve(name="eval", look="eval", steps=list(of_eval), values=list(of_eval.values()), dots=True),
+        ]
+        charts.append(chart(name, curves, width=380, height=190))
+    return [one for one in charts if one is not None]
+
+
+def _answers(rounds: tuple[GenerationRound, ...], *, equal: bool) -> list[dict[str, Any]]:
+    """One entry per row of the last round that was answered right, or wrong, with the answer before training."""
+    if not rounds:
+        return []
+    before = {record.address: record for record in rounds[0].records} if len(rounds) > 1 else {}
+    chosen = [record for record in rounds[-1].records if record.equal is equal]
+    return [{"after": record, "before": before.get(record.address)} for record in chosen]

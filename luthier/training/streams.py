@@ -1,0 +1,245 @@
+"""This process among the ranks, and the batches of training and of evaluation as the trainer iterates them.
+
+What a micro-batch holds is fixed by (data, settings, seed, step, slot) alone: ranks and workers do not matter, and a
+stream begins at any step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.collation import CollateSettings, MediaInputs, blank_grid, lay_out, to_batch
+from luthier.config.schema import RunConfig
+from luthier.errors import CheckpointError
+from luthier.loader.places import PlannedMicroBatch, part_of
+from luthier.loader.plan import StreamPlan
+from luthier.loader.prefetch import iterate
+from luthier.loader.reader import BatchReader
+from luthier.loader.rows import RowTable
+from luthier.loader.run_settings import plan_of_run, train_settings
+from luthier.loader.state import LoaderState, Scalar
+from luthier.packing import EpochPlan, PlanSettings, Segments, plan_epoch
+from luthier.records import Batch, Pack
+from luthier.training.data import RunData
+
+EPOCHS_LOOKED_AT = 100  # for the segments of a run: a source of a small weight may need very many
+ENDLESS = 2**40  # micro-batches: transformers wants a length, the steps say when it is over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """This process among the ranks."""
+
+    rank: int
+    size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks."""
+        return self.rank == 0
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """As torchrun says; alone without it."""
+        return cls(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+Watch = Callable[[Iterator[Batch]], Iterator[Batch]]  # looks at the batches as they go by
+
+
+class ReadsBatches(Protocol):
+    """Makes a batch of what is planned."""
+
+    def read(self, planned: PlannedMicroBatch) -> Batch:
+        """The batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SegmentsReader:
+    """Reads micro-batches of segments in memory, where a place's ``sample`` is a segment's number."""
+
+    segments: Segments
+    how: CollateSettings
+    media: MediaInputs | None = None
+
+    def read(self, planned: PlannedMicroBatch) -> Batch:
+        """The batch."""
+        packs = [
+            Pack(segments=tuple(part_of(self.segments[int(place["sample"])], place) for place in pack))
+            for pack in planned.packs()
+        ]
+        addresses = tuple(segment.address for pack in packs for segment in pack.segments)
+        grid = blank_grid(self.how) if planned.is_blank else lay_out(packs, self.how)
+        if self.media is not None:
+            grid = self.media.fill(grid, self.how)
+        return to_batch(grid, self.how, addresses=addresses, sources=planned.sources())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainStream:
+    """One rank's micro-batches from step ``first_step`` on."""
+
+    schedule: StreamPlan
+    reader: ReadsBatches
+    rank: int
+    num_workers: int
+    first_step: int
+    watch: Watch = iter
+
+    def __len__(self) -> int:
+        settings = self.schedule.settings
+        return self.first_step * (settings.micro_batches_per_step // settings.num_ranks) if self.is_over else ENDLESS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left."""
+        return self.first_step > 0 and self.schedule.is_last(self.first_step - 1)
+
+    def __iter__(self) -> Iterator[Batch]:
+        planned = self.schedule.micro_batches(self.rank, first_step=self.first_step)
+        return self.watch(iterate_batches(self.reader, planned, num_workers=self.num_workers))
+
+
+def train_stream(
+    segments: Segments,
+    schedule: StreamPlan,
+    how: CollateSettings,
+    *,
+    rank: int,
+    first_step: int,
+    num_workers: int,
+    shared: bool = False,
+    media: MediaInputs | None = None,
+) -> TrainStream:
+    """The stream of a run over ``segments``. ``shared`` and ``media`` as in `BatchReader`."""
+    reader = _reader(segments, schedule.rows, how, shared=shared, media=media)
+    return TrainStream(schedule=schedule, reader=reader, rank=rank, num_workers=num_workers, first_step=first_step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EvalStream:
+    """One rank's share of one pass over the held-out segments."""
+
+    reader: ReadsBatches
+    rows: RowTable
+    plan: EpochPlan
+    rank: int
+    num_workers: int
+    watch: Watch = iter
+
+    @staticmethod
+    def of_segments(
+        segments: Segments,
+        rows: RowTable,
+        settings: PlanSettings,
+        how: CollateSettings,
+        *,
+        rank: int,
+        num_workers: int = 0,
+        shared: bool = False,
+        media: MediaInputs | None = None,
+    ) -> EvalStream:
+        """The held-out segments, those of ``rows``, in the order of their first epoch. ``shared``, ``media`` as in
+        `BatchReader`."""
+        return EvalStream(
+            reader=_reader(segments, rows, how, shared=shared, media=media),
+            rows=rows,
+            plan=plan_epoch(rows, settings, epoch=0),
+            rank=rank,
+            num_workers=num_workers,
+        )
+
+    def __len__(self) -> int:
+        return len(self.plan.of_rank(self.rank))
+
+    def __iter__(self) -> Iterator[Batch]:
+        planned = (self.rows.of_plan(self.plan, number, step=0) for number in self.plan.of_rank(self.rank))
+        return self.watch(iterate_batches(self.reader, planned, num_workers=self.num_workers))
+
+
+def sharing(reader: ReadsBatches, shared: bool) -> ReadsBatches:
+    """The same reader with segments that begin alike as trees, or each whole."""
+    if not isinstance(reader, BatchReader) or reader.shared == shared:
+        return reader
+    return BatchReader(reader.store, reader.how, shared=shared, media=reader.media)
+
+
+def iterate_batches(reader: ReadsBatches, planned: Iterator[PlannedMicroBatch], *, num_workers: int) -> Iterator[Batch]:
+    """The batches in order, read here or by workers; from memory always here. Raises what `iterate` raises."""
+    if isinstance(reader, BatchReader):
+        return iterate(reader, planned, num_workers=num_workers)
+    return map(reader.read, planned)
+
+
+def make_schedule(config: RunConfig, data: RunData, world: World, state: LoaderState | None = None) -> StreamPlan:
+    """All steps of the run, from ``state`` on. Waits for the rows that decide the first of them."""
+    plan = plan_of_run(config, data.rows, num_ranks=world.size, state=state)
+    assert plan.horizon > 0
+    return plan
+
+
+def state_at_start(config: RunConfig, data: RunData, world: World) -> LoaderState:
+    """The place before the first step."""
+    settings = train_settings(config, num_ranks=world.size)
+    return LoaderState(
+        seed=settings.seed, epoch=0, step=0, cursor=0, settings=_decisive(settings), data=data.fingerprint
+    )
+
+
+def loader_state(schedule: StreamPlan, data: RunData, step: int) -> LoaderState:
+    """The place after ``step`` steps."""
+    settings = schedule.settings
+    epoch, cursor, waiting, trail = schedule.state_after(step)
+    return LoaderState(
+        seed=settings.seed,
+        epoch=epoch,
+        step=step,
+        cursor=cursor,
+        waiting=waiting,
+        trail=trail,
+        settings=_decisive(settings),
+        data=data.fingerprint,
+    )
+
+
+def needed_segments(schedule: StreamPlan, data: RunData, segments: Segments) -> NDArray[np.int64]:
+    """int64, ascending: which segments of a side the run reads; all, where many epochs have not taken all."""
+    if segments is data.train:
+        return schedule.trained_segments(most_epochs=EPOCHS_LOOKED_AT)
+    return np.arange(len(segments), dtype=np.int64)
+
+
+def check_rows(there: LoaderState, here: LoaderState, where: Path) -> None:
+    """Raise `CheckpointError` if a checkpoint was trained on other rows than those that its steps have now."""
+    parting = there.trail.parts_from(here.trail)
+    if parting is not None:
+        raise CheckpointError(
+            f"{where} was trained on other rows: those of steps {parting[0] + 1} to {parting[1]} have changed since",
+            hint="restore the data, or start anew with output.overwrite: true or another output.dir",
+        )
+
+
+def _decisive(settings: PlanSettings) -> dict[str, Scalar]:
+    return {
+        "train.packing": settings.packing.value,
+        "data.max_length": settings.capacity,
+        "train.per_device_train_batch_size": settings.rows_per_micro_batch,
+        "micro-batches per step (gradient_accumulation_steps x ranks)": settings.micro_batches_per_step,
+        "train.tokens_per_step": settings.tokens_per_step,
+        "sequences that begin alike are shared (train.shared_prompts)": settings.shared,
+    }
+
+
+def _reader(
+    segments: Segments, rows: RowTable, how: CollateSettings, *, shared: bool, media: MediaInputs | None
+) -> ReadsBatches:
+    if rows.is_stored:
+        return BatchReader(rows.store, how, shared=shared, media=media)
+    return SegmentsReader(segments=segments, how=how, media=media)

@@ -1,0 +1,44 @@
+"""Fixtures of the training tests: one thread, the preset tokenizer, and a whole run as a function."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import make_config
+
+from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
+from luthier.training.data import RunData
+from luthier.training.fit import fit_data
+from luthier.training.report.result import RunResult
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_little() -> None:
+    """Every run of transformers' Trainer ends in ``gc.collect()``, which looks at all that was ever imported: a quarter
+    of a second, more than a tiny run itself takes."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("preset:tiny-qwen3")
+
+
+@pytest.fixture
+def train(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., RunResult]:
+    """``train(data, folder="run", **changes) -> RunResult``."""
+
+    def run(data: RunData, *, folder: str = "run", on_event: Any = None, **changes: Any) -> RunResult:
+        return fit_data(make_config(tmp_path / folder, **changes), tokenizer, data, on_event=on_event)
+
+    return run

@@ -1,0 +1,200 @@
+"""Which weights are trained, what is saved, and what it gives when loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from tiny_runs import make_config, make_data, make_segments
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from luthier.config.schema import AdapterConfig, AdapterType
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import ModelError
+from luthier.models import adapters
+from luthier.training import fit as fit_module
+from luthier.training.fit import fit_data
+from luthier.training.report.result import RunResult
+
+Train = Callable[..., RunResult]
+DATA = make_data(make_segments(12))
+IDS = torch.from_numpy(DATA.train[0].input_ids.astype(np.int64))[None]
+PEFT_NOISE = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+
+
+def _model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8,
+        )
+    )  # fmt: skip
+
+
+def _trained(model: torch.nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+# --------------------------------------------------------------------------------------------------------- freeze
+
+
+def test_freeze_trains_the_last_layers_the_first_layers_and_the_patterns_that_are_named() -> None:
+    def freeze(**keys: Any) -> set[str]:
+        return _trained(adapters.apply_adapter(_model(), AdapterConfig(type=AdapterType.FREEZE, **keys)))
+
+    names = {name for name, _ in _model().named_parameters()}
+    assert freeze(freeze_trainable_layers=2) == {n for n in names if ".layers.1." in n or ".layers.2." in n}
+    assert freeze(freeze_trainable_layers=-1) == {n for n in names if ".layers.0." in n}
+    assert freeze(freeze_trainable_modules=["*lm_head*", "*q_norm*"]) == {
+        n for n in names if "lm_head" in n or "q_norm" in n
+    }
+
+
+def test_freeze_changes_exactly_what_it_trains(train: Train, tmp_path: Path) -> None:
+    frozen = train(DATA, adapter__type="freeze", adapter__freeze_trainable_layers=1, train__learning_rate=1e-2)
+    train(DATA, folder="start", train__learning_rate=1e-30, train__max_steps=1)
+    before = load_file(tmp_path / "start" / "model" / "model.safetensors")
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    changed = {name for name in after if (after[name] - before[name]).abs().max() > 1e-20}
+    assert changed == {name for name in after if ".layers.1." in name}
+    assert frozen.model.trainable_parameters == sum(after[name].numel() for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"freeze_trainable_modules": ["*nothing*"]},
+            r"no parameter matches '\*nothing\*'(.|\n)*model.layers.N.self_attn.q_proj.weight",
+        ),
+        ({"freeze_trainable_layers": 9}, "is 9, the model has 3 layers"),
+        ({}, "leaves nothing to train"),
+    ],
+)  # fmt: skip
+def test_freezing_that_cannot_be_is_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        adapters.apply_adapter(_model(), AdapterConfig(type=AdapterType.FREEZE, **keys))
+
+
+# ----------------------------------------------------------------------------------------------------------- LoRA
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "pissa_rslora": {"init_lora_weights": "pissa", "use_rslora": True},
+    "olora": {"init_lora_weights": "olora"},
+    "loraplus": {"loraplus_lr_ratio": 8.0},
+    "saved_head": {"modules_to_save": ["lm_head"]},
+    "oft": {"type": "oft", "oft_block_size": 8},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_learns_and_gives_the_same_logits_when_loaded_and_when_merged(
+    variant: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits: list[torch.Tensor] = []
+    real = fit_module._save
+
+    def look(run: Any) -> None:
+        with torch.no_grad():
+            logits.append(run.run_model.model.eval()(IDS).logits)
+        real(run)
+
+    monkeypatch.setattr(fit_module, "_save", look)
+    keys = {"type": "lora", "r": 4, "merge": True, **VARIANTS[variant]}
+    untied = {"model__config_overrides": {**make_config(tmp_path).model.config_overrides, "tie_word_embeddings": False}}
+    config = make_config(
+        tmp_path,
+        train__max_steps=8,
+        train__learning_rate=1e-2,
+        train__per_device_train_batch_size=12,
+        adapter=keys,
+        **untied,
+    )
+    result = fit_data(config, tokenizer, DATA)
+    assert result.steps[-1].loss < result.steps[0].loss - 0.005
+    assert result.model.trainable_parameters < result.model.parameters
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, logits[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(merged(IDS).logits, logits[0], rtol=1e-4, atol=1e-5)
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+        assert (base(IDS).logits - logits[0]).abs().max() > 1e-3, "the adapter does something"
+
+
+pytestmark = pytest.mark.filterwarnings(PEFT_NOISE)  # our own code silences it; loading here is PEFT's alone
+
+
+def test_pissa_is_a_plain_lora_of_twice_the_rank_when_saved(train: Train, tmp_path: Path) -> None:
+    train(DATA, adapter__type="lora", adapter__r=4, adapter__init_lora_weights="pissa")
+    saved = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    assert {tensor.shape[0] for name, tensor in saved.items() if "lora_A" in name} == {8}
+    assert '"init_lora_weights": true' in (tmp_path / "run" / "model" / "adapter_config.json").read_text()
+
+
+def test_lora_resumes_exactly_with_pissa_too(train: Train, tmp_path: Path) -> None:
+    keys = {"adapter__type": "lora", "adapter__r": 4, "adapter__init_lora_weights": "pissa", "train__max_steps": 4}
+    whole = train(DATA, output__save_strategy="steps", output__save_steps=2, **keys)
+    (tmp_path / "run" / "checkpoint-4" / "manifest.json").unlink()
+    again = train(DATA, output__save_strategy="steps", output__save_steps=2, **keys)
+    assert again.resumed_from == "checkpoint-2"
+    assert [s.loss for s in again.steps] == pytest.approx([s.loss for s in whole.steps], rel=1e-6)
+
+
+def test_loraplus_gives_b_its_own_learning_rate() -> None:
+    model = adapters.apply_adapter(_model(), AdapterConfig(type=AdapterType.LORA, r=4))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    adapters.split_loraplus_groups(optimizer, model, 16.0)
+    named = {id(p): name for name, p in model.named_parameters()}
+    rates = {named[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert set(rates) == _trained(model)
+    assert {rate for name, rate in rates.items() if "lora_B" in name} == {1.6e-2}
+    assert {rate for name, rate in rates.items() if "lora_A" in name} == {1e-3}
+
+
+def test_targets_are_suffixes_or_patterns() -> None:
+    def targets(*patterns: str) -> set[str]:
+        section = AdapterConfig(type=AdapterType.LORA, target_modules=list(patterns))
+        model = adapters.apply_adapter(_model(), section)
+        return {n.split(".lora_A")[0].removeprefix("base_model.model.") for n in _trained(model) if "lora_A" in n}
+
+    assert targets("q_proj") == {f"model.layers.{i}.self_attn.q_proj" for i in range(3)}
+    assert targets("model.layers.2.mlp.*") == {f"model.layers.2.mlp.{m}_proj" for m in ("gate", "up", "down")}
+    assert len(targets("all-linear")) == 3 * 7
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"target_modules": ["q_porj"]}, "no linear module matches 'q_porj'(.|\n)*model.layers.N.self_attn.q_proj"),
+        ({"target_modules": ["all-linear", "q_proj"]}, "stands alone"),
+        ({"modules_to_save": ["head"]}, "no module 'head'"),
+        ({"name_or_path": "nowhere/at/all"}, "is no adapter"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused_with_the_names_there_are(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        adapters.apply_adapter(_model(), AdapterConfig(type=AdapterType.LORA, **keys))
+
+
+def test_an_existing_adapter_is_gone_on_from(train: Train, tmp_path: Path) -> None:
+    first = train(DATA, folder="first", adapter__type="lora", adapter__r=4, train__learning_rate=1e-2)
+    adapter = str(tmp_path / "first" / "model")
+    again = train(DATA, folder="again", adapter__type="lora", adapter__name_or_path=adapter, train__learning_rate=1e-30)
+    fresh = train(DATA, folder="fresh", adapter__type="lora", adapter__r=4, train__learning_rate=1e-30)
+    assert first.steps[0].loss == pytest.approx(fresh.steps[0].loss)
+    assert again.steps[0].loss < fresh.steps[0].loss - 1e-3
+    assert again.model.trainable_parameters == first.model.trainable_parameters
+    with pytest.raises(ModelError, match=r"is of type lora, adapter.type is oft"):
+        train(DATA, folder="other", adapter__type="oft", adapter__name_or_path=adapter)
