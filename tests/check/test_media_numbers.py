@@ -137,7 +137,7 @@ def test_a_plan_says_of_a_family_that_cannot_be_packed_why(prepared: tuple[RunCo
 
 
 def test_every_family_that_is_padded_has_its_reason_told() -> None:
-    kinds = {kind: family for family in reversed(FAMILIES.values()) for kind in family.model_types}
+    kinds = {kind: family for family in reversed([*FAMILIES.values()]) for kind in family.model_types}
     for kind, family in kinds.items():
         refusal = packing_refusal({"model_type": kind})
         assert (refusal is not None) is (family.packing is Packing.PADDED)

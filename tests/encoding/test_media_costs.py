@@ -12,7 +12,7 @@ from luthier.ledger import Ledger
 from luthier.loader.rows import places_of
 from luthier.media import MediaKind
 from luthier.media.families.table import FAMILIES
-from luthier.packing import PATCH_COST, PlanSettings, Units, plan_epoch, straggler_factor
+from luthier.packing import PATCH_COST, PlanSettings, SegmentTable, Units, plan_epoch, straggler_factor
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Image, ImageHeader, MediaItem, Sample
@@ -100,9 +100,14 @@ def test_steps_are_balanced_by_what_encoders_run_through(tmp_path: Path) -> None
     samples = [sample(64, *([item(1, 16, count)] if count else [])) for count in patches]
     table = SegmentIndex(prepared_of(tmp_path, samples), max_length=64, overflow=Overflow.DROP).table()
     settings = PlanSettings(packing=Packing.BEST_FIT, capacity=64, micro_batches_per_step=4, num_ranks=4)
-    knowing = straggler_factor(plan_epoch(table, settings, epoch=0), table, settings, 4)
-    blind = straggler_factor(plan_epoch(replace(table, extra_costs=None), settings, epoch=0), table, settings, 4)
-    assert knowing < 1.2 < 2 < blind
+    unknown = replace(table, extra_costs=None)
+
+    def factor(planned: SegmentTable) -> float:
+        """Of several epochs, for an order may be a lucky one."""
+        factors = [straggler_factor(plan_epoch(planned, settings, epoch=e), table, settings, 4) for e in range(8)]
+        return sum(factors) / len(factors)
+
+    assert factor(table) < 1.2 < 1.8 < factor(unknown)
 
 
 def test_the_table_of_families_says_how_many_positions_become_a_token() -> None:

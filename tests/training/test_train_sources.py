@@ -21,7 +21,7 @@ from luthier.objectives import Measure, token_loss_sum
 from luthier.packing import PlanSettings
 from luthier.records import Batch, Segment
 from luthier.training.data import distinct_names
-from luthier.training.losses import step_losses
+from luthier.training.losses import tokens
 from luthier.training.losses.mean_losses import LossSums, by_source
 from luthier.training.losses.step_losses import ACCURACY, MicroLoss
 from luthier.training.report.events import Event, StepDone
@@ -113,13 +113,13 @@ def test_an_interval_counts_its_targets_and_not_its_steps(train: Train) -> None:
 
 def test_one_data_set_is_not_told_apart(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[torch.Tensor | None] = []
-    real = step_losses.hidden_loss_sum
+    real = tokens.hidden_loss_sum
 
     def listening(*arguments: Any, **options: Any) -> Any:
         told.append(options["sources_K"])
         return real(*arguments, **options)
 
-    monkeypatch.setattr(step_losses, "hidden_loss_sum", listening)
+    monkeypatch.setattr(tokens, "hidden_loss_sum", listening)
     one = make_data(make_segments(17), make_segments(7, seed=8))
     result = train(one, folder="one", train__max_steps=2, eval__strategy="epoch")
     assert told and all(sources_K is None for sources_K in told)
