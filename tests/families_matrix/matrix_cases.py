@@ -25,7 +25,7 @@ ELSEWHERE = {
     "perception_lm": "its model is built on one of timm's, which is not installed",
     "kimi_vl": "transformers has no model of it",
     "llava_onevision1_5": "transformers has no model of it",
-    "nemotron_parse": "transformers has no model of it; `tests.train.test_train_decoder_inputs` has a stand-in",
+    "nemotron_parse": "transformers has no model of it; `tests.training.test_train_decoder_inputs` has a stand-in",
 }
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.train.tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import CheckpointError
@@ -21,6 +20,7 @@ from luthier.training.fit import fit_data
 from luthier.training.report.events import Event, StepDone
 from luthier.training.report.result import RunResult
 from tests.faults.killing import Findings, Kills, has_done, tell_progress
+from tests.training.tiny_runs import make_config, make_data, make_segments
 
 CHANGES: dict[str, Any] = {
     "train__max_steps": 12,

@@ -5,4 +5,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))  # tiny_kernel
+sys.path.append(str(Path(__file__).parents[1] / "training"))  # tiny_kernel

@@ -11,7 +11,7 @@ import torch
 
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))  # tiny_models, tiny_rows, tiny_runs
+sys.path.append(str(Path(__file__).parents[1] / "training"))  # tiny_models, tiny_rows, tiny_runs
 
 if TYPE_CHECKING:
     from support_matrix import Cell, Outcome

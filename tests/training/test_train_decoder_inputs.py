@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from tests.train.tiny_nemotron_parse import HEIGHT, WIDTH, tiny_processor, write_folder
 
 import luthier
 from luthier.check.verify.records import Check
@@ -29,6 +28,7 @@ from luthier.records import Sample
 from luthier.training.fit import fit
 from luthier.training.report.result import LOG_FILE
 from tests.media.media_files import image_file, picture
+from tests.training.tiny_nemotron_parse import HEIGHT, WIDTH, tiny_processor, write_folder
 
 TASK = "<predict_bbox><predict_classes><output_markdown>"
 PICTURE = {"type": "image", "image": "0.png"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.train.tiny_vlm_folders import filled
 from tiny_vlms import VLMS, alone_inputs, seen, tiny_vlm
 
 from luthier.errors import ModelError
@@ -13,6 +12,7 @@ from luthier.media import MediaProcessor
 from luthier.models.encoders import Encoders, with_encoder_outputs
 from luthier.models.parts import families_of
 from tests.media.tiny_processors import BUILDERS
+from tests.training.tiny_vlm_folders import filled
 
 # tiny models whose forward takes no computed features
 TAKE_NONE = {"phi4_multimodal"}

@@ -11,7 +11,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 KERNELS = TESTS / "objectives" / "test_head_kernels.py"
-RUNS = TESTS / "train" / "test_train_head_kernels.py"
+RUNS = TESTS / "training" / "test_train_head_kernels.py"
 ASKED = [  # the interpreter takes a millisecond a target: two of the runs are enough
     str(KERNELS),
     f"{RUNS}::test_a_run_by_the_kernel_is_the_run_by_chunks[sft]",

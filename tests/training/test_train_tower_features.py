@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
-from tests.train.test_train_media import config_of, losses, write_rows
-from tests.train.tiny_vlm_folders import write_vlm
 
 from luthier.collation import media_inputs
 from luthier.config.schema import RunConfig
@@ -28,6 +26,8 @@ from luthier.training.losses.tower_features import FOLDER
 from luthier.training.report.events import Event, Note
 from luthier.training.report.result import RunResult
 from tests.media.media_files import image_file, picture
+from tests.training.test_train_media import config_of, losses, write_rows
+from tests.training.tiny_vlm_folders import write_vlm
 
 CACHE = {"media__cache": "encoder_features"}
 LORA = {"adapter__type": "lora", "adapter__r": 2}
