@@ -1,12 +1,18 @@
-"""How results are written: JSON that every reader understands, and files that are whole or not there."""
+"""How results are written: JSON that every reader understands, and files that are whole or not there.
+
+No other module renames a file or waits until one is on the disk, so what holds here holds for everything that Luthier
+writes: results, stores, checkpoints, spools, lists of lost rows.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from luthier.errors import UserError
 
@@ -33,14 +39,80 @@ def printable(text: str) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file at once or not at all; `UserError` where the place cannot be written to."""
-    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, [text.encode()], durable=False)
     except OSError as error:
         hint = "name a file in a folder you may write to"
         raise UserError(f"cannot write {path}: {error.strerror}", hint=hint) from error
+
+
+Before = Callable[[str, Path], None]  # called before each operation that can fail, with its name and the file
+
+
+@contextmanager
+def whole_file(
+    path: Path, *, temporary: Path | None = None, durable: bool = True, before: Before = lambda operation, path: None
+) -> Iterator[IO[bytes]]:
+    """A file to write to, which takes its name where the block ends well; where it does not, nothing is left.
+
+    ``temporary``: the name until then, which writers that may run at once must each choose for themselves. ``durable``:
+    the file also survives a power cut; else it may be empty after one. Raises ``OSError``.
+    """
+    temporary = path.with_name(path.name + ".partial") if temporary is None else temporary
+    try:
+        before("create", path)
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                before("sync", path)
+                os.fsync(file.fileno())
+        before("rename", path)
+        rename(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)  # a full disk should not be fuller for having failed
+        raise
+    if durable:  # a rename is on the disk only when the folder is
+        before("sync_folder", path.parent)
+        sync(path.parent)
+
+
+def write_whole(
+    path: Path,
+    chunks: Iterable[bytes],
+    *,
+    temporary: Path | None = None,
+    durable: bool = True,
+    before: Before = lambda operation, path: None,
+) -> None:
+    """Write a file from chunks, as `whole_file` does."""
+    with whole_file(path, temporary=temporary, durable=durable, before=before) as file:
+        for chunk in chunks:
+            before("write", path)
+            write_all(file.fileno(), chunk)
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write all of it: a disk that is nearly full takes less than it is given. Raises ``OSError``."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def rename(path: Path, target: Path) -> None:
+    """Give a file, or a folder, another name on the same file system, at once. Raises ``OSError``."""
+    os.replace(path, target)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on the disk. Raises ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _finite(value: Any) -> Any:

@@ -147,6 +147,35 @@ def test_what_verifies_loads_nothing_of_what_it_verifies() -> None:
     assert [name for name in loaded if name.startswith(THE_JUDGED)] == []
 
 
+# What makes a file whole and lasting is in `writing.py`, so that no other place can forget a part of it.
+RENAMING = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fdatasync", "os.sync", "shutil.move"}
+
+
+def home_made_writers(package: Path) -> list[str]:
+    """Calls outside of `writing.py` that rename files, as ``path.replace(target)`` does, or wait for the disk."""
+    found = []
+    for name, tree in modules(package):
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or name == "writing.py":
+                continue
+            counts = len(node.args), len(node.keywords), sum(isinstance(part, ast.Starred) for part in node.args)
+            is_path = node.func.attr in {"replace", "rename"} and counts == (1, 0, 0)
+            called = ast.unparse(node.func)
+            if is_path or called in RENAMING:
+                found.append(f"{name}:{node.lineno} {called}")
+    return found
+
+
+def test_one_module_renames_files_and_waits_for_the_disk() -> None:
+    assert home_made_writers(PACKAGE) == []
+
+
+def test_a_writer_of_its_own_would_be_found(tmp_path: Path) -> None:
+    code = "import os\nos.replace(a, b)\nos.fsync(1)\npath.with_name('x').replace(path)\n'text'.replace('a', 'b')\n"
+    (tmp_path / "bad.py").write_text(code)
+    assert [line.split()[0] for line in home_made_writers(tmp_path)] == ["bad.py:2", "bad.py:3", "bad.py:4"]
+
+
 def test_every_room_has_a_line() -> None:
     rooms = {room_of(name) for name, _ in modules()} - {"__init__"}
     assert rooms <= set(RANK), f"rooms without a place in LINES: {rooms - set(RANK)}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import threading
-from io import TextIOWrapper
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from luthier.errors import RowDropped, RowError, UserError
+from luthier.writing import whole_file
 
 
 class Quarantine:
@@ -24,8 +25,8 @@ class Quarantine:
         """Nothing is written before the first row."""
         self.path = path
         self.num_rows = 0
-        self._temporary = path.with_name(f".{path.name}-{os.getpid()}.tmp")
-        self._file: TextIOWrapper | None = None
+        self._file: IO[bytes] | None = None
+        self._finish = ExitStack()  # gives the file its name
         self._is_closed = False
         self._lock = threading.Lock()  # a process that is told to end closes it from another thread
 
@@ -49,8 +50,9 @@ class Quarantine:
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._temporary.open("w", encoding="utf-8")
-            self._file.write(json.dumps(line) + "\n")
+                temporary = self.path.with_name(f".{self.path.name}-{os.getpid()}.tmp")
+                self._file = self._finish.enter_context(whole_file(self.path, temporary=temporary, durable=False))
+            self._file.write(json.dumps(line).encode() + b"\n")
         except OSError as error_:
             raise self._unwritable(error_) from error_
 
@@ -63,9 +65,7 @@ class Quarantine:
             try:
                 if self._file is None:
                     self.path.unlink(missing_ok=True)
-                    return
-                self._file.close()
-                os.replace(self._temporary, self.path)
+                self._finish.close()
             except OSError as error:
                 raise self._unwritable(error) from error
 

@@ -28,6 +28,7 @@ from luthier.records import SAMPLES_VERSION, Address
 from luthier.sources.files import DataFile
 from luthier.sources.open_files import Ascending, AscendingBuilder, OpenFiles
 from luthier.sources.rows import RowBytes
+from luthier.writing import whole_file
 
 _HEAD = struct.Struct("<I")  # a checksum of all that follows in the record
 _BODY = struct.Struct("<QB")  # the row's number in its file; 1 for an error
@@ -174,19 +175,9 @@ def _named(folder: Path, name: str, write: Callable[[IO[bytes]], None], is_whole
         return str(path)
     with _lock(folder / f"{name}.lock"):  # who waits here finds the spool that the other process wrote
         if not is_whole(str(path)):
-            _write_whole(path, folder / f"{name}.partial", write)
+            with whole_file(path) as sink:
+                write(sink)
     return str(path)
-
-
-def _write_whole(path: Path, partial: Path, write: Callable[[IO[bytes]], None]) -> None:
-    try:
-        with partial.open("wb") as sink:
-            write(sink)
-            sink.flush()
-            os.fsync(sink.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from luthier.store.manifest import (
 from luthier.store.shard_reader import Shard
 from luthier.store.store import SampleStore
 from luthier.store.work_list import anybody_at_work
+from luthier.writing import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -348,22 +349,17 @@ def export_store(
     if not len(store):
         raise StoreError(f"{folder}: there is no store here, or nothing in it", hint="`luthier store ls` lists stores")
     schema = _schema()
-    temporary = target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+        with whole_file(target, durable=False) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
             for start in range(0, len(store), SAMPLES_AT_ONCE):
                 stop = min(start + SAMPLES_AT_ONCE, len(store))
                 writer.write_batch(_batch(store, start, stop, schema))
                 on_samples(stop, len(store))
-        os.replace(temporary, target)
     except OSError as error:
         raise UserError(
             f"{target}: cannot be written: {error.strerror or error}", hint="name a file in a folder you may write to"
         ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
     return len(store)
 
 

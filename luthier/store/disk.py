@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from luthier.errors import StoreError
+from luthier.writing import rename, write_whole
 
 TEMPORARY = ".tmp-"  # how the names of unfinished files begin
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}  # file systems that have none
@@ -38,14 +39,8 @@ class Disk:
 
         ``durable``: it also survives a power cut. Else a file may be empty after one.
         """
-        temporary = _temporary(path)
         with _reported(path):
-            with self._removing(temporary):
-                self._write(temporary, chunks, durable=durable)
-                self.before("rename", path)
-                os.replace(temporary, path)
-            if durable:
-                self._sync_folder(path.parent)
+            write_whole(path, chunks, temporary=_temporary(path), durable=durable, before=self.before)
 
     def create_once(self, path: Path, content: bytes) -> bool:
         """Create a file with its content: of several processes and nodes, one is told True. False if there is such a
@@ -53,7 +48,10 @@ class Disk:
         temporary = _temporary(path)
         with _reported(path), self._removing(temporary):
             try:
-                self._write(temporary, [content], durable=False)
+                self.before("create", temporary)
+                with temporary.open("xb") as file:
+                    self.before("write", temporary)
+                    file.write(content)
                 self.before("link", path)
                 won = _link(temporary, path, content)
             except FileNotFoundError:
@@ -67,7 +65,7 @@ class Disk:
         with _reported(target):
             self.before("rename", target)
             try:
-                os.rename(folder, target)
+                rename(folder, target)
             except OSError as error:
                 if error.errno in TAKEN:
                     return False
@@ -136,18 +134,6 @@ class Disk:
         finally:
             os.close(descriptor)
 
-    def _write(self, path: Path, chunks: Iterable[bytes], *, durable: bool) -> None:
-        self.before("create", path)
-        with path.open("xb", buffering=0) as file:
-            for chunk in chunks:
-                self.before("write", path)
-                view = memoryview(chunk)
-                while view:
-                    view = view[file.write(view) :]
-            if durable:
-                self.before("sync", path)
-                os.fsync(file.fileno())
-
     @contextmanager
     def _removing(self, temporary: Path) -> Iterator[None]:
         try:
@@ -156,15 +142,6 @@ class Disk:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)  # a full disk should not be fuller for having failed
             raise
-
-    def _sync_folder(self, folder: Path) -> None:
-        # a rename is on the disk only when the folder is
-        self.before("sync_folder", folder)
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 class Hold:

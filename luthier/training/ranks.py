@@ -20,6 +20,7 @@ import torch
 
 from luthier.errors import TrainingError
 from luthier.training.streams import World
+from luthier.writing import write_whole
 
 FOLDER = ".ranks"
 # One rank may answer questions, merge or save while the others wait; one that is stuck or cut off is given up after it.
@@ -123,9 +124,8 @@ def _state(pid: int) -> str:
 def _write(folder: Path, rank: int, sign: dict[str, Any]) -> None:
     with suppress(OSError):  # a sign is a help, no need
         folder.mkdir(parents=True, exist_ok=True)
-        scratch = folder / f".rank-{rank}.{os.getpid()}"
-        scratch.write_text(json.dumps(sign), encoding="utf-8")
-        scratch.replace(folder / f"rank-{rank}.json")
+        temporary = folder / f".rank-{rank}.{os.getpid()}"
+        write_whole(folder / f"rank-{rank}.json", [json.dumps(sign).encode()], temporary=temporary, durable=False)
 
 
 def _read(folder: Path, rank: int) -> dict[str, Any] | None:

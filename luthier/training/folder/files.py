@@ -7,7 +7,6 @@ What transformers, PEFT and torch write by themselves goes into a staging folder
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from luthier.errors import CheckpointError
+from luthier.writing import rename, sync, write_all, write_whole
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 TORCH_WRITER = "inline_container"  # the part of torch that writes files, by which its errors can be told
@@ -39,22 +39,8 @@ class RunFiles:
 
     def write(self, path: Path, content: bytes) -> None:
         """Write a file whole or not at all, so that it also survives a power cut."""
-        partial = path.with_name(path.name + ".partial")
         with reported(path):
-            try:
-                self.before("create", path)
-                with partial.open("wb", buffering=0) as file:
-                    self.before("write", path)
-                    _write_all(file.fileno(), content)
-                    self.before("sync", path)
-                    os.fsync(file.fileno())
-                self.before("rename", path)
-                os.replace(partial, path)
-            except OSError:
-                with suppress(OSError):
-                    partial.unlink(missing_ok=True)  # a full disk should not be fuller for having failed
-                raise
-        self.sync(path.parent)
+            write_whole(path, [content], before=self.before)
 
     def append(self, path: Path, line: bytes) -> None:
         """Add to the end of a file, in one piece; where that fails, the file is as it was."""
@@ -63,7 +49,7 @@ class RunFiles:
             with path.open("ab", buffering=0) as file:
                 length = file.tell()
                 try:
-                    _write_all(file.fileno(), line)
+                    write_all(file.fileno(), line)
                 except OSError:
                     with suppress(OSError):
                         file.truncate(length)
@@ -73,11 +59,7 @@ class RunFiles:
         """See that a file's content, or a folder's entries, are on the disk."""
         with reported(path):
             self.before("sync", path)
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(path)
 
     def give_ordinary_modes(self, folder: Path) -> None:
         """Let all files in a folder be read as one that is opened for writing can be (umask): safetensors makes some
@@ -96,7 +78,7 @@ class RunFiles:
         """Give a file or folder another name in the same folder."""
         with reported(target):
             self.before("rename", target)
-            os.replace(path, target)
+            rename(path, target)
 
     def remove_folder(self, folder: Path) -> None:
         """Remove a folder with all that is in it, if it is there."""
@@ -137,9 +119,3 @@ def reported(path: Path, *, doing: str = "written") -> Iterator[None]:
 def _free(path: Path) -> str:
     there = next(folder for folder in path.absolute().parents if folder.is_dir())
     return f" ({shutil.disk_usage(there).free:,} bytes are free there)"
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:  # a disk that is nearly full takes less than it is given
-        view = view[os.write(descriptor, view) :]
