@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from luthier.check.plan.stats import Distribution as Distribution
     from luthier.check.plan.stats import SourceStats as SourceStats
     from luthier.check.plan.stats import Stats as Stats
+    from luthier.check.show.origins import TokenOrigin as TokenOrigin
     from luthier.check.show.view import RowView as RowView
     from luthier.check.show.view import SegmentView as SegmentView
     from luthier.check.show.view import TokenView as TokenView
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
     from luthier.media.families.family import MediaKind as MediaKind
     from luthier.media.families.family import Modules as Modules
     from luthier.media.families.family import OwnFrames as OwnFrames
+    from luthier.media.families.family import PackingSupport as PackingSupport
     from luthier.media.families.family import Rule as Rule
     from luthier.media.families.family import Settings as Settings
     from luthier.media.families.family import SharedSlots as SharedSlots
@@ -122,7 +124,7 @@ if TYPE_CHECKING:
     from luthier.objectives.token_scores import TokenScores as TokenScores
     from luthier.packing import PlanSummary as PlanSummary
     from luthier.packing import SourceShare as SourceShare
-    from luthier.packing import Units as Units
+    from luthier.packing import UnitKind as UnitKind
     from luthier.packing import plan_packs as plan_packs
     from luthier.plugins import load_plugins as load_plugins
     from luthier.preparation.prepare import Progress as Progress
@@ -162,7 +164,6 @@ if TYPE_CHECKING:
     from luthier.records import Unit as Unit
     from luthier.records import Video as Video
     from luthier.records import VideoHeader as VideoHeader
-    from luthier.rendering.trace import Owner as Owner
     from luthier.sources import RepeatedIds as RepeatedIds
     from luthier.sources.formats.media import MediaQueue as MediaQueue
     from luthier.sources.formats.reading import Reading as Reading

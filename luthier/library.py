@@ -460,7 +460,7 @@ def _estimate(
     Raises `ModelError` if the model's config cannot be read or says too little, `UserError` for an unknown device.
     """
     from luthier.check.plan.estimate import (
-        Work,
+        EpochWork,
         computes_in_16_bits,
         device_named,
         estimate_run,
@@ -475,7 +475,7 @@ def _estimate(
     return estimate_run(
         config,
         shape_of_run(config, loaded.encoder.tokenizer),
-        Work.of_plan(schedule.epoch(0), schedule.rows.whole()),
+        EpochWork.of_plan(schedule.epoch(0), schedule.rows.whole()),
         present_device(kind, in_16_bits=in_16_bits) if device is None else device_named(device, in_16_bits=in_16_bits),
         total_steps=found.total_steps,
         num_devices=found.num_ranks,

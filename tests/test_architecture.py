@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 import signal
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -373,3 +374,47 @@ def test_folders_stay_within_budget() -> None:
 def test_no_file_repeats_its_folder_in_its_name() -> None:
     repeated = [name for name, _ in modules() if Path(name).stem.startswith(f"{Path(name).parent.name or '/'}_")]
     assert repeated == []
+
+
+# ---------------------------------------- one noun for each thing
+
+# Names that stand twice, and why that is no second meaning.
+EXCUSED_TYPES: dict[str, str] = {}
+
+
+def types_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Each class of a module, and each type that it gives a name to: its name, and what it is.
+
+    Two modules that write down the same type under the same name mean the same by it.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name.lstrip("_"), f"class at line {node.lineno}"
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if re.fullmatch(r"_?[A-Z][a-z]\w*", name):
+                if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "TypeVar"):
+                    yield name.lstrip("_"), ast.unparse(value)
+
+
+def meanings(package: Path) -> dict[str, list[str]]:
+    """The types that mean more than one thing, each with its places."""
+    places: dict[str, dict[str, str]] = defaultdict(dict)
+    for path, tree in modules(package):
+        for name, meaning in types_of(tree):
+            own = f"{path}: {meaning}" if meaning.startswith("class at") else meaning
+            places[name].setdefault(own, f"{path}: {meaning}")
+    return {name: list(found.values()) for name, found in sorted(places.items()) if len(found) > 1}
+
+
+def test_a_name_of_a_class_or_a_type_means_one_thing() -> None:
+    found = meanings(PACKAGE)
+    assert {name: places for name, places in found.items() if name not in EXCUSED_TYPES} == {}
+    assert set(EXCUSED_TYPES) <= set(found), "an excuse that nothing needs"
+
+
+def test_a_second_class_of_a_name_is_found_also_as_a_type_or_with_an_underscore(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "one.py").write_text("class Part: ...\nUnit = int | str\nInts = list[int]\nclass Own: ...\n")
+    (tmp_path / "room" / "two.py").write_text("class _Part: ...\nclass Unit: ...\nInts = list[int]\n")
+    assert set(meanings(tmp_path)) == {"Part", "Unit"}

@@ -20,7 +20,7 @@ from luthier.errors import UserError
 from luthier.loader.reader import BatchReader
 from luthier.loader.rows import RowTable
 from luthier.loader.run_settings import eval_settings, media_of, plan_of_run
-from luthier.packing import EpochPlan, Units, plan_epoch
+from luthier.packing import EpochPlan, UnitKind, plan_epoch
 from luthier.preparation.prepared import PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Pack
@@ -84,7 +84,7 @@ class Selection:
         row = self.number - 1
         of_row = self._origins([row], prepared, loaded)[row]
         segments = np.flatnonzero(index.row_ids == row).tolist()
-        if index.units is Units.FEEDBACK_KL:
+        if index.units is UnitKind.FEEDBACK_KL:
             segments = segments[:1]  # another row's completion is a matter of the batch
         if not segments:  # cut away: show what it would have been
             views = show_sample(prepared[row], tokenizer, control=control, origins=of_row)
@@ -179,9 +179,9 @@ def _collation(loaded: Loaded) -> CollateSettings:
 def _part_of_row(index: SegmentIndex, number: int, count: int) -> str:
     """Which of a row's segments it is, in a title."""
     match index.units:
-        case Units.PAIRS:
+        case UnitKind.PAIRS:
             return ", chosen" if number == 1 else ", rejected"
-        case Units.NONE if count > 1:
+        case UnitKind.NONE if count > 1:
             return f", segment {number} of {count}"
         case _:
             return ""

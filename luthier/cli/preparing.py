@@ -34,14 +34,14 @@ def preparing(console: Console, *, wanted: bool) -> Iterator[Callable[[Progresse
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("preparing", total=None, rates="")
-        meter = Meter()
+        meter = RateMeter()
 
         def show(now: Progressed) -> None:
             nonlocal meter, task
             if meter.split not in ("", now.split):
                 bar.remove_task(task)
                 task = bar.add_task("preparing", total=None, rates="")
-                meter = Meter()
+                meter = RateMeter()
             meter.add(now, time.perf_counter())
             total = None if now.share is None else 1.0
             bar.update(task, description=describe(now), completed=now.share or 0, total=total, rates=meter.rates())
@@ -56,7 +56,7 @@ def describe(now: Progressed) -> str:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Meter:
+class RateMeter:
     """Rates over the last `RATE_SECONDS`."""
 
     split: str = ""

@@ -61,7 +61,7 @@ def only_segments(batch: Batch, kept: Collection[int], *, pad_token_id: int) -> 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Row:
+class _SelectedRow:
     """What is left of a row: the old places of its tokens, int64, and its branches, by length and parent."""
 
     places: NDArray[np.int64]
@@ -69,7 +69,7 @@ class _Row:
     parents: tuple[int, ...]
 
 
-def _rows(batch: Batch, kept: Collection[int]) -> Iterator[_Row]:
+def _rows(batch: Batch, kept: Collection[int]) -> Iterator[_SelectedRow]:
     width = batch.model_inputs["input_ids"].shape[1]
     before_row = 0  # segments
     for row, branches in enumerate(batch.branches):
@@ -80,14 +80,14 @@ def _rows(batch: Batch, kept: Collection[int]) -> Iterator[_Row]:
             continue
         nodes = sorted({node for leaf in wanted for node in (*before[leaf], leaf)})
         starts = segment_starts([branch.length for branch in branches]) + row * width
-        yield _Row(
+        yield _SelectedRow(
             places=np.concatenate([np.arange(starts[n], starts[n] + branches[n].length) for n in nodes]),
             lengths=tuple(branches[n].length for n in nodes),
             parents=tuple(nodes.index(branches[n].parent) if branches[n].parent >= 0 else -1 for n in nodes),
         )
 
 
-def _grid(batch: Batch, rows: Sequence[_Row], pad_token_id: int) -> Grid:
+def _grid(batch: Batch, rows: Sequence[_SelectedRow], pad_token_id: int) -> Grid:
     ids_N = batch.model_inputs["input_ids"].reshape(-1).numpy()
     shape = (len(rows), max(len(row.places) for row in rows))
     ids_BT = np.full(shape, pad_token_id, dtype=np.int32)
@@ -106,7 +106,7 @@ def _is_shared(batch: Batch) -> bool:
     return batch.labels_BT.numel() == 0
 
 
-def _targets(batch: Batch, rows: Sequence[_Row], kept: Collection[int], *, width: int) -> Targets:
+def _targets(batch: Batch, rows: Sequence[_SelectedRow], kept: Collection[int], *, width: int) -> Targets:
     import torch
 
     new_N = np.full(batch.model_inputs["input_ids"].numel(), -1, dtype=np.int64)

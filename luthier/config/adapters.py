@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from luthier.config.choices import AdapterType, Part
+from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.draft import Draft
 from luthier.config.media import MediaCache
 from luthier.config.schema import AdapterConfig
@@ -103,7 +103,7 @@ def check_features(draft: Draft) -> Iterator[Problem]:
     config = draft.config
     if config.media.cache is MediaCache.NONE:
         return
-    trained = [part for part in config.adapter.train_parts if part is not Part.LANGUAGE_MODEL]
+    trained = [part for part in config.adapter.train_parts if part is not ModelPart.LANGUAGE_MODEL]
     if trained and config.adapter.type is not AdapterType.FREEZE:
         what = f"features are kept of what is frozen, and {draft.cite('adapter.train_parts')} trains "
         hint = "set adapter.train_parts: [language_model], or remove media.cache"

@@ -163,7 +163,7 @@ class AdapterType(StrEnum):
     OFT = "oft"
 
 
-class Part(StrEnum):
+class ModelPart(StrEnum):
     """The parts of a model that sees or hears."""
 
     LANGUAGE_MODEL = "language_model"
@@ -341,4 +341,4 @@ Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED), BeforeValidator(_float_as_in
 NonEmpty = Annotated[str, Field(min_length=1)]
 PathLike = Annotated[Path, BeforeValidator(_as_path)]
 Texts = Annotated[list[NonEmpty], BeforeValidator(as_list)]
-Parts = Annotated[list[Annotated[Part, as_enum(Part)]], Field(min_length=1), BeforeValidator(as_list)]
+Parts = Annotated[list[Annotated[ModelPart, as_enum(ModelPart)]], Field(min_length=1), BeforeValidator(as_list)]

@@ -64,7 +64,7 @@ def check_sharding(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("adapter.init_lora_weights", what, "set adapter.init_lora_weights: true")
 
 
-Check = Callable[[Draft], Iterator[Problem]]
+ConflictCheck = Callable[[Draft], Iterator[Problem]]
 
 # formats whose rows cannot say themselves what is learned of them
 _SILENT_FORMATS: frozenset[str] = frozenset({Format.ALPACA, Format.PROMPT_COMPLETION})
@@ -349,7 +349,7 @@ def _media(draft: Draft) -> Iterator[Problem]:
             yield draft.problem(f"media.{low}", what, f"at most {most:.15g}, or raise media.{high}")
 
 
-_RULES: tuple[tuple[tuple[str, ...], Check], ...] = (
+_RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("data.train", "data.use"), _training_data),
     (("data.registry", "data.use", "data.eval_use"), _registry),
     (("data.eval_split", "data.eval", "data.eval_use"), _eval_split),

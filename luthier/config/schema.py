@@ -23,12 +23,12 @@ from luthier.config.choices import (
     Format,
     HeadKernel,
     HistoryRendering,
+    ModelPart,
     Natural,
     NonEmpty,
     NonNegative,
     Overflow,
     Packing,
-    Part,
     Parts,
     PathLike,
     Positive,
@@ -66,11 +66,11 @@ __all__ = [
     "HistoryRendering",
     "MediaConfig",
     "ModelConfig",
+    "ModelPart",
     "ObjectiveConfig",
     "OutputConfig",
     "Overflow",
     "Packing",
-    "Part",
     "Precision",
     "RunConfig",
     "RuntimeConfig",
@@ -93,7 +93,7 @@ class AdapterConfig(Section):
 
     type: Annotated[AdapterType, as_enum(AdapterType)] = AdapterType.FULL
     """``full``: all weights; ``freeze``: some layers; ``lora``, ``oft``: small matrices beside frozen weights."""
-    train_parts: Parts = [Part.LANGUAGE_MODEL]
+    train_parts: Parts = [ModelPart.LANGUAGE_MODEL]
     """Of a model that sees or hears: ``language_model``, ``projector`` (what takes features to it), ``tower`` (what
     sees or hears). The others keep their weights; the matrices of LoRA and OFT stand in these parts only. ``freeze``
     names its layers and modules itself."""

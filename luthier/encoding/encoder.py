@@ -22,7 +22,7 @@ from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.layout import prompt_tree
 from luthier.media import MediaAccess, MediaSource, decoder_of
 from luthier.records import SAMPLES_VERSION, ControlPiece, MediaItem, MediaPiece, Rendered, Row, Sample
-from luthier.rendering.blueprint import Comparison, Expansion, Filled
+from luthier.rendering.blueprint import Expansion, Filled, PreferenceData
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.store.manifest import BLOBS, default_root
@@ -275,7 +275,7 @@ def _notes(samples: Sequence[Sample]) -> tuple[tuple[str, int], ...]:
 
 
 def _turns(
-    filled: Filled, comparison: Comparison, sample: Sample, prompt_length: int, control_ids: NDArray[np.int32]
+    filled: Filled, comparison: PreferenceData, sample: Sample, prompt_length: int, control_ids: NDArray[np.int32]
 ) -> tuple[int, ...]:
     """Where the user's messages begin in the prompt: at the control tokens with which the template opens them.
 

@@ -70,7 +70,7 @@ def sample_difference(stored: Sample, now: Sample, tokenizer: Tokenizer) -> str 
 
 
 @dataclass(frozen=True, slots=True)
-class _Slots:
+class _ExpandedSlots:
     """A control token, ``count`` times, that a media item's expansion has."""
 
     token: str
@@ -80,7 +80,7 @@ class _Slots:
 
 def _with_expansions(
     path: Sequence[Piece], expansions: Sequence[str], control: ControlTokens
-) -> Iterator[TextPiece | ControlPiece | _Slots]:
+) -> Iterator[TextPiece | ControlPiece | _ExpandedSlots]:
     for piece in path:
         if not isinstance(piece, MediaPiece):
             yield piece
@@ -89,11 +89,11 @@ def _with_expansions(
             if isinstance(part, str):
                 yield TextPiece(text=part, message=piece.message, field="media")
             else:
-                yield _Slots(*part, piece)
+                yield _ExpandedSlots(*part, piece)
 
 
 def _owned(
-    path: Sequence[TextPiece | ControlPiece | _Slots], tokenizer: Tokenizer, allowed: frozenset[str]
+    path: Sequence[TextPiece | ControlPiece | _ExpandedSlots], tokenizer: Tokenizer, allowed: frozenset[str]
 ) -> Iterator[OwnedToken]:
     # Runs are cut as encoding cuts them: at control tokens, and where `by_model` changes.
     for _, group in groupby(path, key=lambda piece: piece.by_model if isinstance(piece, TextPiece) else id(piece)):
@@ -105,7 +105,7 @@ def _owned(
             match piece:
                 case ControlPiece():
                     yield tokenizer.control_id(piece.token), piece
-                case _Slots():
+                case _ExpandedSlots():
                     token_id = tokenizer.control_id(piece.token)
                     yield from ((token_id, piece.owner) for _ in range(piece.count))
 

@@ -14,7 +14,7 @@ from luthier.encoding.text_encoders import BadTexts, unflatten
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError, RowError
 from luthier.records import NOWHERE, Address, Branch, ControlPiece, MediaItem, MediaPiece, Sample
-from luthier.rendering.blueprint import DIFFERING_TOKENS, Blueprint, Filled, Run, TextRun
+from luthier.rendering.blueprint import DIFFERING_TOKENS, Blueprint, BlueprintRun, Filled, TextRun
 from luthier.rendering.control import ControlTokens
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -39,14 +39,14 @@ def fold(
     branches are stored depth first, leaves in the order in which they came.
     """
     folding = _Folding(ids=ids, weights=weights)
-    roots: list[_Node] = []
-    nodes: list[_Node] = []
+    roots: list[_TokenNode] = []
+    nodes: list[_TokenNode] = []
     start = 0
     for branch in branches:
-        nodes.append(_Node([(start, start + branch.length)]))
+        nodes.append(_TokenNode([(start, start + branch.length)]))
         (nodes[branch.parent].children if branch.parent >= 0 else roots).append(nodes[-1])
         start += branch.length
-    stored: list[tuple[int, _Node]] = []
+    stored: list[tuple[int, _TokenNode]] = []
     for root in folding.merged(roots):
         _flatten(root, -1, stored)
     spans = [slice(*span) for _, node in stored for span in node.spans]
@@ -67,11 +67,11 @@ NEAR = 6  # most runs part within so many tokens, which is quicker to see one by
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _TokenNode:
     """A run of tokens, as spans of the whole, and what may follow it. Only leaves of the input have several spans."""
 
     spans: list[tuple[int, int]]
-    children: list[_Node] = field(default_factory=list)
+    children: list[_TokenNode] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,14 +81,14 @@ class _Folding:
     ids: NDArray[np.int32]
     weights: NDArray[np.float32]
 
-    def merged(self, nodes: Sequence[_Node]) -> list[_Node]:
+    def merged(self, nodes: Sequence[_TokenNode]) -> list[_TokenNode]:
         """Nodes that stand side by side, none of which begins like another any more."""
-        siblings: list[_Node] = []
+        siblings: list[_TokenNode] = []
         for node in nodes:
             self._graft(siblings, node)
         return siblings
 
-    def _graft(self, siblings: list[_Node], node: _Node) -> None:
+    def _graft(self, siblings: list[_TokenNode], node: _TokenNode) -> None:
         """Add a node beside others, or into the one that it begins like."""
         ((start, end),) = node.spans
         if start == end:
@@ -102,13 +102,13 @@ class _Folding:
             return
         ((match_start, match_end),) = match.spans
         if match_start + common < match_end:
-            match.children = [_Node([(match_start + common, match_end)], match.children)]
+            match.children = [_TokenNode([(match_start + common, match_end)], match.children)]
             match.spans = [(match_start, match_start + common)]
         self._share(match_start, start, common)
-        self._graft(match.children, _Node([(start + common, end)], node.children))
+        self._graft(match.children, _TokenNode([(start + common, end)], node.children))
 
-    def _best_match(self, siblings: list[_Node], start: int, end: int) -> tuple[_Node | None, int]:
-        best: tuple[_Node | None, int] = (None, 0)
+    def _best_match(self, siblings: list[_TokenNode], start: int, end: int) -> tuple[_TokenNode | None, int]:
+        best: tuple[_TokenNode | None, int] = (None, 0)
         for other in siblings:
             ((other_start, other_end),) = other.spans
             common = self._common(other_start, start, min(end - start, other_end - other_start))
@@ -134,10 +134,10 @@ class _Folding:
             self.weights[kept : kept + length] = np.maximum(self.weights[kept : kept + length], theirs)
 
 
-def _flatten(node: _Node, parent: int, stored: list[tuple[int, _Node]]) -> None:
+def _flatten(node: _TokenNode, parent: int, stored: list[tuple[int, _TokenNode]]) -> None:
     while len(node.children) == 1:  # what was a fork before its children turned out to begin alike
         (child,) = node.children
-        node = _Node([*node.spans, *child.spans], child.children)
+        node = _TokenNode([*node.spans, *child.spans], child.children)
     number = len(stored)
     stored.append((parent, node))
     for child in node.children:
@@ -158,19 +158,19 @@ class Assembler:
     def assemble(self, rows: Sequence[Filled]) -> list[Sample | RowError]:
         """One outcome per row, in order. Text that occurs several times is encoded once."""
         numbers: dict[str, int] = {}  # of the texts to encode
-        drafts: list[_Draft] = []
+        drafts: list[_PendingSample] = []
         for row in rows:
             assembly = self._assembly(row)
             texts = [run.text(row.values) for run in assembly.texts]
             own = [numbers.setdefault(text, len(numbers)) for text in texts] if not row.allowed else []
-            drafts.append(_Draft(row=row, assembly=assembly, texts=texts, numbers=own))
+            drafts.append(_PendingSample(row=row, assembly=assembly, texts=texts, numbers=own))
         try:
             encoded = unflatten(*self.tokenizer.encode_flat(list(numbers)))
         except BadTexts as error:
             return self._without_bad(drafts, error.errors)
         return [self._sample(draft, encoded) for draft in drafts]
 
-    def _without_bad(self, drafts: Sequence[_Draft], errors: Mapping[int, RowError]) -> list[Sample | RowError]:
+    def _without_bad(self, drafts: Sequence[_PendingSample], errors: Mapping[int, RowError]) -> list[Sample | RowError]:
         blame = [next((errors[number] for number in draft.numbers if number in errors), None) for draft in drafts]
         good = iter(self.assemble([draft.row for draft, error in zip(drafts, blame, strict=True) if error is None]))
         return [
@@ -187,7 +187,7 @@ class Assembler:
             known = self._assemblies[key] = _Assembly(*key, self.tokenizer)
         return known
 
-    def _sample(self, draft: _Draft, encoded: Sequence[NDArray[np.int32]]) -> Sample | RowError:
+    def _sample(self, draft: _PendingSample, encoded: Sequence[NDArray[np.int32]]) -> Sample | RowError:
         row, assembly = draft.row, draft.assembly
         try:
             texts = (
@@ -219,7 +219,7 @@ class Assembler:
         )
 
     def _with_media(
-        self, draft: _Draft, ids: NDArray[np.int32], lengths: NDArray[np.int64], branches: Sequence[Branch]
+        self, draft: _PendingSample, ids: NDArray[np.int32], lengths: NDArray[np.int64], branches: Sequence[Branch]
     ) -> Sample:
         """Its branches are as the blueprint has them: places in them stay what they are."""
         row, assembly = draft.row, draft.assembly
@@ -291,7 +291,7 @@ def _some_begin_alike(assembly: _Assembly, ids: NDArray[np.int32], sizes: Sequen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Draft:
+class _PendingSample:
     """A row on its way: the texts of its runs, and their numbers among those that are encoded together."""
 
     row: Filled
@@ -335,7 +335,9 @@ class _Assembly:
         self.is_target = self.weights > 0
         self.is_weighted = bool((self.weights[self.is_target] != 1).any())
 
-    def _add(self, run: Run | ExpandedRun, tokenizer: Tokenizer, weights: list[float], branch_start: int) -> None:
+    def _add(
+        self, run: BlueprintRun | ExpandedRun, tokenizer: Tokenizer, weights: list[float], branch_start: int
+    ) -> None:
         match run:
             case ControlPiece():
                 self._add_constant(
@@ -416,7 +418,7 @@ class SlotText:
 ExpandedRun = TextRun | ControlPiece | ControlRun | SlotText
 
 
-def expand_runs(runs: Sequence[Run], texts: Sequence[str], control: ControlTokens) -> list[ExpandedRun]:
+def expand_runs(runs: Sequence[BlueprintRun], texts: Sequence[str], control: ControlTokens) -> list[ExpandedRun]:
     """The runs of a branch with media item ``n`` replaced by ``texts[n]``, which hold a control token at least."""
     found: list[ExpandedRun] = []
     leading = ""  # text at an expansion's end, which goes on in what follows

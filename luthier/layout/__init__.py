@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from luthier.layout.cutting import Window, cut_segment, plan_windows, take_window, without_targets
+from luthier.layout.cutting import SegmentCut, cut_segment, plan_windows, take_window, without_targets
 from luthier.layout.mrope import mrope_positions, packed_mrope
 from luthier.layout.position_schemes import Canvas, MediaGrids, PositionScheme, TokenType, position_scheme, token_types
 from luthier.layout.prompts import cut_prompt, prompt_tree, span_of, splice, tree_of_runs
@@ -27,8 +27,8 @@ __all__ = [
     "Canvas",
     "MediaGrids",
     "PositionScheme",
+    "SegmentCut",
     "TokenType",
-    "Window",
     "ancestors",
     "cu_seqlens",
     "cut_prompt",

@@ -24,7 +24,7 @@ from luthier.records import MediaItem, Segment, media_within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class SegmentCut:
     """Tokens ``start:stop`` of a segment, after its first ``head`` ones.
 
     ``open_end``: the cut is inside an answer, so the last token is no target.
@@ -53,7 +53,7 @@ def cut_segment(segment: Segment, *, max_length: int, overflow: Overflow) -> lis
     return kept
 
 
-def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> list[Window]:
+def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> list[SegmentCut]:
     """Where to cut a segment; windows without targets are in the list too. No cut goes through a media item: it is made
     before the item, and what follows is lost with it (truncate) or begins the next window (split; no window at all if
     an item alone is longer than ``max_length``, for what comes after it is about something that nobody sees).
@@ -81,7 +81,7 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
             raise AssertionError(f"unknown overflow policy {overflow!r}")
 
 
-def take_window(segment: Segment, window: Window) -> Segment:
+def take_window(segment: Segment, window: SegmentCut) -> Segment:
     """The segment's tokens in the window, with the targets that the two rules leave."""
     whole = window.start == 0 and window.stop == len(segment)
     if whole and not window.open_end and not (len(segment) and segment.target[0]):
@@ -101,7 +101,7 @@ def without_targets(segment: Segment) -> Segment:
     return replace(segment, target=np.zeros_like(segment.target), weight=None)
 
 
-def _split(segment: Segment, max_length: int) -> list[Window]:
+def _split(segment: Segment, max_length: int) -> list[SegmentCut]:
     target = segment.target
     num_tokens = len(target)
     if target[1:].all():  # a document: windows one behind the other
@@ -124,9 +124,9 @@ def _split(segment: Segment, max_length: int) -> list[Window]:
     return windows
 
 
-def _window(target: NDArray[np.bool_], start: int, stop: int, *, open_end: bool) -> Window:
+def _window(target: NDArray[np.bool_], start: int, stop: int, *, open_end: bool) -> SegmentCut:
     num_targets = int(np.count_nonzero(_trim(target[start:stop], open_end=open_end)))
-    return Window(start=start, stop=stop, open_end=open_end, num_targets=num_targets)
+    return SegmentCut(start=start, stop=stop, open_end=open_end, num_targets=num_targets)
 
 
 def _trim(target: NDArray[np.bool_], *, open_end: bool) -> NDArray[np.bool_]:

@@ -26,7 +26,7 @@ from luthier.loader.reader import BatchReader
 from luthier.loader.rows import RowTable
 from luthier.loader.settings import LoaderOptions, LoaderSettings
 from luthier.loader.state import LoaderState, RowTrail
-from luthier.packing import EpochPlan, MixtureSettings, RowOrder, SegmentTable, Units
+from luthier.packing import EpochPlan, MixtureSettings, RowOrder, SegmentTable, UnitKind
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Batch
@@ -72,7 +72,7 @@ class Loader:
         """
         self.settings = settings = LoaderSettings(**options)
         self._rows = data.train if isinstance(data, Prepared) else data
-        overflow, units = Overflow(settings.overflow), Units(settings.units)
+        overflow, units = Overflow(settings.overflow), UnitKind(settings.units)
         self._segments = SegmentIndex(self._rows, max_length=settings.max_length, overflow=overflow, units=units)
         self.ledger = self._segments.ledger
         if not len(self._segments):

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from luthier.collation import CollateSettings, Grid, MediaInputs
 from luthier.config.schema import MediaConfig
 from luthier.loader.places import PLACE, PlannedMicroBatch
-from luthier.loader.slots import Slots
+from luthier.loader.slots import SharedArrays
 from luthier.media import MediaSource
 from luthier.media.feature_files import FeatureFiles
-from luthier.packing import Units
+from luthier.packing import UnitKind
 from luthier.records import LostMedia
 
 HEADER_BYTES = 8  # of a frame: its length, big-endian
@@ -61,7 +61,7 @@ class MediaSetup(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """Where the samples are, how they are collated, and whose worker this is. ``slots``: descriptors of `Slots`."""
+    """Where the samples are, how they are collated, and for which worker. ``slots``: descriptors of `SharedArrays`."""
 
     folder: str
     fingerprint: str
@@ -78,7 +78,7 @@ class Work(msgspec.Struct, frozen=True, tag=True):
     step: int
     places: bytes
     pack_bounds: list[int]
-    units: Units = Units.NONE
+    units: UnitKind = UnitKind.NONE
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -118,12 +118,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = Ready | Done | Failed
-Message = Setup | Work | Ready | Done | Failed
+WorkerMessage = Setup | Work | Ready | Done | Failed
 
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 
-def frame(message: Message) -> bytes:
+def frame(message: WorkerMessage) -> bytes:
     """The message as it goes over the socket."""
     content = msgspec.msgpack.encode(message)
     return len(content).to_bytes(HEADER_BYTES, "big") + content
@@ -135,7 +135,7 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def add(self, received: bytes) -> Iterator[Message]:
+    def add(self, received: bytes) -> Iterator[WorkerMessage]:
         """The messages that are whole by now."""
         self._buffer += received
         while len(self._buffer) >= HEADER_BYTES:
@@ -147,7 +147,7 @@ class Frames:
             yield message
 
 
-def receive(connection: socket.socket, frames: Frames) -> list[Message]:
+def receive(connection: socket.socket, frames: Frames) -> list[WorkerMessage]:
     """Wait for bytes; the messages that they complete. Raises ``EOFError`` where the other side is gone."""
     received = connection.recv(READ_BYTES)
     if not received:
@@ -171,7 +171,7 @@ def planned_of(work: Work) -> PlannedMicroBatch:
     return PlannedMicroBatch(step=work.step, places=places, pack_bounds=work.pack_bounds, files={}, units=work.units)
 
 
-def done_of(grid: Grid, slots: Slots, slot: int) -> Done:
+def done_of(grid: Grid, slots: SharedArrays, slot: int) -> Done:
     """The grid as a message, large inputs in a slot."""
     offsets = slots.write(slot, [value for _, value in grid.inputs])
     weights = None if grid.weights_BT is None else grid.weights_BT.tobytes()
@@ -196,7 +196,7 @@ def done_of(grid: Grid, slots: Slots, slot: int) -> Done:
     )
 
 
-def grid_of(done: Done, slots: Slots) -> Grid:
+def grid_of(done: Done, slots: SharedArrays) -> Grid:
     """The grid of a message. Nothing of it is in the slots any more."""
     shape = len(done.lengths), -1
     return Grid(
@@ -211,7 +211,7 @@ def grid_of(done: Done, slots: Slots) -> Grid:
     )
 
 
-def _values(array: Array, slot: int, slots: Slots) -> NDArray[Any]:
+def _values(array: Array, slot: int, slots: SharedArrays) -> NDArray[Any]:
     dtype = np.dtype(array.dtype)
     if array.offset >= 0:
         return slots.read(slot, array.offset, dtype, array.shape)

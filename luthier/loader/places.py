@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.layout import Window, leaf_segment, span_of, take_window
-from luthier.packing import Units
+from luthier.layout import SegmentCut, leaf_segment, span_of, take_window
+from luthier.packing import UnitKind
 from luthier.records import Address, Sample, Segment
 
 # One record a segment: leaf ``leaf`` of sample ``sample``, its first ``head`` tokens and ``start:stop``, ``open_end``
-# as in `layout.Window`; ``file`` and ``row`` say where its row was read, ``source`` from which data set. Where it is
-# compared, its first ``prompt`` tokens are the prompt. Where ``tail_stop`` is not 0, tokens ``tail_start:tail_stop`` of
-# the first leaf of sample ``tail`` follow: another row's completion. ``encoder`` is what encoders run through for its
-# media (`SegmentIndex.encoder_lengths`). Its first ``held`` tokens are those of the segment before it.
+# as in `layout.SegmentCut`; ``file`` and ``row`` say where its row was read, ``source`` from which data set. Where it
+# is compared, its first ``prompt`` tokens are the prompt. Where ``tail_stop`` is not 0, tokens ``tail_start:tail_stop``
+# of the first leaf of sample ``tail`` follow: another row's completion. ``encoder`` is what encoders run through for
+# its media (`SegmentIndex.encoder_lengths`). Its first ``held`` tokens are those of the segment before it.
 PLACE = np.dtype(
     [
         ("sample", "<i8"),
@@ -57,7 +57,7 @@ class PlannedMicroBatch:
     places: Places
     pack_bounds: Sequence[int]
     files: dict[int, str]
-    units: Units = Units.NONE
+    units: UnitKind = UnitKind.NONE
 
     @property
     def is_blank(self) -> bool:
@@ -93,7 +93,7 @@ def tail_at(sample: Sample, place: Any) -> Segment:
 
 def part_of(segment: Segment, place: Any) -> Segment:
     """The tokens of a segment that a place names."""
-    window = Window(
+    window = SegmentCut(
         head=int(place["head"]),
         start=int(place["start"]),
         stop=int(place["stop"]),

@@ -23,9 +23,9 @@ from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.rows import RowTable
 from luthier.loader.state import LoaderState, RowTrail
 from luthier.loader.windows import (
-    Before,
     PlannedStep,
     StepWindow,
+    StreamHistory,
     count_taken,
     has_constant_steps,
     no_steps,
@@ -85,14 +85,16 @@ class StreamPlan:
         self._looked: tuple[int, bool, bool] | None = None
         if state is not None and state.waiting:
             waiting = state.waiting
-            self._begin(Before.from_json(waiting, state.trail))
+            self._begin(StreamHistory.from_json(waiting, state.trail))
             self._pace = float(waiting["pace"]), bool(waiting["is_counted"])
             self._has_trees = bool(waiting["has_trees"])
             self._counted = tuple(waiting["counted"])
         else:
             none = np.zeros((len(rows.weights), 4), dtype=np.int64)
             self._begin(
-                Before(epoch=0, steps=0, rows_used=0, taken=none, of_first_epoch=(0,) * 5, trail=RowTrail(), place=None)
+                StreamHistory(
+                    epoch=0, steps=0, rows_used=0, taken=none, of_first_epoch=(0,) * 5, trail=RowTrail(), place=None
+                )
             )
         self._rows_per_epoch = len(self._planner.order)
 
@@ -316,7 +318,7 @@ class StreamPlan:
         assert window is not None, f"step {number} of {self.num_planned}"
         return window
 
-    def _begin(self, before: Before) -> None:
+    def _begin(self, before: StreamHistory) -> None:
         """Plan an epoch from a place in it."""
         self._now = self._restart = before
         order = self.order.epoch(before.epoch)
@@ -382,7 +384,7 @@ class StreamPlan:
         if before.epoch == 0:
             here = [*(taken - before.taken).sum(axis=0)[1:].tolist(), len(planned), len(planned.pack_bounds) - 1]
             summary = tuple(map(sum, zip(summary, here, strict=True)))
-        self._now = Before(
+        self._now = StreamHistory(
             epoch=before.epoch,
             steps=before.steps + len(window),
             rows_used=int(upto[-1]),
@@ -480,7 +482,7 @@ class StreamPlan:
     def _epochs_countable(self) -> int:
         return min(MOST_EPOCHS_COUNTED, max(1, MOST_SEGMENTS_COUNTED // max(1, len(self.rows))))
 
-    def _trail_before(self, before: Before) -> RowTrail:
+    def _trail_before(self, before: StreamHistory) -> RowTrail:
         with self._steps_lock:
             if before.trail is None:
                 assert before.after is not None

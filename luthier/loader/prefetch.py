@@ -41,7 +41,7 @@ from luthier.loader.messages import (
 )
 from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.reader import BatchReader
-from luthier.loader.slots import Slots
+from luthier.loader.slots import SharedArrays
 from luthier.media.feature_files import FeatureFiles
 from luthier.records import Address, Batch
 
@@ -65,7 +65,7 @@ class WorkerProcess:
     slots    where it puts large arrays
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, slots: Slots) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, slots: SharedArrays) -> None:
         """Use `WorkerProcess.start`."""
         self.held: deque[PlannedMicroBatch] = deque()
         self.answers: deque[tuple[PlannedMicroBatch, Answer]] = deque()
@@ -82,7 +82,7 @@ class WorkerProcess:
     def start(cls, reader: BatchReader, *, num_slots: int) -> Self:
         """Start a process with this reader's store and settings. ``num_slots`` as in `slots`, of use for media only."""
         media = None if reader.media is None else _sendable(reader.media)
-        slots = Slots.create(0 if media is None else num_slots)
+        slots = SharedArrays.create(0 if media is None else num_slots)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", "luthier.loader.worker", str(theirs.fileno())]
         # what this process imports from, the worker does; and it is one of many on the machine

@@ -24,7 +24,7 @@ from luthier.packing import (
     Planned,
     PlanSettings,
     SegmentTable,
-    Units,
+    UnitKind,
     completion_room,
     draw_partners,
 )
@@ -60,7 +60,7 @@ class RowTable:
         *,
         weights: tuple[float, ...],
         store: SampleStore | None = None,
-        units: Units = Units.NONE,
+        units: UnitKind = UnitKind.NONE,
     ) -> None:
         """No row is here yet; use `of_index` or `of_segments` for rows that are."""
         self.counts = tuple(counts)
@@ -91,7 +91,7 @@ class RowTable:
         return table
 
     @classmethod
-    def of_segments(cls, segments: Sequence[Segment], described: SegmentTable, units: Units = Units.NONE) -> Self:
+    def of_segments(cls, segments: Sequence[Segment], described: SegmentTable, units: UnitKind = UnitKind.NONE) -> Self:
         """Segments in memory: ``sample`` of a place is the segment's number."""
         files = {name: number for number, name in enumerate(sorted({each.address.file for each in segments}))}
         places = np.zeros(len(segments), dtype=PLACE)
@@ -189,7 +189,7 @@ class RowTable:
         bounds = planned.pack_bounds[planned.batch_bounds[number] : planned.batch_bounds[number + 1] + 1]
         members = planned.segment_ids[bounds[0] : bounds[-1]]
         places = self.places(members)
-        if self.units is Units.FEEDBACK_KL:
+        if self.units is UnitKind.FEEDBACK_KL:
             self._add_completions(places, members, settings, epoch)
         elif planned.starts is not None and planned.stops is not None:
             places["stop"] = places["start"] + planned.stops[bounds[0] : bounds[-1]]

@@ -17,18 +17,18 @@ from luthier.loader.plan import StreamPlan
 from luthier.loader.rows import RowTable
 from luthier.loader.state import LoaderState
 from luthier.media import MediaSource
-from luthier.packing import MixtureSettings, PlanSettings, RowOrder, Units, held_tokens
+from luthier.packing import MixtureSettings, PlanSettings, RowOrder, UnitKind, held_tokens
 
 
-def units_of(config: RunConfig) -> Units:
+def units_of(config: RunConfig) -> UnitKind:
     """What of a row the run's objective compares."""
     match kind_of(config.objective.name):
         case RowKind.ANSWER:
-            return Units.NONE
+            return UnitKind.NONE
         case RowKind.PAIR:
-            return Units.PAIRS
+            return UnitKind.PAIRS
         case RowKind.VERDICT:
-            return Units.FEEDBACK_KL if config.objective.estimates_kl else Units.FEEDBACK
+            return UnitKind.FEEDBACK_KL if config.objective.estimates_kl else UnitKind.FEEDBACK
 
 
 def media_of(config: RunConfig, tokenizer_folder: Path) -> MediaInputs | None:
@@ -45,7 +45,7 @@ def shares_prompts(config: RunConfig) -> bool:
     if asked != "auto":
         return asked
     says_trees = not config.model.attn_implementation.startswith("flash")  # whose kernels know whole segments only
-    has_trees = units_of(config) is not Units.FEEDBACK and config.train.packing is not Packing.SPLIT
+    has_trees = units_of(config) is not UnitKind.FEEDBACK and config.train.packing is not Packing.SPLIT
     return has_trees and config.train.packing.is_packed and says_trees
 
 
@@ -123,7 +123,7 @@ def warmup_steps(train: TrainConfig, total_steps: int) -> int:
     return math.ceil(share) if share >= 1 else 0
 
 
-def _plannable(config: RunConfig) -> Units:
+def _plannable(config: RunConfig) -> UnitKind:
     units = units_of(config)
     if units.are_compared and config.train.packing is Packing.SPLIT:
         raise UserError(

@@ -9,7 +9,7 @@ from typing import TypedDict
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.schema import Overflow, Packing
 from luthier.errors import UserError
-from luthier.packing import PlanSettings, Units
+from luthier.packing import PlanSettings, UnitKind
 
 # TODO(loader-split): packs that cut segments themselves
 PACKINGS = tuple(packing.value for packing in Packing if packing != "split")
@@ -90,9 +90,9 @@ class LoaderSettings:
             raise UserError(f"overflow is one of {', '.join(Overflow)}, not {self.overflow!r}")
         if self.varlen and self.packing == Packing.NONE:
             raise UserError("varlen is for packed rows", hint="leave it out, or set packing='best_fit'")
-        if self.units not in list(Units):
-            raise UserError(f"units is one of {', '.join(Units)}, not {self.units!r}")
-        if self.shared and (self.units == Units.FEEDBACK or self.packing == Packing.NONE or self.varlen):
+        if self.units not in list(UnitKind):
+            raise UserError(f"units is one of {', '.join(UnitKind)}, not {self.units!r}")
+        if self.shared and (self.units == UnitKind.FEEDBACK or self.packing == Packing.NONE or self.varlen):
             raise UserError(
                 "shared is for sequences that begin alike in a packed row, without varlen, and not for units of one",
                 hint="set packing='best_fit' and varlen=False, or leave shared out",
@@ -113,12 +113,12 @@ class LoaderSettings:
         """What decides the order of an epoch."""
         return PlanSettings(
             packing=Packing(self.packing),
-            capacity=self.max_length * Units(self.units).size,
+            capacity=self.max_length * UnitKind(self.units).size,
             rows_per_micro_batch=self.batch_size,
             micro_batches_per_step=self.gradient_accumulation_steps * self.world_size,
             num_ranks=self.world_size,
             seed=self.seed,
-            units=Units(self.units),
+            units=UnitKind(self.units),
             shared=self.shared,
         )
 
@@ -129,8 +129,8 @@ class LoaderSettings:
             "max_length": self.max_length,
             "packing": self.packing,
             "overflow": self.overflow,
-            **({} if self.units == Units.NONE else {"units": self.units}),
-            **({"shared": self.shared} if self.shared or self.units != Units.NONE else {}),
+            **({} if self.units == UnitKind.NONE else {"units": self.units}),
+            **({"shared": self.shared} if self.shared or self.units != UnitKind.NONE else {}),
             "batch_size": self.batch_size,
             "batches per step (gradient_accumulation_steps x world_size)": self.plan.micro_batches_per_step,
         }

@@ -22,7 +22,7 @@ ALIGNMENT = 64  # bytes
 ROOM_TO_GROW = 1.25
 
 
-class Slots:
+class SharedArrays:
     """Memory by number, of one worker. Each side has one of these over the same files."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
@@ -30,7 +30,7 @@ class Slots:
         self._views: list[mmap.mmap | None] = [None] * len(descriptors)
 
     @classmethod
-    def create(cls, number: int) -> Slots:
+    def create(cls, number: int) -> SharedArrays:
         """So many empty ones; none on systems without anonymous files, where everything goes with the messages."""
         if sys.platform != "linux":
             return cls([])

@@ -23,7 +23,7 @@ MAX_STATE_BYTES = 16_384  # of a run; a loader's own is a quarter of it
 MAX_MARKS = 32
 MARK_DIGITS = 12
 
-Scalar = str | int | float | bool | None
+StateScalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class LoaderState:
     cursor: int
     waiting: dict[str, Any] = field(default_factory=dict)
     trail: RowTrail = field(default_factory=RowTrail)
-    settings: dict[str, Scalar]
+    settings: dict[str, StateScalar]
     data: str
 
     def to_json(self) -> dict[str, Any]:
@@ -153,11 +153,11 @@ class LoaderState:
                 hint="restore those settings and that data, or start anew",
             )
 
-    def _decisive(self) -> Mapping[str, Scalar]:
+    def _decisive(self) -> Mapping[str, StateScalar]:
         return {**self.settings, "seed": self.seed, "identity of the data": self.data}
 
 
-def _value(settings: Mapping[str, Scalar], name: str) -> str:
+def _value(settings: Mapping[str, StateScalar], name: str) -> str:
     return str(settings[name]) if name in settings else "not set"
 
 

@@ -25,7 +25,7 @@ from luthier.packing import (
     PlannerPlace,
     PlanSettings,
     RowOrder,
-    Units,
+    UnitKind,
     count_by_source,
 )
 from luthier.packing.planned import part_of_plan
@@ -54,7 +54,7 @@ class PlannedStep:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Before:
+class StreamHistory:
     """What had happened before a window was planned: from some of these a run can go on.
 
     of_first_epoch  see `StreamPlan.first_epoch`
@@ -84,7 +84,7 @@ class Before:
         }
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any], trail: RowTrail) -> Before:
+    def from_json(cls, content: Mapping[str, Any], trail: RowTrail) -> StreamHistory:
         """``trail`` is a later one of the same run."""
         taken = np.frombuffer(zlib.decompress(base64.b64decode(content["taken"])), "<i8").reshape(-1, 4)
         return cls(
@@ -109,8 +109,8 @@ class StepWindow:
     restart   where a run that goes on from one of these steps begins
     """
 
-    before: Before
-    restart: Before
+    before: StreamHistory
+    restart: StreamHistory
     planned: Planned
     bounds: Ints
     used: Ints
@@ -198,7 +198,7 @@ def has_constant_steps(settings: PlanSettings, mixture: MixtureSettings) -> bool
     """Whether all epochs that are planned at once have as many steps as the first one."""
     # whole weights leave the multiset of lengths alone, and with it the number of packs that are planned at once;
     # and so does everything but completions that each epoch draws anew
-    drawn_anew = settings.units is Units.FEEDBACK_KL and settings.packing is not Packing.NONE
+    drawn_anew = settings.units is UnitKind.FEEDBACK_KL and settings.packing is not Packing.NONE
     whole = mixture.by is MixtureBy.EPOCHS and all(weight == int(weight) for weight in mixture.weights)
     is_cut = settings.packing is Packing.SPLIT
     return whole and not drawn_anew and not is_cut and settings.tokens_per_step is None

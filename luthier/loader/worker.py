@@ -21,17 +21,17 @@ from luthier.loader.messages import (
     Done,
     Failed,
     Frames,
-    Message,
     Ready,
     Setup,
     Work,
+    WorkerMessage,
     done_of,
     frame,
     planned_of,
     receive,
 )
 from luthier.loader.reader import BatchReader
-from luthier.loader.slots import Slots
+from luthier.loader.slots import SharedArrays
 from luthier.store.store import SampleStore
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -55,13 +55,13 @@ def _serve(connection: socket.socket) -> None:
     connection.sendall(frame(reader if isinstance(reader, Failed) else Ready()))
     if isinstance(reader, Failed):
         return
-    slots = Slots(setup.slots)
+    slots = SharedArrays(setup.slots)
     for number, work in enumerate(messages):
         assert isinstance(work, Work), work
         connection.sendall(frame(_answer(reader, work, slots, number % max(1, len(setup.slots)))))
 
 
-def _messages(connection: socket.socket) -> Iterator[Message]:
+def _messages(connection: socket.socket) -> Iterator[WorkerMessage]:
     frames = Frames()
     while True:
         yield from receive(connection, frames)
@@ -76,7 +76,7 @@ def _reader(setup: Setup) -> BatchReader | Failed:
         return _failed(error)
 
 
-def _answer(reader: BatchReader, work: Work, slots: Slots, slot: int) -> Done | Failed:
+def _answer(reader: BatchReader, work: Work, slots: SharedArrays, slot: int) -> Done | Failed:
     try:
         return done_of(reader.lay_out(planned_of(work)), slots, slot)
     except Exception as error:  # noqa: BLE001  the edge of a process: the trainer raises it again

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from luthier.config.schema import AdapterConfig, AdapterType, Part
+from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
 from luthier.errors import ModelError
 from luthier.models.model import REWARD_HEAD
 from luthier.models.parts import ModelParts, find_parts
@@ -92,13 +92,13 @@ def _plain_weight(end: nn.Module) -> object:
     return (end.original_module if isinstance(end, AuxiliaryTrainingWrapper) else end).weight
 
 
-def parts_left_out(model: PreTrainedModel, section: AdapterConfig) -> tuple[Part, ...]:
+def parts_left_out(model: PreTrainedModel, section: AdapterConfig) -> tuple[ModelPart, ...]:
     """The parts of a model that sees or hears whose weights stay as they are, by ``adapter.train_parts``."""
     if section.type is AdapterType.FREEZE:
         return ()
     parts = find_parts(model)
     there = {parts.of(name) for name, _ in model.named_parameters()}
-    return tuple(part for part in Part if part in there and part not in section.train_parts)
+    return tuple(part for part in ModelPart if part in there and part not in section.train_parts)
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -215,7 +215,7 @@ def _check_some_trained(model: PreTrainedModel, section: AdapterConfig, parts: M
     there = {parts.of(name) for name, _ in model.named_parameters()}
     raise ModelError(
         f"adapter.train_parts {', '.join(section.train_parts)}: {type(model).__name__} has no such part",
-        hint=f"it has {', '.join(part for part in Part if part in there)}",
+        hint=f"it has {', '.join(part for part in ModelPart if part in there)}",
     )
 
 

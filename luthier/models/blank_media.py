@@ -22,14 +22,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.collation import MediaInputs
-from luthier.config.schema import Part
+from luthier.config.schema import ModelPart
 from luthier.errors import ModelError
 from luthier.media import Decoded, MediaKind, MediaProcessor, join_features, merge_features
 from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo
 from luthier.models.parts import ModelParts, find_parts
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 
-Features = Mapping[str, torch.Tensor]
+TensorFeatures = Mapping[str, torch.Tensor]
 """What a family's processor makes of one item, a black picture or silence: keyword arguments of the model. Zeros would
 not do: some models take a picture of zeros for padding."""
 
@@ -42,9 +42,9 @@ _ENCODES = {"image": "get_image_features", "video": "get_video_features", "audio
 class BlankMedia:
     """A blank item of each kind whose encoder is trained, or whose features pass through something that is."""
 
-    features: Mapping[str, Features]
+    features: Mapping[str, TensorFeatures]
 
-    def missing(self, inputs: Mapping[str, Any]) -> dict[str, Features]:
+    def missing(self, inputs: Mapping[str, Any]) -> dict[str, TensorFeatures]:
         """Those of which a batch has nothing."""
         return {kind: each for kind, each in self.features.items() if inputs.keys().isdisjoint(each)}
 
@@ -76,7 +76,7 @@ def run_blanks(
     return found
 
 
-def blank_features(processor: MediaProcessor) -> dict[str, Features]:
+def blank_features(processor: MediaProcessor) -> dict[str, TensorFeatures]:
     """An item of each kind that has an encoder of its own: a small black picture (or video), a second of silence."""
     kinds = processor.kinds
     items: dict[str, tuple[MediaHeader, Decoded]] = {}
@@ -92,7 +92,7 @@ def blank_features(processor: MediaProcessor) -> dict[str, Features]:
         rate = int(processor.settings(MediaKind.AUDIO)["sampling_rate"])
         heard = DecodedAudio(samples=np.zeros(rate, dtype=np.float32), sampling_rate=rate)
         items["audio"] = (AudioHeader(num_samples=rate, sampling_rate=rate), heard)
-    found: dict[str, Features] = {}
+    found: dict[str, TensorFeatures] = {}
     for kind, item in items.items():
         joined = join_features(processor.family, [processor.features([item])])
         arrays = merge_features(processor.family, [joined])
@@ -101,7 +101,7 @@ def blank_features(processor: MediaProcessor) -> dict[str, Features]:
 
 
 def needed_blanks(
-    model: nn.Module, parts: ModelParts, features: Mapping[str, Features], notes: list[str]
+    model: nn.Module, parts: ModelParts, features: Mapping[str, TensorFeatures], notes: list[str]
 ) -> BlankMedia:
     """The blanks that reach parameters which are trained, and which none before them reaches.
 
@@ -115,7 +115,7 @@ def needed_blanks(
     reached: set[str] = set()
     needed = {}
     base = "base_model.model." if isinstance(model, PeftModel) else ""
-    outside = {name for name in trained if parts.of(name.removeprefix(base)) is not Part.LANGUAGE_MODEL}
+    outside = {name for name in trained if parts.of(name.removeprefix(base)) is not ModelPart.LANGUAGE_MODEL}
     for kind, of_kind in features.items():
         if not outside and not hasattr(_plain(model), _ENCODES[kind]):
             continue  # whatever it is that encodes them, it is not trained
@@ -156,7 +156,7 @@ def with_blanks(model: nn.Module, blanks: BlankMedia | None, inputs: Mapping[str
         hook.remove()
 
 
-def _encoded(model: nn.Module, kind: str, features: Features) -> torch.Tensor:
+def _encoded(model: nn.Module, kind: str, features: TensorFeatures) -> torch.Tensor:
     """The sum of all that the model's encoder of this kind, and what takes its features to the words, give."""
     plain = _plain(model)
     encode = getattr(plain, _ENCODES[kind], None)

@@ -22,7 +22,7 @@ from torch import nn
 
 from luthier.errors import ModelError
 from luthier.objectives.head import AnyHead, Head
-from luthier.objectives.head_kernels import HeadKernel
+from luthier.objectives.head_kernels import LossKernel
 from luthier.objectives.token_scores import token_scores
 
 Scores = TypeVar("Scores")
@@ -52,7 +52,7 @@ class OutputHead:
     softcap: float | None = None
     tapped: bool = True
     keeps: bool = True
-    kernel: HeadKernel | None = None
+    kernel: LossKernel | None = None
     note: str | None = None
 
 

@@ -150,7 +150,7 @@ def _within(reach: BlockReach, needs: MediaNeeds) -> str:
 # Trying a way of isolation on the model itself, on the first tokens of two segments.
 
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 TOKENS_TRIED = 24  # of each segment: enough for any attention to reach across
 TOLERANCE = 1e-4  # of the largest logit; the same kernels run on the same shapes, so isolated logits do not move at all
@@ -230,7 +230,7 @@ class Trial:
             inputs[PREFIX_TYPES] = torch.ones_like(inputs["input_ids"])
         return replace(batch, model_inputs=inputs)
 
-    def _quietly(self, ask: Callable[[], Answer]) -> Answer:
+    def _quietly(self, ask: Callable[[], Result]) -> Result:
         training = self.model.training
         self.model.eval()
         try:

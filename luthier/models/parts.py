@@ -14,9 +14,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
-from luthier.config.schema import Part
+from luthier.config.schema import ModelPart
 from luthier.layout import position_scheme
-from luthier.media.families.family import Attention, Family, Packing
+from luthier.media.families.family import Attention, Family, PackingSupport
 from luthier.media.families.table import FAMILIES
 
 MODALITIES = ("image", "video", "audio")
@@ -35,14 +35,14 @@ class ModelParts:
     def __bool__(self) -> bool:
         return bool(self.tower or self.projector)
 
-    def of(self, name: str) -> Part:
+    def of(self, name: str) -> ModelPart:
         """The part that a module or parameter of this name belongs to."""
         tower, projector = _depth(name, self.tower), _depth(name, self.projector)
         if max(tower, projector) == 0:
-            return Part.LANGUAGE_MODEL
-        return Part.TOWER if tower > projector else Part.PROJECTOR
+            return ModelPart.LANGUAGE_MODEL
+        return ModelPart.TOWER if tower > projector else ModelPart.PROJECTOR
 
-    def outside(self, model: nn.Module, trained: Sequence[Part]) -> str | None:
+    def outside(self, model: nn.Module, trained: Sequence[ModelPart]) -> str | None:
         """A regular expression for the names of all modules that are in none of these parts; None: there are none."""
         names = [name for name, module in model.named_modules() if not any(True for _ in module.children())]
         found = sorted({_pattern(name) for name in names if self.of(name) not in trained})
@@ -195,7 +195,7 @@ def media_needs(family: Family, config: Mapping[str, Any]) -> MediaNeeds:
     types = None
     if family.attention in (Attention.IMAGE_BLOCKS, Attention.WHOLE_BLOCKS):
         types = next(name for name in TYPE_INPUTS if name in family.token_inputs)
-    refusal = f"family {family.name}: {family.reason}" if family.packing is Packing.PADDED else None
+    refusal = f"family {family.name}: {family.reason}" if family.packing is PackingSupport.PADDED else None
     return MediaNeeds(
         num_positions=None if scheme is None else scheme.text_row + scheme.num_axes,
         text_row=scheme is None or scheme.text_row,

@@ -11,7 +11,7 @@ from luthier.objectives.feedback_losses import (
     kl_measure,
 )
 from luthier.objectives.head import AnyHead, Head
-from luthier.objectives.hidden_loss import Reference, hidden_loss_sum
+from luthier.objectives.hidden_loss import ReferenceHidden, hidden_loss_sum
 from luthier.objectives.measures import Measure, Measures, RunningMean, SequenceLoss, measure
 from luthier.objectives.pair_formulas import Counterparts, PairBaselines, PairSettings, counterparts
 from luthier.objectives.pair_losses import pair_loss_sum, reward_loss_sum
@@ -32,7 +32,7 @@ __all__ = [
     "PairBaselines",
     "PairScores",
     "PairSettings",
-    "Reference",
+    "ReferenceHidden",
     "RunningMean",
     "SequenceLoss",
     "SequenceScores",

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from luthier.objectives.head import AnyHead, Head, hand_over_, scaled_
-from luthier.objectives.head_kernels import KERNEL_DTYPES, HeadKernel, KernelAnswer, KernelTask
+from luthier.objectives.head_kernels import KERNEL_DTYPES, KernelAnswer, KernelTask, LossKernel
 
 
 def is_fused(head: AnyHead, ids_K: torch.Tensor) -> bool:
@@ -62,7 +62,7 @@ def fused_logps(hidden_KD: torch.Tensor, head: Head, ids_K: torch.Tensor) -> tup
 class _Terms:
     """All of a task but its tensors; ``dtype`` is that of the products, in the backward pass too."""
 
-    kernel: HeadKernel
+    kernel: LossKernel
     dtype: torch.dtype
     scale: float
     softcap: float | None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from luthier.objectives.head_kernels import Gradients, HeadKernel
+from luthier.objectives.head_kernels import Gradients, LossKernel
 
 CHUNK_ELEMENTS = 2**24  # 64 MiB of float32: at 150k vocabulary 110 rows, enough for the products' full speed
 
@@ -32,7 +32,7 @@ class Head:
     bias_V: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
-    kernel: HeadKernel | None = None
+    kernel: LossKernel | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -52,7 +52,7 @@ class KernelAnswer:
     gradients: Gradients
 
 
-class HeadKernel(Protocol):
+class LossKernel(Protocol):
     """A kernel. ``name``: the library and its version, for the run's log."""
 
     @property
@@ -80,7 +80,7 @@ class LigerKernel:
         self._forward: Callable[..., Any] = fused_linear_cross_entropy_forward
 
     def __call__(self, task: KernelTask) -> KernelAnswer:
-        """See `HeadKernel`."""
+        """See `LossKernel`."""
         try:
             losses_K, predicted_K, gradients = self._run(task)
         except self._refusal as error:

@@ -40,7 +40,7 @@ PLAIN = TokenSettings()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Reference:
+class ReferenceHidden:
     """What the reference model has to say of the same K targets: its hidden states there, and its head."""
 
     hidden_KD: torch.Tensor
@@ -54,7 +54,7 @@ def hidden_loss_sum(
     weights_K: torch.Tensor | None = None,
     *,
     settings: TokenSettings = PLAIN,
-    reference: Reference | None = None,
+    reference: ReferenceHidden | None = None,
     sources_K: torch.Tensor | None = None,
     num_sources: int = 1,
 ) -> TokenLoss:
@@ -84,7 +84,7 @@ def hidden_loss_sum(
             head.bias_V,
             head,
             ids_K,
-            _Task(weights_K, settings, reference, torch.is_grad_enabled()),
+            _HeadTask(weights_K, settings, reference, torch.is_grad_enabled()),
         )
     else:
         differentiable_K, correct_K = _losses_by_function(hidden_KD, head, ids_K, settings, reference)
@@ -97,12 +97,12 @@ def hidden_loss_sum(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Task:
+class _HeadTask:
     """What is computed of the head's logits, none of it differentiated."""
 
     weights_K: torch.Tensor | None
     settings: TokenSettings
-    reference: Reference | None
+    reference: ReferenceHidden | None
     grad_enabled: bool
 
 
@@ -117,7 +117,7 @@ class _LossSum(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         head: Head,
         ids_K: torch.Tensor,
-        task: _Task,
+        task: _HeadTask,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype, settings, weights_K = head.compute_dtype, task.settings, task.weights_K
         work = ChunkedHead(head, hidden_KD, dtype=dtype)
@@ -129,7 +129,7 @@ class _LossSum(torch.autograd.Function):
         for rows in work.chunks():
             logits_CV, slope_CV = work.logits(rows)
             reference_CV = None if judge is None else judge.logits(rows)[0].softmax(dim=1)
-            chunk = _Chunk.of(logits_CV, ids_K[rows], reference_CV, settings)
+            chunk = _LogitChunk.of(logits_CV, ids_K[rows], reference_CV, settings)
             weights_C = None if weights_K is None else weights_K[rows].to(work.exact)
             losses_K[rows], slopes = chunk.losses(settings, weights_C)
             correct_K[rows] = chunk.softmax.correct_C
@@ -148,7 +148,7 @@ class _LossSum(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
+class _LogitChunk:
     """One chunk of targets on the way from logits to losses to the logits' gradient, in one [C, V] memory."""
 
     softmax: Softmax
@@ -159,7 +159,7 @@ class _Chunk:
     @staticmethod
     def of(
         logits_CV: torch.Tensor, ids_C: torch.Tensor, reference_CV: torch.Tensor | None, settings: TokenSettings
-    ) -> _Chunk:
+    ) -> _LogitChunk:
         zeros_C = logits_CV.new_zeros(len(ids_C))
         mean_logits_C = logits_CV.mean(dim=1) if settings.label_smoothing else zeros_C
         cross_C = zeros_C if reference_CV is None else _expectation(reference_CV, logits_CV)
@@ -174,7 +174,7 @@ class _Chunk:
             kl_C=kl_C,
             entropy_C=_top_entropy(softmax.numerators_CV) if LOSSES.named(settings.loss).needs_entropy else zeros_C,
         )
-        return _Chunk(softmax, quantities, reference_CV, bool(settings.label_smoothing))
+        return _LogitChunk(softmax, quantities, reference_CV, bool(settings.label_smoothing))
 
     def losses(
         self, settings: TokenSettings, weights_C: torch.Tensor | None
@@ -212,7 +212,7 @@ def _losses_by_function(
     head: AnyHead,
     ids_K: torch.Tensor,
     settings: TokenSettings,
-    reference: Reference | None,
+    reference: ReferenceHidden | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses of K targets, differentiable through a head that is a function, and whether each is ranked first."""
     assert not isinstance(head, Head)
@@ -242,7 +242,7 @@ def _losses_by_function(
     return losses_K, correct_K
 
 
-def _judge(reference: Reference | None) -> ChunkedHead | None:
+def _judge(reference: ReferenceHidden | None) -> ChunkedHead | None:
     if reference is None:
         return None
     return ChunkedHead(reference.head, reference.hidden_KD, dtype=reference.head.compute_dtype)

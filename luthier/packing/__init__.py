@@ -8,7 +8,7 @@ from luthier.packing.packer import WindowPacker, is_at_once
 from luthier.packing.planned import MicroBatchPlan, Planned
 from luthier.packing.planner import EpochPlanner, GrowingTable, PlannerPlace, RowSegments, TableRows
 from luthier.packing.realised import SourceShare, count_by_source, realised_mixture, shares_of, source_counts
-from luthier.packing.settings import PATCH_COST, PlanSettings, Segments, SegmentTable, Units
+from luthier.packing.settings import PATCH_COST, PlanSettings, Segments, SegmentTable, UnitKind
 from luthier.packing.split import Pieces, split_segments
 from luthier.packing.units import completion_room, draw_partners, held_tokens, unit_table
 from luthier.packing.window import plan_packs
@@ -32,7 +32,7 @@ __all__ = [
     "Segments",
     "SourceShare",
     "TableRows",
-    "Units",
+    "UnitKind",
     "WindowPacker",
     "completion_room",
     "count_by_source",

@@ -23,7 +23,7 @@ from luthier.packing.order import EpochOrder
 from luthier.packing.packer import WindowPacker
 from luthier.packing.padded import pad_rows
 from luthier.packing.planned import Planned, bounds_of, sums
-from luthier.packing.settings import PlanSettings, SegmentTable, Units
+from luthier.packing.settings import PlanSettings, SegmentTable, UnitKind
 from luthier.packing.units import epoch_lengths, held_tokens, unit_bounds, unit_table
 
 FIRST_BLOCK, LARGEST_BLOCK = 256, 2048  # rows of the order that are taken at a time: few at first, to begin soon
@@ -182,7 +182,7 @@ class EpochPlanner:
         self._ordinal = self._lost = 0
         self._occurrences = GrowingTable(OCCURRENCE)
         self._padded: list[tuple[Ints, SegmentTable]] = []
-        drawn = settings.units is Units.FEEDBACK_KL
+        drawn = settings.units is UnitKind.FEEDBACK_KL
         self._drawn = epoch_lengths(rows.whole(), settings, epoch=epoch) if drawn else None
         packed = settings.packing is not Packing.NONE
         self._packer = WindowPacker(settings, epoch=epoch, total=len(order)) if packed else None

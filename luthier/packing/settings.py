@@ -21,7 +21,7 @@ PATCH_COST = LINEAR_COST // 16
 Ints = NDArray[np.int64]
 
 
-class Units(StrEnum):
+class UnitKind(StrEnum):
     """What of a row is compared, and so has to be in one micro-batch.
 
     none         nothing: each segment goes its own way
@@ -39,15 +39,15 @@ class Units(StrEnum):
     def size(self) -> int:
         """Segments that stay together: with size 2, segments ``2 u`` and ``2 u + 1`` of a table are unit ``u``."""
         match self:
-            case Units.NONE | Units.FEEDBACK:
+            case UnitKind.NONE | UnitKind.FEEDBACK:
                 return 1
-            case Units.PAIRS | Units.FEEDBACK_KL:
+            case UnitKind.PAIRS | UnitKind.FEEDBACK_KL:
                 return 2
 
     @property
     def are_compared(self) -> bool:
         """Whether an objective compares segments, or judges them by a verdict."""
-        return self is not Units.NONE
+        return self is not UnitKind.NONE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -114,7 +114,7 @@ class PlanSettings:
     tokens_per_step: int | None = None
     window: int = DEFAULT_WINDOW
     linear_cost: int = LINEAR_COST
-    units: Units = Units.NONE
+    units: UnitKind = UnitKind.NONE
     shared: bool = False
 
     @property
@@ -125,7 +125,7 @@ class PlanSettings:
     def __post_init__(self) -> None:
         assert self.capacity >= 1 and self.rows_per_micro_batch >= 1 and self.num_ranks >= 1
         assert self.window >= 1 and self.linear_cost >= 0 and (self.tokens_per_step or 1) >= 1
-        assert self.units is Units.NONE or self.packing is not Packing.SPLIT, "what is compared is never cut"
+        assert self.units is UnitKind.NONE or self.packing is not Packing.SPLIT, "what is compared is never cut"
         assert not self.shared or self.packing.is_packed, "padded rows share nothing"
         assert self.micro_batches_per_step % self.num_ranks == 0 and self.micro_batches_per_step > 0, (
             f"{self.micro_batches_per_step} micro-batches a step cannot be shared by {self.num_ranks} ranks"

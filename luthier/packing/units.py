@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from luthier.config.schema import Packing
 from luthier.errors import UserError
 from luthier.packing.planned import sums
-from luthier.packing.settings import PlanSettings, SegmentTable, Units, segment_costs
+from luthier.packing.settings import PlanSettings, SegmentTable, UnitKind, segment_costs
 
 Ints = NDArray[np.int64]
 
@@ -58,7 +58,7 @@ def completion_room(prompt_lengths: Ints, completion_lengths: Ints, max_length: 
 
 def epoch_lengths(table: SegmentTable, settings: PlanSettings, *, epoch: int) -> Ints:
     """int64[N]: the segments' lengths in this epoch, which differ from the table's where completions are drawn."""
-    if settings.units is not Units.FEEDBACK_KL or not len(table.lengths):
+    if settings.units is not UnitKind.FEEDBACK_KL or not len(table.lengths):
         return table.lengths
     prompts = _prompts(table)[::2]
     completions = table.lengths[::2] - prompts

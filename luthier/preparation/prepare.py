@@ -20,7 +20,7 @@ from luthier.preparation.quarantine import Quarantine
 from luthier.preparation.ray_cluster import resolve_units_with_ray
 from luthier.preparation.resolver import Progress, Resolver
 from luthier.preparation.sharing import resolve_units
-from luthier.preparation.units import Units
+from luthier.preparation.units import WorkUnits
 from luthier.preparation.workers import RowEncoder
 from luthier.sources import Source, open_sources, resolve_sources
 from luthier.store.manifest import SPOOL
@@ -81,7 +81,7 @@ def prepare(
 def _portions(
     sources: Sequence[Source], resolver: Resolver, workers: int | Literal["auto"], ray_address: str | None
 ) -> Generator[ResolvedPortion, None, None]:
-    units = Units.of(sources, spool=resolver.folder.parent / SPOOL)
+    units = WorkUnits.of(sources, spool=resolver.folder.parent / SPOOL)
     if units is None or not units.units:  # a stream has no parts that could be shared
         return resolver.resolve(read_in_order(sources), workers=workers)
     if ray_address is not None:
@@ -93,7 +93,7 @@ def _portions(
 # Resolved portions become a set: columns of numbers, 28 bytes a row, for there may be many millions.
 
 
-Number = TypeVar("Number", np.int32, np.int64)
+NumberType = TypeVar("NumberType", np.int32, np.int64)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -179,7 +179,7 @@ def _num_repeated(parts: list[NDArray[np.uint64]]) -> int:
     return len(digests) - len(np.unique(digests))
 
 
-def _joined(parts: list[NDArray[Number]], kind: type[Number]) -> NDArray[Number]:
+def _joined(parts: list[NDArray[NumberType]], kind: type[NumberType]) -> NDArray[NumberType]:
     """The parts as one array; the list is emptied, so that the memory is needed once."""
     joined = np.concatenate([np.zeros(0, kind), *parts])
     parts.clear()

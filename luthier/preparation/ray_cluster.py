@@ -16,7 +16,7 @@ from luthier.errors import UserError, install_hint
 from luthier.preparation.portions import ResolvedPortion
 from luthier.preparation.resolver import Resolver
 from luthier.preparation.sharing import UnitResolver, place_units
-from luthier.preparation.units import Units, decode_result
+from luthier.preparation.units import WorkUnits, decode_result
 from luthier.preparation.workers import RowEncoder
 from luthier.sources import Source
 from luthier.store.manifest import SPOOL
@@ -48,7 +48,7 @@ class UnitActor:
     """Lives in a process of the cluster, keeps its encoder, and resolves one unit after the other."""
 
     def __init__(self, task: Task) -> None:
-        units = Units.of(task.sources, spool=task.folder.parent / SPOOL)
+        units = WorkUnits.of(task.sources, spool=task.folder.parent / SPOOL)
         assert units is not None, "a stream has no units"
         self._done: dict[int, bytes] = {}
         self._resolver = Resolver(
@@ -75,7 +75,9 @@ class UnitActor:
         )
 
 
-def resolve_units_with_ray(units: Units, resolver: Resolver, *, address: str) -> Generator[ResolvedPortion, None, None]:
+def resolve_units_with_ray(
+    units: WorkUnits, resolver: Resolver, *, address: str
+) -> Generator[ResolvedPortion, None, None]:
     """All rows of all units in their order, resolved by the cluster at ``address`` (``auto``: the one of this node,
     ``local``: processes of this machine). Close the generator to stop its work.
 
@@ -92,7 +94,7 @@ def resolve_units_with_ray(units: Units, resolver: Resolver, *, address: str) ->
             ray.shutdown()
 
 
-def _results(ray: Any, units: Units, resolver: Resolver) -> Iterator[bytes]:
+def _results(ray: Any, units: WorkUnits, resolver: Resolver) -> Iterator[bytes]:
     """The encoded results, in order; actors work ahead, no further than `TASKS_AHEAD` each."""
     task = Task(sources=resolver.sources, encoder=resolver.encoder, folder=resolver.folder, split=resolver.split)
     num_actors = max(1, min(int(ray.cluster_resources().get("CPU", 1)), len(units.units)))

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from luthier.config.schema import Overflow
 from luthier.errors import RowDropped, UserError
-from luthier.layout import Window, cut_prompt, leaf_segment, plan_windows, span_of, splice, take_window
+from luthier.layout import SegmentCut, cut_prompt, leaf_segment, plan_windows, span_of, splice, take_window
 from luthier.ledger import Ledger
-from luthier.packing import PATCH_COST, SegmentTable, Units, completion_room
+from luthier.packing import PATCH_COST, SegmentTable, UnitKind, completion_room
 from luthier.preparation.prepared import PreparedSet
 from luthier.records import Segment
 from luthier.store.shard import joined
@@ -54,7 +54,7 @@ class SegmentIndex:
     lost_rows: Ints
 
     def __init__(
-        self, prepared: PreparedSet, *, max_length: int, overflow: Overflow, units: Units = Units.NONE
+        self, prepared: PreparedSet, *, max_length: int, overflow: Overflow, units: UnitKind = UnitKind.NONE
     ) -> None:
         """Plan all cuts; tokens are read only of segments that have to be cut.
 
@@ -63,7 +63,7 @@ class SegmentIndex:
         self.prepared, self.units = prepared, units
         self.ledger = Ledger.from_json(prepared.ledger.to_json())
         leaves = Leaves.of_rows(prepared)
-        if units is Units.NONE:
+        if units is UnitKind.NONE:
             cuts = cut_leaves(prepared, leaves, max_length=max_length, overflow=overflow)
         else:
             cuts = cut_units(prepared, leaves, max_length=max_length, overflow=overflow, units=units)
@@ -72,11 +72,11 @@ class SegmentIndex:
         self.sample_ids = prepared.sample_ids[self.row_ids]
         self.source_ids = prepared.source_ids[self.row_ids].astype(np.int64)
         self.prompt_lengths = np.zeros_like(self.lengths)
-        if units is not Units.NONE:
+        if units is not UnitKind.NONE:
             self.prompt_lengths = prepared.store.root_lengths[self.sample_ids] - (self._start - self._head)
         self.held = self._find_held(leaves, max_length)
         self.lost_rows = self._account(leaves, cuts, max_length)
-        if units is Units.FEEDBACK_KL:
+        if units is UnitKind.FEEDBACK_KL:
             self._add_drawn(max_length)
 
     def __len__(self) -> int:
@@ -86,13 +86,13 @@ class SegmentIndex:
         """The segment, its first token no target. Raises `StoreError` if its bytes are damaged."""
         if not 0 <= index < len(self):
             raise IndexError(f"segment {index} of {len(self)}")
-        if self.units is Units.FEEDBACK_KL and index % 2:
+        if self.units is UnitKind.FEEDBACK_KL and index % 2:
             own, other = self[index - 1], self[(index + 1) % len(self)]
             prompt, theirs = int(self.prompt_lengths[index]), int(self.prompt_lengths[(index + 1) % len(self)])
             room = int(self.lengths[index]) - prompt
             return splice(span_of(own, 0, prompt), span_of(other, theirs, theirs + room))
         segment = leaf_segment(self.prepared[int(self.row_ids[index])], int(self._leaf_number[self._leaf[index]]))
-        window = Window(
+        window = SegmentCut(
             head=int(self._head[index]),
             start=int(self._start[index]),
             stop=int(self._stop[index]),
@@ -110,7 +110,7 @@ class SegmentIndex:
         return int(self._head[index])
 
     def cuts(self) -> tuple[Ints, Ints, Ints, Ints, NDArray[np.bool_]]:
-        """``(leaf, head, start, stop, open_end)`` of every segment: `place` and `layout.Window` as columns."""
+        """``(leaf, head, start, stop, open_end)`` of every segment: `place` and `layout.SegmentCut` as columns."""
         return self._leaf_number[self._leaf], self._head, self._start, self._stop, self._open_end
 
     def table(self) -> SegmentTable:
@@ -118,7 +118,7 @@ class SegmentIndex:
 
         Raises `UserError` where other rows' completions are to be drawn and there is no other row.
         """
-        if self.units is Units.FEEDBACK_KL and len(self) == self.units.size:
+        if self.units is UnitKind.FEEDBACK_KL and len(self) == self.units.size:
             where = self.prepared.address(int(self.row_ids[0]))
             raise UserError(
                 f"{where}: the only row of its side of the data, and the loss estimates a KL from others' answers",
@@ -132,8 +132,8 @@ class SegmentIndex:
             source_ids=self.source_ids,
             source_weights=tuple(source.weight for source in self.prepared.sources),
             extra_costs=PATCH_COST * self.encoder_lengths if self.encoder_lengths.any() else None,
-            prompt_lengths=None if self.units is Units.NONE else self.prompt_lengths,
-            held=self.held if self.units is Units.NONE and self.held.any() else None,
+            prompt_lengths=None if self.units is UnitKind.NONE else self.prompt_lengths,
+            held=self.held if self.units is UnitKind.NONE and self.held.any() else None,
         )
 
     def _take(self, leaves: Leaves, cuts: Cuts) -> None:
@@ -161,8 +161,8 @@ class SegmentIndex:
 
     def _find_held(self, leaves: Leaves, max_length: int) -> Ints:
         held = np.zeros_like(self.lengths)
-        if self.units is not Units.NONE:
-            held[1::2] = self.prompt_lengths[1::2] if self.units is Units.PAIRS else 0
+        if self.units is not UnitKind.NONE:
+            held[1::2] = self.prompt_lengths[1::2] if self.units is UnitKind.PAIRS else 0
             return held
         if not leaves.held.any():
             return held
@@ -285,7 +285,7 @@ class Cuts:
     whole: Ints
     dropped: bool
     leaf: list[int] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
+    windows: list[SegmentCut] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
 
 
@@ -308,7 +308,7 @@ def cut_leaves(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overfl
     return cuts
 
 
-def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflow: Overflow, units: Units) -> Cuts:
+def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflow: Overflow, units: UnitKind) -> Cuts:
     """A row's leaves together: all of them stay, or none, and all lose the same tokens of the prompt that they share.
 
     Raises `UserError` under ``Overflow.ERROR`` for the first row that is too long, under ``Overflow.SPLIT``, and for a
@@ -357,12 +357,12 @@ def _cut_prompt_of(prepared: PreparedSet, row: int, leaves: Leaves, cuts: Cuts, 
     cuts.leaf.extend(own)
     for leaf in own:
         stop, num_targets = int(leaves.lengths[leaf]), int(leaves.num_targets[leaf])
-        cuts.windows.append(Window(head=head, start=start, stop=stop, open_end=False, num_targets=num_targets))
+        cuts.windows.append(SegmentCut(head=head, start=start, stop=stop, open_end=False, num_targets=num_targets))
     cuts.notes[PROMPT_TRUNCATED] += 1
 
 
-def _check_rows(prepared: PreparedSet, leaves: Leaves, units: Units) -> None:
-    wanted = 2 if units is Units.PAIRS else 1
+def _check_rows(prepared: PreparedSet, leaves: Leaves, units: UnitKind) -> None:
+    wanted = 2 if units is UnitKind.PAIRS else 1
     counts = np.bincount(leaves.row, minlength=len(prepared))
     verdicts = prepared.store.verdicts[prepared.sample_ids]
     wrong = (counts != wanted) | np.isnan(verdicts)

@@ -25,7 +25,7 @@ from luthier.preparation.units import (
     RememberedUnits,
     UnitBytes,
     UnitResult,
-    Units,
+    WorkUnits,
     decode_result,
     encode_result,
 )
@@ -34,7 +34,7 @@ from luthier.store.work_list import WorkList
 
 
 def resolve_units(
-    units: Units, resolver: Resolver, *, workers: int | Literal["auto"]
+    units: WorkUnits, resolver: Resolver, *, workers: int | Literal["auto"]
 ) -> Generator[ResolvedPortion, None, None]:
     """All rows of all units in their order, whichever process resolved them. Close the generator to leave the work.
 
@@ -52,7 +52,7 @@ def resolve_units(
         yield from place_units(units, work.in_order(help_out), resolver)
 
 
-def place_units(units: Units, results: Iterable[bytes], resolver: Resolver) -> Iterator[ResolvedPortion]:
+def place_units(units: WorkUnits, results: Iterable[bytes], resolver: Resolver) -> Iterator[ResolvedPortion]:
     """The rows of all units, of which the encoded ``results`` come in their order. Raises `StoreError`."""
     store = resolver.store
     placing = Placing()
@@ -74,7 +74,7 @@ def place_units(units: Units, results: Iterable[bytes], resolver: Resolver) -> I
 class UnitResolver:
     """Resolves units one after the other; ``on_done(number, encoded result)`` is called for each."""
 
-    units: Units
+    units: WorkUnits
     resolver: Resolver
     workers: int | Literal["auto"]
     on_done: Callable[[int, bytes], object]

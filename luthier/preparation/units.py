@@ -66,7 +66,7 @@ class IndexUnit:
     stop: int
 
 
-Unit = LineUnit | IndexUnit
+WorkUnit = LineUnit | IndexUnit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -91,25 +91,25 @@ class CutUnit:
     """A unit's rows. ``first_line`` is the number of lines before it in its file, ``num_lines`` how many it has; both
     are 0 for an `IndexUnit`."""
 
-    unit: Unit
+    unit: WorkUnit
     rows: Iterator[RowBytes | RowError]
     first_line: int = 0
     num_lines: int = 0
 
 
 @dataclass(kw_only=True, eq=False)
-class Units:
+class WorkUnits:
     """All units of some sources, in the order of their rows. The same for every process that sees the same data."""
 
     sources: Sequence[Source]
-    units: list[Unit] = field(default_factory=list)
+    units: list[WorkUnit] = field(default_factory=list)
     _indexes: dict[int, RowIndex] = field(default_factory=dict)
     _line_counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # so many lines before this byte
     _conversions: dict[int, str] = field(default_factory=dict)
     _buffer: bytearray = field(default_factory=bytearray)
 
     @classmethod
-    def of(cls, sources: Sequence[Source], *, spool: Path | None = None) -> Units | None:
+    def of(cls, sources: Sequence[Source], *, spool: Path | None = None) -> WorkUnits | None:
         """The units of these sources; None if one of them is a stream. ``spool``: see `Source.index`.
 
         Raises `SourceError`.

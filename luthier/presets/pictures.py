@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.presets.quizzes import Question, Quiz, QuizSkill, quiz_rows
+from luthier.presets.quizzes import Quiz, QuizQuestion, QuizSkill, quiz_rows
 
 _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
 
@@ -69,7 +69,7 @@ def _named(shape: str, count: int) -> str:
 def _quiz(picture: bytes, answers: dict[str, str], key: str) -> Quiz:
     return Quiz(
         shown=[{"type": "image", "image": {"bytes": picture}}],
-        questions=[Question(key=key, question=asked, answer=answer) for asked, answer in answers.items()],
+        questions=[QuizQuestion(key=key, question=asked, answer=answer) for asked, answer in answers.items()],
     )
 
 
@@ -99,10 +99,10 @@ COLOURS = {
     "pink": (250, 140, 200),
     "cyan": (40, 205, 225),
 }
-_Mask = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.bool_]]
+_DrawShape = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.bool_]]
 
 # Where a shape is: of points with y down and x to the right, -1 to 1 within its box.
-SHAPES: dict[str, _Mask] = {
+SHAPES: dict[str, _DrawShape] = {
     "circle": lambda y, x: y**2 + x**2 <= 1,
     "square": lambda y, x: np.maximum(abs(y), abs(x)) <= 0.9,
     "triangle": lambda y, x: (abs(x) <= (y + 1) / 2) & (y <= 0.9),
@@ -161,7 +161,7 @@ def _within(dots: NDArray[np.bool_], y: NDArray[np.float64], x: NDArray[np.float
     return np.asarray(dots[row, column])
 
 
-def _paint(mask: _Mask, boxes: Sequence[_Box], colour: str, rng: Random) -> bytes:
+def _paint(mask: _DrawShape, boxes: Sequence[_Box], colour: str, rng: Random) -> bytes:
     """The pixels follow from the arguments alone; their compression may differ from one zlib to another."""
     covered = np.zeros((SIZE * _FINE, SIZE * _FINE), dtype=bool)
     for box in boxes:

@@ -16,7 +16,7 @@ _MOST_TURNS = 4  # of a conversation in `train`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class QuizQuestion:
     """``key`` names what must be generalised, and alone decides whether the question is held out."""
 
     key: str
@@ -29,7 +29,7 @@ class Quiz:
     """Something to look at or to listen to, as parts of a message, and all that can be asked about it."""
 
     shown: Sequence[dict[str, Any]]
-    questions: Sequence[Question]
+    questions: Sequence[QuizQuestion]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ def _rows_of(skill: QuizSkill, split: str) -> Iterator[dict[str, Any]]:
             yield {"skill": skill.name, "messages": _messages(quiz.shown, chosen)}
 
 
-def _messages(shown: Sequence[dict[str, Any]], asked: Sequence[Question]) -> list[dict[str, Any]]:
+def _messages(shown: Sequence[dict[str, Any]], asked: Sequence[QuizQuestion]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for turn in asked:
         messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.presets.quizzes import Question, Quiz, QuizSkill, quiz_rows
+from luthier.presets.quizzes import Quiz, QuizQuestion, QuizSkill, quiz_rows
 
 _NUMBERS = ("one", "two", "three", "four")
 
@@ -86,7 +86,7 @@ def _draw_description(rng: Random) -> Quiz:
 
 
 def _quiz(sound: _Sound, answers: dict[str, str]) -> Quiz:
-    questions = [Question(key=sound.key, question=question, answer=answer) for question, answer in answers.items()]
+    questions = [QuizQuestion(key=sound.key, question=question, answer=answer) for question, answer in answers.items()]
     return Quiz(shown=[{"type": "audio", "audio": {"bytes": sound.wav}}], questions=questions)
 
 
@@ -117,7 +117,7 @@ _NOISE = 0.01  # of the loudest that a sample can be
 _SLOWNESS = 2  # of what makes a tone hiss: the periods of the tone that it takes
 _RAMP = 0.01  # seconds in which a tone comes and goes, so that it does not click
 
-_Wave = NDArray[np.float64]
+_Samples = NDArray[np.float64]
 
 
 class Timbre(StrEnum):
@@ -145,7 +145,7 @@ def play_glide(course: tuple[float, ...], *, timbre: Timbre, seed: int) -> bytes
     return _play([_course_tone(course, _GLIDING, timbre, rng)], rng)
 
 
-def _play(tones: Sequence[_Wave], rng: Random) -> bytes:
+def _play(tones: Sequence[_Samples], rng: Random) -> bytes:
     """The tones one after another, soon after the beginning of the sound."""
     gaps = [_silence(rng.uniform(0.08, 0.1)) for _ in tones[1:]]
     played = np.concatenate([part for pair in zip(tones, [*gaps, _silence(0)], strict=True) for part in pair])
@@ -158,7 +158,7 @@ def _play(tones: Sequence[_Wave], rng: Random) -> bytes:
     return _wav(samples)
 
 
-def _course_tone(course: Sequence[float], seconds: float, timbre: Timbre, rng: Random) -> _Wave:
+def _course_tone(course: Sequence[float], seconds: float, timbre: Timbre, rng: Random) -> _Samples:
     """A tone from -1 to 1. The frequencies, however many, are evenly spread over its time; between them it glides."""
     count = round(seconds * rng.uniform(0.9, 1.1) * SAMPLING_RATE)
     octaves = np.interp(np.linspace(0, 1, count), np.linspace(0, 1, len(course)), np.log2(course))
@@ -167,7 +167,7 @@ def _course_tone(course: Sequence[float], seconds: float, timbre: Timbre, rng: R
     return np.asarray(_shaped(timbre, phase, rng) * np.minimum(1, np.minimum(ramp, ramp[::-1])))
 
 
-def _shaped(timbre: Timbre, phase: _Wave, rng: Random) -> _Wave:
+def _shaped(timbre: Timbre, phase: _Samples, rng: Random) -> _Samples:
     match timbre:
         case Timbre.PURE:
             return np.sin(phase)
@@ -181,15 +181,15 @@ def _shaped(timbre: Timbre, phase: _Wave, rng: Random) -> _Wave:
             raise ValueError(f"{timbre!r} is no timbre")
 
 
-def _white(count: int, rng: Random) -> _Wave:
+def _white(count: int, rng: Random) -> _Samples:
     return np.frombuffer(rng.randbytes(count), dtype=np.uint8) / 127.5 - 1
 
 
-def _silence(seconds: float) -> _Wave:
+def _silence(seconds: float) -> _Samples:
     return np.zeros(round(seconds * SAMPLING_RATE))
 
 
-def _wav(samples: _Wave) -> bytes:
+def _wav(samples: _Samples) -> bytes:
     """Samples from -1 to 1 as PCM, in which 128 is silence."""
     data = np.clip(np.rint(128 + 127 * samples), 0, 255).astype(np.uint8).tobytes()
     data += b"\0" * (len(data) % 2)  # chunks have even lengths; the header counts without it

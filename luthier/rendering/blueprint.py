@@ -21,8 +21,8 @@ from operator import itemgetter
 
 from luthier.records import NOWHERE, Address, ControlPiece, Media, MediaHeader, MediaPiece, Piece, Rendered, TextPiece
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.references import Reference, Slot, exchanged, value_of
-from luthier.rendering.trace import Check, Guard, compile_guards
+from luthier.rendering.references import Slot, TextReference, exchanged, value_of
+from luthier.rendering.trace import Guard, GuardCheck, compile_guards
 
 # A text with gaps: literal text, and the numbers of the values that stand between it.
 Gapped = tuple[str | int, ...]
@@ -70,7 +70,7 @@ class TextRun:
         return texts
 
 
-Run = TextRun | ControlPiece | MediaPiece
+BlueprintRun = TextRun | ControlPiece | MediaPiece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class BranchPlan:
     """A branch of the tree: it continues the branch ``parent`` (-1: it is a root) with these runs."""
 
     parent: int
-    runs: tuple[Run, ...]
+    runs: tuple[BlueprintRun, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -91,8 +91,8 @@ class Blueprint:
     another form, because it was asked for (`one_rendering`). Blueprints are compared by identity.
     """
 
-    references: Mapping[str, Reference]
-    checks: tuple[Check, ...]
+    references: Mapping[str, TextReference]
+    checks: tuple[GuardCheck, ...]
     paths: tuple[tuple[Piece, ...], ...]
     branches: tuple[BranchPlan, ...]
     control: ControlTokens
@@ -124,14 +124,14 @@ class Blueprint:
 def build_blueprint(
     paths: Sequence[tuple[Piece, ...]],
     guards: Sequence[Guard],
-    references: Mapping[str, Reference],
+    references: Mapping[str, TextReference],
     control: ControlTokens,
 ) -> Blueprint:
     """The blueprint of paths; ``references`` has all that occur in their sketches and in the guards."""
     index_of = {char: index for index, char in enumerate(references)}
-    roots: list[_Node] = []
+    roots: list[_RunNode] = []
     before: Sequence[Piece] = ()
-    runs: list[tuple[Run, int]] = []
+    runs: list[tuple[BlueprintRun, int]] = []
     levels = [(0, roots)]
     plain = 0  # how many runs of the path before come before its first learned one
     for path in paths:
@@ -156,12 +156,14 @@ def build_blueprint(
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
-    runs: list[Run]
-    children: list[_Node] = field(default_factory=list)
+class _RunNode:
+    runs: list[BlueprintRun]
+    children: list[_RunNode] = field(default_factory=list)
 
 
-def _shared_start(before: Sequence[Piece], path: Sequence[Piece], runs: Sequence[tuple[Run, int]]) -> tuple[int, int]:
+def _shared_start(
+    before: Sequence[Piece], path: Sequence[Piece], runs: Sequence[tuple[BlueprintRun, int]]
+) -> tuple[int, int]:
     """Up to which piece, just after a control token, a path has the very pieces of another, and how many runs.
 
     Paths have the same pieces from the beginning up to some place (`paths.cut_paths`), and none behind it.
@@ -176,7 +178,7 @@ def _shared_start(before: Sequence[Piece], path: Sequence[Piece], runs: Sequence
 
 def _runs(
     path: Sequence[Piece], start: int, index_of: Mapping[str, int], control: ControlTokens
-) -> Iterator[tuple[Run, int]]:
+) -> Iterator[tuple[BlueprintRun, int]]:
     """The runs from piece ``start`` on, each with the piece it ends before."""
     # A change of `by_model` is the seam between prompt and completion: inference encodes the two apart.
     keys = [piece.by_model if isinstance(piece, TextPiece) else id(piece) for piece in path[start:]]
@@ -215,7 +217,7 @@ def _gapped(sketch: str, index_of: Mapping[str, int]) -> Gapped:
     return tuple(parts)
 
 
-def _insert(levels: list[tuple[int, list[_Node]]], runs: list[Run]) -> None:
+def _insert(levels: list[tuple[int, list[_RunNode]]], runs: list[BlueprintRun]) -> None:
     """Put a path into the tree. ``levels`` are where it comes by: how many of its runs lie before, and the nodes there.
 
     The last of them is where ``runs`` begin; it is left with those where the path really went on.
@@ -224,7 +226,7 @@ def _insert(levels: list[tuple[int, list[_Node]]], runs: list[Run]) -> None:
     while runs:
         node = next((node for node in siblings if _shared(node.runs[0], runs[0]) is not None), None)
         if node is None:
-            siblings.append(_Node(runs))
+            siblings.append(_RunNode(runs))
             return
         common = 0
         for mine, other in zip(node.runs, runs, strict=False):
@@ -234,13 +236,13 @@ def _insert(levels: list[tuple[int, list[_Node]]], runs: list[Run]) -> None:
             node.runs[common] = shared
             common += 1
         if common < len(node.runs):
-            node.children = [_Node(node.runs[common:], node.children)]
+            node.children = [_RunNode(node.runs[common:], node.children)]
             node.runs = node.runs[:common]
         begin, siblings, runs = begin + common, node.children, runs[common:]
         levels.append((begin, siblings))
 
 
-def _shared(one: Run, other: Run) -> Run | None:
+def _shared(one: BlueprintRun, other: BlueprintRun) -> BlueprintRun | None:
     """One run in place of two, if they are the same text and at most one of them is learned: a target has one path."""
     if one is other and not _is_learned(one):
         return one
@@ -255,7 +257,7 @@ def _shared(one: Run, other: Run) -> Run | None:
             return None
 
 
-def _is_learned(run: Run) -> bool:
+def _is_learned(run: BlueprintRun) -> bool:
     match run:
         case TextRun():
             return any(run.weights)
@@ -265,7 +267,7 @@ def _is_learned(run: Run) -> bool:
             return False
 
 
-def _flatten(root: _Node, branches: list[BranchPlan]) -> None:
+def _flatten(root: _RunNode, branches: list[BranchPlan]) -> None:
     waiting = [(root, -1)]
     while waiting:
         node, parent = waiting.pop()
@@ -360,7 +362,7 @@ class Filled:
     expansions: tuple[Expansion, ...] = ()
     address: Address = NOWHERE
     counted: tuple[tuple[str, int], ...] = ()
-    comparison: Comparison | None = None
+    comparison: PreferenceData | None = None
 
     @property
     def notes(self) -> tuple[tuple[str, int], ...]:
@@ -385,7 +387,7 @@ class Filled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class PreferenceData:
     """What a comparing objective needs of a row besides its first continuation.
 
     verdict   as in `records.Sample`

@@ -18,7 +18,7 @@ from luthier.rendering.tracked import Tracked, concatenate, own_text, row_value
 
 # How a value of a message (a string; a number, list or dict of arguments) enters the template:
 # (value, field, part, is part of the row's shape) -> what stands there.
-Mark = Callable[[Any, str, int | None, bool], Any]
+MarkPart = Callable[[Any, str, int | None, bool], Any]
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "observation", "ipython"})
 
 
@@ -116,7 +116,7 @@ def message_strings(message: Message) -> list[str]:
     return strings
 
 
-def _marker(trace: Trace, index: int, is_own: bool) -> Mark:
+def _marker(trace: Trace, index: int, is_own: bool) -> MarkPart:
     def mark(value: Any, field: str, part: int | None, is_shape: bool) -> Any:
         if _is_ours(value, field):
             return own_text(value, trace)
@@ -144,7 +144,7 @@ def _marked(value: Any, owner: str, trace: Trace, *, is_shape: bool) -> Any:
             return value
 
 
-def _message(message: Message, mark: Mark, form: MessageForm) -> dict[str, Any]:
+def _message(message: Message, mark: MarkPart, form: MessageForm) -> dict[str, Any]:
     content: list[str | dict[str, Any]] = []
     thoughts, calls = [], []
     for index, part in enumerate(message.parts):
@@ -195,7 +195,7 @@ def _joined(texts: list[str]) -> str:
     return "".join(texts) if tracked is None else concatenate(texts, tracked._trace)
 
 
-def _call(call: ToolCall, part: int, mark: Mark) -> dict[str, Any]:
+def _call(call: ToolCall, part: int, mark: MarkPart) -> dict[str, Any]:
     def mark_call(value: Any, is_shape: bool = False) -> Any:
         return mark(value, "tool_calls", part, is_shape)
 

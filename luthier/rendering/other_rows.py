@@ -26,14 +26,14 @@ from luthier.records import (
     ToolCall,
     Video,
 )
-from luthier.rendering.blueprint import Comparison, Filled
+from luthier.rendering.blueprint import Filled, PreferenceData
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.messages import MediaSlots, kind_of_media
 from luthier.rendering.paths import Path, ended_by_next_turn, no_stop, path_of, require_every_part, whole_row
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.targets import closing_weight, part_weight
 from luthier.rendering.template import Recording
-from luthier.rendering.turns import Context, Span, context_of, open_span, span_of
+from luthier.rendering.turns import CompletionSpan, Context, context_of, open_span, span_of
 
 # --------------------------------------------------------------------------------------------------------------------
 # Rows that are compared, as conversations of which only the continuation is learned.
@@ -111,9 +111,9 @@ def compare(row: ComparedRow, prompt: tuple[Message, ...], sides: dict[str, Fill
                     field="rejected",
                 )
             verdict = 0.0 if row.margin is None else row.margin
-            return replace(first, comparison=Comparison(verdict=verdict, users=users, rejected=rejected))
+            return replace(first, comparison=PreferenceData(verdict=verdict, users=users, rejected=rejected))
         case Feedback():
-            return replace(first, comparison=Comparison(verdict=float(row.desirable), users=users))
+            return replace(first, comparison=PreferenceData(verdict=float(row.desirable), users=users))
 
 
 def _refuse_blank(row: ComparedRow) -> None:
@@ -287,7 +287,7 @@ def _thoughts_of_its_own_time(context: Context | None, message: Message, index: 
     return {number for number, part in enumerate(message.parts) if isinstance(part, Thinking) and number in printed}
 
 
-def _is_inference(recording: Recording, span: Span, context: Context | None, control: ControlTokens) -> bool:
+def _is_inference(recording: Recording, span: CompletionSpan, context: Context | None, control: ControlTokens) -> bool:
     """Whether the text up to the end of a completion is what inference would show and expect."""
     if context is None or not recording.sketch.startswith(context.recording.sketch[: context.seam]):
         return False

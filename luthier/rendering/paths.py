@@ -19,9 +19,9 @@ from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import Recording
 from luthier.rendering.trace import Guard, Owner, owner_runs
 from luthier.rendering.turns import (
+    CompletionSpan,
     Context,
     Printed,
-    Span,
     context_of,
     open_span,
     seam_is_safe,
@@ -43,7 +43,7 @@ class Path:
     kwargs: Mapping[str, Any]
     printed: tuple[Printed, ...]
     media: Mapping[int, int] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[CompletionSpan] = field(default_factory=list)
     end: int | None = None
     stop: str | None = None
 
@@ -53,7 +53,7 @@ class Path:
         return (self.recording, *(printed.recording for printed in self.printed))
 
 
-def learned_spans(paths: Iterable[Path]) -> list[tuple[Path, Span]]:
+def learned_spans(paths: Iterable[Path]) -> list[tuple[Path, CompletionSpan]]:
     """What is learned, each with the path that trains it."""
     return [(path, span) for path in paths for span in path.spans if not span.is_history]
 
@@ -156,8 +156,8 @@ def paths_of(
     return trunk, branches[::-1]
 
 
-def _nothing(index: int) -> Span:
-    return Span(message=index, seam=0, stop=0, end=0)
+def _nothing(index: int) -> CompletionSpan:
+    return CompletionSpan(message=index, seam=0, stop=0, end=0)
 
 
 def whole_row(history: RowHistory) -> Context:
@@ -192,7 +192,7 @@ def can_be_asked(history: RowHistory, index: int, control: ControlTokens) -> boo
     return True
 
 
-def _num_alike(path: Path, trunk: Recording, marks: Sequence[tuple[int, Span | None]]) -> int:
+def _num_alike(path: Path, trunk: Recording, marks: Sequence[tuple[int, CompletionSpan | None]]) -> int:
     """How many of the trunk's marks a path has too: all but the last in what they share, for a mark may depend on what
     follows it."""
     recording, num_messages = path.recording, path.num_messages
@@ -204,7 +204,9 @@ def _num_alike(path: Path, trunk: Recording, marks: Sequence[tuple[int, Span | N
     return 0 if last_but_one is None else bisect_left(marks, last_but_one, key=itemgetter(0))
 
 
-def _mark(path: Path, index: int, context: Context, control: ControlTokens, history: RowHistory) -> Span | None:
+def _mark(
+    path: Path, index: int, context: Context, control: ControlTokens, history: RowHistory
+) -> CompletionSpan | None:
     """The completion of a message in a path, as what the model said before; None where the path is not cut there."""
     if path.end is not None and path.end < context.seam:
         return None
@@ -223,7 +225,7 @@ def _mark_history(
     contexts: Mapping[int, Context],
     control: ControlTokens,
     history: RowHistory,
-    marks: Sequence[tuple[int, Span | None]],
+    marks: Sequence[tuple[int, CompletionSpan | None]],
     kept: int,
 ) -> None:
     """Cut a path where the model took over in turns that other paths train, so that all share what comes before.
@@ -315,7 +317,7 @@ def no_stop(control: ControlTokens, index: int) -> RowError:
 
 
 def require_every_part(
-    recording: Recording, span: Span, history: RowHistory, *, but: Collection[int] = frozenset()
+    recording: Recording, span: CompletionSpan, history: RowHistory, *, but: Collection[int] = frozenset()
 ) -> None:
     """A template that prints nothing for a tool call or a thought would have the model learn an empty answer.
 
@@ -361,13 +363,13 @@ def require_every_part(
 
 
 # What a character counts in the loss: (its owner, the span it lies in or None, whether it is in the stop token).
-Weigh = Callable[[Owner, Span | None, bool], float]
+Weigh = Callable[[Owner, CompletionSpan | None, bool], float]
 
 
 def cut_pieces(
     recording: Recording,
     control: ControlTokens,
-    spans: Sequence[Span],
+    spans: Sequence[CompletionSpan],
     weigh: Weigh,
     *,
     media: Mapping[int, int] = MappingProxyType({}),
@@ -402,7 +404,9 @@ def cut_pieces(
     return tuple(pieces)
 
 
-def _texts(recording: Recording, start: int, end: int, spans: Sequence[Span], weigh: Weigh) -> Iterator[TextPiece]:
+def _texts(
+    recording: Recording, start: int, end: int, spans: Sequence[CompletionSpan], weigh: Weigh
+) -> Iterator[TextPiece]:
     edges = {start, end}
     edges.update(start + stop for _, stop in owner_runs(recording.owners[start:end]))
     seam = attrgetter("seam")
@@ -420,11 +424,11 @@ def _texts(recording: Recording, start: int, end: int, spans: Sequence[Span], we
         )
 
 
-def _weight(weigh: Weigh, owner: Owner, span: Span | None, position: int) -> float:
+def _weight(weigh: Weigh, owner: Owner, span: CompletionSpan | None, position: int) -> float:
     learned = None if span is None or span.is_history else span
     return weigh(owner, learned, learned is not None and position >= learned.stop)
 
 
-def _span_at(spans: Sequence[Span], position: int) -> Span | None:
+def _span_at(spans: Sequence[CompletionSpan], position: int) -> CompletionSpan | None:
     number = bisect_right(spans, position, key=attrgetter("seam")) - 1
     return spans[number] if number >= 0 and position < spans[number].end else None

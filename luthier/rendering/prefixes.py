@@ -27,7 +27,7 @@ from typing import Any
 from luthier.errors import RowError
 from luthier.records import Conversation
 from luthier.rendering.references import Alphabet, Slot, filled_in, is_reference
-from luthier.rendering.template import ChatTemplate, Recording, Stretch
+from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
 from luthier.rendering.trace import Owner
 
 LONG = 128  # messages; the contexts of shorter rows are always rendered whole, once for all rows of their shape
@@ -41,11 +41,11 @@ class NotLocal(Exception):
     """A context that was put together is not what the template prints: its contexts have to be rendered whole."""
 
 
-Window = Callable[[int, int, int, bool, Mapping[str, Any]], Recording]
+RenderWindow = Callable[[int, int, int, bool, Mapping[str, Any]], Recording]
 
 
 @dataclass(slots=True, eq=False)
-class Whole:
+class WholeRender:
     """The recording of a whole row, with its owners in a table that grows."""
 
     recording: Recording
@@ -53,7 +53,7 @@ class Whole:
     numbers: dict[Owner, int]
 
     @classmethod
-    def of(cls, recording: Recording) -> Whole:
+    def of(cls, recording: Recording) -> WholeRender:
         """The same recording, indexed."""
         owners = list(recording.owner_table)
         return cls(recording, owners, {owner: number for number, owner in enumerate(owners)})
@@ -67,16 +67,16 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretches(Mapping[int, Stretch]):
+class Stretches(Mapping[int, MessageSpan]):
     """Where the messages of a context lie: its ``own`` ones, and those of the trunk up to message ``last`` that end in
     its first ``shared`` characters."""
 
-    own: Mapping[int, Stretch]
-    trunk: Mapping[int, Stretch]
+    own: Mapping[int, MessageSpan]
+    trunk: Mapping[int, MessageSpan]
     last: int
     shared: int
 
-    def __getitem__(self, message: int) -> Stretch:
+    def __getitem__(self, message: int) -> MessageSpan:
         if message in self.own:
             return self.own[message]
         stretch = self.trunk[message]
@@ -93,7 +93,7 @@ class Stretches(Mapping[int, Stretch]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class PlacedWindow:
     """A window as it is put behind a trunk.
 
     begins       where its first messages behind the head begin
@@ -158,12 +158,12 @@ class Prefixes:
     alphabet: Alphabet
     value: Callable[[str], str]
     whole_of: Callable[[Mapping[str, Any]], Recording]
-    window: Window
+    window: RenderWindow
     num_whole: int = 0
-    wholes: dict[tuple[tuple[str, Any], ...], Whole] = field(default_factory=dict)
+    wholes: dict[tuple[tuple[str, Any], ...], WholeRender] = field(default_factory=dict)
     probes: frozenset[int] = frozenset()
     kinds: set[int] = field(default_factory=set)
-    seen: dict[int, tuple[Recording, Seen | None]] = field(default_factory=dict)  # by the window's id
+    seen: dict[int, tuple[Recording, PlacedWindow | None]] = field(default_factory=dict)  # by the window's id
     joints: dict[tuple[int, bool, tuple[tuple[str, Any], ...]], Joint] = field(default_factory=dict)
     judge: Judge = field(init=False)
 
@@ -185,7 +185,7 @@ class Prefixes:
         """
         key = tuple(sorted(kwargs.items()))
         try:
-            whole = self.wholes.get(key) or Whole.of(self.whole_of(kwargs))
+            whole = self.wholes.get(key) or WholeRender.of(self.whole_of(kwargs))
         except RowError:
             return None
         self.wholes[key] = whole
@@ -228,7 +228,7 @@ class Prefixes:
                 return start
         return None
 
-    def _joined(self, whole: Whole, window: Recording, start: int) -> Recording | None:
+    def _joined(self, whole: WholeRender, window: Recording, start: int) -> Recording | None:
         """The whole row's text up to message ``start + 1``, and the window's from there on."""
         head, shift, trunk = self.head, start - self.head, whole.recording
         here, seen = _begins(trunk, head, start, start + 1, start + 2), self._seen(window)
@@ -257,7 +257,7 @@ class Prefixes:
         )
         later = here[2] - cut
         own = {
-            message if message < head else message + shift: Stretch(
+            message if message < head else message + shift: MessageSpan(
                 begin=one.begin + later,
                 end=one.end + later,
                 content_end=one.content_end + later,
@@ -269,7 +269,7 @@ class Prefixes:
         joined.__dict__["stretches"] = Stretches(own, trunk.stretches, start, here[2])
         return joined
 
-    def _seen(self, window: Recording) -> Seen | None:
+    def _seen(self, window: Recording) -> PlacedWindow | None:
         """What is asked of a window, which is the same wherever it stands; None where nothing can be put behind it."""
         known = self.seen.get(id(window))
         if known is not None:
@@ -288,7 +288,7 @@ class Prefixes:
         first = self.offsets[self.head]
         slots = {char: one for char, one in found.items() if isinstance(one, Slot) and one.number >= first}
         moves = tuple(not one.isdisjoint(slots) for one in asked)
-        seen = Seen(begins=there, owners=owners, slots=slots, guards_move=moves)
+        seen = PlacedWindow(begins=there, owners=owners, slots=slots, guards_move=moves)
         self.seen[id(window)] = window, seen
         return seen
 

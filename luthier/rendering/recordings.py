@@ -15,8 +15,8 @@ from luthier.rendering.references import (
     Fixed,
     MessageShape,
     Operation,
-    Reference,
     Slot,
+    TextReference,
     message_shape,
     references_in,
     tools_shape,
@@ -153,7 +153,7 @@ class RowHistory:
         """Note an answer that depends on the row's strings."""
         self.guards[guard] = None
 
-    def references(self, *sketches: str) -> dict[str, Reference]:
+    def references(self, *sketches: str) -> dict[str, TextReference]:
         """The references in some sketches and in all guards so far, by their characters."""
         asked = (sketch for guard in self.guards for sketch in guard.sketches)
         found = {char: self.recordings.alphabet.reference(char) for char in references_in(*sketches, *asked)}

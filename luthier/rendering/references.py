@@ -50,10 +50,10 @@ class Fixed(NamedTuple):
     text: str
 
 
-Reference = Slot | Constant | Fixed
+TextReference = Slot | Constant | Fixed
 
 
-def value_of(reference: Reference, strings: Sequence[str]) -> str:
+def value_of(reference: TextReference, strings: Sequence[str]) -> str:
     """The text that a reference stands for in a row with these strings."""
     match reference:
         case Slot(number, operations):
@@ -111,8 +111,8 @@ class Alphabet:
     text, and ``derived`` those of what operations make of a character: each as soon as it has been asked for.
     """
 
-    references: list[Reference]
-    chars: dict[Reference, str]
+    references: list[TextReference]
+    chars: dict[TextReference, str]
     texts: dict[str, str] = field(default_factory=dict)
     fixed: dict[str, str] = field(default_factory=dict)
     derived: dict[tuple[str, Operation], str] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Alphabet:
         """An alphabet without letters."""
         return cls([], {})
 
-    def char(self, reference: Reference) -> str:
+    def char(self, reference: TextReference) -> str:
         """The character of a reference. Raises `AlphabetFull` when there is none left."""
         char = self.chars.get(reference)
         if char is None:
@@ -138,7 +138,7 @@ class Alphabet:
         """Whether less than a quarter of the characters is left, which is more than one row may need."""
         return len(self.references) > (LAST_CHAR - FIRST_CHAR) * 3 // 4
 
-    def reference(self, char: str) -> Reference | None:
+    def reference(self, char: str) -> TextReference | None:
         """What a character of a sketch stands for; None for a character of the template's own."""
         number = ord(char) - FIRST_CHAR
         return self.references[number] if number >= 0 else None

@@ -83,7 +83,7 @@ class Renderer:
         self.template, self.control, self.policy, self.replay = template, control, policy, replay
         self._media = SlotsOnDemand(slots, control)
         self._recordings = Recordings()
-        self._blueprints: dict[Hashable, list[_Known]] = {}
+        self._blueprints: dict[Hashable, list[_CachedBlueprint]] = {}
         self._opens_thought: bool | None = None
         self._tags: ControlTokens | None = None
         self._offers_named = True
@@ -124,7 +124,7 @@ class Renderer:
             references = {alphabet.char(Slot(number)): Slot(number) for number in range(len(shape.weights))}
             control = self.control.with_places(slots.tokens_of(media))
             path = document_path(shape, control=control, chars=tuple(references), slots=slots)
-            variants.append(_Known(blueprint=build_blueprint([path], [], references, control)))
+            variants.append(_CachedBlueprint(blueprint=build_blueprint([path], [], references, control)))
         texts = [part.text for part in document.parts if isinstance(part, Text)]
         return self._filled(variants[0].blueprint, texts, row=document, media=media)
 
@@ -209,7 +209,7 @@ class Renderer:
             counted=row.notes if isinstance(row, Conversation) else (),
         )
 
-    def _known(self, key: Hashable) -> list[_Known]:
+    def _known(self, key: Hashable) -> list[_CachedBlueprint]:
         if not self.replay or self._recordings.is_full or len(self._blueprints) > MOST_BLUEPRINTS:
             self._recordings, self._blueprints = Recordings(), {}
         return self._blueprints.setdefault(key, [])
@@ -250,7 +250,7 @@ class Renderer:
 
     def _build(
         self, row: Conversation, template: ChatTemplate, shapes: tuple[MessageShape, ...], strings: list[str]
-    ) -> _Known:
+    ) -> _CachedBlueprint:
         train_on = TrainOn(row.train_on) if row.train_on is not None else self.policy.train_on
         turns = trained_turns(row, train_on)
         weights = Weights(row.messages, self.policy, train_on=train_on, weight=row.weight)
@@ -265,7 +265,7 @@ class Renderer:
             history = RowHistory(template, row, shapes, strings, self._recordings, joins=False)
             return self._made(history, turns, weights)
 
-    def _made(self, history: RowHistory, turns: list[int], weights: Weights) -> _Known:
+    def _made(self, history: RowHistory, turns: list[int], weights: Weights) -> _CachedBlueprint:
         row, template = history.row, history.template
         media = media_of(row.messages)
         control = self.control.with_places(template.slots.printed_for(media))
@@ -296,7 +296,7 @@ class Renderer:
         blueprint = replace(blueprint, has_unasked=has_unasked, differing=differing)
         is_cut = any(history.may_lose(path.recording, span.seam, span.stop) for path, span in learned_spans(paths))
         joints = () if history.prefixes is None else tuple(history.prefixes.joints.values())
-        return _Known(blueprint=blueprint, paths=paths, is_cut=is_cut, joints=joints)
+        return _CachedBlueprint(blueprint=blueprint, paths=paths, is_cut=is_cut, joints=joints)
 
     def _named_that_would_do(self, reason: str, row: Conversation, template: ChatTemplate) -> str | None:
         """A named template for which the tokenizer has all tokens and under which the row can be learned from."""
@@ -337,7 +337,9 @@ class Renderer:
             self._tags = ControlTokens(tokens=self.control.tokens | tags_in(template.literals))
         return bool(self._tags.count(strings))
 
-    def _require_answers(self, known: _Known, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
+    def _require_answers(
+        self, known: _CachedBlueprint, row: Conversation, template: ChatTemplate, values: Sequence[str]
+    ) -> None:
         """Raise `RowError` unless what is learned of each turn reads as the row has it."""
         texts = dict(zip(known.blueprint.references, values, strict=True))
         spans = learned_spans(known.paths)
@@ -353,7 +355,9 @@ class Renderer:
                 field=f"messages[{span.message}]",
             )
 
-    def _agrees(self, known: _Known, row: Conversation, template: ChatTemplate, strings: Sequence[str]) -> bool:
+    def _agrees(
+        self, known: _CachedBlueprint, row: Conversation, template: ChatTemplate, strings: Sequence[str]
+    ) -> bool:
         """Whether the template prints the contexts that were put together for another row for this one, too: what it
         asks in the middle of a long row need not have been asked of that one."""
         if not known.joints:
@@ -361,7 +365,7 @@ class Renderer:
         judge = Judge(template, row, lambda char: self._recordings.alphabet.value(char, strings))
         return all(map(judge.agrees, known.joints))
 
-    def _check(self, known: _Known, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
+    def _check(self, known: _CachedBlueprint, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
         """Compare one text of a replayed row with what the template really prints."""
         path = known.paths[known.replays % len(known.paths)]
         texts = dict(zip(known.blueprint.references, values, strict=True))
@@ -378,7 +382,7 @@ class Renderer:
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _CachedBlueprint:
     """A blueprint with the paths that it was made of, and how often it served another row.
 
     ``is_cut``: the template prints some text of a row in part, in as far as it has this or that. ``joints`` are the

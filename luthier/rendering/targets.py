@@ -15,7 +15,7 @@ from luthier.config.choices import RowKind
 from luthier.config.schema import HistoryRendering, TargetRuleConfig, TrainOn
 from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 from luthier.rendering.trace import Owner
-from luthier.rendering.turns import Span
+from luthier.rendering.turns import CompletionSpan
 
 __all__ = ["TargetRule", "apply_rules", "apply_to_messages", "rules_from_config"]
 
@@ -92,7 +92,7 @@ class Weights:
         weights.supplied, weights._completions_only = set(), True
         return weights
 
-    def __call__(self, owner: Owner, span: Span | None, in_stop: bool) -> float:
+    def __call__(self, owner: Owner, span: CompletionSpan | None, in_stop: bool) -> float:
         if span is None:
             return self._supplied(owner)
         if in_stop and not self.policy.train_stop:
@@ -197,7 +197,7 @@ def apply_to_messages(messages: tuple[Message, ...], rules: Sequence[TargetRule]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Ready:
+class _CompiledRule:
     """A rule with its pattern compiled. ``weight`` is never 0: that has become ``train=False``."""
 
     rule: TargetRule
@@ -228,9 +228,9 @@ class _Ready:
 
 
 @lru_cache(maxsize=64)
-def _prepare(rules: tuple[TargetRule, ...]) -> tuple[_Ready, ...]:
+def _prepare(rules: tuple[TargetRule, ...]) -> tuple[_CompiledRule, ...]:
     return tuple(
-        _Ready(
+        _CompiledRule(
             rule=rule,
             find=None if rule.pattern is None else re.compile(rule.pattern),
             train=False if rule.weight == 0 else rule.train,
@@ -243,7 +243,7 @@ def _prepare(rules: tuple[TargetRule, ...]) -> tuple[_Ready, ...]:
 # ------------------------------------------------------------------------------------------------------- messages
 
 
-def _messages(messages: tuple[Message, ...], rules: Sequence[_Ready]) -> tuple[Message, ...]:
+def _messages(messages: tuple[Message, ...], rules: Sequence[_CompiledRule]) -> tuple[Message, ...]:
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for index, message in enumerate(messages):
@@ -257,7 +257,7 @@ def _messages(messages: tuple[Message, ...], rules: Sequence[_Ready]) -> tuple[M
     return messages if all(map(operator.is_, changed, messages)) else tuple(changed)
 
 
-def _message(message: Message, rules: Sequence[_Ready]) -> Message:
+def _message(message: Message, rules: Sequence[_CompiledRule]) -> Message:
     train, weight = message.train, 1.0
     for rule in rules:
         if rule.is_wide:
@@ -270,7 +270,7 @@ def _message(message: Message, rules: Sequence[_Ready]) -> Message:
     return replace(message, parts=parts, train=train, weight=message.weight * weight)
 
 
-def _parts(message: Message, rules: Sequence[_Ready], *, wide_weight: float) -> tuple[Part, ...]:
+def _parts(message: Message, rules: Sequence[_CompiledRule], *, wide_weight: float) -> tuple[Part, ...]:
     if all(rule.is_wide for rule in rules):
         return message.parts
     parts: list[Part] = []
@@ -292,7 +292,7 @@ def _name(kind: type[Part], role: str) -> str | None:
     return "answer" if kind is Text and role == "assistant" else None
 
 
-def _document(document: Document, rules: Sequence[_Ready]) -> Document:
+def _document(document: Document, rules: Sequence[_CompiledRule]) -> Document:
     """A document is text without role, turn and part, all of it learned: only rules that ask for none of them hold.
 
     What a wide rule says of ``train`` goes to the parts, as a document has no flag of its own.
@@ -310,7 +310,7 @@ def _document(document: Document, rules: Sequence[_Ready]) -> Document:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _RuleEffect:
     """What rules say of a stretch: None is what the message says."""
 
     train: bool | None = None
@@ -325,7 +325,7 @@ class _Cutter:
     multiplied the message's weight by already. ``is_document``: no message can carry the ``train`` of wide rules.
     """
 
-    rules: Sequence[_Ready]
+    rules: Sequence[_CompiledRule]
     may_choose: bool
     wide_weight: float
     is_document: bool = False
@@ -345,37 +345,39 @@ class _Cutter:
             start = end
         return changed
 
-    def _paint(self, text: str) -> tuple[list[int], list[_Choice]]:
+    def _paint(self, text: str) -> tuple[list[int], list[_RuleEffect]]:
         """Edges ``[0, …, len(text)]``, and the choice for each stretch between two of them."""
         spans = [list(rule.spans(text)) for rule in self.rules]
         edges = sorted({0, len(text)}.union(*(span for found in spans for span in found)))
-        choices = [_Choice()] * (len(edges) - 1)
+        choices = [_RuleEffect()] * (len(edges) - 1)
         for rule, found in zip(self.rules, spans, strict=True):
             for start, end in found:
                 for place in range(bisect_left(edges, start), bisect_left(edges, end)):
                     choices[place] = self._after(rule, choices[place])
         return edges, choices
 
-    def _choice(self) -> _Choice:
+    def _choice(self) -> _RuleEffect:
         """The choice for what has no characters that a pattern could be found in."""
-        choice = _Choice()
+        choice = _RuleEffect()
         for rule in self.rules:
             choice = choice if rule.find is not None else self._after(rule, choice)
         return choice
 
-    def _after(self, rule: _Ready, choice: _Choice) -> _Choice:
+    def _after(self, rule: _CompiledRule, choice: _RuleEffect) -> _RuleEffect:
         """A rule comes after a choice. A wide one says the same of message and part, so the part has nothing to say."""
         train, weight = choice.train, choice.weight
         if rule.train is not None and self.may_choose:
             train = None if rule.is_wide and not self.is_document else rule.train
         if rule.weight is not None:
             weight = None if rule.is_wide else rule.weight
-        return _Choice(train, weight)
+        return _RuleEffect(train, weight)
 
-    def _cut(self, part: Text | Thinking, start: int, edges: Sequence[int], choices: Sequence[_Choice]) -> list[Part]:
+    def _cut(
+        self, part: Text | Thinking, start: int, edges: Sequence[int], choices: Sequence[_RuleEffect]
+    ) -> list[Part]:
         """A part that begins at ``start`` of the painted text, cut where the choice changes."""
         end = start + len(part.text)
-        cuts: list[tuple[int, int, _Choice]] = []
+        cuts: list[tuple[int, int, _RuleEffect]] = []
         for place in range(bisect_left(edges, start + 1) - 1, bisect_left(edges, end)):
             first, last = max(edges[place], start) - start, min(edges[place + 1], end) - start
             if cuts and cuts[-1][2] == choices[place]:
@@ -385,7 +387,7 @@ class _Cutter:
             return [self._flag(part, cuts[0][2])]
         return [self._flag(part.cut(first, last), choice) for first, last, choice in cuts]
 
-    def _flag(self, part: Part, choice: _Choice) -> Part:
+    def _flag(self, part: Part, choice: _RuleEffect) -> Part:
         """The part with a choice on it; its own ``train`` is final, its own weight is multiplied."""
         if not isinstance(part, Text | Thinking | ToolCall):
             return part

@@ -28,7 +28,7 @@ from luthier.rendering.messages import (
     plain_messages,
 )
 from luthier.rendering.references import Alphabet, filled_in, is_reference, references_in
-from luthier.rendering.trace import Check, Guard, Owner, Trace, compile_guards, expression_at, owner_runs
+from luthier.rendering.trace import Guard, GuardCheck, Owner, Trace, compile_guards, expression_at, owner_runs
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.rendering.words import Given, OtherWords
 from luthier.templating.limits import OverLimit, TemplateSettings
@@ -36,7 +36,7 @@ from luthier.templating.plain import TEMPLATE_ERRORS, plain_environment
 
 _Made = TypeVar("_Made")
 Tools = Sequence[Mapping[str, Any]]
-Printer = Callable[..., str]  # (num_messages, *, generation_prompt, **kwargs) -> the text that inference sees
+RenderFunction = Callable[..., str]  # (num_messages, *, generation_prompt, **kwargs) -> the text that inference sees
 
 SOME_MEDIA: tuple[Media, ...] = (Image(source="somewhere"), Video(source="somewhere"), Audio(source="somewhere"))
 SMALL_ROW, SMALL_CONVERSATION = 200_000, 1_000  # characters, messages: no template needs its limits for so few
@@ -44,7 +44,7 @@ THINKING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class MessageSpan:
     """Where a message was rendered: its last run of characters ``[begin, end)``, and the end of the content in it.
 
     ``is_owned``: no loop of the template stood at the message, so the stretch begins with its content and ends where
@@ -77,20 +77,20 @@ class Recording:
         return self.owner_table[ord(self.owners[position])]
 
     @functools.cached_property
-    def checks(self) -> tuple[list[str], list[Check]]:
+    def checks(self) -> tuple[list[str], list[GuardCheck]]:
         """The characters that the guards ask about, and checks of what they stand for in a row."""
         chars = references_in(*(sketch for guard in self.guards for sketch in guard.sketches))
         return chars, compile_guards(self.guards, {char: index for index, char in enumerate(chars)})
 
     @functools.cached_property
-    def stretches(self) -> Mapping[int, Stretch]:
+    def stretches(self) -> Mapping[int, MessageSpan]:
         """Where each message was rendered. Messages that left no trace are missing.
 
         That is where the template's loop stood at the message, if it printed the message's own content there; else
         from the first to the last character that the message owns, wherever it was printed (after a loop, in another
         order, from a list of pairs).
         """
-        found: dict[int, Stretch] = {}
+        found: dict[int, MessageSpan] = {}
         has_content: set[int] = set()
         owned: dict[int, tuple[int, int]] = {}
         for start, stop in owner_runs(self.owners):
@@ -103,13 +103,13 @@ class Recording:
                 continue
             before = found.get(owner.scope)
             if before is None or before.end != start:
-                before = Stretch(begin=start, end=start, content_end=start)
+                before = MessageSpan(begin=start, end=start, content_end=start)
             content_end = before.content_end if owner.field is None else stop
-            found[owner.scope] = Stretch(begin=before.begin, end=stop, content_end=content_end)
+            found[owner.scope] = MessageSpan(begin=before.begin, end=stop, content_end=content_end)
         for message, (begin, end) in owned.items():
             if message not in has_content:
                 until = self._next_owned(message, end)
-                found[message] = Stretch(begin=begin, end=until, content_end=end, is_owned=True)
+                found[message] = MessageSpan(begin=begin, end=until, content_end=end, is_owned=True)
         return found
 
     def _next_owned(self, message: int, start: int) -> int:
@@ -241,7 +241,7 @@ class ChatTemplate:
         """
         return self.printer(messages, tools)(len(messages), generation_prompt=generation_prompt, **kwargs)
 
-    def printer(self, messages: Sequence[Message], tools: Tools = ()) -> Printer:
+    def printer(self, messages: Sequence[Message], tools: Tools = ()) -> RenderFunction:
         """`render` for the first so many of some messages, which are made ready but once."""
         dicts = _refusing(lambda: plain_messages(messages, self.message_form))
 

@@ -59,15 +59,15 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
     "quote": quote_of,
 }
 
-Check = Callable[[Sequence[str]], bool]
+GuardCheck = Callable[[Sequence[str]], bool]
 
 
-def compile_guards(guards: Iterable[Guard], index_of: Mapping[str, int]) -> list[Check]:
+def compile_guards(guards: Iterable[Guard], index_of: Mapping[str, int]) -> list[GuardCheck]:
     """Checks to be run on the values of a row; ``index_of`` says where the value of each reference stands."""
     return [_check(guard, index_of) for guard in guards]
 
 
-def _check(guard: Guard, index_of: Mapping[str, int]) -> Check:
+def _check(guard: Guard, index_of: Mapping[str, int]) -> GuardCheck:
     ask, arguments, answer = QUESTIONS[guard.question], guard.arguments, guard.answer
     first = guard.sketches[0]
     if len(first) == 1 and is_reference(first) and not any(map(has_reference, guard.sketches[1:])):

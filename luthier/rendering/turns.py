@@ -30,7 +30,7 @@ from luthier.rendering.openings import (
     spliced,
 )
 from luthier.rendering.references import is_reference
-from luthier.rendering.template import ChatTemplate, Recording, Stretch
+from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
 from luthier.rendering.trace import Guard, Owner
 
 # What templates call the variable that opens or closes thinking: Qwen, GLM, Nemotron; DeepSeek, Granite.
@@ -64,7 +64,7 @@ class History(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class CompletionSpan:
     """The completion of one message in a sketch: characters ``[seam, end)``, the stop token being ``[stop, end)``.
 
     ``is_history``: it is learned in a path of its own; here it is what the model said before.
@@ -243,7 +243,7 @@ class _Asked:
             return None
 
 
-def span_of(recording: Recording, control: ControlTokens, message: int, seam: int) -> Span | None:
+def span_of(recording: Recording, control: ControlTokens, message: int, seam: int) -> CompletionSpan | None:
     """Where the completion of ``message`` ends.
 
     The stop token is, in this order: the last one of the turn's scope after its content; one that follows the scope
@@ -263,15 +263,15 @@ def span_of(recording: Recording, control: ControlTokens, message: int, seam: in
     for candidates in (inside, following, special):
         if candidates:
             stop, end = candidates[0 if stretch.is_owned else -1]
-            return Span(message=message, seam=seam, stop=stop, end=end)
+            return CompletionSpan(message=message, seam=seam, stop=stop, end=end)
     return None
 
 
-def open_span(recording: Recording, message: int, seam: int, *, whole: bool) -> Span:
+def open_span(recording: Recording, message: int, seam: int, *, whole: bool) -> CompletionSpan:
     """The completion of a message without a stop token: up to its last character of content, or its ``whole`` scope."""
     stretch = _stretch(recording, message)
     end = max(seam, stretch.end if whole else stretch.content_end)
-    return Span(message=message, seam=seam, stop=end, end=end)
+    return CompletionSpan(message=message, seam=seam, stop=end, end=end)
 
 
 def token_after(recording: Recording, control: ControlTokens, message: int) -> str | None:
@@ -315,7 +315,7 @@ def _switches(template: ChatTemplate) -> Iterator[dict[str, Any]]:
             yield {name: True}
 
 
-def _stretch(recording: Recording, message: int) -> Stretch:
+def _stretch(recording: Recording, message: int) -> MessageSpan:
     if message not in recording.stretches:
         raise RowError("not_rendered", "the template prints nothing for this message", field=f"messages[{message}]")
     return recording.stretches[message]

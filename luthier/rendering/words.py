@@ -31,7 +31,7 @@ from luthier.rendering.trace import QUESTIONS, Guard, Trace
 # Whatever some way of writing a text writes otherwise: HTML, JSON, a format, a path, capitals.
 MARKS = "<&>\\%s{0}\t/é"
 QUOTES = "\"'"
-Source = int | str  # the number of a string of the row, or a text of its shape
+WordSource = int | str  # the number of a string of the row, or a text of its shape
 
 
 @dataclass(slots=True, eq=False)
@@ -43,21 +43,21 @@ class OtherWords:
     """
 
     trace: Trace
-    texts: dict[Source, str]
-    guards: dict[Source, list[Guard]]
-    pinned: list[Source]
+    texts: dict[WordSource, str]
+    guards: dict[WordSource, list[Guard]]
+    pinned: list[WordSource]
 
     @classmethod
-    def of(cls, trace: Trace, fresh: Mapping[Source, str]) -> OtherWords:
+    def of(cls, trace: Trace, fresh: Mapping[WordSource, str]) -> OtherWords:
         """Words for a template's run that is over. ``fresh`` has one for each source."""
-        guards: dict[Source, list[Guard]] = {}
+        guards: dict[WordSource, list[Guard]] = {}
         words = cls(trace, dict(fresh), guards, [])
         for guard in trace.guards:
             for source in {words._source(char): None for char in sorted(references_in(*guard.sketches))}:
                 if source is not None:
                     guards.setdefault(source, []).append(guard)
         words.texts |= {source: words._before(source) for source in guards}
-        stubborn: dict[str, list[Source]] = {}
+        stubborn: dict[str, list[WordSource]] = {}
         for source in (source for source in fresh if source in guards):
             before = words._before(source)
             if not words._exchange([source], before, fresh[source]):
@@ -67,7 +67,7 @@ class OtherWords:
                 words.pinned += filter(words._is_pinned, sources)
         return words
 
-    def swaps(self) -> dict[Source, tuple[str, str]]:
+    def swaps(self) -> dict[WordSource, tuple[str, str]]:
         """For each pinned source its text with a word behind it, and that word."""
         marks = {source: _word(3 * len(self.texts) + number) for number, source in enumerate(self.pinned)}
         return {source: (self.texts[source] + word, word) for source, word in marks.items()}
@@ -85,10 +85,10 @@ class OtherWords:
             case _:
                 return self.trace.value(char)
 
-    def _before(self, source: Source) -> str:
+    def _before(self, source: WordSource) -> str:
         return source if isinstance(source, str) else self.trace.strings[source]
 
-    def _exchange(self, sources: list[Source], text: str, word: str) -> bool:
+    def _exchange(self, sources: list[WordSource], text: str, word: str) -> bool:
         for other in _others(text, word):
             for source in sources:
                 self.texts[source] = other
@@ -102,13 +102,13 @@ class OtherWords:
         operands = [filled_in(sketch, self.value) for sketch in guard.sketches]
         return bool(QUESTIONS[guard.question](*operands, *guard.arguments) == guard.answer)
 
-    def _is_pinned(self, source: Source) -> bool:
+    def _is_pinned(self, source: WordSource) -> bool:
         return any(
             guard.question == "equal" and isinstance(self.trace.alphabet.reference(guard.sketches[1][:1] or " "), Fixed)
             for guard in self.guards.get(source, ())
         )
 
-    def _source(self, char: str) -> Source | None:
+    def _source(self, char: str) -> WordSource | None:
         match self.trace.alphabet.reference(char):
             case Slot(source, _) | Constant(source, _):
                 return source
@@ -128,7 +128,7 @@ class Given:
     marked: list[dict[str, Any]] = field(init=False)
     marked_tools: list[Any] | None = field(init=False)
     offsets: list[int] = field(init=False)  # the number of each message's first string
-    fresh: dict[Source, str] = field(default_factory=dict)
+    fresh: dict[WordSource, str] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)  # dicts that the trace knows by identity
     others: dict[int, dict[str, Any]] = field(default_factory=dict)
     other_tools: list[Any] | None = None

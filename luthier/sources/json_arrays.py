@@ -42,7 +42,7 @@ def read_json_rows(stream: IO[bytes], path: str) -> Iterator[RowBytes | RowError
 
 
 def _cut_rows(stream: IO[bytes], path: str) -> Iterator[bytes]:
-    text = _Text(path=path, offset=stream.tell(), line=1)
+    text = _TextPosition(path=path, offset=stream.tell(), line=1)
     head = stream.read(_WINDOW_BYTES)
     while head and not head.lstrip():
         text, head = text.after(head), stream.read(_WINDOW_BYTES)
@@ -58,15 +58,15 @@ def _cut_rows(stream: IO[bytes], path: str) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Text:
+class _TextPosition:
     """Where in the file a text begins: offset from 0, line from 1."""
 
     path: str
     offset: int
     line: int
 
-    def after(self, text: bytes) -> _Text:
-        return _Text(path=self.path, offset=self.offset + len(text), line=self.line + text.count(b"\n"))
+    def after(self, text: bytes) -> _TextPosition:
+        return _TextPosition(path=self.path, offset=self.offset + len(text), line=self.line + text.count(b"\n"))
 
     def fault(self, text: bytes, what: str) -> SourceError:
         """The array cannot be read at the end of ``text``, which begins here."""
@@ -79,7 +79,7 @@ class _Text:
 # -------------------------------------------------------------------------------------------------------- arrays
 
 
-def _rows_of_array(stream: IO[bytes], body: bytes, text: _Text) -> Iterator[bytes]:
+def _rows_of_array(stream: IO[bytes], body: bytes, text: _TextPosition) -> Iterator[bytes]:
     """``body`` is the array's beginning, ``text`` where it is."""
     window, text = body[1:], text.after(body[:1])
     size = _WINDOW_BYTES
@@ -136,7 +136,7 @@ def _quotes(data: NDArray[np.uint8]) -> NDArray[np.int64]:
     return np.delete(quotes, escaped[lengths % 2 == 1])
 
 
-def _rows_of_window(window: bytes, text: _Text, *, is_last: bool, is_closed: bool) -> list[bytes]:
+def _rows_of_window(window: bytes, text: _TextPosition, *, is_last: bool, is_closed: bool) -> list[bytes]:
     """All rows of a window. Between windows there are commas, so one that is not the last must hold a row."""
     if is_closed or not is_last:
         try:
@@ -148,7 +148,7 @@ def _rows_of_window(window: bytes, text: _Text, *, is_last: bool, is_closed: boo
     return list(_cut_leniently(window, text, is_last=is_last, is_closed=is_closed))
 
 
-def _cut_leniently(window: bytes, text: _Text, *, is_last: bool, is_closed: bool) -> Iterator[bytes]:
+def _cut_leniently(window: bytes, text: _TextPosition, *, is_last: bool, is_closed: bool) -> Iterator[bytes]:
     """The rows of a window in which some row is not strict JSON (NaN …), so that only that row is lost.
 
     Python's decoder finds where each row ends. Where it cannot either, the rest of the file is unreadable.
@@ -188,7 +188,7 @@ def _skip_space(text: str, position: int) -> int:
     return position
 
 
-def _check_nothing_follows(stream: IO[bytes], rest: bytes, text: _Text) -> None:
+def _check_nothing_follows(stream: IO[bytes], rest: bytes, text: _TextPosition) -> None:
     while not (tail := rest.lstrip()):
         text, rest = text.after(rest), stream.read(_WINDOW_BYTES)
         if not rest:

@@ -37,7 +37,7 @@ class Manifest:
     digest: str = ""
 
 
-class _Content(msgspec.Struct, kw_only=True):
+class _ManifestContent(msgspec.Struct, kw_only=True):
     format: int
     fingerprint: str
     shards: msgspec.Raw
@@ -62,7 +62,7 @@ def read_manifest(folder: Path, fingerprint: str | None, *, disk: Disk, known: M
     if known is not None and known.digest == found:
         return known
     try:
-        content = msgspec.json.decode(body, type=_Content)
+        content = msgspec.json.decode(body, type=_ManifestContent)
         _check(path, "format", content.format, FORMAT)
         _check(path, "fingerprint", content.fingerprint, fingerprint or content.fingerprint)
         entries = msgspec.json.decode(content.shards, type=tuple[ShardEntry, ...])

@@ -70,7 +70,7 @@ class KeyIndex:
     """The keys of the samples ``0:num_samples``. Never changed: `extended` gives another."""
 
     num_samples: int = 0
-    runs: tuple[_Run, ...] = ()
+    runs: tuple[_SortedKeys, ...] = ()
 
     def extended(self, keys: Iterable[NDArray[np.uint8]]) -> KeyIndex:
         """With the keys of the samples that follow, uint8[m, KEY_BYTES] a shard."""
@@ -97,7 +97,7 @@ class KeyIndex:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Run:
+class _SortedKeys:
     """m keys in order, of consecutive samples below ``stop``. Equal keys stand in the order of their numbers."""
 
     first: NDArray[np.uint64]  # [m], the first 8 bytes, by which they are sorted
@@ -143,18 +143,20 @@ def _halves(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
     return np.ascontiguousarray(keys).view("<u8")
 
 
-def _sorted_run(halves: NDArray[np.uint64], numbers: NDArray[np.uint32]) -> _Run:
+def _sorted_run(halves: NDArray[np.uint64], numbers: NDArray[np.uint32]) -> _SortedKeys:
     order = np.argsort(halves[:, 0], kind="stable")
-    return _Run(first=halves[order, 0], second=halves[order, 1], numbers=numbers[order], stop=int(numbers[-1]) + 1)
+    return _SortedKeys(
+        first=halves[order, 0], second=halves[order, 1], numbers=numbers[order], stop=int(numbers[-1]) + 1
+    )
 
 
-def _worth_merging(old: _Run, new: _Run) -> bool:
+def _worth_merging(old: _SortedKeys, new: _SortedKeys) -> bool:
     return len(old.first) <= 2 * len(new.first) and len(old.first) + len(new.first) <= MOST_PER_RUN
 
 
-def _merged(old: _Run, new: _Run) -> _Run:
+def _merged(old: _SortedKeys, new: _SortedKeys) -> _SortedKeys:
     order = np.argsort(np.concatenate([old.first, new.first]), kind="stable")
-    return _Run(
+    return _SortedKeys(
         first=np.concatenate([old.first, new.first])[order],
         second=np.concatenate([old.second, new.second])[order],
         numbers=np.concatenate([old.numbers, new.numbers])[order],

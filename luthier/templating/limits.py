@@ -97,7 +97,7 @@ class OverLimit(jinja2.TemplateError):
         return f"if the template is meant to, raise template.limits.{self.key}; else take another (chat_template)"
 
 
-class Meter:
+class RenderUsage:
     """What one render has used up so far."""
 
     def __init__(self, limits: TemplateLimits) -> None:

@@ -24,12 +24,12 @@ from jinja2.utils import Namespace, pass_environment
 
 from luthier.errors import TemplateError
 from luthier.templating.codegen import DICT_ATTRIBUTES, BoundedCodeGenerator, GenerationBlock
-from luthier.templating.limits import MAX_ITEMS, Meter, OverLimit, TemplateLimits
+from luthier.templating.limits import MAX_ITEMS, OverLimit, RenderUsage, TemplateLimits
 from luthier.templating.sizes import (
     FREE_FILTERS,
     FREE_METHODS,
     FREE_TESTS,
-    Call,
+    TemplateCall,
     check_call,
     check_operator,
     check_tuples,
@@ -65,7 +65,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols], optimized=False
         )
-        self.meter = Meter(limits)
+        self.meter = RenderUsage(limits)
         self.step = self.meter.step  # a loop goes round
         self.filters |= {"sum": _sum, "truncate": truncate}
 
@@ -211,7 +211,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner, name = getattr(inner, "__self__", None), getattr(inner, "__name__", type(inner).__name__)
         check_tuples((*args, *given.values()))
         if name not in FREE_METHODS or not isinstance(owner, str | dict):
-            check_call(self.meter, Call(name, owner, args, given), is_method=True)
+            check_call(self.meter, TemplateCall(name, owner, args, given), is_method=True)
         return _measured(self.meter, name, super().call(context, obj, *args, **{**kwargs, **given}))
 
 
@@ -230,7 +230,7 @@ def _is_small(value: Any) -> bool:
     return type(value) is int and -SMALL < value < SMALL
 
 
-def _metered(meter: Meter, name: str, function: Callable[..., Any], *, is_free: bool) -> Callable[..., Any]:
+def _metered(meter: RenderUsage, name: str, function: Callable[..., Any], *, is_free: bool) -> Callable[..., Any]:
     """A filter or test, asked first what it would make."""
     first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0  # an environment, or the like
 
@@ -241,13 +241,13 @@ def _metered(meter: Meter, name: str, function: Callable[..., Any], *, is_free: 
             return function(*args, **kwargs)
         context, given = args[:first], _drained(meter, args[first:])
         if given:
-            check_call(meter, Call(name, given[0], given[1:], kwargs))
+            check_call(meter, TemplateCall(name, given[0], given[1:], kwargs))
         return _measured(meter, name, function(*context, *given, **kwargs))
 
     return metered
 
 
-def _measured(meter: Meter, name: str, made: Any) -> Any:
+def _measured(meter: RenderUsage, name: str, made: Any) -> Any:
     """What a call made, as it is."""
     if isinstance(made, str):
         meter.make(str.__len__(made), repr(name))
@@ -256,12 +256,12 @@ def _measured(meter: Meter, name: str, made: Any) -> Any:
     return made
 
 
-def _drained(meter: Meter, values: Iterable[Any]) -> tuple[Any, ...]:
+def _drained(meter: RenderUsage, values: Iterable[Any]) -> tuple[Any, ...]:
     """Values with lists in the place of what gives items one by one, so that they can be weighed."""
     return tuple(_drain(meter, value) if isinstance(value, Iterator) else value for value in values)
 
 
-def _drain(meter: Meter, items: Iterator[Any]) -> Any:
+def _drain(meter: RenderUsage, items: Iterator[Any]) -> Any:
     if isinstance(items, LoopContext):
         return items
     kept = []

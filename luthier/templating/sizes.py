@@ -18,7 +18,7 @@ from typing import Any
 
 from jinja2.utils import Namespace
 
-from luthier.templating.limits import MAX_BITS, MAX_HEAVY_CHARS, MAX_ITEMS, Meter, OverLimit
+from luthier.templating.limits import MAX_BITS, MAX_HEAVY_CHARS, MAX_ITEMS, OverLimit, RenderUsage
 
 MAX_DEPTH = 50  # of tuples within tuples: Python hashes them without looking how deep they are
 MAX_PRECISION = 1_000  # decimals, and characters of a format for times
@@ -116,7 +116,7 @@ def check_tuples(values: Iterable[Any]) -> None:
 # ------------------------------------------------------------------------------------------------------- operators
 
 
-def check_operator(meter: Meter, operator: str, left: Any, right: Any) -> None:
+def check_operator(meter: RenderUsage, operator: str, left: Any, right: Any) -> None:
     """Raise `OverLimit` if ``left operator right`` would make too much."""
     what = f"the operator {operator}"
     if isinstance(left, int) and isinstance(right, int):
@@ -148,7 +148,7 @@ def _check_number(operator: str, left: int, right: int, what: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TemplateCall:
     """A filter, a method or a function of a template and what it is given; ``value`` is what stands before it."""
 
     name: str
@@ -172,7 +172,7 @@ class Call:
         return max(map(size, self.given), default=0)
 
 
-def check_call(meter: Meter, call: Call, *, is_method: bool = False) -> None:
+def check_call(meter: RenderUsage, call: TemplateCall, *, is_method: bool = False) -> None:
     """Raise `OverLimit` if a call would make too much, or take too long."""
     rule = (METHOD_RULES if is_method else FILTER_RULES).get(call.name)
     made = weigh(call.value, *call.given) if rule is None else rule(meter, call)
@@ -188,17 +188,17 @@ def size(value: Any) -> int:
     return len(value) if isinstance(value, bytes | list | tuple | dict | range | MappingView) else 0
 
 
-def _padded(_: Meter, call: Call) -> int:
+def _padded(_: RenderUsage, call: TemplateCall) -> int:
     return max(weigh(call.value), call.largest) + call.longest
 
 
-def _indented(_: Meter, call: Call) -> int:
+def _indented(_: RenderUsage, call: TemplateCall) -> int:
     text = call.value if isinstance(call.value, str) else ""
     lines = 1 + sum(str.count(text, end) for end in LINE_ENDS)
     return weigh(call.value) + lines * max(call.largest, call.longest, 4)
 
 
-def _replaced(_: Meter, call: Call) -> int:
+def _replaced(_: RenderUsage, call: TemplateCall) -> int:
     old = call.arguments[0] if call.arguments else ""
     most = max(map(weigh, call.given), default=0)
     if isinstance(call.value, str) and isinstance(old, str):
@@ -206,32 +206,32 @@ def _replaced(_: Meter, call: Call) -> int:
     return (weigh(call.value) + 1) * (1 + most)
 
 
-def _joined(_: Meter, call: Call) -> int:
+def _joined(_: RenderUsage, call: TemplateCall) -> int:
     return weigh(call.value) + (size(call.value) + 1) * call.longest
 
 
-def _joined_by(_: Meter, call: Call) -> int:
+def _joined_by(_: RenderUsage, call: TemplateCall) -> int:
     items = call.given[0] if call.given else ()
     return weigh(items) + (size(items) + 1) * size(call.value)
 
 
-def _filled(meter: Meter, call: Call) -> int:
+def _filled(meter: RenderUsage, call: TemplateCall) -> int:
     meter.hold(size(call.value) + call.largest, repr(call.name))
     return 0
 
 
-def _rounded(_: Meter, call: Call) -> int:
+def _rounded(_: RenderUsage, call: TemplateCall) -> int:
     if call.largest > MAX_PRECISION:
         raise OverLimit(f"'round' was asked for {call.largest:,} decimals; {MAX_PRECISION:,} are allowed")
     return weigh(call.value)
 
 
-def _listed(meter: Meter, call: Call) -> int:
+def _listed(meter: RenderUsage, call: TemplateCall) -> int:
     meter.hold(size(call.value), repr(call.name))
     return 0
 
 
-def _split(meter: Meter, call: Call) -> int:
+def _split(meter: RenderUsage, call: TemplateCall) -> int:
     text, pieces = call.value, size(call.value) // 2 + 1
     if pieces > MAX_ITEMS and isinstance(text, str):
         separator = next((item for item in call.given if isinstance(item, str) and item), None)
@@ -240,18 +240,18 @@ def _split(meter: Meter, call: Call) -> int:
     return size(text)
 
 
-def _split_lines(meter: Meter, call: Call) -> int:
+def _split_lines(meter: RenderUsage, call: TemplateCall) -> int:
     if isinstance(call.value, str):
         meter.hold(1 + sum(str.count(call.value, end) for end in LINE_ENDS), repr(call.name))
     return size(call.value)
 
 
-def _as_json(_: Meter, call: Call) -> int:
+def _as_json(_: RenderUsage, call: TemplateCall) -> int:
     weight, step = weigh(call.value), max(call.largest, call.longest)
     return 6 * weight + weight * (step + 1) * (depth(call.value) if step and weight < MAX_ITEMS else 1)
 
 
-def _encoded(_: Meter, call: Call) -> int:
+def _encoded(_: RenderUsage, call: TemplateCall) -> int:
     if all(str.lower(name) in QUICK_ENCODINGS for name in call.given if isinstance(name, str)):
         return 4 * size(call.value)
     if size(call.value) > MAX_PRECISION:
@@ -259,35 +259,35 @@ def _encoded(_: Meter, call: Call) -> int:
     return 100 * size(call.value)
 
 
-def _wrapped(_: Meter, call: Call) -> int:
+def _wrapped(_: RenderUsage, call: TemplateCall) -> int:
     return weigh(call.value) * (1 + call.longest)
 
 
-def _translated(_: Meter, call: Call) -> int:
+def _translated(_: RenderUsage, call: TemplateCall) -> int:
     tables = [item.values() if isinstance(item, dict) else item for item in call.given]
     return size(call.value) * max([1, *(size(text) for table in tables for text in table)])
 
 
-def _timed(_: Meter, call: Call) -> int:
+def _timed(_: RenderUsage, call: TemplateCall) -> int:
     if call.longest > MAX_PRECISION:
         raise OverLimit(f"a time was asked for in {call.longest:,} characters; {MAX_PRECISION:,} are allowed")
     return MAX_PRECISION
 
 
-def _invented(_: Meter, call: Call) -> int:
+def _invented(_: RenderUsage, call: TemplateCall) -> int:
     numbers = sorted(abs(number) for number in call.given if isinstance(number, int))
     return 20 * math.prod([5, 100, *numbers])
 
 
-def _made_bytes(_: Meter, call: Call) -> int:
+def _made_bytes(_: RenderUsage, call: TemplateCall) -> int:
     return call.largest
 
 
-def _format(_: Meter, call: Call) -> int:
+def _format(_: RenderUsage, call: TemplateCall) -> int:
     return _formatted(call.value, call.given)
 
 
-FILTER_RULES: Mapping[str, Callable[[Meter, Call], int]] = {
+FILTER_RULES: Mapping[str, Callable[[RenderUsage, TemplateCall], int]] = {
     "batch": _filled,
     "center": _padded,
     "format": _format,
@@ -300,7 +300,7 @@ FILTER_RULES: Mapping[str, Callable[[Meter, Call], int]] = {
     "tojson": _as_json,
     "wordwrap": _wrapped,
 }
-METHOD_RULES: Mapping[str, Callable[[Meter, Call], int]] = {
+METHOD_RULES: Mapping[str, Callable[[RenderUsage, TemplateCall], int]] = {
     "center": _padded,
     "decode": _encoded,
     "encode": _encoded,

@@ -35,7 +35,7 @@ from luthier.training.losses.router_balance import RouterBalance
 from luthier.training.losses.step_losses import StepLosses
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
 from luthier.training.numerics import check_in_force, computed_in, weight_types
-from luthier.training.report.events import Listener, Note
+from luthier.training.report.events import EventListener, Note
 from luthier.training.report.result import ModelSummary
 from luthier.training.streams import (
     EvalStream,
@@ -77,7 +77,7 @@ class RunModel:
         text_config.use_cache = during
 
 
-def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Listener) -> RunModel:
+def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: EventListener) -> RunModel:
     """Load the model, put the adapter on, and say what was decided; the same weights on all ranks, at every start."""
     vocabulary = Vocabulary.of(tokenizer)
     loaded = load_model(config, vocabulary)

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from luthier.config.schema import EvalConfig, RunConfig, Strategy
 from luthier.loader.plan import StreamPlan
 from luthier.training.losses.mean_losses import by_source
-from luthier.training.report.events import Listener, Note, Saved, Started, StepDone
+from luthier.training.report.events import EventListener, Note, Saved, Started, StepDone
 from luthier.training.report.result import EvalRecord, StepRecord
 
 NO_NORM = ("lomo", "adalomo")  # they update within the backward pass, and no gradient is left to be measured
@@ -82,7 +82,7 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
 class EarlyStopping(TrainerCallback):  # type: ignore[misc]
     """Stops when the metric has not improved for ``patience`` evaluations. Its memory is the trainer's own history."""
 
-    def __init__(self, section: EvalConfig, tell: Listener) -> None:
+    def __init__(self, section: EvalConfig, tell: EventListener) -> None:
         assert section.early_stopping_patience is not None
         self.section = section
         self.patience = section.early_stopping_patience
@@ -105,7 +105,7 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
 class Journal(TrainerCallback):  # type: ignore[misc]
     """Turns what the loop reports into records and tells the listeners."""
 
-    def __init__(self, meter: Meter, measured: tuple[str, ...], tell: Listener) -> None:
+    def __init__(self, meter: Meter, measured: tuple[str, ...], tell: EventListener) -> None:
         """``measured``: the names of what is reported beside the loss."""
         self.meter = meter
         self.measured = measured

@@ -23,7 +23,7 @@ from luthier.packing import (
     PlanSettings,
     Segments,
     SegmentTable,
-    Units,
+    UnitKind,
     describe,
     plan_epoch,
 )
@@ -159,7 +159,7 @@ def open_live_data(config: RunConfig, reader: FeedReader) -> RunData:
 def check_some_left(side: str, index: SegmentIndex, config: RunConfig) -> None:
     """Raise `UserError` where cutting to ``data.max_length`` has left nothing."""
     if len(index) == 0:
-        policy = "split" if index.units is Units.NONE else "truncate, which shortens prompts"
+        policy = "split" if index.units is UnitKind.NONE else "truncate, which shortens prompts"
         raise UserError(
             f"no {side} row is left at data.max_length={config.data.max_length}",
             hint=f"raise data.max_length, or set data.overflow: {policy}",

@@ -23,7 +23,7 @@ from luthier.errors import UserError
 from luthier.loader.feed import FeedReader
 from luthier.loader.run_settings import media_of
 from luthier.loader.state import LoaderState
-from luthier.media.families.family import Packing as FamilyPacking
+from luthier.media.families.family import PackingSupport
 from luthier.models import adapters
 from luthier.models.model import run_device
 from luthier.models.parts import decoder_family
@@ -49,7 +49,7 @@ from luthier.training.hooks import Hooks, StopAgreement
 from luthier.training.numerics import own_numerics
 from luthier.training.outcome import Run, result_of
 from luthier.training.ranks import LONGEST_COLLECTIVE, naming_lost_ranks
-from luthier.training.report.events import Event, Finished, Listener, Note, tell_all
+from luthier.training.report.events import Event, EventListener, Finished, Note, tell_all
 from luthier.training.report.journal import LogFile
 from luthier.training.report.progress import ProgressBar, make_view
 from luthier.training.report.result import LOG_FILE, RunResult
@@ -65,7 +65,7 @@ def fit(
     prepared: Prepared,
     *,
     callbacks: Sequence[TrainerCallback] = (),
-    on_event: Listener | None = None,
+    on_event: EventListener | None = None,
 ) -> RunResult:
     """Train as ``config`` says, and leave model, checkpoints, log and ``result.json`` in ``output.dir``.
 
@@ -81,7 +81,7 @@ def fit(
 
 
 def fit_live(
-    config: RunConfig, tokenizer: Tokenizer, feed: FeedReader, *, on_event: Listener | None = None
+    config: RunConfig, tokenizer: Tokenizer, feed: FeedReader, *, on_event: EventListener | None = None
 ) -> RunResult:
     """`fit` while a feed prepares the rows. Raises also what stops the feed."""
     return fit_data(config, tokenizer, lambda: open_live_data(config, feed), on_event=on_event)
@@ -93,7 +93,7 @@ def fit_data(
     data: RunData | Callable[[], RunData],
     *,
     callbacks: Sequence[TrainerCallback] = (),
-    on_event: Listener | None = None,
+    on_event: EventListener | None = None,
 ) -> RunResult:
     """`fit` for segments from anywhere. Data that is still on its way is asked for when the ranks have met."""
     refuse_other_ways(os.environ)
@@ -106,14 +106,14 @@ def _fit(
     tokenizer: Tokenizer,
     data: RunData | Callable[[], RunData],
     callbacks: tuple[TrainerCallback, ...],
-    on_event: Listener | None,
+    on_event: EventListener | None,
     not_followed: list[str],
 ) -> RunResult:
     begun, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
     _set_up_process(config)
     world = World.from_environment()
     view = make_view(wanted=config.tracking.progress)
-    listeners: list[Listener] = [view] if on_event is None else [view, on_event]
+    listeners: list[EventListener] = [view] if on_event is None else [view, on_event]
     tell = tell_all(listeners) if world.is_main else _silent
     try:
         if not_followed:
@@ -136,13 +136,13 @@ def _fit(
     return result
 
 
-def _as_packed(config: RunConfig, tokenizer: Tokenizer, tell: Listener) -> RunConfig:
+def _as_packed(config: RunConfig, tokenizer: Tokenizer, tell: EventListener) -> RunConfig:
     """The run with rows of one segment, where its family of models cannot have several in a row."""
     media = media_of(config, tokenizer.files.folder)
     if media is None or not config.train.packing.is_packed:
         return config
     family = media.processor.family
-    if family.packing is FamilyPacking.PACKED:
+    if family.packing is PackingSupport.PACKED:
         return config
     tell(Note(text=f"train.packing none instead of {config.train.packing}: {family.name}: {family.reason}"))
     return config.model_copy(update={"train": config.train.model_copy(update={"packing": Packing.NONE})})
@@ -162,7 +162,9 @@ def _set_up_process(config: RunConfig) -> None:
         torch.set_num_threads(config.runtime.threads)  # after accelerate, which gives each rank a share of the cores
 
 
-def _set_up(config: RunConfig, tokenizer: Tokenizer, data: RunData, hooks: Hooks, listeners: list[Listener]) -> Run:
+def _set_up(
+    config: RunConfig, tokenizer: Tokenizer, data: RunData, hooks: Hooks, listeners: list[EventListener]
+) -> Run:
     world = hooks.stop.world
     resume = _open_folder(config, state_at_start(config, data, world), hooks)
     state = None if resume is None else LoaderState.load(resume)

@@ -17,7 +17,7 @@ from luthier.collation import MediaInputs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
 from luthier.models.compiled import uncompiled
-from luthier.packing import Segments, Units
+from luthier.packing import Segments, UnitKind
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
 from luthier.training.report.result import GenerationRecord, GenerationRound
@@ -79,11 +79,11 @@ def _wanted(segments: Segments) -> Sequence[int]:
     if not isinstance(segments, SegmentIndex):
         return everything
     match segments.units:
-        case Units.NONE:
+        case UnitKind.NONE:
             return everything
-        case Units.PAIRS:
+        case UnitKind.PAIRS:
             return everything[::2]
-        case Units.FEEDBACK | Units.FEEDBACK_KL:
+        case UnitKind.FEEDBACK | UnitKind.FEEDBACK_KL:
             verdicts_N = segments.prepared.store.verdicts[segments.sample_ids]
             return [index for index in everything[:: segments.units.size] if verdicts_N[index] > 0]
         case _:

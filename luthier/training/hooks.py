@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import TrainerCallback
 
-from luthier.training.report.events import Listener
+from luthier.training.report.events import EventListener
 from luthier.training.signals import StopSignals
 from luthier.training.streams import World
 
@@ -16,7 +16,7 @@ from luthier.training.streams import World
 class Hooks:
     """How a run talks, how it is told to stop, and the caller's own callbacks, which come behind ours."""
 
-    tell: Listener
+    tell: EventListener
     stop: StopAgreement
     callbacks: tuple[TrainerCallback, ...] = ()
 

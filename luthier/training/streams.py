@@ -24,7 +24,7 @@ from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
 from luthier.loader.rows import RowTable
 from luthier.loader.run_settings import plan_of_run, train_settings
-from luthier.loader.state import LoaderState, Scalar
+from luthier.loader.state import LoaderState, StateScalar
 from luthier.packing import EpochPlan, PlanSettings, Segments, plan_epoch
 from luthier.records import Batch, Pack
 from luthier.training.data import RunData
@@ -226,7 +226,7 @@ def check_rows(there: LoaderState, here: LoaderState, where: Path) -> None:
         )
 
 
-def _decisive(settings: PlanSettings) -> dict[str, Scalar]:
+def _decisive(settings: PlanSettings) -> dict[str, StateScalar]:
     return {
         "train.packing": settings.packing.value,
         "data.max_length": settings.capacity,

@@ -18,7 +18,7 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.loader.rows import RowTable
 from luthier.loader.run_settings import plan_of_run, train_settings
-from luthier.packing import Units, plan_epoch, realised_mixture, straggler_factor
+from luthier.packing import UnitKind, plan_epoch, realised_mixture, straggler_factor
 from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import Prepared
 from luthier.preparation.segments import SegmentIndex
@@ -194,7 +194,7 @@ def test_a_plan_counts_in_singular_and_plural_and_says_what_counts_once(
     assert "(1 epoch," in shown and "1 row × 1 micro-batch" in shown and "micro-batches " in shown
     many = replace(one, epochs=2.0, rows_per_micro_batch=2, micro_batches_per_step=3 * plan.num_ranks)
     assert "(2 epochs," in printed_plan(many) and "2 rows × 3 micro-batches" in printed_plan(many)
-    pairs = replace(one, units=Units.PAIRS)
+    pairs = replace(one, units=UnitKind.PAIRS)
     assert "counts once" not in printed_plan(pairs)
     assert "a prompt that both share counts once" in printed_plan(replace(pairs, shares_prompts=True))
 

@@ -11,15 +11,21 @@ from markupsafe import Markup
 from rich.console import Console
 
 from luthier.check.show.html import page_html, tokens_html
-from luthier.check.show.origins import PROMPT, STOP, Owner, SegmentOrigin
+from luthier.check.show.origins import PROMPT, STOP, SegmentOrigin, TokenOrigin
 from luthier.check.show.terminal import coloured_text, token_table
 from luthier.check.show.text import plain_text
 from luthier.check.show.view import RowView, show_pack
 from luthier.records import Address, Pack, Segment
 
 SCRIPT = "<script>alert(1)</script>"
-USER, PROMPT_OWNER = Owner(message=0, role="user", field="content"), Owner(message=1, role="assistant", field=PROMPT)
-ANSWER, STOP_OWNER = Owner(message=1, role="assistant", field="content"), Owner(message=1, role="assistant", field=STOP)
+USER, PROMPT_OWNER = (
+    TokenOrigin(message=0, role="user", field="content"),
+    TokenOrigin(message=1, role="assistant", field=PROMPT),
+)
+ANSWER, STOP_OWNER = (
+    TokenOrigin(message=1, role="assistant", field="content"),
+    TokenOrigin(message=1, role="assistant", field=STOP),
+)
 
 
 class Characters:
@@ -141,7 +147,7 @@ def test_user_text_never_becomes_markup_or_script() -> None:
     segment = Segment(
         input_ids=np.array([3], dtype=np.int32), target=np.array([False]), address=Address(file=SCRIPT, row=1)
     )
-    owner = Owner(message=0, role=SCRIPT, field=SCRIPT)
+    owner = TokenOrigin(message=0, role=SCRIPT, field=SCRIPT)
     origin = SegmentOrigin(run=1, num_runs=1, start=0, run_tokens=1, owners=(owner,), finding=SCRIPT)
     view = show_pack(Pack(segments=(segment,)), Hostile(), title=SCRIPT, origins=[origin])
     page = page_html([view], title=SCRIPT, facts={SCRIPT: SCRIPT})

@@ -12,7 +12,7 @@ import pytest
 
 from luthier.check.loaded import Loaded, load_rows
 from luthier.check.selection import Kind, Selection
-from luthier.check.show.origins import Owner, find_rows, row_origins, segment_origin
+from luthier.check.show.origins import TokenOrigin, find_rows, row_origins, segment_origin
 from luthier.check.show.view import RowView
 from luthier.config.loading import load_config
 from luthier.config.schema import SourceConfig
@@ -265,11 +265,11 @@ def test_a_document_owns_its_text(tmp_path: Path) -> None:
 
 
 def test_voice_is_who_speaks() -> None:
-    assert Owner(message=1, role="user", field="content").voice == "user"
-    assert [Owner(message=1, role="user", field=name).voice for name in ("template", "template (prompt)", "stop")] == [
-        "template"
-    ] * 3
-    assert Owner(field="tools").voice == "tools" and str(Owner(field="tools")) == "tools"
+    assert TokenOrigin(message=1, role="user", field="content").voice == "user"
+    assert [
+        TokenOrigin(message=1, role="user", field=name).voice for name in ("template", "template (prompt)", "stop")
+    ] == ["template"] * 3
+    assert TokenOrigin(field="tools").voice == "tools" and str(TokenOrigin(field="tools")) == "tools"
 
 
 # --------------------------------------------------------------------------------------- packs, batches, cuts, runs

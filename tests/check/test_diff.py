@@ -15,7 +15,7 @@ from markupsafe import Markup
 from rich.console import Console
 
 from luthier.check.diff.html import diff_html
-from luthier.check.diff.rows import Change, Comparison, Lesson, Unit, repeats
+from luthier.check.diff.rows import Change, Comparison, ExcerptToken, Lesson, repeats
 from luthier.check.diff.runs import (
     EncodedSide,
     Pairing,
@@ -451,11 +451,11 @@ def test_the_check_of_the_page_can_fail(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------- repeated tokens
 
 
-def unit(token_id: int | None, *, target: bool = False, differs: bool = False) -> Unit:
-    return Unit(id=token_id, text=f"<{token_id}>", target=target, weight=1.0, differs=differs)
+def unit(token_id: int | None, *, target: bool = False, differs: bool = False) -> ExcerptToken:
+    return ExcerptToken(id=token_id, text=f"<{token_id}>", target=target, weight=1.0, differs=differs)
 
 
-def counted(units: list[Unit], **options: int) -> list[tuple[int, int | None, int]]:
+def counted(units: list[ExcerptToken], **options: int) -> list[tuple[int, int | None, int]]:
     return [(place, one.id, count) for place, one, count in repeats(units, **options)]
 
 

@@ -19,7 +19,7 @@ from luthier.check.plan.estimate import (
     LOSS_CHUNK_BYTES,
     UTILISATION,
     Device,
-    Work,
+    EpochWork,
     check_name,
     device_named,
     estimate_run,
@@ -69,9 +69,11 @@ def built(config: Any, run: RunConfig, *, attention: str = "sdpa", dtype: torch.
     return apply_adapter(model, run.adapter)
 
 
-def one_row(num_tokens: int = NUM_TOKENS, num_targets: int = NUM_TARGETS, attended: list[int] | None = None) -> Work:
+def one_row(
+    num_tokens: int = NUM_TOKENS, num_targets: int = NUM_TARGETS, attended: list[int] | None = None
+) -> EpochWork:
     lengths = np.array([num_tokens] if attended is None else attended, dtype=np.int64)
-    return Work(
+    return EpochWork(
         tokens=num_tokens, targets=num_targets, attended=lengths, steps=1,
         largest_tokens=num_tokens, largest_targets=num_targets,
     )  # fmt: skip
@@ -249,7 +251,7 @@ def test_work_equals_a_naive_recount(packing: Packing) -> None:
         for batch in plan
     ]
     widths = [max(map(sum, batch)) * len(batch) for batch in lengths]
-    found = Work.of_plan(plan, table)
+    found = EpochWork.of_plan(plan, table)
     assert (found.tokens, found.largest_tokens, found.steps) == (sum(widths), max(widths), plan.num_steps)
     targets = [sum(one - 1 for row in batch for one in row) for batch in lengths]
     assert (found.targets, found.largest_targets) == (sum(targets), max(targets))

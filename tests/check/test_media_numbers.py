@@ -20,7 +20,7 @@ from luthier.check.verify.run import VerifyOptions, verify
 from luthier.cli.main import app
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.media.families.family import Packing
+from luthier.media.families.family import PackingSupport
 from luthier.media.families.table import FAMILIES
 from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import Prepared
@@ -140,7 +140,7 @@ def test_every_family_that_is_padded_has_its_reason_told() -> None:
     kinds = {kind: family for family in reversed([*FAMILIES.values()]) for kind in family.model_types}
     for kind, family in kinds.items():
         refusal = packing_refusal({"model_type": kind})
-        assert (refusal is not None) is (family.packing is Packing.PADDED)
+        assert (refusal is not None) is (family.packing is PackingSupport.PADDED)
         assert refusal is None or family.reason in refusal
     assert packing_refusal({}) is None
     assert packing_refusal({"model_type": "llama"}) is None

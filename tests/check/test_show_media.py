@@ -17,7 +17,7 @@ from rich.console import Console
 from verify_cases import AT, chat, message
 
 from luthier.check.show.html import page_html, tokens_html
-from luthier.check.show.origins import Owner, SegmentOrigin, name_owners, speakers_of
+from luthier.check.show.origins import SegmentOrigin, TokenOrigin, name_owners, speakers_of
 from luthier.check.show.previews import LONGEST_SIDE, WAVE_HEIGHT, WAVE_WIDTH, outline, preview, previews
 from luthier.check.show.terminal import coloured_text, token_table
 from luthier.check.show.text import plain_text
@@ -150,7 +150,7 @@ def test_all_that_stands_for_an_item_belongs_to_the_media_of_its_message(
     view = view_of(film(media_folder), request.getfixturevalue(family))
     (item,) = view.media
     inside = view.tokens[item.start : item.start + item.length]
-    assert {token.owner for token in inside} == {Owner(message=0, role="user", field="media")}
+    assert {token.owner for token in inside} == {TokenOrigin(message=0, role="user", field="media")}
     assert {token.media for token in inside} == {0}
     assert {token.media for token in view.tokens if token not in inside} == {None}
 
@@ -159,7 +159,7 @@ def test_media_of_a_document_have_a_voice_of_their_own(vl_encoder: Encoder, medi
     parts = (Image(source=str(media_folder / "wide.png")), Text(text="A bird."))
     view = view_of(Document(parts=parts, address=AT), vl_encoder)
     owner = view.tokens[view.media[0].start].owner
-    assert owner == Owner(field="media")
+    assert owner == TokenOrigin(field="media")
     assert owner is not None and owner.voice == "media"
 
 

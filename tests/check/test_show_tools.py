@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from luthier.check.show.html import blocks
-from luthier.check.show.origins import TOOLS, Owner
+from luthier.check.show.origins import TOOLS, TokenOrigin
 from luthier.check.show.view import TokenView
 
 OWNERS = {
-    "t": Owner(field=TOOLS),
-    "u": Owner(message=0, role="user"),  # what the template writes in the user's turn
-    "U": Owner(message=0, role="user", field="content"),
-    "a": Owner(message=1, role="assistant"),
-    "-": Owner(),
+    "t": TokenOrigin(field=TOOLS),
+    "u": TokenOrigin(message=0, role="user"),  # what the template writes in the user's turn
+    "U": TokenOrigin(message=0, role="user", field="content"),
+    "a": TokenOrigin(message=1, role="assistant"),
+    "-": TokenOrigin(),
     "?": None,
 }
 

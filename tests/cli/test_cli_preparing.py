@@ -2,7 +2,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from luthier.cli.preparing import Meter, describe, preparing
+from luthier.cli.preparing import RateMeter, describe, preparing
 from luthier.preparation.prepare import Progress
 
 
@@ -13,7 +13,7 @@ def report(read, *, tokens=0, share=None, split="train", lost=0):
 
 
 def test_rates_are_those_of_the_last_seconds():
-    meter = Meter()
+    meter = RateMeter()
     meter.add(report(1), 0.0)
     assert meter.rates() == ""
     for second in range(1, 30):
@@ -22,7 +22,7 @@ def test_rates_are_those_of_the_last_seconds():
 
 
 def test_rows_from_the_store_have_no_rate_of_tokens():
-    meter = Meter()
+    meter = RateMeter()
     meter.add(report(0), 0.0)
     meter.add(report(5_000), 2.0)
     assert meter.rates() == "2,500 rows/s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from luthier.config.loading import load_config_text
-from luthier.config.schema import AdapterConfig, Part
+from luthier.config.schema import AdapterConfig, ModelPart
 from luthier.errors import ConfigError
 
 GOOD = "model: preset:tiny-qwen3\ndata:\n  train: preset:skills\n"
@@ -16,10 +16,10 @@ def adapter(lines: str) -> AdapterConfig:
 
 
 def test_the_language_model_alone_is_trained_unless_parts_are_named() -> None:
-    assert adapter("adapter: lora").train_parts == [Part.LANGUAGE_MODEL]
-    assert adapter("adapter: {train_parts: tower}").train_parts == [Part.TOWER]
+    assert adapter("adapter: lora").train_parts == [ModelPart.LANGUAGE_MODEL]
+    assert adapter("adapter: {train_parts: tower}").train_parts == [ModelPart.TOWER]
     found = adapter("adapter: {type: lora, train_parts: [projector, language_model]}")
-    assert found.train_parts == [Part.PROJECTOR, Part.LANGUAGE_MODEL]
+    assert found.train_parts == [ModelPart.PROJECTOR, ModelPart.LANGUAGE_MODEL]
 
 
 @pytest.mark.parametrize(

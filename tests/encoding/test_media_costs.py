@@ -12,7 +12,7 @@ from luthier.ledger import Ledger
 from luthier.loader.rows import places_of
 from luthier.media import MediaKind
 from luthier.media.families.table import FAMILIES
-from luthier.packing import PATCH_COST, PlanSettings, SegmentTable, Units, plan_epoch, straggler_factor
+from luthier.packing import PATCH_COST, PlanSettings, SegmentTable, UnitKind, plan_epoch, straggler_factor
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Image, ImageHeader, MediaItem, Sample
@@ -84,7 +84,7 @@ def test_rows_of_text_have_no_costs_besides_their_tokens(tmp_path: Path) -> None
 
 def test_a_pair_runs_its_picture_twice_and_windows_share_the_costs_of_a_row(tmp_path: Path) -> None:
     pairs = SegmentIndex(
-        prepared_of(tmp_path / "pairs", [PAIR]), max_length=16, overflow=Overflow.DROP, units=Units.PAIRS
+        prepared_of(tmp_path / "pairs", [PAIR]), max_length=16, overflow=Overflow.DROP, units=UnitKind.PAIRS
     )
     assert pairs.encoder_lengths.tolist() == [60, 60]
     split = SegmentIndex(

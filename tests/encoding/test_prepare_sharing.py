@@ -14,7 +14,7 @@ from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConf
 from luthier.errors import RowError, SourceError
 from luthier.preparation import units as units_room
 from luthier.preparation.prepare import prepare
-from luthier.preparation.units import Units
+from luthier.preparation.units import WorkUnits
 from luthier.records import Branch, Sample
 from luthier.sources import RowBytes, open_sources, text_files
 from luthier.sources.files import find_files
@@ -109,10 +109,10 @@ def test_units_of_any_size_have_the_rows_that_reading_one_after_the_other_gives(
     for size in (1, 2, 3, 7, 8, 9, 10, 25, 64, 1000):
         monkeypatch.setattr(units_room, "UNIT_BYTES", size)
         monkeypatch.setattr(units_room, "SKIP_BYTES", 4)
-        units = Units.of(sources)
+        units = WorkUnits.of(sources)
         order = range(len(units.units))
         assert [told(row) for number in order for row in rows_of(units, number)] == expected, size
-        backwards = [[told(row) for row in rows_of(Units.of(sources), number)] for number in reversed(order)]
+        backwards = [[told(row) for row in rows_of(WorkUnits.of(sources), number)] for number in reversed(order)]
         assert [row for rows in reversed(backwards) for row in rows] == expected, size
 
 
@@ -211,7 +211,7 @@ def test_a_file_edited_under_the_same_size_and_time_is_noticed(tmp_path, small_u
 
 def test_every_flipped_bit_and_every_swapped_word_makes_other_units(tmp_path, monkeypatch):
     path = write(tmp_path / "rows.jsonl", [line("a" * 40), line("b" * 40)])
-    units = Units.of([source_of(path)])
+    units = WorkUnits.of([source_of(path)])
     raw = path.read_bytes()
     stat = path.stat()
 

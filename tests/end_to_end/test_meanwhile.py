@@ -27,7 +27,7 @@ from luthier.presets.skills import skills_rows
 from luthier.records import Address
 from luthier.training.data import open_live_data
 from luthier.training.fit import fit_data
-from luthier.training.report.events import Event, Listener, StepDone
+from luthier.training.report.events import Event, EventListener, StepDone
 from luthier.training.report.result import RunResult
 from luthier.training.trainer import LuthierTrainer
 
@@ -78,7 +78,7 @@ def run_of(folder: Path, rows: Path, store: Path, **changes: Any) -> RunResult:
     return train(config)
 
 
-def train(config: RunConfig, *, on_event: Listener | None = None) -> RunResult:
+def train(config: RunConfig, *, on_event: EventListener | None = None) -> RunResult:
     torch.set_num_threads(1)
     tokenizer = Encoder.from_config(config).tokenizer
     with Feed.start(FeedJob(config=config, folder=feed_folder(config))) as feed:

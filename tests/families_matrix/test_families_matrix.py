@@ -16,7 +16,7 @@ import torch
 import luthier
 from luthier.errors import RowError
 from luthier.media import MediaProcessor
-from luthier.media.families.family import Packing
+from luthier.media.families.family import PackingSupport
 from luthier.media.families.table import FAMILIES
 from luthier.models.attention_inputs import Isolation
 from luthier.models.parts import find_parts
@@ -156,7 +156,7 @@ def test_a_packed_row_means_what_its_rows_mean_alone_or_the_run_says_why_not(
     product: Product, model: Any, alone: dict[int, torch.Tensor]
 ) -> None:
     chosen = product.isolation(model)
-    if product.family.packing is Packing.PADDED:
+    if product.family.packing is PackingSupport.PADDED:
         assert chosen.isolation is Isolation.PADDED
         assert any(product.family.reason in note for note in chosen.notes)
         return

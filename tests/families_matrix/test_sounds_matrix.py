@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings
-from luthier.media.families.family import Packing
+from luthier.media.families.family import PackingSupport
 from luthier.models.attention_inputs import Isolation
 from luthier.models.isolation import choose_isolation
 from luthier.models.parts import model_needs
@@ -178,7 +178,7 @@ def test_a_row_means_the_same_in_company_as_alone(family: str, kind: str, hearin
         chosen = choose_isolation(model, case.segments([Heard()] * 2), how, device=CPU, needs=model_needs(model))
         batch = chosen.arranged(case.batch(segments, packed=True), pad_token_id=how.pad_token_id)
         found = model(**chosen.inputs(batch, device=CPU)).logits
-    assert (chosen.isolation is Isolation.PADDED) == (case.media.family.packing is Packing.PADDED), chosen.notes
+    assert (chosen.isolation is Isolation.PADDED) == (case.media.family.packing is PackingSupport.PADDED), chosen.notes
     if chosen.isolation is Isolation.PADDED:
         check_close([found[row, : len(right)] for row, right in enumerate(alone)], alone)
     else:

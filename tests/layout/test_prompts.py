@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from luthier.layout import (
-    Window,
+    SegmentCut,
     cut_prompt,
     held_of_leaves,
     leaf_segment,
@@ -45,7 +45,7 @@ def test_a_prompt_of_one_question_is_not_cut() -> None:
 
 def test_a_window_with_a_head_keeps_both_ends() -> None:
     whole = segment(*range(10), learned=3)
-    window = Window(head=2, start=5, stop=10, open_end=False, num_targets=3)
+    window = SegmentCut(head=2, start=5, stop=10, open_end=False, num_targets=3)
     cut = take_window(whole, window)
     assert cut.input_ids.tolist() == [0, 1, 5, 6, 7, 8, 9] and len(window) == 7
     assert np.flatnonzero(cut.target).tolist() == [4, 5, 6]

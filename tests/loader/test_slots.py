@@ -10,16 +10,16 @@ import pytest
 from luthier.collation import Grid
 from luthier.loader import slots as slots_module
 from luthier.loader.messages import done_of, grid_of
-from luthier.loader.slots import ALIGNMENT, LEAST_BYTES, Slots
+from luthier.loader.slots import ALIGNMENT, LEAST_BYTES, SharedArrays
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="there are no slots elsewhere")
 
 
 @pytest.fixture
-def sides() -> tuple[Slots, Slots]:
+def sides() -> tuple[SharedArrays, SharedArrays]:
     """The trainer's and the worker's view of the same files, as two processes have them."""
-    trainer = Slots.create(3)
-    return trainer, Slots(trainer.descriptors)
+    trainer = SharedArrays.create(3)
+    return trainer, SharedArrays(trainer.descriptors)
 
 
 def numbers(*shape: int, dtype: type = np.float32) -> np.ndarray:
@@ -38,7 +38,7 @@ def grid_with(**inputs: np.ndarray) -> Grid:
 
 
 @linux_only
-def test_what_one_side_writes_the_other_reads(sides: tuple[Slots, Slots]) -> None:
+def test_what_one_side_writes_the_other_reads(sides: tuple[SharedArrays, SharedArrays]) -> None:
     trainer, worker = sides
     arrays = [numbers(100, 77), numbers(3, dtype=np.int64), numbers(2, 5000, dtype=np.int64), numbers(300, 77)]
     offsets = worker.write(1, arrays)
@@ -50,7 +50,7 @@ def test_what_one_side_writes_the_other_reads(sides: tuple[Slots, Slots]) -> Non
 
 
 @linux_only
-def test_a_slot_grows_and_what_was_read_of_it_stays(sides: tuple[Slots, Slots]) -> None:
+def test_a_slot_grows_and_what_was_read_of_it_stays(sides: tuple[SharedArrays, SharedArrays]) -> None:
     trainer, worker = sides
     for size in (LEAST_BYTES, 10 * LEAST_BYTES, LEAST_BYTES // 2, 40 * LEAST_BYTES):
         array = numbers(size)
@@ -61,7 +61,7 @@ def test_a_slot_grows_and_what_was_read_of_it_stays(sides: tuple[Slots, Slots]) 
 
 
 @linux_only
-def test_slots_do_not_share_memory(sides: tuple[Slots, Slots]) -> None:
+def test_slots_do_not_share_memory(sides: tuple[SharedArrays, SharedArrays]) -> None:
     trainer, worker = sides
     for slot in range(3):
         worker.write(slot, [np.full(LEAST_BYTES, slot, np.float32)])
@@ -69,7 +69,7 @@ def test_slots_do_not_share_memory(sides: tuple[Slots, Slots]) -> None:
 
 
 @linux_only
-def test_an_overwritten_slot_shows(sides: tuple[Slots, Slots]) -> None:
+def test_an_overwritten_slot_shows(sides: tuple[SharedArrays, SharedArrays]) -> None:
     """Control: what is read late is what was written last, so the number of slots matters."""
     trainer, worker = sides
     early, late = grid_with(pixels=numbers(LEAST_BYTES)), grid_with(pixels=-numbers(LEAST_BYTES))
@@ -82,8 +82,8 @@ def test_an_overwritten_slot_shows(sides: tuple[Slots, Slots]) -> None:
 def test_a_grid_arrives_as_it_was_sent_with_and_without_slots(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if platform != sys.platform == "linux":
         monkeypatch.setattr(slots_module.sys, "platform", platform)
-    trainer = Slots.create(2)
-    worker = Slots(trainer.descriptors)
+    trainer = SharedArrays.create(2)
+    worker = SharedArrays(trainer.descriptors)
     assert len(trainer.descriptors) == (2 if platform == "linux" else 0)
     sent = grid_with(pixel_values=numbers(200, 100), image_grid_thw=numbers(1, 3, dtype=np.int64), none=numbers(0, 7))
     done = done_of(sent, worker, 1 if trainer.descriptors else 0)

@@ -15,7 +15,7 @@ from compared_rows import compared_sample, random_rows, stored
 import luthier
 from luthier.config.schema import Overflow
 from luthier.errors import CheckpointError, UserError
-from luthier.packing import Units, draw_partners
+from luthier.packing import UnitKind, draw_partners
 from luthier.preparation.prepared import PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch
@@ -78,7 +78,7 @@ def test_pairs_whose_prompt_is_cut_lose_the_same_messages_and_no_token_of_an_ans
             compared_sample(3, 20, [18, 18], turns=(3,)),
         ],
     )
-    index = SegmentIndex(rows, max_length=25, overflow=Overflow.TRUNCATE, units=Units.PAIRS)
+    index = SegmentIndex(rows, max_length=25, overflow=Overflow.TRUNCATE, units=UnitKind.PAIRS)
     assert index.row_ids.tolist() == [0, 0, 1, 1] and index.lost_rows.tolist() == [2, 3]
     assert index.lengths.tolist() == [25, 20, 24, 25] and index.prompt_lengths.tolist() == [15, 15, 20, 20]
     chosen, rejected = index[0], index[1]
@@ -92,7 +92,7 @@ def test_pairs_whose_prompt_is_cut_lose_the_same_messages_and_no_token_of_an_ans
 def test_other_policies_drop_stop_or_refuse(tmp_path: Path) -> None:
     rows = stored(tmp_path, [compared_sample(n, 20, [10, 5], turns=(3, 8)) for n in range(3)])
 
-    def index(overflow: Overflow, max_length: int = 25, units: Units = Units.PAIRS) -> SegmentIndex:
+    def index(overflow: Overflow, max_length: int = 25, units: UnitKind = UnitKind.PAIRS) -> SegmentIndex:
         return SegmentIndex(rows, max_length=max_length, overflow=overflow, units=units)
 
     assert len(index(Overflow.DROP)) == 0 and index(Overflow.DROP).ledger.dropped == {"too_long": 3}
@@ -102,14 +102,14 @@ def test_other_policies_drop_stop_or_refuse(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="never cut"):
         index(Overflow.SPLIT)
     with pytest.raises(UserError, match="units are feedback"):
-        index(Overflow.DROP, units=Units.FEEDBACK)
+        index(Overflow.DROP, units=UnitKind.FEEDBACK)
 
 
 def test_a_pair_is_lost_as_a_whole_where_one_side_has_nothing_to_learn(tmp_path: Path) -> None:
     bare = compared_sample(0, 20, [10, 5])
     bare.target[30:] = False
     rows = stored(tmp_path, [bare, compared_sample(1, 20, [10, 5])])
-    index = SegmentIndex(rows, max_length=99, overflow=Overflow.DROP, units=Units.PAIRS)
+    index = SegmentIndex(rows, max_length=99, overflow=Overflow.DROP, units=UnitKind.PAIRS)
     assert index.row_ids.tolist() == [1, 1] and index.ledger.dropped == {"no_target_left": 1}
 
 
@@ -137,7 +137,7 @@ def test_a_batch_names_its_pairs_with_their_verdicts_and_leaves(pairs: PreparedS
 
 
 def test_another_rows_answer_follows_the_prompt_as_the_epochs_partners_say(feedback: PreparedSet) -> None:
-    index = SegmentIndex(feedback, max_length=MAX_LENGTH, overflow=Overflow.TRUNCATE, units=Units.FEEDBACK_KL)
+    index = SegmentIndex(feedback, max_length=MAX_LENGTH, overflow=Overflow.TRUNCATE, units=UnitKind.FEEDBACK_KL)
     kept = index.row_ids[::2].tolist()
     loader = make(feedback, units="feedback_kl", packing="none")
     for epoch in range(2):

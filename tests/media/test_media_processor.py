@@ -13,7 +13,7 @@ import transformers as hf
 from luthier.config.media import MediaConfig
 from luthier.errors import ModelError, RowError
 from luthier.layout.position_schemes import position_scheme
-from luthier.media.families.family import MediaKind, Packing
+from luthier.media.families.family import MediaKind, PackingSupport
 from luthier.media.families.table import FAMILIES, family_named, family_of
 from luthier.media.files.decoding import DecodedImage
 from luthier.media.processors.batching import merge_features
@@ -52,7 +52,7 @@ def test_every_row_names_classes_that_exist() -> None:
 
 def test_every_row_says_why_it_is_padded_and_how_positions_are_counted() -> None:
     for family in FAMILIES.values():
-        assert bool(family.reason) == (family.packing is Packing.PADDED), family.name
+        assert bool(family.reason) == (family.packing is PackingSupport.PADDED), family.name
         if family.positions not in (None, "canvas"):  # a canvas also wants the names of its marks
             position_scheme(family.positions, {})
 
@@ -154,7 +154,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> MediaProcessor:
 
 
 def test_a_class_without_a_row_is_counted_by_doing_and_padded(unknown: MediaProcessor) -> None:
-    assert unknown.family.packing is Packing.PADDED
+    assert unknown.family.packing is PackingSupport.PADDED
     assert "no row" in unknown.family.reason
     for width, height in ((40, 90), (64, 64)):
         own = own_ids("new", unknown.processor, ["<image>"], [[picture(width, height)]])

@@ -13,8 +13,8 @@ import pytest
 import torch
 from tiny_kernel import PlainKernel, kernel_under_test
 
-from luthier.objectives import Head, Reference, TokenSettings, hidden_loss_sum, token_scores
-from luthier.objectives.head_kernels import HeadKernel, KernelAnswer, KernelTask
+from luthier.objectives import Head, ReferenceHidden, TokenSettings, hidden_loss_sum, token_scores
+from luthier.objectives.head_kernels import KernelAnswer, KernelTask, LossKernel
 from luthier.training.losses.kernels import LIMITS, kernel_problem
 
 K, V, D = 9, 37, 6
@@ -44,7 +44,7 @@ def one_thread() -> Any:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> HeadKernel:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> LossKernel:
     return kernel_under_test(monkeypatch)
 
 
@@ -58,7 +58,7 @@ class Untouched:
 
 
 def case(
-    kernel: HeadKernel | None,
+    kernel: LossKernel | None,
     *,
     dtype: torch.dtype = torch.float32,
     frozen: bool = False,
@@ -110,14 +110,14 @@ def assert_same_gradients(
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_sums_and_gradients_are_those_of_the_chunks(kernel: HeadKernel, name: str, frozen: bool, weights: str) -> None:
+def test_sums_and_gradients_are_those_of_the_chunks(kernel: LossKernel, name: str, frozen: bool, weights: str) -> None:
     found = case(kernel, frozen=frozen, **HEADS[name])
     settings = TokenSettings() if weights in ("alike", "different") else ALL_OF_IT
     assert_same_sums(found, WEIGHTS[weights], settings, **TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("setting", ["label_smoothing", "z_loss"])
-def test_label_smoothing_and_z_loss_are_those_of_the_chunks(kernel: HeadKernel, setting: str) -> None:
+def test_label_smoothing_and_z_loss_are_those_of_the_chunks(kernel: LossKernel, setting: str) -> None:
     for name in ("plain", "both"):
         assert_same_sums(
             case(kernel, **HEADS[name]), None, TokenSettings(**{setting: 0.1}), **TOLERANCES[torch.float32]
@@ -126,7 +126,7 @@ def test_label_smoothing_and_z_loss_are_those_of_the_chunks(kernel: HeadKernel, 
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("frozen", [True, False])
-def test_log_probabilities_and_gradients_are_those_of_the_chunks(kernel: HeadKernel, name: str, frozen: bool) -> None:
+def test_log_probabilities_and_gradients_are_those_of_the_chunks(kernel: LossKernel, name: str, frozen: bool) -> None:
     hidden, head, ids = case(kernel, frozen=frozen, **HEADS[name])
     mine, chunked = (token_scores(hidden, one, ids) for one in (head, replace(head, kernel=None)))
     torch.testing.assert_close(mine.logps_K, chunked.logps_K, **TOLERANCES[torch.float32])
@@ -138,7 +138,7 @@ def test_log_probabilities_and_gradients_are_those_of_the_chunks(kernel: HeadKer
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_in_16_bits_it_is_as_good_as_16_bits_are(kernel: HeadKernel, dtype: torch.dtype, frozen: bool) -> None:
+def test_in_16_bits_it_is_as_good_as_16_bits_are(kernel: LossKernel, dtype: torch.dtype, frozen: bool) -> None:
     found = case(kernel, dtype=dtype, frozen=frozen)
     assert_same_sums(found, None, TokenSettings(), **TOLERANCES[dtype])
     assert_same_sums(found, WEIGHTS["different"], ALL_OF_IT, **TOLERANCES[dtype])
@@ -151,7 +151,7 @@ def test_in_16_bits_it_is_as_good_as_16_bits_are(kernel: HeadKernel, dtype: torc
     assert_same_gradients(*weighted, inputs_of(hidden, head), **TOLERANCES[dtype])
 
 
-def test_under_autocast_weights_in_32_bits_are_computed_in_16(kernel: HeadKernel) -> None:
+def test_under_autocast_weights_in_32_bits_are_computed_in_16(kernel: LossKernel) -> None:
     hidden, head, ids = case(kernel)
     with torch.autocast("cpu", torch.bfloat16):
         assert_same_sums((hidden, head, ids), None, ALL_OF_IT, **TOLERANCES[torch.bfloat16])
@@ -162,12 +162,12 @@ def test_under_autocast_weights_in_32_bits_are_computed_in_16(kernel: HeadKernel
     assert_same_gradients(*sums, inputs_of(hidden, head), **TOLERANCES[torch.bfloat16])
 
 
-def test_a_vocabulary_of_several_blocks_that_the_last_does_not_fill(kernel: HeadKernel) -> None:
+def test_a_vocabulary_of_several_blocks_that_the_last_does_not_fill(kernel: LossKernel) -> None:
     found = case(kernel, vocabulary=2**15 + 99, softcap=20.0)  # the kernels' largest block is of 2^15
     assert_same_sums(found, WEIGHTS["different"], ALL_OF_IT, atol=1e-4, rtol=1e-4)
 
 
-def test_of_equally_likely_ids_the_first_is_the_predicted_one(kernel: HeadKernel) -> None:
+def test_of_equally_likely_ids_the_first_is_the_predicted_one(kernel: LossKernel) -> None:
     hidden, head, _ = case(kernel)
     head = replace(head, weight_VD=torch.zeros(V, D), bias_V=torch.zeros(V).index_fill(0, torch.tensor([5, 20]), 1.0))
     ids = torch.full((K,), 20)
@@ -177,7 +177,7 @@ def test_of_equally_likely_ids_the_first_is_the_predicted_one(kernel: HeadKernel
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_one_target(kernel: HeadKernel, frozen: bool) -> None:
+def test_one_target(kernel: LossKernel, frozen: bool) -> None:
     hidden, head, ids = case(kernel, frozen=frozen)
     mine, chunked = (
         hidden_loss_sum(hidden[:1], one, ids[:1], torch.tensor([2.0])).loss_sum
@@ -223,7 +223,7 @@ def test_the_gradient_of_a_sum_can_be_asked_for_once() -> None:
 def test_what_a_kernel_cannot_do_is_done_by_the_chunks() -> None:
     hidden, head, ids = case(Untouched())
     plain = replace(head, kernel=None)
-    reference = Reference(hidden_KD=hidden.detach(), head=plain)
+    reference = ReferenceHidden(hidden_KD=hidden.detach(), head=plain)
     for loss in ("dft", "eaft", "asft"):
         more = {"settings": TokenSettings(loss=loss), "reference": reference if loss == "asft" else None}
         mine, chunked = (hidden_loss_sum(hidden, one, ids, **more).loss_sum for one in (head, plain))
@@ -246,7 +246,7 @@ def test_what_a_kernel_cannot_do_is_done_by_the_chunks() -> None:
 
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("frozen", [True, False])
-def test_the_proof_lets_a_right_kernel_pass(kernel: HeadKernel, dtype: torch.dtype, frozen: bool) -> None:
+def test_the_proof_lets_a_right_kernel_pass(kernel: LossKernel, dtype: torch.dtype, frozen: bool) -> None:
     hidden, head, ids = case(kernel, dtype=dtype, frozen=frozen)
     assert kernel_problem(hidden, head, ids, settings=ALL_OF_IT) is None
     if dtype == torch.float32:  # in 16 bits it needs some targets, over which rounding averages out

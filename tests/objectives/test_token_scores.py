@@ -9,7 +9,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 from luthier.config.objective import losses_of
 from luthier.errors import UserError
-from luthier.objectives import Head, Reference, TokenSettings, head, hidden_loss_sum, token_loss_sum, token_scores
+from luthier.objectives import Head, ReferenceHidden, TokenSettings, head, hidden_loss_sum, token_loss_sum, token_scores
 
 TOKEN_OBJECTIVES = losses_of("sft")
 
@@ -234,7 +234,9 @@ def test_token_losses_are_their_formulas(case, name, smoothing, z_loss, by_funct
     reference = None
     reference_logits = None
     if TOKEN_OBJECTIVES[name].reference:
-        reference = Reference(hidden_KD=torch.randn(K, D).double(), head=Head(weight_VD=torch.randn(V, D).double()))
+        reference = ReferenceHidden(
+            hidden_KD=torch.randn(K, D).double(), head=Head(weight_VD=torch.randn(V, D).double())
+        )
         reference_logits = reference.hidden_KD @ reference.head.weight_VD.T
     any_head = Head(weight_VD=weight, bias_V=bias, scale=scale, softcap=softcap)
     if by_function:

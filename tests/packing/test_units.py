@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Packing
 from luthier.errors import UserError
-from luthier.packing import PlanSettings, SegmentTable, Units, describe, draw_partners, plan_epoch
+from luthier.packing import PlanSettings, SegmentTable, UnitKind, describe, draw_partners, plan_epoch
 from luthier.packing.balance import micro_batch_costs
 from tests.conftest import examples
 
@@ -31,7 +31,9 @@ def table_of(lengths: list[tuple[int, int]], *, sources: int = 1, prompt: int = 
     )
 
 
-def plan_settings(packing: Packing = Packing.BEST_FIT, units: Units = Units.PAIRS, **fields: object) -> PlanSettings:
+def plan_settings(
+    packing: Packing = Packing.BEST_FIT, units: UnitKind = UnitKind.PAIRS, **fields: object
+) -> PlanSettings:
     return PlanSettings(packing=packing, capacity=2 * MAX_LENGTH, units=units, **fields)  # type: ignore[arg-type]
 
 
@@ -64,14 +66,14 @@ def test_a_rows_segments_share_a_micro_batch_and_a_pack(lengths: list[tuple[int,
 
 def test_without_units_pairs_come_apart() -> None:
     table = random_table(40)
-    apart = plan_epoch(table, replace(plan_settings(), units=Units.NONE), epoch=0)
+    apart = plan_epoch(table, replace(plan_settings(), units=UnitKind.NONE), epoch=0)
     assert any(len(pack) % 2 for micro_batch in apart for pack in micro_batch.packs), "what the units are needed for"
 
 
 @pytest.mark.parametrize("packing", [Packing.BEST_FIT, Packing.NONE])
 def test_steps_do_not_depend_on_the_number_of_ranks(packing: Packing) -> None:
     table = random_table(50)
-    for units in (Units.PAIRS, Units.FEEDBACK_KL):
+    for units in (UnitKind.PAIRS, UnitKind.FEEDBACK_KL):
         plans = [
             plan_epoch(table, plan_settings(packing, units, micro_batches_per_step=4, num_ranks=ranks), epoch=1)
             for ranks in (1, 2, 4)
@@ -148,7 +150,7 @@ def test_drawn_segments_are_as_long_as_the_prompt_and_the_partners_completion(pa
     prompts = np.random.default_rng(1).integers(2, 10, 30)
     table = replace(table_of([(n, n) for n in own.tolist()]), prompt_lengths=np.repeat(prompts, 2))
     for epoch in (0, 1):
-        plan = plan_epoch(table, plan_settings(packing, Units.FEEDBACK_KL), epoch=epoch)
+        plan = plan_epoch(table, plan_settings(packing, UnitKind.FEEDBACK_KL), epoch=epoch)
         partners = draw_partners(30, seed=0, epoch=epoch)
         lengths = dict(zip(plan.segment_ids.tolist(), plan.planned.lengths(table.lengths).tolist(), strict=True))
         for row in range(30):

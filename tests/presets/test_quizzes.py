@@ -8,7 +8,7 @@ import pytest
 
 from luthier.errors import SourceError
 from luthier.presets.questions import is_held_out
-from luthier.presets.quizzes import Question, Quiz, QuizSkill, quiz_rows
+from luthier.presets.quizzes import Quiz, QuizQuestion, QuizSkill, quiz_rows
 
 SHOWN = {"type": "image", "image": {"bytes": b"PNG"}}
 
@@ -16,7 +16,7 @@ SHOWN = {"type": "image", "image": {"bytes": b"PNG"}}
 def draw(rng: Random) -> Quiz:
     """A picture of which seven things can be asked, each by its key."""
     keys = [str(rng.randrange(10_000)) for _ in range(7)]
-    return Quiz(shown=[SHOWN], questions=[Question(key=key, question=f"ask {key}", answer=key) for key in keys])
+    return Quiz(shown=[SHOWN], questions=[QuizQuestion(key=key, question=f"ask {key}", answer=key) for key in keys])
 
 
 SKILLS = [QuizSkill(name="a", draw=draw, num_train=40, num_test=5), QuizSkill(name="b", draw=draw, num_train=20)]

@@ -15,7 +15,7 @@ from luthier.presets.named_templates import named_template, template_names
 from luthier.records import Message, Text
 from luthier.rendering.references import Alphabet
 from luthier.rendering.template import ChatTemplate
-from luthier.templating.limits import Meter, OverLimit, TemplateLimits, TemplateSettings
+from luthier.templating.limits import OverLimit, RenderUsage, TemplateLimits, TemplateSettings
 from luthier.templating.plain import plain_environment
 from luthier.templating.sandbox import Sandbox
 
@@ -115,7 +115,7 @@ def test_a_large_row_is_put_aside_where_a_small_one_stops_the_run() -> None:
 
 
 def test_memory_is_looked_at() -> None:
-    meter = Meter(TemplateLimits(max_memory_mb=20))
+    meter = RenderUsage(TemplateLimits(max_memory_mb=20))
     kept = []
     with pytest.raises(OverLimit) as refused:
         for _ in range(100):

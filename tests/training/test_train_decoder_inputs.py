@@ -16,7 +16,7 @@ import luthier
 from luthier.check.verify.records import Check
 from luthier.check.verify.run import verify
 from luthier.cli.main import run
-from luthier.config.schema import Part, RunConfig
+from luthier.config.schema import ModelPart, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError, RowError, UserError
 from luthier.layout import leaves
@@ -208,7 +208,7 @@ def test_a_run_learns_with_and_without_an_adapter(folder: Path, tmp_path: Path) 
     rows = write_rows(tmp_path / "rows.jsonl", *(row(f"page {n}", picture=f"{n}.png") for n in range(4)))
     found = {}
     for kind in ("full", "lora"):
-        config = config_of(folder, rows, tmp_path / kind, adapter__type=kind, adapter__train_parts=list(Part))
+        config = config_of(folder, rows, tmp_path / kind, adapter__type=kind, adapter__train_parts=list(ModelPart))
         encoder = Encoder.from_config(config)
         found[kind] = fit(config, encoder, prepare(config, encoder))
         losses = [step.loss for step in found[kind].steps]

@@ -24,7 +24,7 @@ from luthier.collation import collate_packs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models.head_tap import OutputHead, find_head
-from luthier.objectives.head_kernels import HeadKernel, KernelAnswer, KernelTask
+from luthier.objectives.head_kernels import KernelAnswer, KernelTask, LossKernel
 from luthier.records import Pack
 from luthier.training.fit import fit_data
 from luthier.training.losses import kernels
@@ -43,7 +43,7 @@ PEFT_NOISE = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 class Counted:
     """A kernel, and what it was asked."""
 
-    def __init__(self, kernel: HeadKernel) -> None:
+    def __init__(self, kernel: LossKernel) -> None:
         self.kernel, self.name, self.tasks = kernel, kernel.name, list[KernelTask]()
 
     def __call__(self, task: KernelTask) -> KernelAnswer:
@@ -196,7 +196,7 @@ def test_a_named_kernel_that_cannot_run_here_is_refused(monkeypatch: pytest.Monk
 
 
 def test_a_package_without_the_function_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> HeadKernel:
+    def missing() -> LossKernel:
         raise ImportError("cannot import name 'fused_linear_cross_entropy_forward'")
 
     _pretend(monkeypatch)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForMultimodalLM, CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-from luthier.config.schema import AdapterConfig, AdapterType, Part
+from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
 from luthier.errors import ModelError
 from luthier.media import MediaProcessor
 from luthier.models import adapters
@@ -72,17 +72,17 @@ def test_each_parameter_is_in_one_part_and_each_part_is_trained_or_not(name: str
     tower, projector = (under(everything, owner) for owner in TOWERS[name])
     decoder = {key for key, p in model.named_parameters() if any(p is q for q in model.get_decoder().parameters())}
     of_parts = {}
-    for part in Part:
+    for part in ModelPart:
         adapters.apply_adapter(model, AdapterConfig(train_parts=[part]))
         of_parts[part] = trained(model)
     assert set.union(*of_parts.values()) == everything
     assert sum(map(len, of_parts.values())) == len(everything)
-    assert tower and tower <= of_parts[Part.TOWER]
-    assert projector and projector <= of_parts[Part.PROJECTOR]
-    language = of_parts[Part.LANGUAGE_MODEL]
+    assert tower and tower <= of_parts[ModelPart.TOWER]
+    assert projector and projector <= of_parts[ModelPart.PROJECTOR]
+    language = of_parts[ModelPart.LANGUAGE_MODEL]
     assert any(model.get_output_embeddings().weight is dict(model.named_parameters())[key] for key in language)
     assert decoder - under(everything, "model.embed_tokens_extend") <= language
-    adapters.apply_adapter(model, AdapterConfig(train_parts=list(Part)))
+    adapters.apply_adapter(model, AdapterConfig(train_parts=list(ModelPart)))
     assert trained(model) == everything
 
 
@@ -90,7 +90,7 @@ def test_by_default_the_language_model_alone_is_trained_and_the_others_are_named
     model = weightless("gemma3")
     adapters.apply_adapter(model, AdapterConfig())
     assert not under(trained(model), "model.vision_tower", "model.multi_modal_projector")
-    assert adapters.parts_left_out(model, AdapterConfig()) == (Part.PROJECTOR, Part.TOWER)
+    assert adapters.parts_left_out(model, AdapterConfig()) == (ModelPart.PROJECTOR, ModelPart.TOWER)
 
 
 def test_a_model_of_text_alone_has_one_part_and_cannot_train_another() -> None:
@@ -98,13 +98,13 @@ def test_a_model_of_text_alone_has_one_part_and_cannot_train_another() -> None:
     assert find_parts(model) == ModelParts() and not find_parts(model)
     assert adapters.parts_left_out(model, AdapterConfig()) == ()
     with pytest.raises(ModelError, match=r"tower: Qwen3ForCausalLM has no such part[\s\S]*it has language_model"):
-        adapters.apply_adapter(model, AdapterConfig(train_parts=[Part.TOWER]))
+        adapters.apply_adapter(model, AdapterConfig(train_parts=[ModelPart.TOWER]))
 
 
 def test_of_modules_inside_each_other_the_inner_one_says_the_part() -> None:
     parts = ModelParts(tower=("a", "b.eye"), projector=("a.merger", "b"))
     assert [parts.of(name) for name in ("a.x", "a.merger.x", "b.x", "b.eye.x", "bc.x")] == [
-        Part.TOWER, Part.PROJECTOR, Part.PROJECTOR, Part.TOWER, Part.LANGUAGE_MODEL,
+        ModelPart.TOWER, ModelPart.PROJECTOR, ModelPart.PROJECTOR, ModelPart.TOWER, ModelPart.LANGUAGE_MODEL,
     ]  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_lora_stands_in_the_parts_that_are_trained(name: str, targets: list[str]
 
 @pytest.mark.filterwarnings(PEFT_NOISE)
 def test_lora_in_the_tower_is_there_alone_and_patterns_that_match_elsewhere_are_refused() -> None:
-    tower = AdapterConfig(**LORA, train_parts=[Part.TOWER])
+    tower = AdapterConfig(**LORA, train_parts=[ModelPart.TOWER])
     model = adapters.apply_adapter(tiny_vlm("qwen2_5_vl"), tower)
     names = {key.removeprefix("base_model.model.") for key in trained(model)}
     assert names and names == under(names, "model.visual.blocks", "model.visual.patch_embed")
@@ -181,7 +181,7 @@ def test_an_adapter_of_a_model_that_sees_gives_the_same_when_loaded_on_the_base_
     name = "qwen3_vl"
     tiny_vlm(name).save_pretrained(tmp_path / "base")
     loaded = _load(tmp_path, tmp_path / "base")
-    everywhere = AdapterConfig(**LORA, train_parts=list(Part))
+    everywhere = AdapterConfig(**LORA, train_parts=list(ModelPart))
     model = adapters.apply_adapter(loaded.model, everywhere)
     assert isinstance(model, PeftModel)
     generator = torch.Generator().manual_seed(3)
@@ -212,7 +212,7 @@ def test_what_a_model_needs_is_read_from_the_row_of_its_family() -> None:
 @pytest.mark.parametrize("name", [name for name in VLMS if name != "phi4_multimodal"])
 def test_a_blank_picture_reaches_what_a_real_one_reaches_and_the_rest_of_the_towers_is_frozen(name: str) -> None:
     model, other = tiny_vlm(name), tiny_vlm(name)
-    everything = AdapterConfig(train_parts=list(Part))
+    everything = AdapterConfig(train_parts=list(ModelPart))
     adapters.apply_adapter(model, everything)
     notes: list[str] = []
     features = {**VLMS[name].features(), **VLMS[name].more()}
@@ -241,7 +241,7 @@ def test_the_blank_of_a_processor_is_seen_by_its_model() -> None:
     }
     assert bool(blank["image"]["pixel_values"].all())  # no zeros, which would be padding to some
     model = tiny_vlm("llava")
-    adapters.apply_adapter(model, AdapterConfig(train_parts=[Part.TOWER]))
+    adapters.apply_adapter(model, AdapterConfig(train_parts=[ModelPart.TOWER]))
     assert list(needed_blanks(model, find_parts(model), blank, []).features) == ["image"]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from luthier.objectives.head_kernels import HeadKernel, KernelAnswer, KernelTask, LigerKernel
+from luthier.objectives.head_kernels import KernelAnswer, KernelTask, LigerKernel, LossKernel
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 Lie = Callable[[KernelAnswer], KernelAnswer]
@@ -45,7 +45,7 @@ class PlainKernel:
         return self.lie(KernelAnswer(losses_K=losses_K.detach(), predicted_K=predicted_K, gradients=gradients))
 
 
-def kernel_under_test(monkeypatch: pytest.MonkeyPatch) -> HeadKernel:
+def kernel_under_test(monkeypatch: pytest.MonkeyPatch) -> LossKernel:
     if not IS_INTERPRETED:
         return PlainKernel()
     _complete_interpreter(monkeypatch)

@@ -16,7 +16,7 @@ from tiny_vlms import TEXT, VLMS, packed_batch, seen, tiny_vlm
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from luthier.config.schema import AdapterConfig, Part
+from luthier.config.schema import AdapterConfig, ModelPart
 from luthier.models.adapters import apply_adapter
 from luthier.models.attention_inputs import Isolation
 from luthier.models.blank_media import BlankMedia, needed_blanks
@@ -26,7 +26,7 @@ from luthier.models.parts import find_parts
 from luthier.models.passes import ModelPass
 from luthier.records import Batch
 
-ALL = AdapterConfig(train_parts=list(Part))
+ALL = AdapterConfig(train_parts=list(ModelPart))
 
 
 def rank_batch(name: str, rank: int) -> Batch:

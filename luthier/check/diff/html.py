@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from luthier.check.diff.rows import Excerpt, Unit, repeats
+from luthier.check.diff.rows import Excerpt, ExcerptToken, repeats
 from luthier.check.diff.runs import RowChange, RunDiff
 from luthier.check.show.html import render, spaces_visible
 from luthier.check.show.text import lines_visible
@@ -15,7 +15,7 @@ _MOST_IDS = 24  # that a piece tells in words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
+class _ExcerptPiece:
     """Neighbouring units that look alike: tokens, or characters."""
 
     text: str
@@ -58,7 +58,7 @@ def _laid_out(row: RowChange, unit: str) -> dict[str, object]:
     }
 
 
-def _pieces(excerpt: Excerpt) -> list[_Piece]:
+def _pieces(excerpt: Excerpt) -> list[_ExcerptPiece]:
     counted = repeats(excerpt.units, at=excerpt.at)
     found = []
     for (*_, is_alone), group in groupby(counted, key=_look):
@@ -68,13 +68,13 @@ def _pieces(excerpt: Excerpt) -> list[_Piece]:
     return found
 
 
-def _look(told: tuple[int, Unit, int]) -> tuple[bool, float, bool, bool]:
+def _look(told: tuple[int, ExcerptToken, int]) -> tuple[bool, float, bool, bool]:
     """What neighbours must have in common to be one piece; tokens that repeat stand alone, with their count."""
     _, unit, count = told
     return unit.target, unit.weight, unit.differs, count > 1
 
 
-def _piece(units: Sequence[Unit], place: int, *, count: int = 1) -> _Piece:
+def _piece(units: Sequence[ExcerptToken], place: int, *, count: int = 1) -> _ExcerptPiece:
     """``count``: how many such tokens stand here."""
     first = units[0]
     text = "".join(unit.text for unit in units)
@@ -83,7 +83,7 @@ def _piece(units: Sequence[Unit], place: int, *, count: int = 1) -> _Piece:
     ids = " ".join(str(unit.id) for unit in units[:_MOST_IDS]) + (" …" if len(units) > _MOST_IDS else "")
     words = f"character {place}" if first.id is None else f"{tokens} · id {ids}"
     words += f" · target, weight {first.weight:g}" if first.target else " · only read"
-    return _Piece(
+    return _ExcerptPiece(
         text=(lines_visible(spaces_visible(text)) or "⋯") + (f" ×{count}" if count > 1 else ""),
         target=first.target,
         weight=first.weight,

@@ -10,7 +10,7 @@ from itertools import groupby, zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.show.tokens import Vocabulary, token_texts
+from luthier.check.show.tokens import TokenDecoder, token_texts
 from luthier.errors import RowError
 from luthier.records import Segment
 
@@ -42,7 +42,7 @@ class Change(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
+class ExcerptToken:
     """A token of an excerpt, or a character where vocabularies differ (``id`` is then None).
 
     A character that is split over tokens stands at the first of them; the others have no text.
@@ -65,7 +65,7 @@ class Excerpt:
 
     index: int
     at: int
-    units: tuple[Unit, ...]
+    units: tuple[ExcerptToken, ...]
     num_units: int
     is_cut: bool
 
@@ -105,8 +105,8 @@ class Lesson:
 class Comparison:
     """How two lessons are compared: by ids, or by characters where ids mean different texts on the two sides."""
 
-    vocabulary_a: Vocabulary
-    vocabulary_b: Vocabulary
+    vocabulary_a: TokenDecoder
+    vocabulary_b: TokenDecoder
     control_a: frozenset[int]
     control_b: frozenset[int]
     by_characters: bool
@@ -152,7 +152,7 @@ class Comparison:
                 )
         return None
 
-    def _lines(self, a: Lesson, b: Lesson) -> tuple[list[_Line], list[_Line]]:
+    def _lines(self, a: Lesson, b: Lesson) -> tuple[list[_SegmentColumns], list[_SegmentColumns]]:
         if self.by_characters:
             return (
                 [_characters(segment, self.vocabulary_a) for segment in a.segments],
@@ -162,7 +162,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Line:
+class _SegmentColumns:
     """One segment as columns: ``symbols`` (ids, or code points), ``target``, and ``weight``, 0 where it is none."""
 
     symbols: NDArray[np.int64]
@@ -170,7 +170,7 @@ class _Line:
     weight: NDArray[np.float32]
     are_ids: bool
 
-    def equals(self, other: _Line) -> bool:
+    def equals(self, other: _SegmentColumns) -> bool:
         return (
             np.array_equal(self.symbols, other.symbols)
             and np.array_equal(self.target, other.target)
@@ -178,18 +178,18 @@ class _Line:
         )
 
 
-def _ids(segment: Segment) -> _Line:
-    return _Line(
+def _ids(segment: Segment) -> _SegmentColumns:
+    return _SegmentColumns(
         symbols=segment.input_ids.astype(np.int64), target=segment.target, weight=_weight(segment), are_ids=True
     )
 
 
-def _characters(segment: Segment, vocabulary: Vocabulary) -> _Line:
+def _characters(segment: Segment, vocabulary: TokenDecoder) -> _SegmentColumns:
     """Each character is a target if the token is that it begins in."""
     texts = token_texts(segment.input_ids.tolist(), vocabulary)
     sizes = [len(text.text) for text in texts]
     whole = "".join(text.text for text in texts)
-    return _Line(
+    return _SegmentColumns(
         symbols=np.array([ord(character) for character in whole], dtype=np.int64),
         target=np.repeat(segment.target, sizes),
         weight=np.repeat(_weight(segment), sizes),
@@ -197,7 +197,7 @@ def _characters(segment: Segment, vocabulary: Vocabulary) -> _Line:
     )
 
 
-def _answers(lesson: Lesson, vocabulary: Vocabulary, control: frozenset[int]) -> str:
+def _answers(lesson: Lesson, vocabulary: TokenDecoder, control: frozenset[int]) -> str:
     """All that is learned, as text: ids of one text may differ, as ``Yes`` and `` Yes`` do behind other seams."""
     ids = [i for segment in lesson.segments for i in segment.input_ids[segment.target].tolist() if i not in control]
     return "".join(vocabulary.decode(ids).split())
@@ -209,8 +209,8 @@ def _weight(segment: Segment) -> NDArray[np.float32]:
 
 
 def _unmatched(
-    a: Sequence[_Line], b: Sequence[_Line]
-) -> list[tuple[tuple[int, _Line | None], tuple[int, _Line | None]]]:
+    a: Sequence[_SegmentColumns], b: Sequence[_SegmentColumns]
+) -> list[tuple[tuple[int, _SegmentColumns | None], tuple[int, _SegmentColumns | None]]]:
     """Segments of ``a`` beside those of ``b``, with their numbers, without those that both sides have.
 
     [P Q R] and [R S] -> P beside S, Q beside nothing
@@ -224,7 +224,7 @@ def _unmatched(
     return list(zip_longest(left.items(), right.items(), fillvalue=(-1, None)))
 
 
-def _kind(a: Sequence[_Line], b: Sequence[_Line]) -> Change:
+def _kind(a: Sequence[_SegmentColumns], b: Sequence[_SegmentColumns]) -> Change:
     pairs = [(one, other) for (_, one), (_, other) in _unmatched(a, b)]
     if not pairs:
         return Change.SAME
@@ -236,7 +236,7 @@ def _kind(a: Sequence[_Line], b: Sequence[_Line]) -> Change:
     return Change.WEIGHTS
 
 
-def _extent(a: _Line, b: _Line, change: Change) -> tuple[int, int]:
+def _extent(a: _SegmentColumns, b: _SegmentColumns, change: Change) -> tuple[int, int]:
     """``(start, behind)``: what differs begins at ``start``, -1 for nothing; ``behind`` units at the end are alike.
 
     [x a b y] and [x c y] -> (1, 1)
@@ -252,7 +252,7 @@ def _extent(a: _Line, b: _Line, change: Change) -> tuple[int, int]:
     return start, int(unequal[0]) if len(unequal) else most
 
 
-def _column(line: _Line, change: Change) -> NDArray[np.int64] | NDArray[np.bool_] | NDArray[np.float32]:
+def _column(line: _SegmentColumns, change: Change) -> NDArray[np.int64] | NDArray[np.bool_] | NDArray[np.float32]:
     match change:
         case Change.TOKENS:
             return line.symbols
@@ -264,7 +264,7 @@ def _column(line: _Line, change: Change) -> NDArray[np.int64] | NDArray[np.bool_
             raise AssertionError(f"there is no place at which rows are {change!r}")
 
 
-def _excerpt(line: _Line, start: int, stop: int, vocabulary: Vocabulary) -> Excerpt:
+def _excerpt(line: _SegmentColumns, start: int, stop: int, vocabulary: TokenDecoder) -> Excerpt:
     scale = 1 if line.are_ids else CHARACTERS_PER_TOKEN
     begin, shown_stop = max(0, start - scale * BEFORE), min(stop, start + scale * MOST)
     end = min(len(line.symbols), shown_stop + scale * AFTER) if shown_stop == stop else shown_stop
@@ -272,7 +272,7 @@ def _excerpt(line: _Line, start: int, stop: int, vocabulary: Vocabulary) -> Exce
     for place, text in zip(range(begin, end), _texts(line.symbols[begin:end].tolist(), line, vocabulary), strict=True):
         is_target = bool(line.target[place])
         units.append(
-            Unit(
+            ExcerptToken(
                 id=int(line.symbols[place]) if line.are_ids else None,
                 text=text,
                 target=is_target,
@@ -285,7 +285,7 @@ def _excerpt(line: _Line, start: int, stop: int, vocabulary: Vocabulary) -> Exce
     )
 
 
-def _texts(symbols: Sequence[int], line: _Line, vocabulary: Vocabulary) -> list[str]:
+def _texts(symbols: Sequence[int], line: _SegmentColumns, vocabulary: TokenDecoder) -> list[str]:
     if not line.are_ids:
         return [chr(symbol) for symbol in symbols]
     return [text.text for text in token_texts(symbols, vocabulary)]
@@ -298,13 +298,13 @@ def _texts(symbols: Sequence[int], line: _Line, vocabulary: Vocabulary) -> list[
 FEWEST = 4  # fewer are written out
 
 
-def repeats(units: Sequence[Unit], *, at: int = -1) -> Iterator[tuple[int, Unit, int]]:
+def repeats(units: Sequence[ExcerptToken], *, at: int = -1) -> Iterator[tuple[int, ExcerptToken, int]]:
     """``(place, unit, count)``: ``a b b b b c -> (0, a, 1), (1, b, 4), (5, c, 1)``.
 
     Learned tokens, characters (which have no id) and the unit at ``at`` stand alone.
     """
 
-    def key(numbered: tuple[int, Unit]) -> tuple[Unit, bool]:
+    def key(numbered: tuple[int, ExcerptToken]) -> tuple[ExcerptToken, bool]:
         place, unit = numbered
         return unit, place == at or unit.target or unit.id is None
 

@@ -28,7 +28,7 @@ from luthier.sources.rows import decode_row
 BATCH_ROWS = 256  # rows that are encoded together: enough to be quick, few enough that memory stays flat
 
 
-class Side(Protocol):
+class DiffSide(Protocol):
     """One side of a comparison."""
 
     @property
@@ -109,15 +109,15 @@ class EncodedSide:
         return self.encoder.tokenizer
 
     def lessons(self, rows: Sequence[tuple[AnyRow, Source]]) -> list[Lesson]:
-        """See `Side`."""
+        """See `DiffSide`."""
         converted = [_convert(row, source) for row, source in rows]
         encoded = iter(self.encoder.encode_many([row for row in converted if not isinstance(row, RowError)]))
         return [lesson_of(row if isinstance(row, RowError) else next(encoded), self.config.data) for row in converted]
 
 
 def diff_runs(
-    a: Side,
-    b: Side,
+    a: DiffSide,
+    b: DiffSide,
     sources: tuple[Sequence[Source], Sequence[Source]],
     *,
     settings: Sequence[Setting] = (),
@@ -220,7 +220,7 @@ def _batches(every: Iterator[Pair]) -> Iterator[list[Pair]]:
         yield batch
 
 
-def _lessons(side: Side, batch: Sequence[Pair], place_of: Callable[[Pair], Place | None]) -> list[Lesson]:
+def _lessons(side: DiffSide, batch: Sequence[Pair], place_of: Callable[[Pair], RowLocation | None]) -> list[Lesson]:
     rows = [
         (pair.row, place.source)
         for pair in batch
@@ -299,7 +299,7 @@ class Pairing(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RowLocation:
     """Where a row stands on one side, and the source that knows how to read it."""
 
     address: Address
@@ -311,8 +311,8 @@ class Pair:
     """A row and its places; None on the side that has no such row. ``row`` is None where only ``b`` has it."""
 
     row: AnyRow | None
-    a: Place | None
-    b: Place | None
+    a: RowLocation | None
+    b: RowLocation | None
 
 
 def pairing_of(a: Sequence[Source], b: Sequence[Source]) -> Pairing:
@@ -348,7 +348,9 @@ def _by_address(a: Sequence[Source], b: Sequence[Source], limit: int | None) -> 
         for row in one.row_bytes():
             if limit is None or _raw_digest(row) <= limit:
                 address = _address(row)
-                yield Pair(row=row, a=Place(address=address, source=one), b=Place(address=address, source=other))
+                yield Pair(
+                    row=row, a=RowLocation(address=address, source=one), b=RowLocation(address=address, source=other)
+                )
 
 
 def _by_content(a: Sequence[Source], b: Sequence[Source], limit: int | None) -> Iterator[Pair]:
@@ -357,7 +359,7 @@ def _by_content(a: Sequence[Source], b: Sequence[Source], limit: int | None) -> 
         for row in source.row_bytes():
             digest = _content_digest(row)
             if limit is None or digest <= limit:
-                yield Pair(row=row, a=Place(address=_address(row), source=source), b=index.take(digest))
+                yield Pair(row=row, a=RowLocation(address=_address(row), source=source), b=index.take(digest))
     for place in index.left():
         yield Pair(row=None, a=None, b=place)
 
@@ -385,7 +387,7 @@ class _ContentIndex:
         self._repeats: Counter[int] = Counter()  # how often a digest was taken, for digests that come again
         self._keys = list(self._files)
 
-    def take(self, digest: int) -> Place | None:
+    def take(self, digest: int) -> RowLocation | None:
         """The first row with this digest that was not taken yet."""
         start = int(np.searchsorted(self._digests, np.uint64(digest), side="left"))
         if start < len(self._taken) and self._taken[start]:
@@ -396,16 +398,16 @@ class _ContentIndex:
         self._taken[start] = True
         return self._place(start)
 
-    def left(self) -> Iterator[Place]:
+    def left(self) -> Iterator[RowLocation]:
         """The rows that nobody took, in the order of their files."""
         remaining = np.flatnonzero(~self._taken)
         for number in remaining[np.argsort(self._places[remaining])].tolist():
             yield self._place(number)
 
-    def _place(self, number: int) -> Place:
+    def _place(self, number: int) -> RowLocation:
         packed = int(self._places[number])
         source, file = self._keys[packed >> ROW_BITS]
-        return Place(address=Address(file=file, row=packed & (1 << ROW_BITS) - 1), source=self._sources[source])
+        return RowLocation(address=Address(file=file, row=packed & (1 << ROW_BITS) - 1), source=self._sources[source])
 
 
 def _limit(sources: Sequence[Source], sample: int | None, digest: Callable[[AnyRow], int]) -> int | None:

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from luthier.check.diff.rows import CHARACTERS_PER_TOKEN, Change, Excerpt, Unit, repeats
+from luthier.check.diff.rows import CHARACTERS_PER_TOKEN, Change, Excerpt, ExcerptToken, repeats
 from luthier.check.diff.runs import RowChange, RunDiff
 from luthier.check.show.text import CLOSE, OPEN, visible
 
@@ -152,11 +152,11 @@ class _ExcerptText:
         yield text
 
 
-def _shown(unit: Unit) -> str:
+def _shown(unit: ExcerptToken) -> str:
     return visible(unit.text) or "⋯"
 
 
-def _style(unit: Unit, *, is_first: bool) -> str:
+def _style(unit: ExcerptToken, *, is_first: bool) -> str:
     if is_first:
         return CHANGED
     return TARGET if unit.target else ""

@@ -43,7 +43,7 @@ _NEARLY_STATELESS = ("adafactor", "sgd", "lomo", "adalomo", "galore", "apollo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Work:
+class EpochWork:
     """What one epoch computes. ``attended``: int64, lengths of the stretches that attend to themselves, padding too.
 
     ``tokens`` counts padding. ``largest_tokens`` and ``largest_targets`` are of the largest micro-batch.
@@ -57,7 +57,7 @@ class Work:
     largest_targets: int
 
     @classmethod
-    def of_plan(cls, plan: EpochPlan, table: SegmentTable) -> Work:
+    def of_plan(cls, plan: EpochPlan, table: SegmentTable) -> EpochWork:
         """The work of an epoch's plan, which has at least one micro-batch."""
         planned = plan.planned
         lengths = planned.lengths(table.lengths)
@@ -119,7 +119,7 @@ class Estimate:
 def estimate_run(
     config: RunConfig,
     shape: ModelShape,
-    work: Work,
+    work: EpochWork,
     device: Device,
     *,
     total_steps: int,
@@ -167,7 +167,7 @@ def computes_in_16_bits(config: RunConfig, *, on_gpu: bool) -> bool:
             raise AssertionError(f"unknown precision {config.train.precision!r}")
 
 
-def operations_of(shape: ModelShape, work: Work, config: RunConfig) -> float:
+def operations_of(shape: ModelShape, work: EpochWork, config: RunConfig) -> float:
     """Floating point operations of one epoch. Recomputing activations is one more forward pass."""
     forwards = 2 if config.train.gradient_checkpointing else 1
     backward = _backward_share(shape, config)
@@ -177,7 +177,7 @@ def operations_of(shape: ModelShape, work: Work, config: RunConfig) -> float:
     return work.tokens * per_token + work.targets * per_target + attention * (forwards + 2 * backward)
 
 
-def memory_of(shape: ModelShape, work: Work, config: RunConfig, *, on_gpu: bool) -> Memory:
+def memory_of(shape: ModelShape, work: EpochWork, config: RunConfig, *, on_gpu: bool) -> Memory:
     """Bytes on one device; every device holds the whole model."""
     in_16_bits = computes_in_16_bits(config, on_gpu=on_gpu)
     return Memory(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.media import MediaKind
-from luthier.media.families.family import Packing
+from luthier.media.families.family import PackingSupport
 from luthier.media.families.table import FAMILIES
 from luthier.preparation.segments import SegmentIndex
 from luthier.rendering.messages import kind_of_media
@@ -80,4 +80,6 @@ def packing_refusal(model_config: Mapping[str, Any]) -> str | None:
     """
     kind = model_config.get("model_type")
     family = next((family for family in FAMILIES.values() if kind in family.model_types), None)
-    return None if family is None or family.packing is Packing.PACKED else f"family {family.name}: {family.reason}"
+    return (
+        None if family is None or family.packing is PackingSupport.PACKED else f"family {family.name}: {family.reason}"
+    )

@@ -19,7 +19,7 @@ from luthier.packing import (
     PlanSettings,
     PlanSummary,
     SourceShare,
-    Units,
+    UnitKind,
     describe,
     plan_epoch,
     realised_mixture,
@@ -82,7 +82,7 @@ class RunPlan:
     packing: Packing
     max_length: int
     overflow: Overflow
-    units: Units
+    units: UnitKind
     num_ranks: int
     rows_per_micro_batch: int
     micro_batches_per_step: int
@@ -242,7 +242,7 @@ class HistoryCost:
 
 def history_cost(config: RunConfig, index: SegmentIndex, decode: Decode) -> HistoryCost | None:
     """The cost of an index; None where every row is one sequence, or rows are compared."""
-    if index.units is not Units.NONE:
+    if index.units is not UnitKind.NONE:
         return None
     rows, first = np.unique(index.row_ids, return_index=True)
     trees = np.flatnonzero(np.diff(np.append(first, len(index))) > 1)

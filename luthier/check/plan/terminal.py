@@ -15,7 +15,7 @@ from luthier.check.plan.estimate import GIB, Device, Estimate, Memory
 from luthier.check.plan.media_counts import MediaCount
 from luthier.check.plan.plan import DataPlan, LongRow, RunPlan
 from luthier.check.plan.stats import Distribution, SourceStats, Stats
-from luthier.packing import Units
+from luthier.packing import UnitKind
 from luthier.rendering.messages import PLURAL
 
 BAR_WIDTH = 40
@@ -151,9 +151,9 @@ def _mixture(data: DataPlan) -> Table:
 
 
 _COMPARED = {
-    Units.PAIRS: "the two continuations of each row, which share a micro-batch",
-    Units.FEEDBACK: "each row's answer with its verdict",
-    Units.FEEDBACK_KL: "each row's answer with its verdict, and another row's answer to the same prompt (KL estimate)",
+    UnitKind.PAIRS: "the two continuations of each row, which share a micro-batch",
+    UnitKind.FEEDBACK: "each row's answer with its verdict",
+    UnitKind.FEEDBACK_KL: "each row's answer with its verdict, and another row's answer to that prompt (KL estimate)",
 }
 
 

@@ -20,7 +20,7 @@ from itertools import groupby, pairwise
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from luthier.check.show.origins import MEDIA, PROMPT, STOP, TEMPLATE, TOOLS, Owner
+from luthier.check.show.origins import MEDIA, PROMPT, STOP, TEMPLATE, TOOLS, TokenOrigin
 from luthier.check.show.previews import WAVE_HEIGHT, WAVE_WIDTH, Preview
 from luthier.check.show.text import lines_visible, shown_spans
 from luthier.check.show.tokens import item_words
@@ -85,31 +85,31 @@ def render(name: str, **values: object) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Segment:
+class _SegmentHtml:
     segment: SegmentView
-    blocks: list[Block]
+    blocks: list[HtmlBlock]
     bands: list[Band]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
+class _RowHtml:
     row: RowView
-    segments: list[_Segment]
+    segments: list[_SegmentHtml]
 
 
-def _all_laid_out(rows: Sequence[RowView], previews: Previews) -> list[_Row]:
+def _all_laid_out(rows: Sequence[RowView], previews: Previews) -> list[_RowHtml]:
     return [_laid_out(row, previews[number] if previews else ()) for number, row in enumerate(rows)]
 
 
-def _laid_out(row: RowView, previews: Sequence[Preview]) -> _Row:
+def _laid_out(row: RowView, previews: Sequence[Preview]) -> _RowHtml:
     segments = []
     for number, segment in enumerate(row.segments):
         of_segment = blocks(row.of_segment(number), row.media, previews)
-        segments.append(_Segment(segment=segment, blocks=of_segment, bands=bands(of_segment)))
-    return _Row(row=row, segments=segments)
+        segments.append(_SegmentHtml(segment=segment, blocks=of_segment, bands=bands(of_segment)))
+    return _RowHtml(row=row, segments=segments)
 
 
-def _legend(rows: Sequence[_Row]) -> dict[str, object]:
+def _legend(rows: Sequence[_RowHtml]) -> dict[str, object]:
     """What the legend has to explain: only what is to be seen."""
     all_blocks = [block for row in rows for segment in row.segments for block in segment.blocks]
     looks = {
@@ -147,7 +147,7 @@ _HIDDEN_SPACES = re.compile(r"^ +$| {2,}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slots:
+class SlotGroup:
     """Neighbouring tokens of a media item that are one control token, or text between such."""
 
     text: str
@@ -159,13 +159,13 @@ class ItemBox:
     """A media item on a page: its words, all that stands for it in the row, and what it looks or sounds like."""
 
     words: str
-    slots: tuple[Slots, ...]
+    slots: tuple[SlotGroup, ...]
     num_left_out: int  # of the slots, where they are many
     preview: Preview | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class TargetMark:
     """One shown text: a token, the tokens that a character is split over, or those of a media item.
 
     ``looks`` are names of its look.
@@ -192,16 +192,16 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class TargetRun:
     """Neighbouring texts that are all targets, or all context."""
 
     is_target: bool
     num_tokens: int
-    marks: tuple[Mark, ...]
+    marks: tuple[TargetMark, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class HtmlBlock:
     """Neighbouring tokens of one message, or of none. ``fields`` are what of the message they show."""
 
     voice: str
@@ -210,7 +210,7 @@ class Block:
     fields: tuple[str, ...]
     num_tokens: int
     num_targets: int
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[TargetRun, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +225,7 @@ class Band:
 
 def blocks(
     tokens: Sequence[TokenView], media: Sequence[MediaItem] = (), previews: Sequence[Preview] = ()
-) -> list[Block]:
+) -> list[HtmlBlock]:
     """The blocks of a segment's tokens, in the order of the text. ``media`` are the row's items, with their previews,
     if these are wanted.
     """
@@ -239,7 +239,7 @@ def blocks(
     return [_block([span for _, span in group], boxes) for _, group in groups]
 
 
-def bands(of_segment: Sequence[Block]) -> list[Band]:
+def bands(of_segment: Sequence[HtmlBlock]) -> list[Band]:
     """Where the messages, the targets and the media of a segment lie."""
     found = []
     start = 0
@@ -306,7 +306,7 @@ def _speakers(shown: Sequence[Sequence[TokenView]]) -> list[tuple[int | None, st
     return speakers
 
 
-def _speaker(owner: Owner | None) -> tuple[int | None, str | None]:
+def _speaker(owner: TokenOrigin | None) -> tuple[int | None, str | None]:
     return (None, UNKNOWN) if owner is None else (owner.message, owner.role)
 
 
@@ -315,7 +315,7 @@ def _item_box(span: Sequence[TokenView], item: MediaItem, preview: Preview | Non
     for (is_control, _), group in groupby(span, key=lambda token: (token.control, token.id if token.control else None)):
         same = list(group)
         text = same[0].name if is_control else lines_visible("".join(token.text for token in same)).strip()
-        runs.append(Slots(text=text, count=len(same) if is_control else 1))
+        runs.append(SlotGroup(text=text, count=len(same) if is_control else 1))
     return ItemBox(
         words=item_words(item),
         slots=tuple(runs[:MOST_SLOTS]),
@@ -324,13 +324,13 @@ def _item_box(span: Sequence[TokenView], item: MediaItem, preview: Preview | Non
     )
 
 
-def _block(spans: Sequence[Sequence[TokenView]], boxes: Mapping[int, ItemBox]) -> Block:
+def _block(spans: Sequence[Sequence[TokenView]], boxes: Mapping[int, ItemBox]) -> HtmlBlock:
     tokens = [token for span in spans for token in span]
     owners = list(dict.fromkeys(token.owner for token in tokens if token.owner is not None))
     fields = tuple(dict.fromkeys(owner.field for owner in owners if owner.voice != TEMPLATE))
     message, role = _speaker(tokens[0].owner)
     name = role or (fields[0] if fields else TEMPLATE)
-    return Block(
+    return HtmlBlock(
         voice=name,
         message=message,
         name=name,
@@ -341,17 +341,17 @@ def _block(spans: Sequence[Sequence[TokenView]], boxes: Mapping[int, ItemBox]) -
     )
 
 
-def _stretches(spans: Sequence[Sequence[TokenView]], boxes: Mapping[int, ItemBox]) -> Iterator[Stretch]:
+def _stretches(spans: Sequence[Sequence[TokenView]], boxes: Mapping[int, ItemBox]) -> Iterator[TargetRun]:
     for is_target, group in groupby(spans, key=lambda span: any(token.target for token in span)):
         marks = tuple(_mark(span, boxes) for span in group)
-        yield Stretch(is_target=is_target, num_tokens=sum(len(mark.tokens) for mark in marks), marks=marks)
+        yield TargetRun(is_target=is_target, num_tokens=sum(len(mark.tokens) for mark in marks), marks=marks)
 
 
-def _mark(span: Sequence[TokenView], boxes: Mapping[int, ItemBox]) -> Mark:
+def _mark(span: Sequence[TokenView], boxes: Mapping[int, ItemBox]) -> TargetMark:
     first = span[0]
     if first.media is not None:
         box = boxes[first.media]
-        return Mark(text=box.words, tokens=span, looks=("item",), item=box)
+        return TargetMark(text=box.words, tokens=span, looks=("item",), item=box)
     looks = []
     if first.control:
         looks.append("control")
@@ -359,7 +359,7 @@ def _mark(span: Sequence[TokenView], boxes: Mapping[int, ItemBox]) -> Mark:
         looks += [_LOOKS[first.owner.field]] if first.owner.field in _LOOKS else []
     if any(token.target and token.weight != 1 for token in span):
         looks.append("weighted")
-    return Mark(text=lines_visible(spaces_visible(first.text)) or "∅", tokens=span, looks=tuple(looks))
+    return TargetMark(text=lines_visible(spaces_visible(first.text)) or "∅", tokens=span, looks=tuple(looks))
 
 
 _LOOKS = {MEDIA: "media", TEMPLATE: "template", PROMPT: "template", STOP: "stop", "reasoning_content": "thought"}

@@ -13,7 +13,7 @@ from itertools import groupby
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.owners import AGAIN, leaf_owners, sample_difference, token_owners
 from luthier.errors import RowError, SourceError, StoreError
-from luthier.packing import Units
+from luthier.packing import UnitKind
 from luthier.preparation.prepared import PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import (
@@ -49,7 +49,7 @@ class SegmentOrigin:
     num_runs: int
     start: int
     run_tokens: int
-    owners: tuple[Owner, ...] = ()
+    owners: tuple[TokenOrigin, ...] = ()
     finding: str | None = None
     continuation: str | None = None
     head: int = 0
@@ -80,7 +80,7 @@ def segment_origin(
     """
     leaf, start, stop = index.place(segment)
     run = of_row[leaf]
-    if index.units is Units.FEEDBACK_KL and segment % 2:
+    if index.units is UnitKind.FEEDBACK_KL and segment % 2:
         what = "this row's prompt with another row's answer, as many tokens of it as there is room for (KL estimate)"
         return SegmentOrigin(run=1, num_runs=1, start=0, run_tokens=0, continuation=what)
     head = index.head(segment)
@@ -182,7 +182,7 @@ STOP = "stop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Owner:
+class TokenOrigin:
     """Whose a token is. ``message`` counts from 0, as ``messages[3]`` in error messages does.
 
     ``field`` is a field of the message (``content``, ``tool_calls``, ``media`` …), ``tools`` for the declarations of
@@ -238,7 +238,7 @@ def _messages(row: Conversation | Preference | Feedback) -> tuple[Message, ...]:
             return (*row.prompt, *row.completion)
 
 
-def name_owners(pieces: Sequence[Piece], speakers: Sequence[Speaker], *, special: Collection[str]) -> list[Owner]:
+def name_owners(pieces: Sequence[Piece], speakers: Sequence[Speaker], *, special: Collection[str]) -> list[TokenOrigin]:
     """The owner of each token, given the piece of each token in the order of the text.
 
     ``special`` are the tokens that can end a turn.
@@ -293,10 +293,10 @@ def _field(piece: Piece) -> str:
             raise AssertionError(f"unknown piece {piece!r}")
 
 
-def _owner(piece: Piece, field: str, speakers: Sequence[Speaker]) -> Owner:
+def _owner(piece: Piece, field: str, speakers: Sequence[Speaker]) -> TokenOrigin:
     if piece.message is None or piece.message >= len(speakers):
-        return Owner(field=field)
+        return TokenOrigin(field=field)
     speaker = speakers[piece.message]
     if speaker.message is None and field == "content":
         field = "template.default_system"
-    return Owner(message=speaker.message, role=speaker.role, field=field)
+    return TokenOrigin(message=speaker.message, role=speaker.role, field=field)

@@ -16,7 +16,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders give for bytes that a
 MAX_TOKENS_PER_CHARACTER = 8  # a character is 4 bytes at most; joined emoji decode one by one
 
 
-class Vocabulary(Protocol):
+class TokenDecoder(Protocol):
     """What is needed of a tokenizer to show its tokens."""
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
@@ -37,7 +37,7 @@ class TokenText:
     tokens: int  # how many tokens, from this one on, make up ``text``; 0: shown with an earlier token
 
 
-def token_texts(ids: Sequence[int], vocabulary: Vocabulary) -> list[TokenText]:
+def token_texts(ids: Sequence[int], vocabulary: TokenDecoder) -> list[TokenText]:
     """One `TokenText` per id; joined, the texts are what the ids decode to."""
     texts: list[TokenText] = []
     before: list[int] = []  # the last group: decoders that drop a leading space do so only at the very start
@@ -55,7 +55,7 @@ def spans(texts: Sequence[TokenText]) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def _next_group(ids: Sequence[int], before: list[int], vocabulary: Vocabulary) -> tuple[list[int], str]:
+def _next_group(ids: Sequence[int], before: list[int], vocabulary: TokenDecoder) -> tuple[list[int], str]:
     for size in range(1, len(ids) + 1):
         text = _continuation(before, list(ids[:size]), vocabulary)
         if REPLACEMENT not in text:
@@ -64,7 +64,7 @@ def _next_group(ids: Sequence[int], before: list[int], vocabulary: Vocabulary) -
     return [ids[0]], vocabulary.decode([ids[0]]) or REPLACEMENT
 
 
-def _continuation(before: list[int], ids: list[int], vocabulary: Vocabulary) -> str:
+def _continuation(before: list[int], ids: list[int], vocabulary: TokenDecoder) -> str:
     prefix = vocabulary.decode(before) if before else ""
     whole = vocabulary.decode([*before, *ids])
     return whole[len(prefix) :] if whole.startswith(prefix) else vocabulary.decode(ids)

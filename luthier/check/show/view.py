@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from luthier.check.show.origins import Owner, SegmentOrigin
-from luthier.check.show.tokens import Vocabulary, numbers_along, placed_media, token_texts
+from luthier.check.show.origins import SegmentOrigin, TokenOrigin
+from luthier.check.show.tokens import TokenDecoder, numbers_along, placed_media, token_texts
 from luthier.collation import paths_of_row
 from luthier.layout import leaves
 from luthier.records import IGNORE_INDEX, Batch, MediaItem, Pack, Sample, Segment
@@ -33,7 +33,7 @@ class TokenView:
     segment: int  # from 0
     position: int  # restarts in each segment
     label: int | None
-    owner: Owner | None = None  # None where it is not known
+    owner: TokenOrigin | None = None  # None where it is not known
     media: int | None = None  # which item of `RowView.media` it stands for
     axes: tuple[int, ...] = ()  # its positions in time, height and width, where a batch has them (M-RoPE)
 
@@ -124,7 +124,7 @@ class RowView:
 
 def show_sample(
     sample: Sample,
-    vocabulary: Vocabulary,
+    vocabulary: TokenDecoder,
     *,
     control: Collection[int] = (),
     origins: Sequence[SegmentOrigin] | None = None,
@@ -141,7 +141,7 @@ def show_sample(
 
 def show_pack(
     pack: Pack,
-    vocabulary: Vocabulary,
+    vocabulary: TokenDecoder,
     *,
     title: str,
     control: Collection[int] = (),
@@ -157,7 +157,7 @@ def show_pack(
 
 def show_batch(
     batch: Batch,
-    vocabulary: Vocabulary,
+    vocabulary: TokenDecoder,
     *,
     title: str,
     control: Collection[int] = (),
@@ -183,7 +183,7 @@ def show_batch(
 
 def _row_view(
     columns: Columns,
-    vocabulary: Vocabulary,
+    vocabulary: TokenDecoder,
     *,
     title: str,
     control: Collection[int],
@@ -196,7 +196,9 @@ def _row_view(
     for number, address in enumerate(columns.addresses):
         origin = None if origins is None else origins[number]
         span = range(bounds[number], bounds[number + 1])
-        owners: Sequence[Owner | None] = [None] * len(span) if origin is None or not origin.owners else origin.owners
+        owners: Sequence[TokenOrigin | None] = (
+            [None] * len(span) if origin is None or not origin.owners else origin.owners
+        )
         added = [
             replace(token, segment=number, owner=owner, media=items[token.index])
             for token, owner in zip(_segment_tokens(columns, span, vocabulary, control), owners, strict=True)
@@ -233,7 +235,7 @@ def _segment_view(address: str, tokens: Sequence[TokenView], origin: SegmentOrig
 
 
 def _segment_tokens(
-    columns: Columns, span: range, vocabulary: Vocabulary, control: Collection[int]
+    columns: Columns, span: range, vocabulary: TokenDecoder, control: Collection[int]
 ) -> Iterator[TokenView]:
     texts = token_texts(columns.ids[span.start : span.stop], vocabulary)
     for index, text in zip(span, texts, strict=True):

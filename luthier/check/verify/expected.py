@@ -22,15 +22,15 @@ from luthier.check.verify.policy import (
     RowPolicy,
     RunPolicy,
     TurnPolicy,
-    Weights,
+    WeightArray,
     answer_weights,
     as_rendered,
     row_policy,
 )
 from luthier.check.verify.reading import (
+    CompletionReading,
     Finding,
     NeutralRow,
-    Reading,
     Said,
     added_text,
     mark_ends,
@@ -74,7 +74,7 @@ class ExpectedTurn:
     after: Callable[[], Ids] | None
     kwargs: Mapping[str, Any]
     policy: TurnPolicy
-    weights: Weights
+    weights: WeightArray
     unfinished: bool = False
     findings: tuple[Finding, ...] = ()
     is_derived: bool = False
@@ -106,7 +106,7 @@ class AskedTurn:
     prompts: tuple[Ids, ...]
     texts: tuple[str, ...]
     kwargs: tuple[Mapping[str, Any], ...]
-    readings: tuple[Reading, ...]
+    readings: tuple[CompletionReading, ...]
     policy: TurnPolicy
     ending: str
     unfinished: bool
@@ -152,7 +152,7 @@ def expected_row(
     media = None if reader is None else _read_media(row, neutral, own_template, reader)
     printer: Printer = own_template if media is None else ExpandedTemplate(own_template, media)
     whole_text = printer.render(neutral.messages, neutral.tools)
-    shown = _Shown(printer, tokenizer, neutral, whole_text)
+    shown = _Case(printer, tokenizer, neutral, whole_text)
     turns: list[ExpectedTurn] = []
     asked: list[AskedTurn] = []
     for index, turn_policy in policy.turns.items():
@@ -208,7 +208,7 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _Case:
     """A row as its template is shown it, and what turns text into ids."""
 
     printer: Printer
@@ -234,7 +234,7 @@ class _Shown:
             history = ""
         return self.tokenizer.hide(added_text(history, prompt))
 
-    def reading(self, index: int, prompt: str, completion: str, **kwargs: Any) -> Reading:
+    def reading(self, index: int, prompt: str, completion: str, **kwargs: Any) -> CompletionReading:
         """A completion that was rendered, to be read as message ``index``.
 
         Some templates print no header behind the result of a tool, where inference goes on, and one in the history.
@@ -248,7 +248,7 @@ class _Shown:
                 usual = self.header(question + 1, asked, **kwargs)
                 if usual.strip() and shown.startswith(usual):
                     header, prompt, shown = cache(lambda: usual), asked, shown[len(usual) :]
-        return Reading(
+        return CompletionReading(
             header=header,
             prompt=prompt,
             completion=shown,
@@ -271,7 +271,7 @@ def _read_media(
     return reader.read(media, template.render(neutral.messages, neutral.tools))
 
 
-def _cut(shown: _Shown, index: int) -> tuple[_Cut | None, list[tuple[str, Mapping[str, Any]]]]:
+def _cut(shown: _Case, index: int) -> tuple[_Cut | None, list[tuple[str, Mapping[str, Any]]]]:
     """The turn under the first switch whose prompt it begins with, and the prompts before that, each with its switch.
 
     Raises `RowError` if the template refuses what would be shown by default.
@@ -291,7 +291,7 @@ def _cut(shown: _Shown, index: int) -> tuple[_Cut | None, list[tuple[str, Mappin
     return None, prompts
 
 
-def _cut_under(shown: _Shown, index: int, prompt: str, kwargs: Mapping[str, Any]) -> _Cut | None:
+def _cut_under(shown: _Case, index: int, prompt: str, kwargs: Mapping[str, Any]) -> _Cut | None:
     """The turn under one switch; None if it does not begin with its prompt. Raises `RowError`."""
     text = shown.turn(index, **kwargs)
     if not text.startswith(prompt) or not _is_before_answer(shown, index, prompt, kwargs):
@@ -304,7 +304,7 @@ def _cut_under(shown: _Shown, index: int, prompt: str, kwargs: Mapping[str, Any]
     return _completion(shown, cut, tail)
 
 
-def _cut_elsewhere(shown: _Shown, index: int, own: _Cut | None, whole_text: str) -> _Cut | None:
+def _cut_elsewhere(shown: _Case, index: int, own: _Cut | None, whole_text: str) -> _Cut | None:
     """The turn as one rendering of the row has it, where that is another text than inference's (``own``); None where it
     is the same, or has no header there.
 
@@ -336,7 +336,7 @@ def _cut_elsewhere(shown: _Shown, index: int, own: _Cut | None, whole_text: str)
     return None
 
 
-def _turn_elsewhere(policy: TurnPolicy, cut: _Cut, whole_text: str, shown: _Shown) -> ExpectedTurn:
+def _turn_elsewhere(policy: TurnPolicy, cut: _Cut, whole_text: str, shown: _Case) -> ExpectedTurn:
     """Such a turn; thoughts that the template leaves out of it are not looked for."""
     message = shown.row.messages[cut.message]
     left_out = [part for part in message.parts if isinstance(part, Thinking) and part.text not in cut.completion]
@@ -353,7 +353,7 @@ def _turn_elsewhere(policy: TurnPolicy, cut: _Cut, whole_text: str, shown: _Show
     return replace(_expected_turn(policy, cut, whole_text, shown), elsewhere=True)
 
 
-def _is_before_answer(shown: _Shown, index: int, prompt: str, kwargs: Mapping[str, Any]) -> bool:
+def _is_before_answer(shown: _Case, index: int, prompt: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether a turn begins with its prompt by the template's doing, and not because its own words do.
 
     ``<m>\\n`` asks, and ``<m>`` heads the turn in the history: of an answer, ``\\nYes``, the line break is its own.
@@ -368,7 +368,7 @@ def _is_before_answer(shown: _Shown, index: int, prompt: str, kwargs: Mapping[st
         return True
 
 
-def _otherwise(shown: _Shown, first: _Cut, policy: TurnPolicy, whole_text: str) -> Iterator[ExpectedTurn]:
+def _otherwise(shown: _Case, first: _Cut, policy: TurnPolicy, whole_text: str) -> Iterator[ExpectedTurn]:
     """The turn under every other position of the switch that its prompt begins under."""
     for kwargs in thinking_switches(shown.printer):
         if kwargs == first.kwargs or first.unfinished:
@@ -382,7 +382,7 @@ def _otherwise(shown: _Shown, first: _Cut, policy: TurnPolicy, whole_text: str) 
 
 
 def _asked_turn(
-    shown: _Shown,
+    shown: _Case,
     index: int,
     prompts: Sequence[tuple[str, Mapping[str, Any]]],
     policy: TurnPolicy,
@@ -404,7 +404,7 @@ def _asked_turn(
         texts=tuple(prompt for prompt, _ in prompts),
         kwargs=tuple(kwargs for _, kwargs in prompts),
         readings=tuple(
-            Reading(
+            CompletionReading(
                 header=cache(partial(shown.header, index, prompt, **kwargs)),
                 prompt=prompt,
                 completion="",
@@ -419,7 +419,7 @@ def _asked_turn(
     )
 
 
-def _behind_answer(shown: _Shown, index: int, following: tuple[Message, ...], kwargs: Mapping[str, Any]) -> str | None:
+def _behind_answer(shown: _Case, index: int, following: tuple[Message, ...], kwargs: Mapping[str, Any]) -> str | None:
     """What the template prints behind the last string of a turn; None if the turn has none, or cannot be marked."""
     messages = shown.row.messages
     marked = (*messages[:index], mark_ends(messages[index], MARK), *following)
@@ -430,7 +430,7 @@ def _behind_answer(shown: _Shown, index: int, following: tuple[Message, ...], kw
     return behind if mark else None
 
 
-def _completion(shown: _Shown, cut: _Cut, tail: str) -> _Cut:
+def _completion(shown: _Case, cut: _Cut, tail: str) -> _Cut:
     """``cut`` with its completion shortened to the end of its stop, or with a stop put behind it.
 
     The stop is the first stop token in ``tail``, which stands behind the answer; else the one with which the template
@@ -454,7 +454,7 @@ def _completion(shown: _Shown, cut: _Cut, tail: str) -> _Cut:
     return cut
 
 
-def _stop_before_next(shown: _Shown, cut: _Cut, tail: str) -> str | None:
+def _stop_before_next(shown: _Case, cut: _Cut, tail: str) -> str | None:
     """What ends this turn where another one follows (the row's own, or one made up), up to and with a stop token."""
     index, tokenizer = cut.message, shown.tokenizer
     calls = any(isinstance(part, ToolCall) for part in shown.row.messages[index].parts)
@@ -469,12 +469,12 @@ def _stop_before_next(shown: _Shown, cut: _Cut, tail: str) -> str | None:
     return None
 
 
-def _continued(text: str, shown: _Shown) -> Ids:
+def _continued(text: str, shown: _Case) -> Ids:
     (readable,) = shown.row.readable([text], shown.tokenizer)
     return shown.tokenizer.continue_text([readable], forged=shown.row.forged)[0]
 
 
-def _expected_turn(policy: TurnPolicy, cut: _Cut, whole_text: str, shown: _Shown) -> ExpectedTurn:
+def _expected_turn(policy: TurnPolicy, cut: _Cut, whole_text: str, shown: _Case) -> ExpectedTurn:
     neutral, tokenizer = shown.row, shown.tokenizer
     text = cut.prompt + cut.completion
     after_text = whole_text[len(text) :] if whole_text.startswith(text) else None

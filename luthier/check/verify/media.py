@@ -191,25 +191,25 @@ def expected_document(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Stretch:
+class _TextOrItem:
     """Text of the row, or what stands for one of its media."""
 
     text: str
     is_given: bool
 
 
-def _stretches(row: Document, media: RowMedia | None) -> list[_Stretch]:
+def _stretches(row: Document, media: RowMedia | None) -> list[_TextOrItem]:
     texts = iter(media.texts(len(media.items)) if media is not None else ())
     found = []
     for part in row.parts:
         match part:
             case Text():
-                found.append(_Stretch(text=part.text, is_given=False))
+                found.append(_TextOrItem(text=part.text, is_given=False))
             case Image() | Video() | Audio():
                 assert media is not None, "the media of a row were read"
                 slots, kind = media.reader.slots, KINDS[type(part)]
                 text = slots.inline[kind].replace(slots.tokens[kind], next(texts), 1)
-                found.append(_Stretch(text=text, is_given=True))
+                found.append(_TextOrItem(text=text, is_given=True))
             case _:
                 raise AssertionError(f"a document has no {type(part).__name__}")
     return found
@@ -231,13 +231,13 @@ def _printed(row: Document, reader: MediaReader) -> str:
     return "".join(pieces)
 
 
-def _readable(stretch: _Stretch, tokenizer: ReferenceTokenizer, meant: frozenset[str]) -> str:
+def _readable(stretch: _TextOrItem, tokenizer: ReferenceTokenizer, meant: frozenset[str]) -> str:
     """With the control strings that are meant as control tokens under their secret names: all, of what is given."""
     return tokenizer.hide(stretch.text) if stretch.is_given else tokenizer.hide(stretch.text, meant)
 
 
 def _given(
-    stretches: Sequence[_Stretch], readable: Sequence[str], body: Ids, tokenizer: ReferenceTokenizer, *, forged: bool
+    stretches: Sequence[_TextOrItem], readable: Sequence[str], body: Ids, tokenizer: ReferenceTokenizer, *, forged: bool
 ) -> NDArray[np.bool_]:
     """bool[T]: which tokens stand for media; a token goes with the stretch that it ends in."""
     if not any(stretch.is_given for stretch in stretches):

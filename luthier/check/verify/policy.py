@@ -261,7 +261,7 @@ def ruled_document(row: Document, rules: Sequence[TargetRule]) -> Document:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _CharacterPolicy:
     """What rules say of a character; None is what its message says."""
 
     train: bool | None = None
@@ -289,22 +289,22 @@ def _ruled_run(
 ) -> Iterator[Part]:
     """Neighbouring parts of one kind with their flags; patterns are searched in their joined text."""
 
-    def after(choice: _Choice, rule: TargetRule) -> _Choice:
+    def after(choice: _CharacterPolicy, rule: TargetRule) -> _CharacterPolicy:
         train, weight = choice.train, choice.weight
         if _train(rule) is not None and chooses:
             train = None if _is_wide(rule) and not is_document else _train(rule)
         if rule.weight:
             weight = None if _is_wide(rule) else rule.weight
-        return _Choice(train, weight)
+        return _CharacterPolicy(train, weight)
 
-    def flagged(part: Part, choice: _Choice) -> Part:
+    def flagged(part: Part, choice: _CharacterPolicy) -> Part:
         assert isinstance(part, Text | Thinking | ToolCall), "asked only of what says something"
         factor = 1.0 if choice.weight is None else choice.weight / wide_weight
         return replace(part, train=choice.train if part.train is None else part.train, weight=part.weight * factor)
 
     joined = "".join(part.text for part in parts if isinstance(part, Text | Thinking))
-    choices = [_Choice()] * len(joined)
-    bare = _Choice()  # for what has no characters
+    choices = [_CharacterPolicy()] * len(joined)
+    bare = _CharacterPolicy()  # for what has no characters
     for rule in rules:
         bare = bare if rule.pattern is not None else after(bare, rule)
         for start, end in _found(rule, joined):
@@ -351,24 +351,26 @@ def _train(rule: TargetRule) -> bool | None:
 # that lies across two parts goes with the one that it ends in.
 
 
-Weights = NDArray[np.float32]  # one per token; NaN where it cannot be told
+WeightArray = NDArray[np.float32]  # one per token; NaN where it cannot be told
 
 
-def answer_weights(policy: TurnPolicy, ids: Ids, text: str, tokenizer: ReferenceTokenizer, *, forged: bool) -> Weights:
+def answer_weights(
+    policy: TurnPolicy, ids: Ids, text: str, tokenizer: ReferenceTokenizer, *, forged: bool
+) -> WeightArray:
     """What each of ``ids`` counts, which are ``text`` as the model emits it; float32[T]."""
     if policy.uniform:
         return np.full(len(ids), policy.scaffold, dtype=np.float32)
     return token_weights(text, tokenizer.continued_spans(text, forged=forged), policy)
 
 
-def token_weights(text: str, spans: Sequence[tuple[int, int]], policy: TurnPolicy) -> Weights:
+def token_weights(text: str, spans: Sequence[tuple[int, int]], policy: TurnPolicy) -> WeightArray:
     """The weight of each token, float32[T]; token ``i`` covers the characters ``spans[i]`` of ``text``."""
     characters = _character_weights(text, policy)
     ends = np.array([end - 1 for _, end in spans], dtype=np.int64)
     return characters[ends]
 
 
-def _character_weights(text: str, policy: TurnPolicy) -> Weights:
+def _character_weights(text: str, policy: TurnPolicy) -> WeightArray:
     weights = np.full(len(text), policy.scaffold, dtype=np.float32)
     for start, end in _written_calls(text, policy):
         weights[start:end] = np.nan

@@ -92,7 +92,7 @@ class _Header:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class CompletionReading:
     """A completion to be read. Control tokens are written under their secret names, so that text is text.
 
     ``completion`` has no stop at its end; ``header`` gives what the generation prompt adds to the history, which is

@@ -24,7 +24,7 @@ from luthier.check.verify.runs import (
 )
 from luthier.check.verify.server import TokenServer
 from luthier.check.verify.slots import MediaReader, media_of, media_of_messages
-from luthier.check.verify.template import HuggingFace, PlainTemplate, ReferenceFiles, Run, hugging_face
+from luthier.check.verify.template import HuggingFace, PlainTemplate, ReferenceFiles, RunSections, hugging_face
 from luthier.check.verify.tokens import ReferenceTokenizer, begin_faults, first_difference, token_faults, tree_faults
 from luthier.media import MediaAccess, MediaSource
 from luthier.records import (
@@ -48,7 +48,7 @@ OF_STRUCTURE = (Check.BRANCHES, Check.MEDIA_PLACES)  # where these fail, nothing
 OF_TURNS = (Check.PROMPT_TOKENS, Check.COMPLETION_TOKENS)
 
 
-def verify_row(row: Row, sample: Sample, encoder: Run) -> list[Violation]:
+def verify_row(row: Row, sample: Sample, encoder: RunSections) -> list[Violation]:
     """What is not true of a row's sample, given the run's encoder (of which only files and options are used).
 
     It loads the tokenizer anew; for many rows keep a `RowVerifier`.
@@ -59,7 +59,7 @@ def verify_row(row: Row, sample: Sample, encoder: Run) -> list[Violation]:
 class RowVerifier:
     """Recomputes rows with plain renders and whole encodes, and compares samples with them."""
 
-    def __init__(self, encoder: Run, *, server: TokenServer | None = None, num_decoded: int = 0) -> None:
+    def __init__(self, encoder: RunSections, *, server: TokenServer | None = None, num_decoded: int = 0) -> None:
         """Of ``encoder`` the files, the template and the options are used, never what it encodes.
 
         With a ``server``, each turn's context is also compared with the tokens that the server makes of it. The media

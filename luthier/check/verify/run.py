@@ -144,7 +144,7 @@ def _at_one_time(config: RunConfig) -> RunConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Tally:
+class _CheckTally:
     """One check over the rows so far."""
 
     rows_checked: int = 0
@@ -164,7 +164,7 @@ class _Account:
         self.training = TrainingAccount(config)
         self.kwargs_use = KwargsUse(verifier.template, TemplateSettings.of(config.template.now, {}))
         self.ledger = Ledger()
-        self.tallies = {check: _Tally() for check in Check}
+        self.tallies = {check: _CheckTally() for check in Check}
         self.failed_rows: list[FailedRow] = []
         self.num_failed = self.num_turns = self.num_targets = self.longest_run = 0
         self.methods: Counter[Method] = Counter()
@@ -295,7 +295,7 @@ def _with_repetition(verdict: RowVerdict, difference: str | None, row: SourceRow
     return replace(verdict, applied=verdict.applied | {Check.DETERMINISTIC}, violations=violations)
 
 
-def _result(check: Check, tally: _Tally) -> CheckResult:
+def _result(check: Check, tally: _CheckTally) -> CheckResult:
     return CheckResult(
         check=check,
         rows_checked=tally.rows_checked,

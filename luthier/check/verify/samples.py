@@ -12,7 +12,7 @@ from luthier.errors import BudgetError, RowDropped, RowError, UserError
 from luthier.layout import cut_prompt, plan_windows
 from luthier.ledger import Ledger
 from luthier.loader.run_settings import units_of
-from luthier.packing import Units
+from luthier.packing import UnitKind
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.records import Address, Row, Sample
 from luthier.sources import RowBytes, Source, open_sources, resolve_sources
@@ -169,11 +169,11 @@ class TrainingAccount:
         if longest <= most:
             return None
         too_long = RowDropped("too_long", f"{longest} tokens, data.max_length is {most}", address=sample.address)
-        if self._units is not Units.NONE and overflow is Overflow.TRUNCATE:
+        if self._units is not UnitKind.NONE and overflow is Overflow.TRUNCATE:
             prompt = sample.branches[0].length
             kept = cut_prompt(sample.prompt_turns, prompt, room=most - (longest - prompt))
             return too_long if kept is None else None
-        if self._units is not Units.NONE and overflow is Overflow.DROP:
+        if self._units is not UnitKind.NONE and overflow is Overflow.DROP:
             return too_long
         if overflow is Overflow.DROP:
             return None if any(len(leaf) <= most for leaf in leaves) else too_long

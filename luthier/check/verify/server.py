@@ -97,7 +97,7 @@ class TokenServer:
         """llama.cpp renders messages apart from tokenizing; whoever does not know that address takes messages."""
         try:
             self._post("/apply-template", {"messages": [{"role": "user", "content": "a"}]})
-        except _Refused as refusal:
+        except _ServerRefused as refusal:
             if refusal.status in (404, 405, 501):
                 return Dialect.MESSAGES
             raise
@@ -107,7 +107,7 @@ class TokenServer:
         """The name of the model that is served, where the server lists it; vLLM needs none, others do."""
         try:
             models = self._ask(urllib.request.Request(f"{self.url}/v1/models", headers=self._headers)).get("data")
-        except _Refused:
+        except _ServerRefused:
             return None
         names = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
         return names[0] if names and isinstance(names[0], str) else None
@@ -125,7 +125,7 @@ class TokenServer:
         except urllib.error.HTTPError as error:
             with error:
                 said = error.read(2000).decode("utf-8", "replace").strip()
-            raise _Refused(f"{request.full_url} answers {error.code}: {said[:300]}", status=error.code) from error
+            raise _ServerRefused(f"{request.full_url} answers {error.code}: {said[:300]}", status=error.code) from error
         except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
             why = error.reason if isinstance(error, urllib.error.URLError) else error
             raise UserError(
@@ -170,7 +170,7 @@ def token_from(name: str | None) -> str | None:
     return token
 
 
-class _Refused(UserError):
+class _ServerRefused(UserError):
     """The server answered, but not with what was asked for."""
 
     def __init__(self, message: str, *, status: int) -> None:

@@ -84,7 +84,7 @@ class MediaReader:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class MediaSpan:
     """The characters ``[start, stop)`` of a printed text that stand for a row's item ``number``."""
 
     number: int
@@ -128,7 +128,7 @@ class RowMedia:
         """Whether the template writes, around some item, marks that the processor leaves and vLLM takes away."""
         return any(marked in self.printed for marked in self.reader.processor.dropped_by_vllm.values())
 
-    def places(self, text: str, count: int) -> list[Place]:
+    def places(self, text: str, count: int) -> list[MediaSpan]:
         """Where a text that was printed for the first ``count`` items has them, in the order of the text.
 
         The n-th token of a kind is the place of its n-th item. Raises `RowError` where these are not as many.
@@ -146,7 +146,8 @@ class RowMedia:
                 what = f"the chat template printed {token} {printed} times for {len(numbers)} items"
                 raise RowError("media_places", what, field="messages")
         return [
-            Place(number=left[token_of[match[0]]].pop(0), start=match.start(), stop=match.end()) for match in matches
+            MediaSpan(number=left[token_of[match[0]]].pop(0), start=match.start(), stop=match.end())
+            for match in matches
         ]
 
 

@@ -295,7 +295,7 @@ def _hugging_face(folder: Path, added: tuple[str, ...], added_special: tuple[str
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class Run(Protocol):
+class RunSections(Protocol):
     """The sections of a run description that decide what a sample should hold. Training's encoder has them."""
 
     @property
@@ -320,7 +320,7 @@ class ReferenceFiles:
     options: TemplateConfig
 
     @classmethod
-    def of_run(cls, run: Run) -> ReferenceFiles:
+    def of_run(cls, run: RunSections) -> ReferenceFiles:
         """The files of a run's tokenizer. Raises `TokenizerError` if they are nowhere on this machine."""
         return cls(_folder(run.model), run.model, run.options)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from luthier.media.families.family import Attention, Family, MediaKind, Packing
+from luthier.media.families.family import Attention, Family, MediaKind, PackingSupport
 from luthier.media.families.table import FAMILIES
 
 
@@ -47,9 +47,9 @@ def _attention(attention: Attention) -> str:
 
 def _rows(family: Family) -> str:
     match family.packing:
-        case Packing.PACKED:
+        case PackingSupport.PACKED:
             return "packed"
-        case Packing.PADDED:
+        case PackingSupport.PADDED:
             return f"padded: {family.reason}"
         case _:
             raise AssertionError(f"no word for {family.packing!r}")

@@ -41,7 +41,7 @@ class Attention(StrEnum):
 PREFIX_TYPES = "token_type_ids"  # 0 in the prefix, 1 from the answer on
 
 
-class Packing(StrEnum):
+class PackingSupport(StrEnum):
     """Whether several segments may share a row of a batch."""
 
     PACKED = "packed"
@@ -72,7 +72,7 @@ class Settings:
         return getattr(self.part, name)
 
 
-Measure = Callable[[Settings, Sequence[Any]], dict[str, Any]]
+CountTokens = Callable[[Settings, Sequence[Any]], dict[str, Any]]
 # (settings, PIL images of each text) -> outputs of each, or None: the processor has to do it
 Quick = Callable[[Settings, Sequence[Sequence[Any]]], list[dict[str, Any]] | None]
 Replace = Callable[[Settings, dict[str, Any], int], str]
@@ -107,7 +107,7 @@ class Rule:
                  About, and of the usual models, for only the balance of steps depends on it
     """
 
-    measure: Measure
+    measure: CountTokens
     replace: Replace | None = None
     seam: Seam | None = None
     options: Mapping[str, str] = field(default_factory=dict)
@@ -152,7 +152,7 @@ TokenInput = Callable[[Any, NDArray[np.int64], Mapping[str, Any]], NDArray[Any]]
 # (settings by kind, headers of one context in the order of their placeholders) -> the string for each of them
 ExpandTogether = Callable[[Mapping[MediaKind, Settings], Sequence[MediaHeader]], list[str]]
 # (strings of the items of one context, their kinds, settings by kind) -> the strings with their numbers
-Number = Callable[[Sequence[str], Sequence[MediaKind], Mapping[MediaKind, Settings]], list[str]]
+NumberItems = Callable[[Sequence[str], Sequence[MediaKind], Mapping[MediaKind, Settings]], list[str]]
 
 
 # (processor, text of placeholders, what other processors are called with) -> outputs, with the ids of the expanded text
@@ -239,7 +239,7 @@ class Family:
     video: Rule | None = None
     audio: Rule | None = None
     together: ExpandTogether | None = None
-    number: Number | None = None
+    number: NumberItems | None = None
     batching: Mapping[str, Batching]
     dropped: tuple[str, ...] = ()
     opens: bool = False
@@ -254,7 +254,7 @@ class Family:
     chat_template: str | None = None
     positions: str | None = None
     attention: Attention = Attention.CAUSAL
-    packing: Packing = Packing.PACKED
+    packing: PackingSupport = PackingSupport.PACKED
     reason: str = ""
     modules: Modules
     version: str = ""

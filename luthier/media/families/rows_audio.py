@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from luthier.media.families import odd_calls, rules
-from luthier.media.families.family import CAT, PAD_CAT, Family, Modules, OwnFrames, Packing
+from luthier.media.families.family import CAT, PAD_CAT, Family, Modules, OwnFrames, PackingSupport
 
 HEARING = Modules(tower=("model.audio_tower",), projector=("model.multi_modal_projector",))
 # Windows of a fixed length, of which a sound takes as many as it needs.
@@ -78,7 +78,7 @@ ROWS = (
         model_types=("inkling_mm_model",),
         audio=rules.DMEL_FRAMES,
         batching={"audio_input_ids": PAD_CAT, "audio_input_ids_mask": PAD_CAT},
-        packing=Packing.PADDED,
+        packing=PackingSupport.PADDED,
         reason="its short convolutions would carry state from one sample of a row into the next",
         modules=Modules(tower=("model.audio_tower", "model.vision_tower")),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from luthier.media.families import rules
-from luthier.media.families.family import CAT, STACK, Attention, Batching, Family, Modules, Packing, Rule
+from luthier.media.families.family import CAT, STACK, Attention, Batching, Family, Modules, PackingSupport, Rule
 from luthier.media.geometry import pictures
 from luthier.media.processors import expansion
 
@@ -26,7 +26,7 @@ ROWS = (
         image=Rule(measure=pictures.nothing),
         batching={"pixel_values": CAT},
         attention=Attention.PREFIX,
-        packing=Packing.PADDED,
+        packing=PackingSupport.PADDED,
         reason="its mask lets the prompts of a row see each other",
         modules=PROJECTED,
     ),
@@ -92,7 +92,7 @@ ROWS = (
         },
         token_inputs={"cross_attention_mask": rules.seen_images},
         attention=Attention.CROSS,
-        packing=Packing.PADDED,
+        packing=PackingSupport.PADDED,
         reason="its cross-attention sees pictures of the whole row",
         modules=Modules(tower=("model.vision_model",), projector=("model.multi_modal_projector",)),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luthier.media.families import rules
-from luthier.media.families.family import CAT, PAD_CAT, Family, FrameMarks, Modules, Packing, Rule, SharedSlots
+from luthier.media.families.family import CAT, PAD_CAT, Family, FrameMarks, Modules, PackingSupport, Rule, SharedSlots
 from luthier.media.geometry import pictures
 from luthier.media.processors.patches import quick_patches
 
@@ -163,7 +163,7 @@ ROWS = (
         image=Rule(measure=pictures.area_grid, options=AREA, fold=4),
         video=rules.SEGMENTED_GRID,
         batching=FRAMES,
-        packing=Packing.PADDED,
+        packing=PackingSupport.PADDED,
         reason="its sparse attention chooses blocks of tokens, which know no segments",
         modules=Modules(tower=("model.vision_tower",), projector=("model.multi_modal_projector",)),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from luthier.media.families import odd_calls
-from luthier.media.families.family import CAT, Attention, Family, Modules, Packing, Rule
+from luthier.media.families.family import CAT, Attention, Family, Modules, PackingSupport, Rule
 from luthier.media.geometry import pictures
 from luthier.media.processors import expansion
 
@@ -64,7 +64,7 @@ ROWS = (
         },
         chat_template=PARSING,
         attention=Attention.ENCODED,
-        packing=Packing.PADDED,
+        packing=PackingSupport.PADDED,
         reason="its decoder attends to the picture of the whole row",
         modules=Modules(tower=("encoder.model_encoder",), projector=("encoder",), language=("decoder", "lm_head")),
     ),

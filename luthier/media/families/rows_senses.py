@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from luthier.media.families import odd_calls, rules
-from luthier.media.families.family import CAT, PAD_CAT, Batching, Family, Modules, Packing, Rule
+from luthier.media.families.family import CAT, PAD_CAT, Batching, Family, Modules, PackingSupport, Rule
 from luthier.media.families.rows_grid import FRAMES, IMAGES, QWEN
 from luthier.media.geometry import pages
 
@@ -63,7 +63,7 @@ ROWS = (
         video=rules.VOLUME_GRID,
         audio=rules.LONG_CHUNKS,
         batching={**FRAMES, "input_features": PAD_CAT, "chunk_sample_lengths": CAT},
-        packing=Packing.PADDED,
+        packing=PackingSupport.PADDED,
         reason="its sparse attention chooses among the tokens of a row, and knows no segments",
         modules=Modules(
             tower=("model.vision_tower", "model.audio_tower"),
@@ -84,7 +84,7 @@ ROWS = (
         model_types=("inkling2",),
         image=Rule(measure=pages.padded_grid),
         batching=IMAGES,
-        packing=Packing.PADDED,
+        packing=PackingSupport.PADDED,
         reason="its convolutions would carry state from one sample of a row into the next",
         modules=Modules(tower=("model.vision_tower",), projector=("model.vision_tower.merger",)),
     ),

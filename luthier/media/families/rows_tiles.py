@@ -13,7 +13,7 @@ from luthier.media.families.family import (
     Family,
     FrameMarks,
     Modules,
-    Packing,
+    PackingSupport,
     Rule,
     SharedSlots,
 )
@@ -218,7 +218,7 @@ ROWS = (
         ),
         token_inputs=KINDS,
         attention=Attention.IMAGE_BLOCKS,
-        packing=Packing.PADDED,
+        packing=PackingSupport.PADDED,
         reason="its mask lets all pictures of a row see each other",
         modules=PROJECTED,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luthier.media.families import rules
-from luthier.media.families.family import CAT, PAD_CAT, Family, Modules, Packing, Rule
+from luthier.media.families.family import CAT, PAD_CAT, Family, Modules, PackingSupport, Rule
 from luthier.media.geometry import pictures, videos
 
 AREA = {"min_pixels": "size.shortest_edge", "max_pixels": "size.longest_edge"}
@@ -38,7 +38,7 @@ ROWS = (
         video=rules.CANVAS_GRID,
         batching={"pixel_values": CAT, "image_grid_thw": CAT, "pixel_values_videos": CAT, "video_grid_thw": CAT},
         token_inputs={"mm_token_type_ids": rules.kinds},
-        packing=Packing.PADDED,
+        packing=PackingSupport.PADDED,
         reason="its linear attention carries a state along the row, and its indexer chooses among all keys of it",
         modules=Modules(tower=("model.visual",), projector=("model.visual.merger",)),
     ),

@@ -127,20 +127,20 @@ FRAME_SLICES = Rule(measure=frame_slices, replace=write_slices, options={"max_fr
 # Model inputs along the tokens: T tokens of one sample, from their ids and the outputs for its media.
 
 
-Ids = NDArray[np.int64]
+TokenIds = NDArray[np.int64]
 
 
-def kinds(processor: Any, input_ids: Ids, features: Mapping[str, Any]) -> NDArray[np.int64]:
+def kinds(processor: Any, input_ids: TokenIds, features: Mapping[str, Any]) -> NDArray[np.int64]:
     """int64[T]: 0 text, 1 image, 2 video, 3 audio, by the processor's own rule (``mm_token_type_ids``)."""
     return np.asarray(processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int64)
 
 
-def expert_kinds(processor: Any, input_ids: Ids, features: Mapping[str, Any]) -> NDArray[np.int64]:
+def expert_kinds(processor: Any, input_ids: TokenIds, features: Mapping[str, Any]) -> NDArray[np.int64]:
     """int64[T]: the same with the tokens around an item counted in, by which ERNIE 4.5 VL routes to experts."""
     return np.asarray(processor.create_moe_mm_token_type_ids(input_ids[None].tolist())[0], dtype=np.int64)
 
 
-def seen_images(processor: Any, input_ids: Ids, features: Mapping[str, Any]) -> NDArray[np.int64]:
+def seen_images(processor: Any, input_ids: TokenIds, features: Mapping[str, Any]) -> NDArray[np.int64]:
     """int64[T, images, tiles]: which tiles of which pictures a token attends to across (Mllama).
 
     A picture is seen from its token on up to the next picture's; pictures next to each other are seen together, by what

@@ -18,7 +18,7 @@ from luthier.media.families import (
     rows_video,
     rules,
 )
-from luthier.media.families.family import CAT, Batching, Family, Modules, Packing, Rule, Settings
+from luthier.media.families.family import CAT, Batching, Family, Modules, PackingSupport, Rule, Settings
 from luthier.plugins import Table
 from luthier.records import ImageHeader
 
@@ -216,7 +216,7 @@ def unknown_family(processor: Any) -> Family:
         image=Rule(measure=measure_blank, replace=read_string),
         batching=Everything(),
         token_inputs=kinds,
-        packing=Packing.PADDED,
+        packing=PackingSupport.PADDED,
         reason=REASON,
         modules=Modules(tower=()),
     )

@@ -51,7 +51,7 @@ _FRAMES_OFF = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _ShownFrames:
     """The frames of a video in the order in which they are shown.
 
     times  of each, in the stream's own units; None where the container does not say all of them
@@ -160,7 +160,7 @@ def read_frames(content: Content, header: VideoHeader, indices: Sequence[int]) -
     return frames
 
 
-def _shown_frames(content: Content) -> _Shown:
+def _shown_frames(content: Content) -> _ShownFrames:
     """All frames of a video, counted without decoding any."""
     with _opened(content, "video", _VIDEO_READERS) as container:
         stream = _stream(container, "video", content)
@@ -171,13 +171,13 @@ def _shown_frames(content: Content) -> _Shown:
         ]
         has_index = container.format.name.startswith(_INDEXED_READERS)
     if any(time is None for time, _ in packets):  # as in AVI: they are counted off
-        return _Shown(len(packets), None, [])
+        return _ShownFrames(len(packets), None, [])
     packets.sort()
     keys = [number for number, (_, is_key) in enumerate(packets) if is_key] if has_index else []
-    return _Shown(len(packets), [time for time, _ in packets], keys)
+    return _ShownFrames(len(packets), [time for time, _ in packets], keys)
 
 
-def _decode_wanted(container: Any, stream: Any, shown: _Shown, wanted: list[int]) -> Iterator[Any]:
+def _decode_wanted(container: Any, stream: Any, shown: _ShownFrames, wanted: list[int]) -> Iterator[Any]:
     """The wanted frames, as long as they are found."""
     decoding = container.decode(stream)
     frame: Any = None

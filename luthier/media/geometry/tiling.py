@@ -12,14 +12,14 @@ from functools import lru_cache
 
 import numpy as np
 
-Grid = tuple[int, int]  # rows, columns
+TileGrid = tuple[int, int]  # rows, columns
 
 # Idefics3 and SmolVLM never make a side longer than this.
 LONGEST_SIDE = 4096
 
 
 @lru_cache(maxsize=64)
-def grids_of(min_tiles: int, max_tiles: int) -> tuple[Grid, ...]:
+def grids_of(min_tiles: int, max_tiles: int) -> tuple[TileGrid, ...]:
     """All (rows, columns) with a number of tiles in the range: few tiles first, then few columns.
 
     1 to 3 -> (1, 1), (2, 1), (1, 2), (3, 1), (1, 3)
@@ -28,7 +28,7 @@ def grids_of(min_tiles: int, max_tiles: int) -> tuple[Grid, ...]:
     return tuple(sorted((pair for pair in pairs if min_tiles <= math.prod(pair) <= max_tiles), key=math.prod))
 
 
-def nearest_shape(height: int, width: int, *, tile_area: float, candidates: Sequence[Grid]) -> Grid:
+def nearest_shape(height: int, width: int, *, tile_area: float, candidates: Sequence[TileGrid]) -> TileGrid:
     """The grid whose shape is nearest to the picture's; of equal ones a later one if the picture fills half of it.
 
     (GOT-OCR2, InternVL, Aya Vision, Ovis2, Phi-4 multimodal, LFM2-VL, DeepSeek-OCR2)
@@ -45,7 +45,7 @@ def nearest_shape(height: int, width: int, *, tile_area: float, candidates: Sequ
 
 
 @lru_cache(maxsize=64)
-def hashed_grids(min_tiles: int, max_tiles: int) -> tuple[Grid, ...]:
+def hashed_grids(min_tiles: int, max_tiles: int) -> tuple[TileGrid, ...]:
     """The same grids in the order of processors that sort a *set* of (columns, rows) by the number of tiles alone.
 
     The order of equal ones is then that of CPython's hash table, which is why the set is built as they build it.
@@ -60,7 +60,7 @@ def hashed_grids(min_tiles: int, max_tiles: int) -> tuple[Grid, ...]:
     return tuple((rows, columns) for columns, rows in sorted(pairs, key=math.prod))
 
 
-def least_upscaling(height: int, width: int, *, tile: int, max_tiles: int) -> Grid:
+def least_upscaling(height: int, width: int, *, tile: int, max_tiles: int) -> TileGrid:
     """The grid that the picture fits with the least upscaling, else the least downscaling (Cohere2 Vision)."""
     candidates = grids_of(1, max_tiles)
     best_up, best_down = (math.inf, candidates[0]), (-math.inf, candidates[0])
@@ -74,11 +74,11 @@ def least_upscaling(height: int, width: int, *, tile: int, max_tiles: int) -> Gr
 
 
 @lru_cache(maxsize=64)
-def _tilings(max_tiles: int) -> tuple[Grid, ...]:
+def _tilings(max_tiles: int) -> tuple[TileGrid, ...]:
     return tuple(sorted(grids_of(1, max_tiles), key=lambda grid: (math.prod(grid), grid[0])))
 
 
-def least_upscaling_single(height: int, width: int, *, tile: int, max_tiles: int) -> Grid:
+def least_upscaling_single(height: int, width: int, *, tile: int, max_tiles: int) -> TileGrid:
     """As `least_upscaling`, in single precision and with ties broken on rows (Molmo2)."""
     tilings = _tilings(max_tiles)
     sizes = np.asarray(tilings, dtype=np.float32) * np.float32(tile)
@@ -89,7 +89,7 @@ def least_upscaling_single(height: int, width: int, *, tile: int, max_tiles: int
     return tilings[int(np.where(scales < 1, np.float32(10e9), scales).argmin())]
 
 
-def covering(height: int, width: int, *, tile: int, max_tiles: int, threshold: float = 0.9) -> Grid:
+def covering(height: int, width: int, *, tile: int, max_tiles: int, threshold: float = 0.9) -> TileGrid:
     """The fewest tiles that show more than ``threshold`` of the picture's area undistorted (Ovis2).
 
     The processor makes its candidates as (columns, rows) and then reads the first number as rows when it cuts the
@@ -123,16 +123,16 @@ def _shown_area(height: int, width: int, rows: int, columns: int, tile: int) -> 
 
 
 @lru_cache(maxsize=64)
-def canvases(max_tiles: int, tile: int) -> tuple[Grid, ...]:
+def canvases(max_tiles: int, tile: int) -> tuple[TileGrid, ...]:
     """Llama 4's canvases in pixels, in its order: by shape as it first comes up, most tiles first."""
-    by_shape: dict[float, list[Grid]] = {}
+    by_shape: dict[float, list[TileGrid]] = {}
     for tiles in range(max_tiles, 0, -1):
         for rows in (rows for rows in range(1, tiles + 1) if tiles % rows == 0):
             by_shape.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
     return tuple((rows * tile, columns * tile) for group in by_shape.values() for rows, columns in group)
 
 
-def best_canvas(height: int, width: int, *, tile: int, max_tiles: int, largest: bool) -> Grid:
+def best_canvas(height: int, width: int, *, tile: int, max_tiles: int, largest: bool) -> TileGrid:
     """The canvas with the least upscaling (or ``largest``), else the least downscaling; of equal ones the smallest.
 
     Scales are compared in single precision, as Llama 4's processor does.
@@ -147,7 +147,7 @@ def best_canvas(height: int, width: int, *, tile: int, max_tiles: int, largest: 
     return int(canvas[0]) // tile, int(canvas[1]) // tile
 
 
-def fullest_canvas(height: int, width: int, *, tile: int, max_tiles: int) -> Grid:
+def fullest_canvas(height: int, width: int, *, tile: int, max_tiles: int) -> TileGrid:
     """The canvas that holds the whole picture and shows it largest, else the largest of its shape (Perception LM)."""
     grids = [(rows, columns) for columns, rows in canvases(max_tiles, 1)]
     holding = [grid for grid in grids if grid[0] * tile >= height and grid[1] * tile >= width]
@@ -163,7 +163,7 @@ def fullest_canvas(height: int, width: int, *, tile: int, max_tiles: int) -> Gri
     return max((grid for grid in grids if grid[1] / grid[0] == nearest), key=math.prod)
 
 
-def _shown_side(height: int, width: int, canvas: Grid, tile: int) -> int:
+def _shown_side(height: int, width: int, canvas: TileGrid, tile: int) -> int:
     """The shorter side of the picture on a canvas, in pixels."""
     rows, columns = canvas
     scale, shape = min(columns * tile / width, rows * tile / height), width / height
@@ -182,7 +182,7 @@ def best_resolution(height: int, width: int, resolutions: Sequence[Sequence[int]
     return best
 
 
-def split_rows(height: int, width: int, *, longest: int, tile: int) -> Grid:
+def split_rows(height: int, width: int, *, longest: int, tile: int) -> TileGrid:
     """Tiles of the picture with its longest side at ``longest``; (0, 0) if it is one tile (Idefics3, SmolVLM)."""
     height, width = fit_longest(height, width, longest)
     shape = width / height
@@ -224,7 +224,7 @@ def pan_and_scan(height: int, width: int, *, min_crop: int, max_crops: int, min_
     return 0 if min(math.ceil(long / crops), short) < min_crop else crops
 
 
-def slices(height: int, width: int, *, max_slices: int, resolution: int) -> Grid | None:
+def slices(height: int, width: int, *, max_slices: int, resolution: int) -> TileGrid | None:
     """MiniCPM-V's slices: the grid of about as many squares of ``resolution`` as the picture has; None if it is one."""
     wanted = min(math.ceil(width * height / (resolution * resolution)), max_slices)
     if wanted <= 1:

@@ -25,7 +25,7 @@ from luthier.records import ImageHeader, VideoHeader
 
 Measured = dict[str, Any]
 # (settings, frames taken, height, width) -> (height, width) that the frames are resized to
-Fit = Callable[[Settings, int, int, int], tuple[int, int]]
+FitVideo = Callable[[Settings, int, int, int], tuple[int, int]]
 
 
 # ------------------------------------------------------------------------------------------- grids of patches
@@ -265,7 +265,7 @@ def _fill_patches(settings: Settings, frames: int, height: int, width: int) -> t
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
-def _grids(settings: Settings, headers: Sequence[VideoHeader], fit: Fit, *, temporal: int) -> Measured:
+def _grids(settings: Settings, headers: Sequence[VideoHeader], fit: FitVideo, *, temporal: int) -> Measured:
     patch = settings["patch_size"]
     metadata = [video_metadata(settings, header) for header in headers]
     grids = []
@@ -276,7 +276,7 @@ def _grids(settings: Settings, headers: Sequence[VideoHeader], fit: Fit, *, temp
     return {"video_grid_thw": _rows(grids), "video_metadata": metadata}
 
 
-def _resized(settings: Settings, header: VideoHeader, frames: int, fit: Fit) -> tuple[int, int]:
+def _resized(settings: Settings, header: VideoHeader, frames: int, fit: FitVideo) -> tuple[int, int]:
     """Raises `ValueError` if the processor refuses the size."""
     if not settings["do_resize"]:
         factor = settings["patch_size"] * settings["merge_size"]

@@ -25,7 +25,7 @@ AS_TENSORS = {"images_kwargs": "pt", "videos_kwargs": "pt", "audio_kwargs": "pt"
 
 
 def media_arguments(
-    items: Sequence[tuple[MediaHeader, Decoded]], settings: Mapping[MediaKind, Settings], call: Call
+    items: Sequence[tuple[MediaHeader, Decoded]], settings: Mapping[MediaKind, Settings], call: ProcessorKwargs
 ) -> dict[str, Any]:
     """The arguments of a processor but its text, for the items of one text in the order of their placeholders.
 
@@ -34,7 +34,9 @@ def media_arguments(
 
     Raises `RowError` under ``media_mismatch`` for frames that are not those that were planned.
     """
-    kwargs: Call = {name: {**call.get(name, {}), "return_tensors": tensors} for name, tensors in AS_TENSORS.items()}
+    kwargs: ProcessorKwargs = {
+        name: {**call.get(name, {}), "return_tensors": tensors} for name, tensors in AS_TENSORS.items()
+    }
     arguments: dict[str, Any] = {}
     if images := [item.pixels for _, item in items if isinstance(item, DecodedImage)]:
         arguments["images"] = [images]
@@ -92,7 +94,7 @@ def _sound(item: Decoded) -> DecodedAudio | None:
 # A run's options under the names that a family's processor has for them.
 
 
-Call = dict[str, dict[str, Any]]
+ProcessorKwargs = dict[str, dict[str, Any]]
 # Which options are of which kind of media.
 OPTIONS = {
     MediaKind.IMAGE: ("min_pixels", "max_pixels", "crop_to_patches", "pan_and_scan"),
@@ -103,13 +105,13 @@ OPTIONS = {
 LIMITS = ("min_pixels", "max_pixels")
 
 
-def call_options(parts: Mapping[MediaKind, tuple[str, Any]], family: Family, options: MediaConfig) -> Call:
+def call_options(parts: Mapping[MediaKind, tuple[str, Any]], family: Family, options: MediaConfig) -> ProcessorKwargs:
     """Keyword arguments for the processor: ``max_pixels`` -> ``{"images_kwargs": {"size": {"longest_edge": …}}}``.
 
     ``parts``: for each kind the argument's name and the part of the processor. Raises `ModelError` for an option that
     is set and that this family has no way to meet; options of kinds that it does not take mean nothing to it.
     """
-    call: Call = {}
+    call: ProcessorKwargs = {}
     for kind, (name, part) in parts.items():
         if (rule := family.rule(kind)) is None:
             continue

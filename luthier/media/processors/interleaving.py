@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from luthier.errors import LuthierError, RowError
-from luthier.media.families.family import Measure, MediaKind, Settings
+from luthier.media.families.family import CountTokens, MediaKind, Settings
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 
 
@@ -18,7 +18,7 @@ def expand_with_sound_tracks(
     settings: Mapping[MediaKind, Settings],
     items: Sequence[MediaHeader],
     *,
-    measures: Mapping[MediaKind, Measure],
+    measures: Mapping[MediaKind, CountTokens],
     nominal_rate: float,
 ) -> list[str]:
     """The strings of all items of a context, in their order; a video with a sound track takes that in if it is wanted.
@@ -73,7 +73,7 @@ def _measured(
     settings: Mapping[MediaKind, Settings],
     items: Sequence[MediaHeader],
     sounds: Sequence[AudioHeader],
-    measures: Mapping[MediaKind, Measure],
+    measures: Mapping[MediaKind, CountTokens],
 ) -> dict[MediaKind, dict[str, Any]]:
     headers: dict[MediaKind, Sequence[Any]] = {
         MediaKind.IMAGE: [item for item in items if isinstance(item, ImageHeader)],

@@ -24,7 +24,14 @@ from luthier.errors import ModelError, RowError, UserError, install_hint
 from luthier.media.families.family import Family, MediaKind, Rule, Settings
 from luthier.media.families.table import family_of
 from luthier.media.files.decoding import DecodedAudio, DecodedImage
-from luthier.media.processors.calling import AreaLimits, Call, area_limits, call_options, limited, media_arguments
+from luthier.media.processors.calling import (
+    AreaLimits,
+    ProcessorKwargs,
+    area_limits,
+    call_options,
+    limited,
+    media_arguments,
+)
 from luthier.media.processors.expansion import kind_of, write
 from luthier.media.processors.outputs import as_arrays, check_expansion, check_strings, refused_rows
 from luthier.records import AudioHeader, ImageHeader, MediaHeader
@@ -48,7 +55,7 @@ class MediaProcessor:
     fingerprint  digest of all that decides expansions and features: classes, settings, options
     """
 
-    def __init__(self, processor: Any, family: Family, call: Call, limits: AreaLimits | None = None) -> None:
+    def __init__(self, processor: Any, family: Family, call: ProcessorKwargs, limits: AreaLimits | None = None) -> None:
         self.processor = processor
         self.family = family
         self._call = call

@@ -17,7 +17,7 @@ from luthier.errors import RowError
 from luthier.ledger import Ledger
 from luthier.records import Address, Batch
 from luthier.training.folder.files import FILES
-from luthier.training.report.events import Listener, Note
+from luthier.training.report.events import EventListener, Note
 
 LOST_FILE = "lost_media.jsonl"
 MAX_TOLD = 10  # of a run; the file has them all
@@ -45,7 +45,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 class LostRows:
     """Those of one run, of all that it went on from too. Every rank adds its own to one file, a line at a time."""
 
-    def __init__(self, folder: Path, ledger: dict[str, Any], *, max_drop: float, tell: Listener) -> None:
+    def __init__(self, folder: Path, ledger: dict[str, Any], *, max_drop: float, tell: EventListener) -> None:
         """``ledger`` is that of the training rows, as JSON, ``max_drop`` as in `Ledger.check`."""
         self.path = folder / LOST_FILE
         self._ledger = Ledger.from_json(ledger) if ledger else None  # segments from memory have none

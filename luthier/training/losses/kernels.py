@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from luthier.config.objective import LOSSES, OBJECTIVES
-from luthier.config.schema import HeadKernel as Policy
-from luthier.config.schema import RunConfig
+from luthier.config.schema import HeadKernel, RunConfig
 from luthier.errors import ModelError, install_hint
 from luthier.models.head_tap import OutputHead, score_targets
 from luthier.objectives import TokenSettings, token_settings
@@ -40,13 +39,13 @@ def choose_kernel(
     """
     asked, unknown_loss = parts.config.train.head_kernel, _unknown_loss(parts.config)
     match asked:
-        case Policy.CHUNKED:
+        case HeadKernel.CHUNKED:
             return head
-        case Policy.AUTO:
+        case HeadKernel.AUTO:
             is_tried = parts.device.type == "cuda" and liger_is_installed() and head.tapped
             if not is_tried or unknown_loss is not None:
                 return head
-        case Policy.LIGER:
+        case HeadKernel.LIGER:
             if (absence := _absence(parts.device)) is not None:
                 raise _refused(asked, absence)
             if unknown_loss is not None:
@@ -62,7 +61,7 @@ def choose_kernel(
     if problem is None:
         tell(f"head kernel: {kernel.name}, as good as the chunks on the first row")
         return replace(head, kernel=kernel)
-    if asked is Policy.AUTO:
+    if asked is HeadKernel.AUTO:
         tell(f"head kernel: chunked, not liger: {problem}")
         return head
     raise _refused(asked, problem)
@@ -121,7 +120,7 @@ def _class_of(head: OutputHead) -> str:
     return f"{type(head.layer).__module__.partition('.')[0]}'s {type(head.layer).__name__}"
 
 
-def _refused(asked: Policy, problem: str) -> ModelError:
+def _refused(asked: HeadKernel, problem: str) -> ModelError:
     return ModelError(
         f"train.head_kernel is {asked}, but {problem}",
         hint=f"set train.head_kernel: auto, or chunked; or {install_hint('kernels')}",

@@ -25,8 +25,7 @@ from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
 from luthier.models.passes import ModelPass
 from luthier.models.sharding import give_up_gathered, is_sharded, undivided
-from luthier.objectives import Reference as TokenReference
-from luthier.objectives import sequence_scores, tail_discount
+from luthier.objectives import ReferenceHidden, sequence_scores, tail_discount
 from luthier.objectives.head import AnyHead, Head
 from luthier.packing import plan_epoch
 from luthier.preparation.segments import SegmentIndex
@@ -73,17 +72,17 @@ class ReferenceModel:
         logps_K = scored.scores.logps_K
         return sequence_scores(logps_K, targets.segments_K, batch.num_segments, counts_K=counts_K).logps_S
 
-    def hidden(self, batch: Batch) -> TokenReference:
+    def hidden(self, batch: Batch) -> ReferenceHidden:
         """Its hidden states at the targets, with its head, for losses that compare whole distributions."""
 
-        def keep(hidden_KD: torch.Tensor, head: AnyHead, _: Targets) -> TokenReference:
+        def keep(hidden_KD: torch.Tensor, head: AnyHead, _: Targets) -> ReferenceHidden:
             if not isinstance(head, Head):
                 raise ModelError(
                     "a loss that compares whole distributions needs the reference's output layer as it is, and here it "
                     "is adapted, or cannot be told apart from the model",
                     hint="set objective.reference: model, or choose another objective.loss",
                 )
-            return TokenReference(hidden_KD=hidden_KD, head=head)
+            return ReferenceHidden(hidden_KD=hidden_KD, head=head)
 
         with self._as_reference():
             scored, _ = self.forward.scored(self.model, batch, keep)

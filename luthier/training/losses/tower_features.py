@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from luthier.collation import MediaInputs, collate_packs
 from luthier.config.media import MediaCache
-from luthier.config.schema import Part, Precision, RunConfig
+from luthier.config.schema import ModelPart, Precision, RunConfig
 from luthier.errors import ModelError, RowError, StoreError
 from luthier.loader.plan import StreamPlan
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, item_key
@@ -254,7 +254,7 @@ def _tower_weights(plain: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
     embeddings: Any = [plain.get_input_embeddings(), plain.get_output_embeddings()]
     of_words = {id(p) for module in (decoder, *embeddings) if module is not None for p in module.parameters()}
     for name, tensor in sorted([*plain.named_parameters(), *plain.named_buffers()]):
-        stands_outside = parts.of(name) is not Part.LANGUAGE_MODEL
+        stands_outside = parts.of(name) is not ModelPart.LANGUAGE_MODEL
         if not tensor.requires_grad and (stands_outside or id(tensor) not in of_words):
             yield name, tensor
 

@@ -46,14 +46,14 @@ class Finished:
 
 
 Event = Note | Started | StepDone | StepRecord | EvalRecord | GenerationRound | Saved | Finished
-Listener = Callable[[Event], None]
+EventListener = Callable[[Event], None]
 
 
 def silent(event: Event) -> None:
     """A listener that hears nothing."""
 
 
-def tell_all(listeners: list[Listener]) -> Listener:
+def tell_all(listeners: list[EventListener]) -> EventListener:
     """One listener that passes every event on, in order."""
 
     def tell(event: Event) -> None:

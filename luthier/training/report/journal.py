@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from luthier.training.folder.files import FILES
-from luthier.training.report.events import Event, Listener, Note, silent
+from luthier.training.report.events import Event, EventListener, Note, silent
 from luthier.training.report.result import EvalRecord, GenerationRound, StepRecord
 
 Record = StepRecord | EvalRecord | GenerationRound
@@ -27,7 +27,7 @@ class LogFile:
     are damaged (whole lines, but no records) are moved to ``log.jsonl.damaged`` and told.
     """
 
-    def __init__(self, path: Path, *, step: int, tell: Listener = silent) -> None:
+    def __init__(self, path: Path, *, step: int, tell: EventListener = silent) -> None:
         self.path = path
         _truncate(path, step, tell)
 
@@ -40,7 +40,7 @@ class LogFile:
 
 
 def read_log(
-    path: Path, tell: Listener = silent
+    path: Path, tell: EventListener = silent
 ) -> tuple[tuple[StepRecord, ...], tuple[EvalRecord, ...], tuple[GenerationRound, ...]]:
     """The records of ``log.jsonl`` by kind; empty if there is no file. A line cut off by a kill is left out, and so are
     damaged lines, which are told.
@@ -57,7 +57,7 @@ def read_log(
     return tuple(found[StepRecord]), tuple(found[EvalRecord]), tuple(found[GenerationRound])
 
 
-def _truncate(path: Path, step: int, tell: Listener) -> None:
+def _truncate(path: Path, step: int, tell: EventListener) -> None:
     if not path.exists():
         return
     kept, damaged, set_aside = [], [], []
