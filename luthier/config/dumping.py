@@ -3,10 +3,13 @@ keeps its meaning when a default changes."""
 
 from __future__ import annotations
 
-import json
-import math
+import io
 import re
 from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.representer import RoundTripRepresenter
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from luthier.config.adapters import keys_in_force
 from luthier.config.schema import AdapterConfig, RunConfig
@@ -15,7 +18,14 @@ from luthier.config.yaml_text import read_plain
 _PLAIN = re.compile(r"[A-Za-z_/.~][A-Za-z0-9_./+-]*(:[A-Za-z0-9_./+-]+)?")
 # what YAML 1.1 readers take for a boolean: quoted, although ours does not
 _OLD_BOOLEANS = frozenset({"y", "n", "yes", "no", "on", "off"})
-_UNPRINTABLE = re.compile("[\x7f-\x9f\ufeff\u2028\u2029\ufffe\uffff]")
+_NEVER_FOLDED = 1 << 30  # characters of a line
+
+
+class _Explicit(RoundTripRepresenter):
+    """Writes ``null`` where ruamel writes nothing."""
+
+
+_Explicit.add_representer(type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null"))
 
 
 def dump_config(config: RunConfig) -> str:
@@ -25,7 +35,13 @@ def dump_config(config: RunConfig) -> str:
     """
     values = config.model_dump(mode="python")
     values["adapter"] = _own_keys(config.adapter, values["adapter"])
-    return "".join(_entry(key, _plain_value(value), indent=0) for key, value in values.items())
+    yaml = YAML()
+    yaml.Representer = _Explicit
+    yaml.width = _NEVER_FOLDED
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    written = io.StringIO()
+    yaml.dump(_plain_value(values), written)
+    return written.getvalue()
 
 
 def _own_keys(adapter: AdapterConfig, values: dict[str, Any]) -> dict[str, Any]:
@@ -35,70 +51,19 @@ def _own_keys(adapter: AdapterConfig, values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in foreign or value != default[key].default}
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: object) -> object:
+    """The value as YAML has it; a text that a reader could take for anything else is in quotes."""
     match value:
         case None | bool() | int() | float():
             return value
         case str():
-            return str(value)
+            is_plain = _PLAIN.fullmatch(value) and isinstance(read_plain(value), str)
+            return str(value) if is_plain and value.lower() not in _OLD_BOOLEANS else DoubleQuotedScalarString(value)
         case dict():
-            return {str(key): _plain_value(entry) for key, entry in value.items()}
+            return {_plain_value(str(key)): _plain_value(entry) for key, entry in value.items()}
         case list() | tuple():
             return [_plain_value(entry) for entry in value]
         case _ if hasattr(value, "__fspath__"):
-            return str(value)
+            return _plain_value(str(value))
         case _:
             raise TypeError(f"{type(value).__name__} cannot be written to YAML: {value!r}")
-
-
-def _entry(key: str, value: Any, indent: int) -> str:
-    return f"{' ' * indent}{_text(key)}:{_value(value, indent)}"
-
-
-def _value(value: Any, indent: int) -> str:
-    """What follows a key's colon: `` value``, or a block on the next lines."""
-    pad = " " * (indent + 2)
-    match value:
-        case dict() if value:
-            return "\n" + "".join(_entry(key, entry, indent + 2) for key, entry in value.items())
-        case list() if value:
-            return "\n" + "".join(f"{pad}-{_item(entry, indent + 2)}" for entry in value)
-        case _:
-            return f" {_scalar(value)}\n"
-
-
-def _item(value: Any, indent: int) -> str:
-    match value:
-        case dict() if value:
-            # the first key stands on the line of the dash: `- path: rows.jsonl`
-            return " " + "".join(_entry(key, entry, indent + 2) for key, entry in value.items()).lstrip(" ")
-        case list() if value:
-            return "\n" + "".join(f"{' ' * (indent + 2)}-{_item(entry, indent + 2)}" for entry in value)
-        case _:
-            return f" {_scalar(value)}\n"
-
-
-def _scalar(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case float() if math.isnan(value):
-            return ".nan"
-        case float() if math.isinf(value):
-            return ".inf" if value > 0 else "-.inf"
-        case int() | float():
-            return repr(value)
-        case str():
-            return _text(value)
-        case dict():
-            return "{}"
-        case _:
-            return "[]"
-
-
-def _text(text: str) -> str:
-    if _PLAIN.fullmatch(text) and isinstance(read_plain(text), str) and text.lower() not in _OLD_BOOLEANS:
-        return text
-    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
