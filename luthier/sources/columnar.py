@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from luthier.errors import RowError, SourceError
 from luthier.records import Address
 from luthier.sources.files import DataFile, FileKind
-from luthier.sources.open_files import CACHE_BYTES, OpenFiles
+from luthier.sources.open_files import CACHE_BYTES, OpenFiles, Value
 from luthier.sources.record_spool import SpooledRows, index_by_spool, spooled
 from luthier.sources.rows import MAX_COLUMNAR_ROW_BYTES, RowBytes, row_too_long, unreadable
 
@@ -60,7 +60,7 @@ def count_columnar_rows(file: DataFile) -> int:
         raise SourceError(f"{file.path}: cannot be read as {file.kind}: {error}") from error
 
 
-def read_batches(file: DataFile) -> Iterator[Any]:
+def read_batches(file: DataFile) -> Iterator[pa.RecordBatch]:
     """The rows of a file as record batches of at most `ROWS_PER_BATCH`."""
     if file.kind is FileKind.PARQUET:
         with open_parquet(file.path) as parquet:
@@ -77,19 +77,19 @@ def read_batches(file: DataFile) -> Iterator[Any]:
                 yield from _slices(batch)
 
 
-def open_parquet(path: str) -> Any:
+def open_parquet(path: str) -> pq.ParquetFile:
     """A parquet file, to be read a little at a time; by default, whole row groups or files are held in memory."""
     return pq.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES)
 
 
-def is_arrow_file(source: Any) -> bool:
+def is_arrow_file(source: pa.NativeFile) -> bool:
     """Whether an open file is of Arrow's file format; else it is a stream, as `datasets` writes them."""
     is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
     source.seek(0)
     return bool(is_file)
 
 
-def table_rows(table: Any, name: str, *, first_row: int) -> Iterator[RowBytes | RowError]:
+def table_rows(table: pa.Table | pa.RecordBatch, name: str, *, first_row: int) -> Iterator[RowBytes | RowError]:
     """The rows of an Arrow table or record batch, addressed ``name:first_row`` and on."""
     names = table.schema.names
     has_nulls = _has_structs(table.schema)
@@ -99,7 +99,9 @@ def table_rows(table: Any, name: str, *, first_row: int) -> Iterator[RowBytes | 
         yield encode_row(data, Address(file=name, row=first_row + offset))
 
 
-def chosen_rows(table: Any, name: str, places: Iterable[tuple[int, int]]) -> Iterator[RowBytes | RowError]:
+def chosen_rows(
+    table: pa.Table | pa.RecordBatch, name: str, places: Iterable[tuple[int, int]]
+) -> Iterator[RowBytes | RowError]:
     """Some rows of a table or batch, as `table_rows` gives them; ``places`` are a place in it and the row's number."""
     names = table.schema.names
     has_nulls = _has_structs(table.schema)
@@ -109,7 +111,7 @@ def chosen_rows(table: Any, name: str, places: Iterable[tuple[int, int]]) -> Ite
         yield encode_row(_row(names, values, has_nulls=has_nulls), Address(file=name, row=number))
 
 
-def encode_row(data: dict[str, Any], address: Address) -> RowBytes | RowError:
+def encode_row(data: dict[str, object], address: Address) -> RowBytes | RowError:
     """A row that did not come as JSON, as canonical JSON; `RowError` if it cannot be one."""
     try:
         raw = msgspec.json.encode(data)
@@ -122,7 +124,7 @@ def encode_row(data: dict[str, Any], address: Address) -> RowBytes | RowError:
     return RowBytes(raw=raw, address=address)
 
 
-def _without_largest(data: dict[str, Any], excess: int) -> dict[str, Any]:
+def _without_largest(data: dict[str, object], excess: int) -> dict[str, object]:
     """The row without its largest values, so that it is ``excess`` bytes shorter: most likely nobody uses them."""
     kept = {column: _encodable(value) for column, value in data.items()}
     sizes = {column: len(msgspec.json.encode(value)) for column, value in kept.items()}
@@ -134,14 +136,16 @@ def _without_largest(data: dict[str, Any], excess: int) -> dict[str, Any]:
     return kept
 
 
-def _row(names: Sequence[str], values: Sequence[Any], *, has_nulls: bool) -> dict[str, Any]:
-    data = dict(zip(names, values, strict=True))
+def _row(names: Sequence[str], values: Sequence[object], *, has_nulls: bool) -> dict[str, object]:
+    data: dict[str, object] = dict(zip(names, values, strict=True))
     if len(data) < len(names):
         data |= {name: unreadable("two columns have this name") for name, count in Counter(names).items() if count > 1}
-    return _without_null_fields(data) if has_nulls else data
+    if has_nulls:
+        return {name: _without_null_fields(value) for name, value in data.items() if value is not None}
+    return data
 
 
-def _column_values(column: Any) -> list[Any]:
+def _column_values(column: pa.Array | pa.ChunkedArray) -> list[object]:
     """The values of a column, or of a part of one, as Python has them; `unreadable` in the place of those it cannot."""
     try:
         if pa.types.is_run_end_encoded(column.type):
@@ -152,7 +156,7 @@ def _column_values(column: Any) -> list[Any]:
         return [_value(scalar) for scalar in column]
 
 
-def _value(scalar: Any) -> Any:
+def _value(scalar: pa.Scalar) -> object:
     try:
         plain = _plain_type(scalar.type)
         return (scalar if plain is scalar.type else pa.array([scalar]).cast(plain, safe=False)[0]).as_py()
@@ -160,7 +164,7 @@ def _value(scalar: Any) -> Any:
         return unreadable(f"a value of type {scalar.type} cannot be read: {error}")
 
 
-def _encodable(value: Any) -> Any:
+def _encodable(value: object) -> object:
     try:
         msgspec.json.encode(value)
     except _NO_JSON as error:
@@ -169,7 +173,7 @@ def _encodable(value: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _plain_type(kind: Any) -> Any:
+def _plain_type(kind: pa.DataType) -> pa.DataType:
     """The type itself, or one with microseconds in the place of nanoseconds and storage in that of extensions.
 
     What pyarrow makes of nanoseconds depends on whether pandas is installed; equal rows must have equal bytes.
@@ -205,22 +209,22 @@ def _plain_type(kind: Any) -> Any:
     return kind
 
 
-def _slices(batch: Any) -> Iterator[Any]:
+def _slices(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     for start in range(0, batch.num_rows, ROWS_PER_BATCH):
         yield batch.slice(start, ROWS_PER_BATCH)
 
 
-def _has_structs(schema: Any) -> bool:
+def _has_structs(schema: pa.Schema) -> bool:
     return any(_has_struct(field.type) for field in schema)
 
 
-def _has_struct(kind: Any) -> bool:
+def _has_struct(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return True
     return kind.num_fields > 0 and any(_has_struct(kind.field(index).type) for index in range(kind.num_fields))
 
 
-def _without_null_fields(value: Any) -> Any:
+def _without_null_fields(value: object) -> object:
     if type(value) is dict:
         return {key: _without_null_fields(item) for key, item in value.items() if item is not None}
     if type(value) is list:
@@ -287,15 +291,15 @@ class ColumnRows:
             yield from chosen_rows(batch, self.file.path, places)
             first += batch.num_rows
 
-    def _decode(self, group: int, opened: OpenFiles) -> list[Any]:
+    def _decode(self, group: int, opened: OpenFiles) -> list[pa.RecordBatch]:
         reader = opened.kept(self.path, _OPEN_FILE, lambda: (_open(self.path, self.kind), _MIN_KEPT_BYTES))
+        if isinstance(reader, _OpenStream):
+            assert self.places is not None, f"{self.path}: a stream whose batches have no places"
+            reader.source.seek(int(self.places[group]))
+            return [pa.ipc.read_record_batch(pa.ipc.read_message(reader.source), reader.schema)]
         if self.kind is FileKind.PARQUET:
             return list(reader.iter_batches(batch_size=ROWS_PER_BATCH, row_groups=[group]))
-        if self.places is None:
-            return [reader.get_batch(group)]
-        source, schema = reader
-        source.seek(int(self.places[group]))
-        return [pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)]
+        return [reader.get_batch(group)]
 
 
 def index_columns(files: tuple[DataFile, ...], folder: Path | None) -> list[ColumnRows | SpooledRows]:
@@ -393,7 +397,7 @@ def _spool(file: DataFile, groups: _Groups, folder: Path | None) -> ColumnRows |
     return _rows(file, path, FileKind.ARROW, _arrow_groups(path))
 
 
-def _write_batches(batches: Iterator[Any], sink: IO[bytes]) -> None:
+def _write_batches(batches: Iterator[pa.RecordBatch], sink: IO[bytes]) -> None:
     first = next(batches)
     with pa.ipc.new_file(sink, first.schema) as writer:
         writer.write_batch(first)
@@ -409,24 +413,29 @@ def _is_whole(path: str) -> bool:
         return False
 
 
-def _open(path: str, kind: FileKind) -> Any:
+def _open(path: str, kind: FileKind) -> pq.ParquetFile | pa.ipc.RecordBatchFileReader | _OpenStream:
     """What groups are read with: a parquet or arrow file, or the source and schema of a stream."""
     if kind is FileKind.PARQUET:
         return open_parquet(path)
     source = pa.memory_map(path)
     if is_arrow_file(source):
         return pa.ipc.open_file(source)
-    return source, pa.ipc.open_stream(source).schema
+    return _OpenStream(source, pa.ipc.open_stream(source).schema)
 
 
-def _measured(load: Callable[[], Any]) -> tuple[Any, int]:
+class _OpenStream(NamedTuple):
+    source: pa.NativeFile
+    schema: pa.Schema
+
+
+def _measured(load: Callable[[], Value]) -> tuple[Value, int]:
     """A value, and the memory that Arrow took for it."""
     allocated = pa.total_allocated_bytes()
     value = load()
     return value, max(_MIN_KEPT_BYTES, pa.total_allocated_bytes() - allocated)
 
 
-def _has_dictionaries(schema: Any) -> bool:
+def _has_dictionaries(schema: pa.Schema) -> bool:
     kinds = [field.type for field in schema]
     while kinds:
         kind = kinds.pop()

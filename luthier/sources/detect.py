@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from luthier.config.choices import SameRole, ThinkingStyle
 from luthier.config.schema import Format, SourceConfig
@@ -23,7 +22,7 @@ _VERDICTS = ("true", "false", "desirable", "undesirable")
 _TAG_ALIASES = {"tool_tag": "observation_tag"}
 
 
-def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, Any]]) -> Layout:
+def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) -> Layout:
     """The layout of a source whose first rows are ``rows``.
 
     Column and tag names of the config win; every other one keeps its default. Raises `SourceError` if the format is
@@ -72,7 +71,7 @@ def _thinking_tags(config: SourceConfig) -> tuple[str, str] | None:
 
 def _detect_format(
     path: str,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, object]],
     seen: Iterable[str],
     given_columns: Mapping[str, str],
     given_tags: Mapping[str, str],
@@ -125,12 +124,12 @@ def _resolve_columns(rule: FormatRule, given: Mapping[str, str], seen: Iterable[
     return columns
 
 
-def _columns_with_values(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _columns_with_values(rows: Sequence[Mapping[str, object]]) -> list[str]:
     """Columns in the order seen; one that is null in all rows is none."""
     return list(dict.fromkeys(name for row in rows for name, value in row.items() if value is not None))
 
 
-def _is_from_value(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> bool:
+def _is_from_value(rows: Sequence[Mapping[str, object]], columns: Iterable[str]) -> bool:
     """Whether the first message found in any of these columns is written as ``from``/``value``."""
     columns = list(columns)
     for row in rows:
@@ -144,7 +143,7 @@ def _is_from_value(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) ->
     return False
 
 
-def _is_verdict(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str]) -> bool:
+def _is_verdict(rows: Sequence[Mapping[str, object]], given: Mapping[str, str]) -> bool:
     """Whether the label column holds verdicts: the config or its name says so, or its values are true or false.
 
     Numbers are more often classes: ``{"messages": …, "label": 1}`` is feedback only where the config calls it that.
@@ -161,7 +160,7 @@ def _is_verdict(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str]) -> 
     return all(isinstance(value, str) and value.strip().lower() in _VERDICTS for value in values)
 
 
-def _check_given(path: str, given: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
+def _check_given(path: str, given: Mapping[str, str], rows: Sequence[Mapping[str, object]]) -> None:
     """Raises `SourceError` for a column that the config names and no row has; `NO_COLUMN` says that none is meant."""
     there = list(dict.fromkeys(name for row in rows for name in row))
     for ours, theirs in given.items():

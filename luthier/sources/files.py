@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -23,6 +23,9 @@ from luthier.config.choices import Documents
 from luthier.config.schema import SourceConfig
 from luthier.errors import SourceError
 from luthier.sources.nearest import nearest_names
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 # --------------------------------------------------------------------------------------------------------------------
 # Compressed text files (gzip, zstandard, bzip2, xz), read as if they were not, and never inflated without a bound.
@@ -82,7 +85,7 @@ class _Inflated(io.RawIOBase):
             pass
         return self._position
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: Buffer) -> int:
         view = memoryview(buffer).cast("B")
         try:
             found = self._stream.read(min(len(view), _CHUNK_BYTES))
@@ -106,7 +109,7 @@ class _Members:
     """bzip2 and xz, one member behind the other. (The standard library's files end at the first member that is damaged
     from its beginning, without a word.)"""
 
-    def __init__(self, path: str, make: Callable[[], Any]) -> None:
+    def __init__(self, path: str, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]) -> None:
         self._file = Path(path).open("rb")  # noqa: SIM115 (closed by `close`)
         self._make, self._member = make, make()
 
@@ -134,7 +137,7 @@ class _Members:
         self._file.close()
 
 
-def _open(path: str, compression: Compression) -> Any:
+def _open(path: str, compression: Compression) -> gzip.GzipFile | _Members | pa.CompressedInputStream:
     match compression:
         case Compression.GZIP:
             return gzip.open(path, "rb")
@@ -264,15 +267,15 @@ def _saved_files(folder: Path, config: SourceConfig) -> tuple[DataFile, ...] | N
     """The arrow files of a folder that `datasets` wrote with ``save_to_disk``, in its own order; None for others."""
     splits = folder / "dataset_dict.json"
     if splits.is_file():
-        names = _read_json(splits).get("splits", [])
-        if config.split not in names:
-            hint = f"it has: {', '.join(map(str, names))}"
+        there_are = _listed(splits, "splits")
+        if config.split not in there_are:
+            hint = f"it has: {', '.join(map(str, there_are))}"
             raise SourceError(f"{folder}: there is no split {config.split!r}", hint=hint)
         folder = folder / config.split
     state = folder / "state.json"
     if not state.is_file():
         return None
-    names = [entry.get("filename") for entry in _read_json(state).get("_data_files", []) if isinstance(entry, dict)]
+    names = [entry.get("filename") for entry in _listed(state, "_data_files") if isinstance(entry, dict)]
     if not names or not all(isinstance(name, str) for name in names):
         raise SourceError(f"{state}: names no data files", hint="save the data set again with save_to_disk")
     return tuple(_describe(folder / str(name), FileKind.ARROW) for name in names)
@@ -352,14 +355,17 @@ def _endings(path: Path) -> tuple[Compression, str]:
     return compression, Path(path.stem).suffix.lower() if compression else suffix
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _listed(path: Path, key: str) -> list[object]:
+    """A list of a JSON file that `datasets` wrote; empty where it has none under this key."""
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
         raise SourceError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise SourceError(f"{path}: not a JSON object")
-    return value
+    listed = value.get(key, []) if isinstance(value, dict) else None
+    if not isinstance(listed, list):
+        hint = "save the data set again with save_to_disk"
+        raise SourceError(f"{path}: {key!r} is not a list in a JSON object", hint=hint)
+    return listed
 
 
 def _missing_hint(path: Path) -> str | None:

@@ -7,7 +7,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ _MAX_DESCRIPTORS = 64
 CACHE_BYTES = 32 << 20  # of decoded columns; what does not fit in here is spooled (see `columnar`)
 _BLOCK_BYTES = 1 << 20  # rows that stand one behind the other are read together, up to this
 
+Value = TypeVar("Value")
+
 
 class OpenFiles:
     """Descriptors and decoded groups, the least recently used ones given up first. For one thread at a time."""
@@ -26,7 +28,7 @@ class OpenFiles:
         self._max_descriptors = max_descriptors
         self._cache_bytes = cache_bytes
         self._descriptors: OrderedDict[str, int] = OrderedDict()
-        self._kept: OrderedDict[tuple[str, int], tuple[Any, int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], tuple[object, int]] = OrderedDict()
         self._kept_bytes = 0
 
     def read(self, path: str, offset: int, num_bytes: int) -> bytes:
@@ -48,12 +50,12 @@ class OpenFiles:
             for begin, end in spans:
                 yield block[begin - start : end - start]
 
-    def kept(self, path: str, number: int, load: Callable[[], tuple[Any, int]]) -> Any:
+    def kept(self, path: str, number: int, load: Callable[[], tuple[Value, int]]) -> Value:
         """Something made of a file; ``load`` gives it, and the bytes it holds, where it is not kept any more."""
         key = (path, number)
         if key in self._kept:
             self._kept.move_to_end(key)
-            return self._kept[key][0]
+            return cast(Value, self._kept[key][0])
         value, num_bytes = load()
         if num_bytes <= self._cache_bytes:
             self._kept[key] = (value, num_bytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from luthier.config.schema import SourceConfig
 from luthier.errors import RowError, SourceError, install_hint
@@ -16,6 +16,9 @@ from luthier.sources.columnar import count_columnar_rows, encode_row, read_colum
 from luthier.sources.files import DataFile, find_files
 from luthier.sources.rows import RowBytes
 from luthier.sources.text_files import read_text_file
+
+if TYPE_CHECKING:
+    import datasets
 
 HUB = "hub:"
 PRESET = "preset:"
@@ -97,7 +100,7 @@ class HubRows:
         """What the addresses of its rows call it."""
         return f"{HUB}{self.name}[{self.split}]"
 
-    def load(self) -> Any:
+    def load(self) -> datasets.Dataset | datasets.IterableDataset:
         """The data set as `datasets` has it; raises `SourceError`."""
         try:
             import datasets
@@ -134,7 +137,7 @@ class PresetRows:
         """Rows of the split."""
         return sum(1 for _ in self._generate())
 
-    def _generate(self) -> Iterator[dict[str, Any]]:
+    def _generate(self) -> Iterator[dict[str, object]]:
         from luthier.presets.datasets import dataset_rows
 
         return dataset_rows(self.name, self.split)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
@@ -62,7 +61,7 @@ def _listed_and_named(data: DataConfig) -> tuple[list[SourceConfig], list[Source
     return [*data.train, *train], [*data.eval, *held_out]
 
 
-def read_registry(path: Path) -> dict[str, Any]:
+def read_registry(path: Path) -> dict[str, object]:
     """The entries of a registry by name; raises `SourceError` if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -77,7 +76,7 @@ def read_registry(path: Path) -> dict[str, Any]:
     return entries
 
 
-def registry_source(name: str, entries: Mapping[str, Any], registry: Path) -> SourceConfig:
+def registry_source(name: str, entries: Mapping[str, object], registry: Path) -> SourceConfig:
     """The source called ``name`` (or ``name#1000``: 1000 of its rows); raises `SourceError` that says what is wrong."""
     match = _NAME.match(name)
     key, count = (name, None) if match is None or name in entries else (match["name"], match["count"])
@@ -93,13 +92,13 @@ def registry_source(name: str, entries: Mapping[str, Any], registry: Path) -> So
     if count is not None:
         fields["max_rows"] = int(count)
     try:
-        return SourceConfig(**{field: value for field, value in fields.items() if value is not None})
+        return SourceConfig.model_validate({field: value for field, value in fields.items() if value is not None})
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         raise SourceError(f"{where}: {faults}") from error
 
 
-def _from_json(entry: Mapping[str, Any], registry: Path, where: str) -> dict[str, Any]:
+def _from_json(entry: Mapping[str, object], registry: Path, where: str) -> dict[str, object]:
     """An entry of ``dataset_info.json``."""
     _check_keys(entry, _JSON_KEYS, where)
     columns = entry.get("columns") or {}
@@ -121,7 +120,7 @@ def _from_json(entry: Mapping[str, Any], registry: Path, where: str) -> dict[str
     }
 
 
-def _json_path(entry: Mapping[str, Any], registry: Path, where: str) -> str:
+def _json_path(entry: Mapping[str, object], registry: Path, where: str) -> str:
     if entry.get("file_name"):
         return str(registry.parent / str(entry["file_name"]))
     if entry.get("hf_hub_url"):
@@ -133,7 +132,7 @@ def _json_path(entry: Mapping[str, Any], registry: Path, where: str) -> str:
     raise SourceError(f"{where}: says neither file_name nor hf_hub_url")
 
 
-def _from_yaml(entry: Mapping[str, Any], registry: Path, where: str) -> dict[str, Any]:
+def _from_yaml(entry: Mapping[str, object], registry: Path, where: str) -> dict[str, object]:
     """An entry of LLaMA-Factory v1's YAML form."""
     _check_keys(entry, _YAML_KEYS, where)
     converter = entry.get("converter")
@@ -163,7 +162,7 @@ def _local_path(path: str, registry: Path) -> Path:
     return next((candidate for candidate in candidates if candidate.exists()), candidates[0])
 
 
-def _check_keys(entry: Mapping[str, Any], known: set[str], where: str) -> None:
+def _check_keys(entry: Mapping[str, object], known: set[str], where: str) -> None:
     known = known.union(_OWN_KEYS)
     for key in entry:
         if key not in known:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,9 @@ from luthier.sources.text_files import (
     open_text_file,
     read_text_file,
 )
+
+if TYPE_CHECKING:
+    import datasets
 
 # --------------------------------------------------------------------------------------------------------------------
 # Random access to files with a row a line: where each line begins is found once, at the speed of memory.
@@ -225,7 +228,7 @@ class RowIndex:
     one thread at a time.
     """
 
-    def __init__(self, parts: Sequence[IndexPart], *, chosen: NDArray[np.integer[Any]] | None = None) -> None:
+    def __init__(self, parts: Sequence[IndexPart], *, chosen: NDArray[np.integer] | None = None) -> None:
         """``chosen`` are the numbers, rising, of the rows that count, where not all do."""
         self._parts = tuple(parts)
         self._chosen = chosen
@@ -235,7 +238,7 @@ class RowIndex:
     def __len__(self) -> int:
         return int(self._starts[-1]) if self._chosen is None else len(self._chosen)
 
-    def __reduce__(self) -> tuple[Callable[..., RowIndex], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., RowIndex], tuple[object, ...]]:
         return _restore, (self._parts, self._chosen)
 
     @cached_property
@@ -295,7 +298,7 @@ def index_origin(origin: Origin, spool: Path | None) -> list[IndexPart] | None:
             return [_ListedRows(origin=origin, num_rows=len(rows), digest=_digest(rows))]
 
 
-def _restore(parts: Sequence[IndexPart], chosen: NDArray[np.integer[Any]] | None) -> RowIndex:
+def _restore(parts: Sequence[IndexPart], chosen: NDArray[np.integer] | None) -> RowIndex:
     return RowIndex(parts, chosen=chosen)
 
 
@@ -346,7 +349,7 @@ class _DatasetRows:
         places = zip(range(len(rows)), (rows + 1).tolist(), strict=True)
         return list(chosen_rows(table, self.origin.address, places))
 
-    def _load(self) -> Any:
+    def _load(self) -> datasets.Dataset:
         data = self.origin.load()
         if (found := str(data._fingerprint)) != self.fingerprint:
             what = f"{self.origin.address}: the data set changed since it was indexed"

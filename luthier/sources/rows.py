@@ -110,12 +110,12 @@ def json_kind(value: object) -> str:
 
 MAX_DEPTH = 100  # tool schemas reach about 20; recursive code downstream must never meet a row that can overflow it
 
-_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+_DECODER: msgspec.json.Decoder[object] = msgspec.json.Decoder()
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _SPACED_COLON = re.compile(rb'"[ \t\r\n]+:')
 
 
-def decode_strict(raw: bytes | str) -> Any:
+def decode_strict(raw: bytes | str) -> object:
     """Decode one JSON value; raises `RowError` that names the fault and, where it can, the byte offset in ``raw``.
 
     Reasons: ``invalid_utf8``, ``truncated_json``, ``invalid_json``, ``non_finite_number``, ``number_out_of_range``,
@@ -135,7 +135,7 @@ def decode_strict(raw: bytes | str) -> Any:
     return data
 
 
-def decode_text(text: str, *, reason: str, field: str | None = None) -> Any:
+def decode_text(text: str, *, reason: str, field: str | None = None) -> object:
     """Decode JSON that stands as text in a row; raises `RowError` with the given reason and field."""
     try:
         return decode_strict(text)
@@ -143,14 +143,14 @@ def decode_text(text: str, *, reason: str, field: str | None = None) -> Any:
         raise RowError(reason, f"not JSON: {error} in {text[:60]!r}", field=field) from None
 
 
-def _count_keys(data: Any) -> int:
+def _count_keys(data: object) -> int:
     """Keys of all objects in a decoded value; refuses values nested deeper than `MAX_DEPTH`."""
     num_keys = 0
-    level = [data] if type(data) is dict or type(data) is list else []
+    level: list[Any] = [data] if type(data) is dict or type(data) is list else []
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for node in level:
-            values: Iterable[Any] = node
+            values: Iterable[object] = node
             if type(node) is dict:
                 num_keys += len(node)
                 values = node.values()
@@ -190,7 +190,7 @@ def _refuse_repeated_keys(raw: bytes, num_keys: int) -> None:
 def _repeated_key(raw: bytes) -> str:
     repeated: list[str] = []
 
-    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def note(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
         repeated.extend(name for name in dict.fromkeys(names) if names.count(name) > 1)
         return dict(pairs)
@@ -231,7 +231,7 @@ def _diagnose(raw: bytes, error: Exception) -> NoReturn:
     raise RowError("number_out_of_range", str(error))
 
 
-def _surrogates(data: Any) -> Iterator[str]:
+def _surrogates(data: object) -> Iterator[str]:
     """Paths of the strings that hold a lone surrogate: ``messages[0].content``."""
     stack = [("", data)]
     while stack:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,9 +210,9 @@ def _take_count(config: SourceConfig) -> SourceConfig:
     return config.model_copy(update={"path": match["path"], "max_rows": int(match["count"])})
 
 
-def _first_rows(origin: Origin, config: SourceConfig) -> list[dict[str, Any]]:
+def _first_rows(origin: Origin, config: SourceConfig) -> list[dict[str, object]]:
     """The first rows that can be read; raises `SourceError` if there is no row, or none of the first can be read."""
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     errors: list[RowError] = []
     for row in islice(origin.rows(), NUM_ROWS_SEEN):
         try:
@@ -234,7 +233,7 @@ def _sample(rows: Iterator[RowBytes | RowError], count: int, size: int, seed: in
     return (row for index, row in enumerate(rows) if index in chosen)
 
 
-def _choose(count: int, size: int, seed: int) -> NDArray[np.integer[Any]]:
+def _choose(count: int, size: int, seed: int) -> NDArray[np.integer]:
     """The numbers of ``size`` rows of ``count``, rising."""
     chosen = np.sort(np.random.default_rng(seed).choice(count, size=size, replace=False, shuffle=False))
     return chosen.astype(np.uint32) if count < 1 << 32 else chosen

@@ -9,7 +9,7 @@ import csv
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +19,9 @@ from luthier.records import Address
 from luthier.sources.files import DataFile, FileKind, open_compressed
 from luthier.sources.json_arrays import read_json_rows
 from luthier.sources.rows import MAX_ROW_BYTES, RowBytes, row_too_long
+
+if TYPE_CHECKING:
+    from _csv import Reader
 
 MAX_LINE_BYTES = MAX_ROW_BYTES + 1  # with the line's end
 _BOM = b"\xef\xbb\xbf"
@@ -233,7 +236,7 @@ def _read_table(stream: IO[bytes], path: str, *, delimiter: str) -> Iterator[Row
         yield from _table_rows(csv.reader(text, delimiter=delimiter, strict=True), path)
 
 
-def _table_rows(reader: Any, path: str) -> Iterator[RowBytes | RowError]:
+def _table_rows(reader: Reader, path: str) -> Iterator[RowBytes | RowError]:
     try:
         header: list[str] = next(reader, [])
     except csv.Error as error:

@@ -134,6 +134,16 @@ def test_folders_of_save_to_disk_are_read_without_the_library_that_wrote_them(tm
         assert texts(source_of(tmp_path / "set")) == [f"row {index}" for index in range(20)]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("dataset_dict.json", '{"splits": 3}'), ("state.json", '{"_data_files": 3}'), ("state.json", "[]")],
+)
+def test_a_saved_folder_that_lists_no_files_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SourceError, match=name):
+        open_sources([SourceConfig(path=str(tmp_path))], seed=0)
+
+
 # ---------------------------------------------------------------------------------------------- folders, splits
 
 

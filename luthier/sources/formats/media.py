@@ -15,7 +15,7 @@ import sys
 from base64 import b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 from luthier.errors import RowError
 from luthier.records import Audio, Image, Media, Part, Text, Video
 from luthier.sources.rows import json_kind
+
+if TYPE_CHECKING:
+    import PIL.Image
 
 KINDS = ("image", "video", "audio")
 COLUMN_OF_KIND = {"image": "images", "video": "videos", "audio": "audios"}
@@ -100,12 +103,12 @@ class MediaQueue:
                 )
 
 
-def media_queue(columns: Mapping[str, Any], root: str, slots: FindSlots | None = None) -> MediaQueue:
+def media_queue(columns: Mapping[str, object], root: str, slots: FindSlots | None = None) -> MediaQueue:
     """A queue of a row's media; ``columns`` maps kinds to the values of their columns."""
     return MediaQueue({kind: _read_column(kind, value, root) for kind, value in columns.items()}, root, slots)
 
 
-def read_media(kind: str, item: Any, root: str) -> Media:
+def read_media(kind: str, item: object, root: str) -> Media:
     """One reference: a path or URL; bytes; a data URI or base64; ``{path, bytes, url}``, as the Hub's features are.
 
     An image may be a PIL image or an array, a sound ``{array, sampling_rate}``, a video a list of images, also as
@@ -126,13 +129,13 @@ def read_media(kind: str, item: Any, root: str) -> Media:
             raise AssertionError(f"no media kind {kind}")
 
 
-def names_media(item: Mapping[str, Any]) -> bool:
+def names_media(item: Mapping[str, object]) -> bool:
     """Whether a part without a value of its own says which media it is: ``{"type": "image", "path": …}``."""
     values = [item[key] for key in ("url", "path", "bytes", "base64", "data", "frames", "array") if key in item]
     return any(not (value is None or (type(value) in (str, bytes) and not value)) for value in values)
 
 
-def _read_video(item: Any, root: str) -> Video:
+def _read_video(item: object, root: str) -> Video:
     fps = None
     if type(item) is dict and item.get("frames") is not None:
         fps = item.get("fps")
@@ -154,7 +157,7 @@ def _read_video(item: Any, root: str) -> Video:
     return Video(source=tuple(_join(frame, root) for frame in frames), root=roots.pop() if roots else None, fps=fps)
 
 
-def _read_column(kind: str, value: Any, root: str) -> list[Media]:
+def _read_column(kind: str, value: object, root: str) -> list[Media]:
     if value is None:
         return []
     items = value if type(value) is list else [value]  # one bare item is a list of one
@@ -164,7 +167,7 @@ def _read_column(kind: str, value: Any, root: str) -> list[Media]:
         raise RowError(error.reason, error.detail, field=COLUMN_OF_KIND[kind]) from None
 
 
-def _read_source(kind: str, item: Any) -> str | bytes:
+def _read_source(kind: str, item: object) -> str | bytes:
     if type(item) is str and item:
         return _read_data_uri(item) if item.startswith("data:") else item
     if type(item) is bytes and item:
@@ -194,7 +197,7 @@ def _read_data_uri(uri: str) -> bytes:
     return _read_bytes(data)
 
 
-def _read_bytes(value: Any) -> bytes:
+def _read_bytes(value: object) -> bytes:
     match value:
         case bytes():
             return value
@@ -228,7 +231,7 @@ def _root_of(source: str | bytes, root: str) -> str | None:
 # So a record holds nothing but references, can be sent to a worker, and its content can be told by a digest.
 
 
-def image_bytes(item: Any) -> bytes | None:
+def image_bytes(item: object) -> bytes | None:
     """A PIL image (turned as its EXIF says) or a uint8 array ``[H, W]`` or ``[H, W, 3 or 4]`` as TIFF.
 
     None if it is neither. Raises `RowError` (``bad_media``) for an array of another type or shape.
@@ -248,7 +251,7 @@ def image_bytes(item: Any) -> bytes | None:
     return _tiff(ImageOps.exif_transpose(item))
 
 
-def sound_bytes(samples: Any, sampling_rate: Any) -> bytes:
+def sound_bytes(samples: object, sampling_rate: object) -> bytes:
     """Samples of one channel, from -1 to 1, as a WAV of float32.
 
     Raises `RowError` (``bad_media``) for anything but a list or array of numbers, and without a sampling rate.
@@ -256,7 +259,7 @@ def sound_bytes(samples: Any, sampling_rate: Any) -> bytes:
     if type(sampling_rate) is not int or sampling_rate < 1:
         raise RowError("bad_media", f"an array of samples needs a sampling_rate, not {sampling_rate!r}")
     try:
-        array: NDArray[Any] = np.asarray(samples)
+        array: NDArray[np.generic] = np.asarray(samples)
     except ValueError as error:
         raise RowError("bad_media", f"no array of samples: {error}") from None
     if array.ndim != 1 or not len(array) or array.dtype.kind not in "iuf":
@@ -274,7 +277,7 @@ def sound_bytes(samples: Any, sampling_rate: Any) -> bytes:
     return struct.pack("<4sI", b"RIFF", len(body)) + body
 
 
-def _tiff(image: Any) -> bytes:
+def _tiff(image: PIL.Image.Image) -> bytes:
     out = io.BytesIO()
     try:
         image.save(out, format="TIFF")

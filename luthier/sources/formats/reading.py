@@ -226,7 +226,7 @@ class Reading:
             weight=self.weight(),
         )
 
-    def _close(self, *paths: Sequence[Message]) -> tuple[Mapping[str, Any], ...]:
+    def _close(self, *paths: Sequence[Message]) -> tuple[Mapping[str, object], ...]:
         for messages in paths:
             check_tool_results(messages)
         self.media.finish()
@@ -282,7 +282,7 @@ class Reading:
             return None
         if type(value) is str and _SIGNED.fullmatch(value):
             value = float(value)
-        if type(value) not in (int, float) or not -1e6 <= value <= 1e6:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -1e6 <= value <= 1e6:
             raise RowError("bad_margin", f"a margin is a number, not {str(value)[:40]!r}", field=self.field("margin"))
         return float(value)
 
@@ -292,7 +292,7 @@ def _folder_of(file: str) -> str:
     return os.path.dirname(file) or "."
 
 
-def _is_message_list(value: Any) -> bool:
+def _is_message_list(value: object) -> bool:
     """Whether a text is a JSON list of objects, as CSV files hold messages; ``"[[1, 2]]"`` is an answer."""
     return (
         type(value) is str

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from luthier.config.choices import MAX_WEIGHT
 from luthier.errors import RowError
@@ -30,7 +29,7 @@ class Span:
     weight: float = 1.0
 
 
-def read_flags(item: dict[str, Any]) -> tuple[bool | None, float]:
+def read_flags(item: dict[str, object]) -> tuple[bool | None, float]:
     """What a message, part or call says of its loss: ``(train, weight)``. Raises `RowError` (``bad_weight``).
 
     A weight of 0 means that it is not trained. ``loss_weight`` is written on every message of LLaMA-Factory's v1 rows,
@@ -51,7 +50,7 @@ def read_flags(item: dict[str, Any]) -> tuple[bool | None, float]:
     return train, weight
 
 
-def read_train(item: dict[str, Any]) -> bool | None:
+def read_train(item: dict[str, object]) -> bool | None:
     """True or false (or 1 or 0) under one of the names that data sets have for it; None if nothing is said."""
     said: dict[str, bool] = {}
     for key in _TRAIN_KEYS:
@@ -67,14 +66,14 @@ def read_train(item: dict[str, Any]) -> bool | None:
     return next(iter(said.values()), None)
 
 
-def read_weight(value: Any, *, field: str) -> float:
+def read_weight(value: object, *, field: str) -> float:
     """A number from 0 to `MAX_WEIGHT`; raises `RowError` (``bad_weight``)."""
-    if type(value) not in (int, float) or not 0 <= value <= MAX_WEIGHT:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= MAX_WEIGHT:
         raise RowError("bad_weight", f"{field} is from 0 to {MAX_WEIGHT:g}, not {str(value)[:20]!r}", field=field)
     return float(value)
 
 
-def read_spans(item: dict[str, Any], text: Any) -> tuple[bool | None, list[Span]]:
+def read_spans(item: dict[str, object], text: object) -> tuple[bool | None, list[Span]]:
     """What ``spans`` of a message or part say of it and of stretches of its ``text``, ``[]`` if there are none.
 
     Each is ``{"start", "end", "train", "weight"}``; ``start`` and ``end`` count characters as Python does, the end is
@@ -90,12 +89,13 @@ def read_spans(item: dict[str, Any], text: Any) -> tuple[bool | None, list[Span]
     if type(text) is not str:
         detail = f"{key} counts characters of a text, and there is none; a part of a list can have its own"
         raise RowError("bad_span", detail, field=key)
-    if type(item[key]) is not list:
-        raise RowError("bad_span", f"{key} is a list, not {json_kind(item[key])}", field=key)
-    if len(item[key]) > MAX_SPANS:
-        raise RowError("bad_span", f"{len(item[key])} entries, {MAX_SPANS} are allowed", field=key)
+    entries = item[key]
+    if not isinstance(entries, list):
+        raise RowError("bad_span", f"{key} is a list, not {json_kind(entries)}", field=key)
+    if len(entries) > MAX_SPANS:
+        raise RowError("bad_span", f"{len(entries)} entries, {MAX_SPANS} are allowed", field=key)
     read = _read_span if key == "spans" else _read_detail
-    spans = [read(entry, len(text), f"{key}[{index}]") for index, entry in enumerate(item[key])]
+    spans = [read(entry, len(text), f"{key}[{index}]") for index, entry in enumerate(entries)]
     if key == "spans":
         return None, spans
     if not spans or read_train(item) is False:
@@ -129,7 +129,7 @@ def mark_spans(parts: Sequence[Part], spans: Sequence[Span]) -> list[Part]:
     return marked
 
 
-def _read_span(entry: Any, length: int, field: str) -> Span:
+def _read_span(entry: object, length: int, field: str) -> Span:
     if type(entry) is not dict:
         raise RowError("bad_span", f"a span is an object with start and end, not {json_kind(entry)}", field=field)
     start, end = (_place(entry, key, field) for key in ("start", "end"))
@@ -142,7 +142,7 @@ def _read_span(entry: Any, length: int, field: str) -> Span:
     return _checked(Span(start=start, end=end, train=train, weight=weight), length, field)
 
 
-def _read_detail(entry: Any, length: int, field: str) -> Span:
+def _read_detail(entry: object, length: int, field: str) -> Span:
     if type(entry) is not dict or read_train(entry) is None:
         detail = "an entry is an object with begin_offset, end_offset and train"
         raise RowError("bad_span", detail, field=field)
@@ -150,7 +150,7 @@ def _read_detail(entry: Any, length: int, field: str) -> Span:
     return _checked(Span(start=start, end=last + 1, train=read_train(entry)), length, field)
 
 
-def _place(entry: dict[str, Any], key: str, field: str) -> int:
+def _place(entry: dict[str, object], key: str, field: str) -> int:
     value = entry.get(key)
     if type(value) is not int:
         shown = "missing" if value is None else json_kind(value)

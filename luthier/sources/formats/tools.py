@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import Message, Part, Text, Thinking, ToolCall
@@ -11,7 +10,7 @@ from luthier.sources.formats.targets import read_flags
 from luthier.sources.rows import decode_text, json_kind
 
 
-def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+def read_tools(value: object) -> tuple[Mapping[str, object], ...]:
     """Tool declarations in the form that chat templates take: ``{"type": "function", "function": {"name": …}}``.
 
     ``value`` is a list of declarations, one declaration, or JSON text of either; a bare ``{"name": …}`` is wrapped.
@@ -25,7 +24,7 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(_declaration(item, index) for index, item in enumerate(declarations))
 
 
-def read_calls(value: Any) -> list[ToolCall]:
+def read_calls(value: object) -> list[ToolCall]:
     """The calls in a ShareGPT ``function_call`` value or a ``tool_call`` part: JSON (text) of one call or a list."""
     if type(value) is str:
         value = decode_text(value, reason="bad_tool_call")
@@ -35,7 +34,7 @@ def read_calls(value: Any) -> list[ToolCall]:
     return [read_call(call) for call in calls]
 
 
-def read_call(call: Any) -> ToolCall:
+def read_call(call: object) -> ToolCall:
     """One call: ``{"name", "arguments"}``, bare or under ``function`` (OpenAI's), with an optional ``id``.
 
     ``arguments`` is an object or JSON text of one; absent means none. ``train`` and ``weight`` stand beside ``name`` or
@@ -77,7 +76,7 @@ def check_tool_results(messages: Sequence[Message]) -> None:
         previous = message.role
 
 
-def _read_arguments(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _read_arguments(body: Mapping[str, object], name: str) -> Mapping[str, object]:
     arguments = body.get("arguments")
     if arguments is None:
         return {}
@@ -88,7 +87,7 @@ def _read_arguments(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return arguments
 
 
-def _declaration(item: Any, index: int) -> Mapping[str, Any]:
+def _declaration(item: object, index: int) -> Mapping[str, object]:
     if type(item) is str:  # a list of JSON texts
         item = decode_text(item, reason="bad_tools")
     if type(item) is dict:

@@ -7,7 +7,6 @@ v1 (``{"type", "value"}`` parts, ``loss_weight``): they differ in the names of t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import Message, Part, Text, Thinking, ToolCall
@@ -25,7 +24,7 @@ _MEDIA_KINDS = {
 }  # fmt: skip
 
 
-def read_messages(value: Any, *, field: str, tags: Tags, media: MediaQueue) -> list[Message]:
+def read_messages(value: object, *, field: str, tags: Tags, media: MediaQueue) -> list[Message]:
     """A list of messages (or one message, or JSON text of a list, as CSV files have it).
 
     Two user messages in a row, a conversation that an assistant opens, and one that a user ends are accepted as they
@@ -52,7 +51,7 @@ def read_messages(value: Any, *, field: str, tags: Tags, media: MediaQueue) -> l
     return messages
 
 
-def read_message(message: Any, *, tags: Tags, media: MediaQueue) -> Message:
+def read_message(message: object, *, tags: Tags, media: MediaQueue) -> Message:
     """One message; raises `RowError` whose field is relative to the message."""
     if type(message) is not dict:
         raise RowError("not_messages", f"a message is an object, this is {json_kind(message)}")
@@ -67,7 +66,7 @@ def read_message(message: Any, *, tags: Tags, media: MediaQueue) -> Message:
     return _read_full_message(message, role, tags=tags, media=media)
 
 
-def _read_full_message(message: dict[str, Any], role: str, *, tags: Tags, media: MediaQueue) -> Message:
+def _read_full_message(message: dict[str, object], role: str, *, tags: Tags, media: MediaQueue) -> Message:
     parts = _reasoning(message, role)
     if parts:
         tags = replace(tags, thinking=None)  # its thinking stands apart: what tags there are in the text are text
@@ -94,7 +93,7 @@ def _read_full_message(message: dict[str, Any], role: str, *, tags: Tags, media:
     )
 
 
-def _bad_role(message: dict[str, Any], tags: Tags) -> RowError:
+def _bad_role(message: dict[str, object], tags: Tags) -> RowError:
     if tags.role not in message:
         detail = f"the message has no {tags.role!r}; its keys are {sorted(message)}"
         return RowError("missing_role", detail + _other_style(message, tags), field=tags.role)
@@ -102,7 +101,7 @@ def _bad_role(message: dict[str, Any], tags: Tags) -> RowError:
     return RowError("unknown_role", detail, field=tags.role)
 
 
-def _other_style(message: dict[str, Any], tags: Tags) -> str:
+def _other_style(message: dict[str, object], tags: Tags) -> str:
     """The way out where a message is written in the other of the two ways: a source has one, that of its first rows."""
     other = next((pair for pair in _STYLES if pair[0] in message and pair[0] != tags.role), None)
     if other is None:
@@ -114,7 +113,7 @@ def _other_style(message: dict[str, Any], tags: Tags) -> str:
     )
 
 
-def _read_content(content: Any, role: str, *, tags: Tags, media: MediaQueue) -> list[Part]:
+def _read_content(content: object, role: str, *, tags: Tags, media: MediaQueue) -> list[Part]:
     if type(content) is str:
         return _split(content, role, tags, media)
     if type(content) is dict:
@@ -138,7 +137,7 @@ def _split(text: str, role: str, tags: Tags, media: MediaQueue) -> list[Part]:
     return split_thinking(text, tags.thinking) if role == "assistant" else media.split(text)
 
 
-def _read_part(item: Any, role: str, tags: Tags, media: MediaQueue) -> list[Part]:
+def _read_part(item: object, role: str, tags: Tags, media: MediaQueue) -> list[Part]:
     if type(item) is str:
         return _split(item, role, tags, media)
     if type(item) is not dict:
@@ -168,7 +167,7 @@ def _read_part(item: Any, role: str, tags: Tags, media: MediaQueue) -> list[Part
             raise RowError("bad_part", f"part type {str(kind)[:40]!r} is none of {known}")
 
 
-def _flagged(item: dict[str, Any], text: str | None, parts: list[Part]) -> list[Part]:
+def _flagged(item: dict[str, object], text: str | None, parts: list[Part]) -> list[Part]:
     """The parts that an item was read as, with what it says of its loss, and of stretches of its text."""
     train, weight = read_flags(item)
     in_detail, spans = read_spans(item, text)
@@ -184,7 +183,7 @@ def _flagged(item: dict[str, Any], text: str | None, parts: list[Part]) -> list[
     return mark_spans(parts, spans)
 
 
-def _read_media_part(item: dict[str, Any], kind: str, media: MediaQueue) -> Part:
+def _read_media_part(item: dict[str, object], kind: str, media: MediaQueue) -> Part:
     media_kind = _MEDIA_KINDS[kind]
     for key in (kind, "value", media_kind):
         if item.get(key) is not None:
@@ -194,7 +193,7 @@ def _read_media_part(item: dict[str, Any], kind: str, media: MediaQueue) -> Part
     return media.take(media_kind)  # {"type": "image"}: the next one of the row's column
 
 
-def _part_text(item: dict[str, Any], keys: tuple[str, ...]) -> str:
+def _part_text(item: dict[str, object], keys: tuple[str, ...]) -> str:
     for key in keys:
         if item.get(key) is not None:
             if type(item[key]) is not str:
@@ -203,7 +202,7 @@ def _part_text(item: dict[str, Any], keys: tuple[str, ...]) -> str:
     raise RowError("missing_content", f"the part has none of {', '.join(keys)}; its keys are {sorted(item)}")
 
 
-def _reasoning(message: dict[str, Any], role: str) -> list[Part]:
+def _reasoning(message: dict[str, object], role: str) -> list[Part]:
     for key in _REASONING_KEYS:
         value = message.get(key)
         if value is None or value == "":
@@ -215,7 +214,7 @@ def _reasoning(message: dict[str, Any], role: str) -> list[Part]:
     return []
 
 
-def _tool_calls(message: dict[str, Any], role: str) -> list[Part]:
+def _tool_calls(message: dict[str, object], role: str) -> list[Part]:
     calls = message.get("tool_calls")
     if type(calls) is str and calls:
         calls = decode_text(calls, reason="bad_tool_call", field="tool_calls")
@@ -234,7 +233,7 @@ def _tool_calls(message: dict[str, Any], role: str) -> list[Part]:
         raise RowError(error.reason, error.detail, field="tool_calls") from None
 
 
-def _optional_text(message: dict[str, Any], key: str) -> str | None:
+def _optional_text(message: dict[str, object], key: str) -> str | None:
     value = message.get(key)
     if value is not None and type(value) is not str:
         raise RowError("bad_content", f"{key} is text, not {json_kind(value)}", field=key)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import Conversation, Document, Feedback, Message, Part, Preference, Row, Text, Thinking, ToolCall
@@ -80,7 +79,7 @@ def _length(parts: Iterable[Part], kind: type[Text] | type[Thinking]) -> int:
     return sum(len(part.text) for part in parts if isinstance(part, kind))
 
 
-def _leaves(value: Any) -> int:
+def _leaves(value: object) -> int:
     match value:
         case str():
             return len(value)
