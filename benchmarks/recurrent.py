@@ -22,7 +22,7 @@ from luthier.models.attention import SEGMENTS, register_attention
 from luthier.models.attention_inputs import Isolation
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.mixers import part_mixers
-from luthier.models.parts import set_text_attention
+from luthier.models.submodules import set_text_attention
 from luthier.records import Batch, Pack, Segment
 
 TOKENS = 4096

@@ -15,29 +15,29 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from luthier.check.plan.costs import DataPlan as DataPlan
+    from luthier.check.plan.costs import HistoryCost as HistoryCost
+    from luthier.check.plan.costs import LongRow as LongRow
+    from luthier.check.plan.costs import RunPlan as RunPlan
+    from luthier.check.plan.costs import SourcePlan as SourcePlan
     from luthier.check.plan.estimate import Device as Device
     from luthier.check.plan.estimate import Estimate as Estimate
     from luthier.check.plan.estimate import Memory as Memory
     from luthier.check.plan.media_counts import MediaCount as MediaCount
-    from luthier.check.plan.plan import DataPlan as DataPlan
-    from luthier.check.plan.plan import HistoryCost as HistoryCost
-    from luthier.check.plan.plan import LongRow as LongRow
-    from luthier.check.plan.plan import RunPlan as RunPlan
-    from luthier.check.plan.plan import SourcePlan as SourcePlan
     from luthier.check.plan.stats import Distribution as Distribution
     from luthier.check.plan.stats import SourceStats as SourceStats
     from luthier.check.plan.stats import Stats as Stats
-    from luthier.check.show.origins import TokenOrigin as TokenOrigin
+    from luthier.check.show.token_origins import TokenOrigin as TokenOrigin
     from luthier.check.show.view import RowView as RowView
     from luthier.check.show.view import SegmentView as SegmentView
     from luthier.check.show.view import TokenView as TokenView
-    from luthier.check.verify.records import Check as Check
-    from luthier.check.verify.records import CheckResult as CheckResult
-    from luthier.check.verify.records import FailedRow as FailedRow
-    from luthier.check.verify.records import Method as Method
-    from luthier.check.verify.records import Token as Token
-    from luthier.check.verify.records import VerifyReport as VerifyReport
-    from luthier.check.verify.records import Violation as Violation
+    from luthier.check.verify.findings import Check as Check
+    from luthier.check.verify.findings import CheckResult as CheckResult
+    from luthier.check.verify.findings import FailedRow as FailedRow
+    from luthier.check.verify.findings import Method as Method
+    from luthier.check.verify.findings import Token as Token
+    from luthier.check.verify.findings import VerifyReport as VerifyReport
+    from luthier.check.verify.findings import Violation as Violation
     from luthier.check.verify.run import Side as Side
     from luthier.check.verify.run import VerifyOptions as VerifyOptions
     from luthier.check.verify.run import VerifyProgress as VerifyProgress

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from luthier.check.loaded import Loaded
+    from luthier.check.plan.costs import RunPlan
     from luthier.check.plan.estimate import Estimate
-    from luthier.check.plan.plan import RunPlan
     from luthier.check.plan.stats import Stats
     from luthier.check.show.view import RowView
-    from luthier.check.verify.records import VerifyReport
+    from luthier.check.verify.findings import VerifyReport
     from luthier.check.verify.run import VerifyOptions
     from luthier.config.draft import Draft
     from luthier.config.loading import RunDescription
@@ -198,8 +198,8 @@ def plan(
 
     Raises `ConfigError`, `UserError` for an unknown device or data without a row, and what preparation raises.
     """
+    from luthier.check.plan.costs import with_media
     from luthier.check.plan.estimate import check_name
-    from luthier.check.plan.plan import with_media
     from luthier.errors import ModelError
 
     tell = on_event or _silent
@@ -271,7 +271,7 @@ def show(
 
 def schedule_of(loaded: Loaded) -> StreamPlan:
     """All steps of the run on all processes launched; raises `BudgetError` and `UserError` as training would."""
-    from luthier.loader.rows import RowTable
+    from luthier.loader.numbered_rows import RowTable
     from luthier.loader.run_settings import plan_of_run
     from luthier.training.data import check_some_left
 
@@ -283,7 +283,7 @@ def schedule_of(loaded: Loaded) -> StreamPlan:
 
 def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
     """The run's plan, without an estimate."""
-    from luthier.check.plan.plan import history_cost, plan_run
+    from luthier.check.plan.costs import history_cost, plan_run
     from luthier.loader.run_settings import warmup_steps
     from luthier.training.schedule import FEW_STEPS, length_notes, ways_to_more_steps
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from luthier.check.loaded import Loaded
 from luthier.check.show.html import page_html
-from luthier.check.show.origins import SegmentOrigin, row_origins, segment_origin
 from luthier.check.show.previews import previews
+from luthier.check.show.token_origins import SegmentOrigin, row_origins, segment_origin
 from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
 from luthier.collation import CollateSettings
 from luthier.errors import UserError
+from luthier.loader.numbered_rows import RowTable
 from luthier.loader.reader import BatchReader
-from luthier.loader.rows import RowTable
 from luthier.loader.run_settings import eval_settings, media_of, plan_of_run
 from luthier.packing import EpochPlan, UnitKind, plan_epoch
 from luthier.preparation.prepared import PreparedSet

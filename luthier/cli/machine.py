@@ -20,7 +20,7 @@ from luthier.terminal import stderr_terminal
 from luthier.writing import printable, to_json, write_text
 
 if TYPE_CHECKING:
-    from luthier.check.environment import Environment
+    from luthier.check.bug_report import Environment
 
 app = typer.Typer(no_args_is_help=True, help="Check a run description, or get its schema for your editor.")
 
@@ -86,7 +86,7 @@ def env(json: JsonTarget = None) -> None:
     [dim]Example[/]   luthier env
     [dim]Example[/]   luthier env --json env.json
     """
-    from luthier.check.environment import environment
+    from luthier.check.bug_report import environment
 
     with reporting(json) as output:
         found = environment()

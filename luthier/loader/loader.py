@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from luthier.config.schema import Overflow
 from luthier.errors import CheckpointError, UserError
 from luthier.ledger import Ledger
+from luthier.loader.numbered_rows import RowTable
 from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
-from luthier.loader.rows import RowTable
 from luthier.loader.settings import LoaderOptions, LoaderSettings
-from luthier.loader.state import LoaderState, RowTrail
+from luthier.loader.stream_state import LoaderState, RowTrail
 from luthier.packing import EpochPlan, MixtureSettings, RowOrder, SegmentTable, UnitKind
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.preparation.segments import SegmentIndex

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.loader.numbered_rows import RowTable
 from luthier.loader.places import PlannedMicroBatch
-from luthier.loader.rows import RowTable
-from luthier.loader.state import LoaderState, RowTrail
+from luthier.loader.stream_state import LoaderState, RowTrail
 from luthier.loader.windows import (
     PlannedStep,
     StepWindow,

@@ -26,7 +26,8 @@ from typing import Self
 from luthier import errors
 from luthier.collation import MediaInputs
 from luthier.errors import LoaderError, UserError
-from luthier.loader.messages import (
+from luthier.loader.places import PlannedMicroBatch
+from luthier.loader.protocol import (
     Answer,
     Done,
     Failed,
@@ -39,9 +40,8 @@ from luthier.loader.messages import (
     receive,
     work_of,
 )
-from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.reader import BatchReader
-from luthier.loader.slots import SharedArrays
+from luthier.loader.shared_arrays import SharedArrays
 from luthier.media.feature_files import FeatureFiles
 from luthier.records import Address, Batch
 

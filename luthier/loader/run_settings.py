@@ -13,9 +13,9 @@ from luthier.config.choices import MixtureBy, RowKind
 from luthier.config.objective import kind_of
 from luthier.config.schema import Packing, RunConfig, TrainConfig
 from luthier.errors import UserError
+from luthier.loader.numbered_rows import RowTable
 from luthier.loader.plan import StreamPlan
-from luthier.loader.rows import RowTable
-from luthier.loader.state import LoaderState
+from luthier.loader.stream_state import LoaderState
 from luthier.media import MediaSource
 from luthier.packing import MixtureSettings, PlanSettings, RowOrder, UnitKind, held_tokens
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from luthier.config.choices import MixtureBy
 from luthier.config.schema import Packing
 from luthier.errors import UserError
-from luthier.loader.rows import RowTable
-from luthier.loader.state import RowTrail
+from luthier.loader.numbered_rows import RowTable
+from luthier.loader.stream_state import RowTrail
 from luthier.packing import (
     EpochOrder,
     EpochPlanner,

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from luthier.errors import UserError
-from luthier.loader.messages import (
+from luthier.loader.protocol import (
     Done,
     Failed,
     Frames,
@@ -31,7 +31,7 @@ from luthier.loader.messages import (
     receive,
 )
 from luthier.loader.reader import BatchReader
-from luthier.loader.slots import SharedArrays
+from luthier.loader.shared_arrays import SharedArrays
 from luthier.store.store import SampleStore
 
 SECONDS_BETWEEN_LOOKS = 0.5

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
 from luthier.errors import ModelError
 from luthier.models.model import REWARD_HEAD
-from luthier.models.parts import ModelParts, find_parts
+from luthier.models.submodules import ModelParts, find_parts
 
 _ALWAYS_TOLD = ("r", "lora_alpha")
 _TOLD_FIRST = ("peft_type", *_ALWAYS_TOLD, "target_modules")

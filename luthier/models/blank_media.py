@@ -26,7 +26,7 @@ from luthier.config.schema import ModelPart
 from luthier.errors import ModelError
 from luthier.media import Decoded, MediaKind, MediaProcessor, join_features, merge_features
 from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo
-from luthier.models.parts import ModelParts, find_parts
+from luthier.models.submodules import ModelParts, find_parts
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 
 TensorFeatures = Mapping[str, torch.Tensor]

@@ -23,7 +23,7 @@ from luthier.models.attention import PLAN, SEGMENTS, BlockReach, plan_attention,
 from luthier.models.attention_inputs import Isolation, Windows, attention_inputs, layer_windows
 from luthier.models.encoders import with_encoder_outputs
 from luthier.models.mixers import part_mixers
-from luthier.models.parts import MediaNeeds, set_text_attention, text_attention
+from luthier.models.submodules import MediaNeeds, set_text_attention, text_attention
 from luthier.packing import Segments
 from luthier.records import Batch, Branch, Pack, Sample, Segment
 

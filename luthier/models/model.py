@@ -27,7 +27,7 @@ from luthier.config.schema import AdapterType, ModelConfig, RunConfig
 from luthier.errors import ModelError
 from luthier.media.families.family import Attention
 from luthier.models.attention import SEGMENTS, register_attention
-from luthier.models.hooks import (
+from luthier.models.batch_invariance import (
     hear_own_frames,
     join_shared_slots,
     merge_frames_by_chunk,
@@ -35,7 +35,7 @@ from luthier.models.hooks import (
     see_own_pictures,
 )
 from luthier.models.overrides import check_computes, check_tokens, overridden
-from luthier.models.parts import decoder_family, families_of, is_multimodal, multimodal_class, text_attention
+from luthier.models.submodules import decoder_family, families_of, is_multimodal, multimodal_class, text_attention
 from luthier.models.vocabulary import Vocabulary, check_padding, fit_generation, fit_unborn, fit_vocabulary
 from luthier.presets import model_folder
 

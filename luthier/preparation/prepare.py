@@ -20,7 +20,7 @@ from luthier.preparation.quarantine import Quarantine
 from luthier.preparation.ray_cluster import resolve_units_with_ray
 from luthier.preparation.resolver import Progress, Resolver
 from luthier.preparation.sharing import resolve_units
-from luthier.preparation.units import WorkUnits
+from luthier.preparation.work_units import WorkUnits
 from luthier.preparation.workers import RowEncoder
 from luthier.sources import Source, open_sources, resolve_sources
 from luthier.store.manifest import SPOOL

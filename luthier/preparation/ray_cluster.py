@@ -16,7 +16,7 @@ from luthier.errors import UserError, install_hint
 from luthier.preparation.portions import ResolvedPortion
 from luthier.preparation.resolver import Resolver
 from luthier.preparation.sharing import UnitResolver, place_units
-from luthier.preparation.units import WorkUnits, decode_result
+from luthier.preparation.work_units import WorkUnits, decode_result
 from luthier.preparation.workers import RowEncoder
 from luthier.sources import Source
 from luthier.store.manifest import SPOOL

@@ -17,7 +17,7 @@ import numpy as np
 from luthier.errors import StoreError
 from luthier.preparation.portions import ReadPortion, ResolvedPortion, some_at_a_time
 from luthier.preparation.resolver import Resolver
-from luthier.preparation.units import (
+from luthier.preparation.work_units import (
     UNIT_BYTES,
     CutUnit,
     LineUnit,

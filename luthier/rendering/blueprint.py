@@ -21,7 +21,7 @@ from operator import itemgetter
 
 from luthier.records import NOWHERE, Address, ControlPiece, Media, MediaHeader, MediaPiece, Piece, Rendered, TextPiece
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.references import Slot, TextReference, exchanged, value_of
+from luthier.rendering.text_references import Slot, TextReference, exchanged, value_of
 from luthier.rendering.trace import Guard, GuardCheck, compile_guards
 
 # A text with gaps: literal text, and the numbers of the values that stand between it.

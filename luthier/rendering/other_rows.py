@@ -33,7 +33,7 @@ from luthier.rendering.paths import Path, ended_by_next_turn, no_stop, path_of, 
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.targets import closing_weight, part_weight
 from luthier.rendering.template import Recording
-from luthier.rendering.turns import CompletionSpan, Context, context_of, open_span, span_of
+from luthier.rendering.trained_turns import CompletionSpan, Context, context_of, open_span, span_of
 
 # --------------------------------------------------------------------------------------------------------------------
 # Rows that are compared, as conversations of which only the continuation is learned.

@@ -18,7 +18,7 @@ from luthier.rendering.openings import Stretched, common_length, spliced
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import Recording
 from luthier.rendering.trace import Guard, Owner, owner_runs
-from luthier.rendering.turns import (
+from luthier.rendering.trained_turns import (
     CompletionSpan,
     Context,
     Printed,

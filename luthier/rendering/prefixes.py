@@ -26,8 +26,8 @@ from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import Conversation
-from luthier.rendering.references import Alphabet, Slot, filled_in, is_reference
 from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
+from luthier.rendering.text_references import Alphabet, Slot, filled_in, is_reference
 from luthier.rendering.trace import Owner
 
 LONG = 128  # messages; the contexts of shorter rows are always rendered whole, once for all rows of their shape

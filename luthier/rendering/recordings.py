@@ -10,7 +10,9 @@ from typing import Any
 from luthier.records import Conversation, Message, Text, Thinking
 from luthier.rendering.messages import media_of, message_strings
 from luthier.rendering.prefixes import LONG, Prefixes
-from luthier.rendering.references import (
+from luthier.rendering.substitution import Given
+from luthier.rendering.template import ChatTemplate, Recording
+from luthier.rendering.text_references import (
     Alphabet,
     Fixed,
     MessageShape,
@@ -21,9 +23,7 @@ from luthier.rendering.references import (
     references_in,
     tools_shape,
 )
-from luthier.rendering.template import ChatTemplate, Recording
 from luthier.rendering.trace import Guard, Trace, Written
-from luthier.rendering.words import Given
 
 MOST_RECORDINGS = 20_000  # kept at a time; then all are forgotten and begun anew
 MOST_VARIANTS = 16  # of one shape that are compared before it is recorded again

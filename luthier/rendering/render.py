@@ -47,9 +47,9 @@ from luthier.rendering.other_rows import (
 from luthier.rendering.paths import Path, Weigh, can_be_asked, cut_paths, learned_spans, paths_of
 from luthier.rendering.prefixes import Joint, Judge, NotLocal
 from luthier.rendering.recordings import Recordings, RowHistory, unshared
-from luthier.rendering.references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.rendering.template import ChatTemplate
+from luthier.rendering.text_references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
 
 __all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]
 

@@ -15,7 +15,7 @@ from luthier.config.choices import RowKind
 from luthier.config.schema import HistoryRendering, TargetRuleConfig, TrainOn
 from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 from luthier.rendering.trace import Owner
-from luthier.rendering.turns import CompletionSpan
+from luthier.rendering.trained_turns import CompletionSpan
 
 __all__ = ["TargetRule", "apply_rules", "apply_to_messages", "rules_from_config"]
 

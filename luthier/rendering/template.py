@@ -27,10 +27,10 @@ from luthier.rendering.messages import (
     message_strings,
     plain_messages,
 )
-from luthier.rendering.references import Alphabet, filled_in, is_reference, references_in
+from luthier.rendering.substitution import Given, OtherWords
+from luthier.rendering.text_references import Alphabet, filled_in, is_reference, references_in
 from luthier.rendering.trace import Guard, GuardCheck, Owner, Trace, compile_guards, expression_at, owner_runs
 from luthier.rendering.tracked import LostProvenance, Tracked
-from luthier.rendering.words import Given, OtherWords
 from luthier.templating.limits import OverLimit, TemplateSettings
 from luthier.templating.plain import TEMPLATE_ERRORS, plain_environment
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 from jinja2 import Environment
 
-from luthier.rendering.references import (
+from luthier.rendering.text_references import (
     Alphabet,
     Constant,
     Fixed,

@@ -1,6 +1,6 @@
 """`Tracked`: a string that knows, character by character, where it came from, and how to come about in another row.
 
-Beside its text it carries a *sketch* (`luthier.rendering.references`), in which each string of the row is one
+Beside its text it carries a *sketch* (`luthier.rendering.text_references`), in which each string of the row is one
 character, and for every character of the sketch its owner. Three things may happen to it in a template:
 
 - It is put together with others, or cut in a way that can be repeated with another row's text (``strip``, ``split``):
@@ -23,7 +23,7 @@ from typing import Any, NoReturn, SupportsIndex
 from jinja2 import Undefined
 from markupsafe import Markup
 
-from luthier.rendering.references import has_reference, is_reference
+from luthier.rendering.text_references import has_reference, is_reference
 from luthier.rendering.trace import Questioned, Trace, plain, sketch_and_owners
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from jinja2 import Undefined
 
-from luthier.rendering.references import has_reference, is_reference, quote_of
+from luthier.rendering.text_references import has_reference, is_reference, quote_of
 from luthier.rendering.trace import SCAFFOLD, Trace, plain
 from luthier.rendering.tracked import (
     Marked,

@@ -17,8 +17,8 @@ from luthier.loader.plan import StreamPlan
 from luthier.loader.run_settings import eval_settings, media_of, shares_prompts, units_of
 from luthier.models import adapters
 from luthier.models.model import LoadedModel, load_model
-from luthier.models.parts import text_attention
 from luthier.models.sharding import give_up_gathered, place, unsharded_class
+from luthier.models.submodules import text_attention
 from luthier.models.vocabulary import Vocabulary
 from luthier.packing import Segments
 from luthier.training.arguments import run_precision, training_arguments

@@ -22,12 +22,12 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
 from luthier.loader.feed import FeedReader
 from luthier.loader.run_settings import media_of
-from luthier.loader.state import LoaderState
+from luthier.loader.stream_state import LoaderState
 from luthier.media.families.family import PackingSupport
 from luthier.models import adapters
 from luthier.models.model import run_device
-from luthier.models.parts import decoder_family
 from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
+from luthier.models.submodules import decoder_family
 from luthier.preparation.prepared import Prepared
 from luthier.training.assemble import (
     make_model,

@@ -32,9 +32,9 @@ from luthier.media import MediaSource
 from luthier.models.adapters import apply_adapter, shape_existing
 from luthier.models.compiled import compilable_layers
 from luthier.models.model import build_weightless, check_choices, run_device
-from luthier.models.parts import decoder_family
 from luthier.models.routers import balanced_routers
 from luthier.models.sharding import divisible_layers, refuse_other_ways
+from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
 from luthier.packing.order import check_mixture
 from luthier.preparation.prepared import num_held_out

@@ -7,7 +7,7 @@ from typing import Any
 
 from luthier.config.choices import Strategy
 from luthier.config.schema import Packing, RunConfig
-from luthier.loader.rows import RowTable
+from luthier.loader.numbered_rows import RowTable
 from luthier.loader.run_settings import plan_of_run
 
 FEW_STEPS = 20  # fewer teach next to nothing, whatever the rate

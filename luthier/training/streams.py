@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from luthier.collation import CollateSettings, MediaInputs, blank_grid, lay_out, to_batch
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
+from luthier.loader.numbered_rows import RowTable
 from luthier.loader.places import PlannedMicroBatch, part_of
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
-from luthier.loader.rows import RowTable
 from luthier.loader.run_settings import plan_of_run, train_settings
-from luthier.loader.state import LoaderState, StateScalar
+from luthier.loader.stream_state import LoaderState, StateScalar
 from luthier.packing import EpochPlan, PlanSettings, Segments, plan_epoch
 from luthier.records import Batch, Pack
 from luthier.training.data import RunData

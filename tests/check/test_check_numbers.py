@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from luthier.check.plan.plan import RunPlan, longest_rows, plan_run
+from luthier.check.plan.costs import RunPlan, longest_rows, plan_run
 from luthier.check.plan.stats import Distribution, distribution, stats
 from luthier.check.plan.terminal import plan_table, stats_table
 from luthier.config.inputs import MixtureConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.loader.rows import RowTable
+from luthier.loader.numbered_rows import RowTable
 from luthier.loader.run_settings import plan_of_run, train_settings
 from luthier.packing import UnitKind, plan_epoch, realised_mixture, straggler_factor
 from luthier.preparation.prepare import prepare

@@ -12,7 +12,7 @@ import pytest
 
 from luthier.check.loaded import Loaded, load_rows
 from luthier.check.selection import Kind, Selection
-from luthier.check.show.origins import TokenOrigin, find_rows, row_origins, segment_origin
+from luthier.check.show.token_origins import TokenOrigin, find_rows, row_origins, segment_origin
 from luthier.check.show.view import RowView
 from luthier.config.loading import load_config
 from luthier.config.schema import SourceConfig

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from rich.console import Console
 
 from luthier.check.diff.html import diff_html
-from luthier.check.diff.rows import Change, Comparison, ExcerptToken, Lesson, repeats
+from luthier.check.diff.row_changes import Change, Comparison, ExcerptToken, Lesson, repeats
 from luthier.check.diff.runs import (
     EncodedSide,
     Pairing,

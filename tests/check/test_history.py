@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from luthier import encode, load_tokenizer
-from luthier.check.plan.plan import history_cost
-from luthier.check.show.origins import SegmentOrigin
+from luthier.check.plan.costs import history_cost
+from luthier.check.show.token_origins import SegmentOrigin
 from luthier.check.show.view import show_batch, show_pack
 from luthier.collation import CollateSettings
 from luthier.config.schema import Overflow, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.loader.numbered_rows import RowTable
 from luthier.loader.reader import BatchReader
-from luthier.loader.rows import RowTable
 from luthier.loader.run_settings import train_settings
 from luthier.packing import describe, plan_epoch
 from luthier.preparation.segments import SegmentIndex

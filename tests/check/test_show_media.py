@@ -17,11 +17,11 @@ from rich.console import Console
 from verify_cases import AT, chat, message
 
 from luthier.check.show.html import page_html, tokens_html
-from luthier.check.show.origins import SegmentOrigin, TokenOrigin, name_owners, speakers_of
 from luthier.check.show.previews import LONGEST_SIDE, WAVE_HEIGHT, WAVE_WIDTH, outline, preview, previews
 from luthier.check.show.terminal import coloured_text, token_table
 from luthier.check.show.text import plain_text
-from luthier.check.show.tokens import item_words, placed_media
+from luthier.check.show.token_origins import SegmentOrigin, TokenOrigin, name_owners, speakers_of
+from luthier.check.show.token_text import item_words, placed_media
 from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
 from luthier.collation import MediaInputs, collate_packs
 from luthier.encoding.encoder import Encoder

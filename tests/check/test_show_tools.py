@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from luthier.check.show.html import blocks
-from luthier.check.show.origins import TOOLS, TokenOrigin
+from luthier.check.show.token_origins import TOOLS, TokenOrigin
 from luthier.check.show.view import TokenView
 
 OWNERS = {

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from luthier.check.show.origins import speakers_of
-from luthier.check.verify.records import Check, Method
+from luthier.check.show.token_origins import speakers_of
+from luthier.check.verify.findings import Check, Method
 from luthier.check.verify.row import RowVerifier
 from luthier.config.choices import RowKind
 from luthier.config.schema import ModelConfig, TemplateConfig

@@ -10,7 +10,7 @@ import pytest
 from verify_cases import AT, PLAIN, PRESET, ROWS, chat, encoder, folder_with_bos, message, spliced
 from verify_faults import FAULTS, Fault
 
-from luthier.check.verify.records import Check
+from luthier.check.verify.findings import Check
 from luthier.check.verify.row import RowVerifier, verify_row
 from luthier.config.schema import DataConfig
 from luthier.encoding.encoder import Encoder

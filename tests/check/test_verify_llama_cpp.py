@@ -12,7 +12,7 @@ import pytest
 from llama_cpp import llama_cpp_server, write_gguf
 from verify_cases import PLAIN, THINKING, TOOLS, chat, message
 
-from luthier.check.verify.records import Check, Violation
+from luthier.check.verify.findings import Check, Violation
 from luthier.check.verify.row import RowVerifier
 from luthier.check.verify.server import Dialect, TokenServer, wire_messages
 from luthier.config.schema import ModelConfig, TemplateConfig

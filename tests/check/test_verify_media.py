@@ -12,9 +12,9 @@ import pytest
 from media_encoders import encoder_of
 from verify_cases import AT, chat, message
 
-from luthier.check.verify.records import Check, RowVerdict
+from luthier.check.verify.findings import Check, RowVerdict
+from luthier.check.verify.reference_tokenizer import same_sample, tree_faults
 from luthier.check.verify.row import RowVerifier, _is_drawn
-from luthier.check.verify.tokens import same_sample, tree_faults
 from luthier.config.choices import RowKind
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from luthier.check.verify.records import Check
+from luthier.check.verify.findings import Check
 from luthier.check.verify.row import RowVerifier
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder

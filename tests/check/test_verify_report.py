@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from luthier.check.verify.records import MEANING, METHOD_MEANING, Check, Method
+from luthier.check.verify.findings import MEANING, METHOD_MEANING, Check, Method
 from luthier.check.verify.run import Side, VerifyOptions, VerifyProgress, verify
 from luthier.check.verify.samples import choose_rows, open_split
 from luthier.check.verify.terminal import failed_row, report_table

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from verify_cases import AT, HOSTILE, PLAIN, ROWS, SEAM, THINKING, TOOLS, chat, encoder, message, retargeted
 
-from luthier.check.verify.reading import neutralise
-from luthier.check.verify.records import Check, Method, RowVerdict
+from luthier.check.verify.completions import neutralise
+from luthier.check.verify.findings import Check, Method, RowVerdict
+from luthier.check.verify.plain_template import ReferenceFiles
+from luthier.check.verify.reference_tokenizer import ReferenceTokenizer, first_difference
 from luthier.check.verify.row import RowVerifier, verify_row
-from luthier.check.verify.template import ReferenceFiles
-from luthier.check.verify.tokens import ReferenceTokenizer, first_difference
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.records import (

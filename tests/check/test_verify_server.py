@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from verify_cases import FORGERY, PLAIN, THINKING, TOOLS, chat, encoder, message
 
-from luthier.check.verify.records import Check
+from luthier.check.verify.findings import Check
 from luthier.check.verify.row import RowVerifier
 from luthier.check.verify.run import VerifyOptions
 from luthier.check.verify.server import Dialect, TokenServer, token_from, wire_messages

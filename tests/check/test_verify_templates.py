@@ -22,7 +22,7 @@ from verify_broken_templates import (
 from verify_cases import THINKING, chat, message
 from verify_chats import CHATS
 
-from luthier.check.verify.records import Check
+from luthier.check.verify.findings import Check
 from luthier.check.verify.row import RowVerifier
 from luthier.errors import RowError
 from luthier.presets import tokenizer_folder

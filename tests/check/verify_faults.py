@@ -26,9 +26,9 @@ from verify_cases import (
     spliced,
 )  # fmt: skip
 
-from luthier.check.verify.records import Check
-from luthier.check.verify.template import ReferenceFiles
-from luthier.check.verify.tokens import ReferenceTokenizer
+from luthier.check.verify.findings import Check
+from luthier.check.verify.plain_template import ReferenceFiles
+from luthier.check.verify.reference_tokenizer import ReferenceTokenizer
 from luthier.encoding.encoder import Encoder
 from luthier.records import Branch, Conversation, Sample, ToolCall
 

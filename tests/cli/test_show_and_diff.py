@@ -56,7 +56,7 @@ def test_show_exits_with_three_if_the_store_holds_something_else(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["show", str(config)]) == 0
-    monkeypatch.setattr("luthier.check.show.origins.sample_difference", lambda *_: "token 3 is another one")
+    monkeypatch.setattr("luthier.check.show.token_origins.sample_difference", lambda *_: "token 3 is another one")
     assert run(["show", str(config), "--json", "-"]) == 3
     out, err = capsys.readouterr()
     (finding,) = json.loads(out[out.index("{") :])["findings"]

@@ -16,7 +16,7 @@ from luthier.collation.interface import media_inputs
 from luthier.layout import held_of_leaves, tree_of_runs
 from luthier.media.files import decoding
 from luthier.models.isolation import choose_isolation
-from luthier.models.parts import model_needs, set_text_attention
+from luthier.models.submodules import model_needs, set_text_attention
 from luthier.records import Pack, Sample, Segment, Unit
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import TEMPLATE, write_folder

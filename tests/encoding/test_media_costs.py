@@ -9,7 +9,7 @@ import numpy as np
 
 from luthier.config.schema import Overflow, Packing
 from luthier.ledger import Ledger
-from luthier.loader.rows import places_of
+from luthier.loader.numbered_rows import places_of
 from luthier.media import MediaKind
 from luthier.media.families.table import FAMILIES
 from luthier.packing import PATCH_COST, PlanSettings, SegmentTable, UnitKind, plan_epoch, straggler_factor

@@ -12,9 +12,9 @@ import pytest
 
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig, SourceConfig
 from luthier.errors import RowError, SourceError
-from luthier.preparation import units as units_room
+from luthier.preparation import work_units as units_room
 from luthier.preparation.prepare import prepare
-from luthier.preparation.units import WorkUnits
+from luthier.preparation.work_units import WorkUnits
 from luthier.records import Branch, Sample
 from luthier.sources import RowBytes, open_sources, text_files
 from luthier.sources.files import find_files

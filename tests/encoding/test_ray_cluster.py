@@ -8,7 +8,7 @@ import pytest
 from test_prepare_sharing import SlowLetterEncoder, account, config_of, line, rows_for, write
 
 from luthier.errors import UserError
-from luthier.preparation import units as units_room
+from luthier.preparation import work_units as units_room
 from luthier.preparation.prepare import prepare
 
 

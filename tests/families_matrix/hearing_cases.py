@@ -21,8 +21,8 @@ import luthier
 from luthier.collation import MediaInputs, collate_packs
 from luthier.config.schema import Overflow
 from luthier.media import MediaKind, MediaProcessor
-from luthier.models.hooks import hear_own_frames
-from luthier.models.parts import find_parts, multimodal_class
+from luthier.models.batch_invariance import hear_own_frames
+from luthier.models.submodules import find_parts, multimodal_class
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Pack, Segment
 from tests.families_matrix.tiny_hearing import CONFIGS, Words

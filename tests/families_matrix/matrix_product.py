@@ -17,7 +17,7 @@ from luthier.config.schema import Overflow, RunConfig
 from luthier.media import Family, MediaProcessor
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.model import load_model
-from luthier.models.parts import model_needs
+from luthier.models.submodules import model_needs
 from luthier.models.vocabulary import Vocabulary as ModelVocabulary
 from luthier.preparation.prepared import Prepared
 from luthier.preparation.segments import SegmentIndex

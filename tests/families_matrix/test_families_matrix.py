@@ -19,7 +19,7 @@ from luthier.media import MediaProcessor
 from luthier.media.families.family import PackingSupport
 from luthier.media.families.table import FAMILIES
 from luthier.models.attention_inputs import Isolation
-from luthier.models.parts import find_parts
+from luthier.models.submodules import find_parts
 from luthier.records import Branch, ImageHeader, Segment, VideoHeader
 from tests.conftest import reason_is
 from tests.families_matrix.matrix_cases import CASES, ELSEWHERE, MODELLESS, UNLEARNED, WITHOUT_FILMS

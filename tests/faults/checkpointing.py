@@ -15,7 +15,7 @@ from safetensors.numpy import save
 
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig
 from luthier.errors import CheckpointError
-from luthier.loader.state import LoaderState
+from luthier.loader.stream_state import LoaderState
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder.files import FILES, RunFiles
 from luthier.training.folder.run_folder import RUN_CONFIG, open_run_folder

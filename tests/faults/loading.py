@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from luthier.loader.state import STATE_FILE, LoaderState
+from luthier.loader.stream_state import STATE_FILE, LoaderState
 from luthier.records import Batch
 from luthier.training.folder.files import RunFiles
 from tests.faults.killing import Findings, Kills, group_is_gone, has_done, tell_progress

@@ -14,7 +14,7 @@ from pathlib import Path
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import StoreError
-from luthier.preparation import units as units_room
+from luthier.preparation import work_units as units_room
 from luthier.preparation.prepare import prepare
 from luthier.presets.skills import skills_rows
 from luthier.store import store as store_room

@@ -23,12 +23,12 @@ from luthier.loader.feed import FeedReader
 from luthier.loader.feed_files import FeedJob
 from luthier.loader.feeding import run_feed
 from luthier.loader.loader import Loader
+from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate as read_ahead
 from luthier.loader.reader import BatchReader
-from luthier.loader.rows import ArrivalSettings, ArrivingRows
 from luthier.loader.run_settings import order_of_run, train_settings
-from luthier.loader.state import LoaderState
+from luthier.loader.stream_state import LoaderState
 from luthier.packing import EpochOrder, MixtureSettings, PlanSettings, RowOrder, planner
 from luthier.packing.order import ListedOrder
 from luthier.preparation.portions import ResolvedPortion

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luthier.errors import CheckpointError
-from luthier.loader.state import MAX_MARKS, STATE_FILE, LoaderState, RowTrail
+from luthier.loader.stream_state import MAX_MARKS, STATE_FILE, LoaderState, RowTrail
 
 
 def trail_of(contents: list[bytes]) -> RowTrail:

@@ -15,7 +15,7 @@ from stored_rows import children, make_rows
 import luthier
 from luthier.errors import CheckpointError, UserError
 from luthier.loader.loader import Loader
-from luthier.loader.state import LoaderState, RowTrail
+from luthier.loader.stream_state import LoaderState, RowTrail
 from luthier.preparation.prepared import PreparedSet
 from luthier.records import Batch
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from luthier.collation import Grid
-from luthier.loader import slots as slots_module
-from luthier.loader.messages import done_of, grid_of
-from luthier.loader.slots import ALIGNMENT, LEAST_BYTES, SharedArrays
+from luthier.loader import shared_arrays as slots_module
+from luthier.loader.protocol import done_of, grid_of
+from luthier.loader.shared_arrays import ALIGNMENT, LEAST_BYTES, SharedArrays
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="there are no slots elsewhere")
 

@@ -15,10 +15,10 @@ from luthier.collation import CollateSettings
 from luthier.config.schema import Overflow, Packing
 from luthier.errors import BudgetError, RowError
 from luthier.ledger import Ledger
+from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows
 from luthier.loader.plan import StreamPlan
 from luthier.loader.reader import BatchReader
-from luthier.loader.rows import ArrivalSettings, ArrivingRows
-from luthier.loader.state import LoaderState, RowTrail
+from luthier.loader.stream_state import LoaderState, RowTrail
 from luthier.packing import MixtureSettings, PlanSettings, RowOrder, WindowPacker
 from luthier.preparation.portions import LostRow, ResolvedPortion
 from luthier.preparation.prepared import SourceInfo

@@ -14,7 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from luthier.config.media import MediaConfig
 from luthier.config.schema import ModelConfig
 from luthier.encoding.tokenizer_files import find_files
-from luthier.loader.messages import MediaSetup
+from luthier.loader.protocol import MediaSetup
 from luthier.media import MediaSource
 from tests.media.tiny_folder import write_folder
 

@@ -16,10 +16,10 @@ from expressions import HOSTILE, PLACES, composed, template_of
 from luthier.errors import RowError, TemplateError
 from luthier.records import ControlPiece, Conversation, MediaPiece, Message, Text, ToolCall
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.references import Alphabet
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
+from luthier.rendering.text_references import Alphabet
 from luthier.rendering.tracked import own_text
 from tests.conftest import examples, reason_is
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.rendering.references import is_reference, value_of
+from luthier.rendering.text_references import is_reference, value_of
 from luthier.rendering.trace import Owner, Trace, compile_guards, owner_runs
 from luthier.rendering.tracked import LostProvenance, Tracked, concatenate, own_text
 from luthier.rendering.value_text import dump_json, formatted_by, printed_by, text_of

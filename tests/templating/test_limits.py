@@ -13,8 +13,8 @@ import pytest
 from luthier.errors import RowError, TemplateError
 from luthier.presets.named_templates import named_template, template_names
 from luthier.records import Message, Text
-from luthier.rendering.references import Alphabet
 from luthier.rendering.template import ChatTemplate
+from luthier.rendering.text_references import Alphabet
 from luthier.templating.limits import OverLimit, RenderUsage, TemplateLimits, TemplateSettings
 from luthier.templating.plain import plain_environment
 from luthier.templating.sandbox import Sandbox

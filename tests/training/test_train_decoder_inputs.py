@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 
 import luthier
-from luthier.check.verify.records import Check
+from luthier.check.verify.findings import Check
 from luthier.check.verify.run import verify
 from luthier.cli.main import run
 from luthier.config.schema import ModelPart, RunConfig
@@ -22,7 +22,7 @@ from luthier.errors import ModelError, RowError, UserError
 from luthier.layout import leaves
 from luthier.media import MediaProcessor
 from luthier.models.model import reward_class
-from luthier.models.parts import find_parts
+from luthier.models.submodules import find_parts
 from luthier.preparation.prepare import prepare
 from luthier.records import Sample
 from luthier.training.fit import fit

@@ -10,7 +10,7 @@ from tiny_vlms import VLMS, alone_inputs, seen, tiny_vlm
 from luthier.errors import ModelError
 from luthier.media import MediaProcessor
 from luthier.models.encoders import Encoders, with_encoder_outputs
-from luthier.models.parts import families_of
+from luthier.models.submodules import families_of
 from tests.media.tiny_processors import BUILDERS
 from tests.training.tiny_vlm_folders import filled
 

@@ -9,7 +9,7 @@ from tiny_runs import make_plan, make_segments, make_table
 
 from luthier.collation import CollateSettings
 from luthier.config.schema import Packing
-from luthier.loader.rows import RowTable
+from luthier.loader.numbered_rows import RowTable
 from luthier.packing import PlanSettings
 from luthier.records import Batch
 from luthier.training.streams import EvalStream, TrainStream, train_stream

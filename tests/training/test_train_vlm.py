@@ -20,7 +20,7 @@ from luthier.models.attention import SEGMENTS, AttentionPlan, BlockReach, plan_a
 from luthier.models.attention_inputs import Isolation, tree_mask_mod
 from luthier.models.head_tap import find_head, prove_head, score_targets
 from luthier.models.isolation import ChosenIsolation, choose_isolation
-from luthier.models.parts import MediaNeeds, set_text_attention, text_attention
+from luthier.models.submodules import MediaNeeds, set_text_attention, text_attention
 from luthier.objectives import token_scores
 from luthier.records import Batch, Branch
 

@@ -21,7 +21,14 @@ from luthier.media import MediaProcessor
 from luthier.models import adapters
 from luthier.models.blank_media import blank_features, needed_blanks, run_blanks
 from luthier.models.model import LoadedModel, load_model
-from luthier.models.parts import MediaNeeds, ModelParts, find_parts, model_needs, set_text_attention, text_attention
+from luthier.models.submodules import (
+    MediaNeeds,
+    ModelParts,
+    find_parts,
+    model_needs,
+    set_text_attention,
+    text_attention,
+)
 from luthier.models.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary(size=TEXT["vocab_size"], eos_token_id=2, pad_token_id=0)

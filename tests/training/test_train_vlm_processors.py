@@ -18,7 +18,7 @@ import luthier
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.layout import token_types
 from luthier.models.isolation import choose_isolation
-from luthier.models.parts import model_needs
+from luthier.models.submodules import model_needs
 from luthier.records import Sample
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_av_processors import gemma3n, gemma4

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from luthier.config.schema import RunConfig
+from luthier.loader.numbered_rows import RowTable
 from luthier.loader.plan import StreamPlan
-from luthier.loader.rows import RowTable
 from luthier.packing import MixtureSettings, PlanSettings, RowOrder, SegmentTable
 from luthier.records import Address, Segment
 from luthier.training.data import RunData

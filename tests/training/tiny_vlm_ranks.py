@@ -22,8 +22,8 @@ from luthier.models.attention_inputs import Isolation
 from luthier.models.blank_media import BlankMedia, needed_blanks
 from luthier.models.head_tap import find_head
 from luthier.models.isolation import ChosenIsolation
-from luthier.models.parts import find_parts
 from luthier.models.passes import ModelPass
+from luthier.models.submodules import find_parts
 from luthier.records import Batch
 
 ALL = AdapterConfig(train_parts=list(ModelPart))

@@ -14,7 +14,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 from luthier.collation import collate_packs, collate_trees
 from luthier.layout import MediaGrids, mrope_positions, packed_mrope, position_scheme, token_types
-from luthier.models.parts import MediaNeeds
+from luthier.models.submodules import MediaNeeds
 from luthier.records import Batch, Branch, Pack, Sample, Segment
 
 IMAGE, VIDEO, START, END, SOUND, SOUND_START, SOUND_END = 180, 181, 182, 183, 184, 185, 186

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from luthier.check.diff.rows import Excerpt, ExcerptToken, repeats
+from luthier.check.diff.row_changes import Excerpt, ExcerptToken, repeats
 from luthier.check.diff.runs import RowChange, RunDiff
 from luthier.check.show.html import render, spaces_visible
 from luthier.check.show.text import lines_visible

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from luthier.check.diff.rows import Change, Comparison, FirstDifference, Lesson
+from luthier.check.diff.row_changes import Change, Comparison, FirstDifference, Lesson
 from luthier.config.schema import DataConfig, Overflow, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from luthier.check.diff.rows import CHARACTERS_PER_TOKEN, Change, Excerpt, ExcerptToken, repeats
+from luthier.check.diff.row_changes import CHARACTERS_PER_TOKEN, Change, Excerpt, ExcerptToken, repeats
 from luthier.check.diff.runs import RowChange, RunDiff
 from luthier.check.show.text import CLOSE, OPEN, visible
 

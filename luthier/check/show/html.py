@@ -20,10 +20,10 @@ from itertools import groupby, pairwise
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from luthier.check.show.origins import MEDIA, PROMPT, STOP, TEMPLATE, TOOLS, TokenOrigin
 from luthier.check.show.previews import WAVE_HEIGHT, WAVE_WIDTH, Preview
 from luthier.check.show.text import lines_visible, shown_spans
-from luthier.check.show.tokens import item_words
+from luthier.check.show.token_origins import MEDIA, PROMPT, STOP, TEMPLATE, TOOLS, TokenOrigin
+from luthier.check.show.token_text import item_words
 from luthier.check.show.view import RowView, SegmentView, TokenView
 from luthier.records import MediaItem
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.show.tokens import source_name
+from luthier.check.show.token_text import source_name
 from luthier.check.show.view import RowView
 from luthier.errors import RowError
 from luthier.media import MediaAccess, MediaKind, MediaProcessor, decode, sampled_frames

@@ -15,7 +15,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from luthier.check.show.origins import MEDIA, TEMPLATE
 from luthier.check.show.text import (
     CLOSE,
     OPEN,
@@ -26,7 +25,8 @@ from luthier.check.show.text import (
     span_text,
     visible,
 )
-from luthier.check.show.tokens import CLOSE_ITEM, OPEN_ITEM
+from luthier.check.show.token_origins import MEDIA, TEMPLATE
+from luthier.check.show.token_text import CLOSE_ITEM, OPEN_ITEM
 from luthier.check.show.view import RowView, SegmentView, TokenView
 from luthier.records import MediaItem
 from luthier.rendering.messages import kind_of_media

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from luthier.check.show.tokens import CLOSE_ITEM, OPEN_ITEM, TokenText, item_words, spans
+from luthier.check.show.token_text import CLOSE_ITEM, OPEN_ITEM, TokenText, item_words, spans
 from luthier.check.show.view import RowView, TokenView
 from luthier.records import MediaItem
 

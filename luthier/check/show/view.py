@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from luthier.check.show.origins import SegmentOrigin, TokenOrigin
-from luthier.check.show.tokens import TokenDecoder, numbers_along, placed_media, token_texts
+from luthier.check.show.token_origins import SegmentOrigin, TokenOrigin
+from luthier.check.show.token_text import TokenDecoder, numbers_along, placed_media, token_texts
 from luthier.collation import paths_of_row
 from luthier.layout import leaves
 from luthier.records import IGNORE_INDEX, Batch, MediaItem, Pack, Sample, Segment

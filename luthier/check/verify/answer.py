@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from luthier.check.verify.policy import Spoken
-from luthier.check.verify.tokens import ReferenceTokenizer
+from luthier.check.verify.reference_tokenizer import ReferenceTokenizer
 from luthier.records import Text, Thinking, ToolCall
 
 LONGEST_SHOWN = 60  # characters of a text in a message

@@ -18,16 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from luthier.check.verify.policy import (
-    RowPolicy,
-    RunPolicy,
-    TurnPolicy,
-    WeightArray,
-    answer_weights,
-    as_rendered,
-    row_policy,
-)
-from luthier.check.verify.reading import (
+from luthier.check.verify.completions import (
     CompletionReading,
     Finding,
     NeutralRow,
@@ -37,10 +28,19 @@ from luthier.check.verify.reading import (
     neutralise,
     strings_of,
 )
-from luthier.check.verify.records import Method
-from luthier.check.verify.slots import ExpandedTemplate, MediaReader, RowMedia, media_of_messages
-from luthier.check.verify.template import PlainTemplate, Printer, thinking_switches
-from luthier.check.verify.tokens import Ids, ReferenceTokenizer
+from luthier.check.verify.findings import Method
+from luthier.check.verify.media_slots import ExpandedTemplate, MediaReader, RowMedia, media_of_messages
+from luthier.check.verify.plain_template import PlainTemplate, Printer, thinking_switches
+from luthier.check.verify.policy import (
+    RowPolicy,
+    RunPolicy,
+    TurnPolicy,
+    WeightArray,
+    answer_weights,
+    as_rendered,
+    row_policy,
+)
+from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer
 from luthier.errors import RowError
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
 

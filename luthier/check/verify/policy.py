@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.verify.template import PlainTemplate, ReferenceFiles
-from luthier.check.verify.tokens import Ids, ReferenceTokenizer
+from luthier.check.verify.plain_template import PlainTemplate, ReferenceFiles
+from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer
 from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 

@@ -10,11 +10,21 @@ from functools import cached_property
 import numpy as np
 
 from luthier.check.verify.expected import ExpectedRow, ExpectedTurn, expected_row
+from luthier.check.verify.findings import Check, Method, RowVerdict, Violation
 from luthier.check.verify.learned import Home, Runs, find_home, supplied_faults, turn_faults
-from luthier.check.verify.media import expected_document, media_faults, processor_faults
+from luthier.check.verify.media_items import expected_document, media_faults, processor_faults
+from luthier.check.verify.media_slots import MediaReader, media_of, media_of_messages
+from luthier.check.verify.plain_template import HuggingFace, PlainTemplate, ReferenceFiles, RunSections, hugging_face
 from luthier.check.verify.policy import RunPolicy, as_rendered, ruled_conversation
-from luthier.check.verify.records import Check, Method, RowVerdict, Violation
-from luthier.check.verify.runs import (
+from luthier.check.verify.reference_tokenizer import (
+    ReferenceTokenizer,
+    begin_faults,
+    first_difference,
+    token_faults,
+    tree_faults,
+)
+from luthier.check.verify.server import TokenServer
+from luthier.check.verify.token_runs import (
     asked_besides,
     besides_faults,
     derived_turn,
@@ -22,10 +32,6 @@ from luthier.check.verify.runs import (
     run_faults,
     whole_text_faults,
 )
-from luthier.check.verify.server import TokenServer
-from luthier.check.verify.slots import MediaReader, media_of, media_of_messages
-from luthier.check.verify.template import HuggingFace, PlainTemplate, ReferenceFiles, RunSections, hugging_face
-from luthier.check.verify.tokens import ReferenceTokenizer, begin_faults, first_difference, token_faults, tree_faults
 from luthier.media import MediaAccess, MediaSource
 from luthier.records import (
     Branch,

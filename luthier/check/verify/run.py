@@ -14,7 +14,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from luthier.check.show.view import RowView, show_sample
-from luthier.check.verify.records import (
+from luthier.check.verify.findings import (
     MAX_EXAMPLES,
     Check,
     CheckResult,
@@ -24,6 +24,8 @@ from luthier.check.verify.records import (
     VerifyReport,
     Violation,
 )
+from luthier.check.verify.plain_template import PlainTemplate
+from luthier.check.verify.reference_tokenizer import same_sample, tree_faults
 from luthier.check.verify.row import RowVerifier, answers_of
 from luthier.check.verify.samples import (
     SampleMaker,
@@ -35,8 +37,6 @@ from luthier.check.verify.samples import (
     read_rows,
 )
 from luthier.check.verify.server import TokenServer
-from luthier.check.verify.template import PlainTemplate
-from luthier.check.verify.tokens import same_sample, tree_faults
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError, RowForbidden

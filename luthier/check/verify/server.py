@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from luthier.check.verify.template import Tools, plain_message
-from luthier.check.verify.tokens import Ids
+from luthier.check.verify.plain_template import Tools, plain_message
+from luthier.check.verify.reference_tokenizer import Ids
 from luthier.errors import UserError
 from luthier.records import Message
 

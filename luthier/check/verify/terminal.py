@@ -10,7 +10,7 @@ from rich.text import Text
 from luthier.check.plan.terminal import ledger_line
 from luthier.check.show.text import visible
 from luthier.check.show.view import RowView, TokenView
-from luthier.check.verify.records import (
+from luthier.check.verify.findings import (
     MEANING,
     METHOD_MEANING,
     CheckResult,

@@ -171,7 +171,7 @@ class FrameMarks(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedSlots:
     """Pictures and videos on the same tokens, which the model's class takes one kind of in a call: in training it gets
-    both (`models.hooks`).
+    both (`models.batch_invariance`).
 
     ``pictures``, ``videos``: the inputs that their encoders are called with, pixels first.
     """
@@ -193,7 +193,7 @@ class Modules:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnFrames:
     """An encoder of sounds to which the filling of a batch is not hidden: in training it hears sounds of one length at
-    a time (`models.hooks`).
+    a time (`models.batch_invariance`).
 
     module          its name in the model
     features, mask  its arguments: frames, and which of them are the sound's; no mask: what fills up is 0
@@ -221,7 +221,7 @@ class Family:
     derived       outputs that a processor leaves out of a call with one item alone, where they say nothing
     one_kind      why pictures and videos may not be in one row; "": they may
     shared_slots  pictures and videos stand on the same tokens; None: they do not, or the model knows them apart
-    merges_frames its model makes one frame of several, which its class then fails on (`models.hooks`)
+    merges_frames its model makes one frame of several, which its class then fails on (`models.batch_invariance`)
     token_inputs  outputs along the tokens, computed from ids and features
     own_frames    of a model whose encoder of sounds hears what fills up a batch; None: it is hidden from it
     decoder_names of a decoder beside an encoder: what it calls the inputs along the tokens, "" of one that it does not

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from transformers import TrainerState
 
 from luthier.errors import CheckpointError, UserError
-from luthier.loader.state import LoaderState
+from luthier.loader.stream_state import LoaderState
 from luthier.training.folder.files import FILES, reported
 from luthier.training.folder.state import (
     STRUCTURE,

@@ -11,7 +11,7 @@ import numpy as np
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
 from luthier.loader.feed_files import FeedPlace
-from luthier.loader.state import LoaderState
+from luthier.loader.stream_state import LoaderState
 from luthier.packing import PlannerPlace
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder.files import FILES

@@ -21,9 +21,9 @@ from luthier.models.compiled import compile_layers, forget_graphs
 from luthier.models.head_tap import find_head, prove_head
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.model import REWARD_HEAD, is_reward_model
-from luthier.models.parts import MediaNeeds, families_of, media_needs, model_needs, text_attention
 from luthier.models.passes import ModelPass, casting, reward_head
 from luthier.models.routers import Routers, balanced_routers
+from luthier.models.submodules import MediaNeeds, families_of, media_needs, model_needs, text_attention
 from luthier.training.losses.kernels import choose_kernel
 from luthier.training.losses.parts import ObjectiveParts, first_inputs
 from luthier.training.losses.step_losses import BothLosses, Tell

@@ -16,7 +16,7 @@ from luthier.collation import CollateSettings, MediaInputs, collate_packs
 from luthier.config.schema import RunConfig
 from luthier.models.isolation import TOKENS_TRIED, ChosenIsolation
 from luthier.models.model import LoadedModel
-from luthier.models.parts import decoder_family
+from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
 from luthier.packing import Segments
 from luthier.preparation.segments import SegmentIndex

@@ -18,9 +18,9 @@ from luthier.models.adapters import apply_adapter, mutates_base
 from luthier.models.head_tap import find_head, prove_head
 from luthier.models.mixers import part_mixers
 from luthier.models.model import load_model
-from luthier.models.parts import set_text_attention
 from luthier.models.passes import ModelPass, casting
 from luthier.models.quantized import quantize
+from luthier.models.submodules import set_text_attention
 from luthier.preparation.segments import SegmentIndex
 from luthier.sources.rows import decode_strict
 from luthier.training.losses.kernels import choose_kernel

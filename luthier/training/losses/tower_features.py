@@ -31,7 +31,7 @@ from luthier.loader.plan import StreamPlan
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, item_key
 from luthier.models.blank_media import blank_features
 from luthier.models.encoders import Encoders, with_encoder_outputs
-from luthier.models.parts import find_parts
+from luthier.models.submodules import find_parts
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Media, MediaHeader, MediaItem, Pack, Segment
 from luthier.store.disk import Disk

@@ -25,7 +25,7 @@ from luthier.rendering.messages import (
     other_tools,
     plain_messages,
 )
-from luthier.rendering.references import Constant, Fixed, Slot, filled_in, operated, references_in
+from luthier.rendering.text_references import Constant, Fixed, Slot, filled_in, operated, references_in
 from luthier.rendering.trace import QUESTIONS, Guard, Trace
 
 # Whatever some way of writing a text writes otherwise: HTML, JSON, a format, a path, capitals.

@@ -29,8 +29,8 @@ from luthier.rendering.openings import (
     repeats,
     spliced,
 )
-from luthier.rendering.references import is_reference
 from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
+from luthier.rendering.text_references import is_reference
 from luthier.rendering.trace import Guard, Owner
 
 # What templates call the variable that opens or closes thinking: Qwen, GLM, Nemotron; DeepSeek, Granite.

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
 
 from luthier.media.families.family import FrameMarks, OwnFrames, SharedSlots
-from luthier.models.parts import decoder_family, families_of
+from luthier.models.submodules import decoder_family, families_of
 
 # --------------------------------------------------------------------------------------------------------------------
 # Encoders of sounds to which the filling of a batch is not hidden: hooks let them hear a sound as if it were alone.

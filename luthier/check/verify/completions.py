@@ -4,8 +4,13 @@ A template can be wrong in ways that a comparison with the template cannot find:
 adds words of its own, leaves the header to the model, or closes a thought that its prompt has closed. So the text is
 read like a reader would: the thought inside its tags, the answer behind it, and between them only what is markup.
 
-    prompt      …<|im_start|>assistant\n<think>\n
-    completion  add them\n</think>\n\ntwo<|im_end|>
+    prompt      …<|im_start|>assistant
+<think>
+
+    completion  add them
+</think>
+
+two<|im_end|>
     reads       thought "add them", closed once, answer "two", stop
 """
 
@@ -21,9 +26,9 @@ from itertools import islice
 from typing import Any
 
 from luthier.check.verify.answer import holds_arguments, json_values, short
-from luthier.check.verify.records import Check, Method
-from luthier.check.verify.template import PlainTemplate, Tools
-from luthier.check.verify.tokens import SECRET_BEGIN, SECRET_END, ReferenceTokenizer
+from luthier.check.verify.findings import Check, Method
+from luthier.check.verify.plain_template import PlainTemplate, Tools
+from luthier.check.verify.reference_tokenizer import SECRET_BEGIN, SECRET_END, ReferenceTokenizer
 from luthier.errors import RowError
 from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
 

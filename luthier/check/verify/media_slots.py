@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from luthier.check.verify.template import KINDS, PlainTemplate, Tools
+from luthier.check.verify.plain_template import KINDS, PlainTemplate, Tools
 from luthier.errors import RowError
 from luthier.media import MediaAccess, MediaProcessor, own_template, probe
 from luthier.records import Audio, Image, Media, MediaHeader, Message, Part, Text, Video

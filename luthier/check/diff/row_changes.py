@@ -10,7 +10,7 @@ from itertools import groupby, zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.show.tokens import TokenDecoder, token_texts
+from luthier.check.show.token_text import TokenDecoder, token_texts
 from luthier.errors import RowError
 from luthier.records import Segment
 

@@ -17,8 +17,8 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from luthier.check.verify.records import Check, Token, Violation
-from luthier.check.verify.template import ReferenceFiles
+from luthier.check.verify.findings import Check, Token, Violation
+from luthier.check.verify.plain_template import ReferenceFiles
 from luthier.records import Sample
 
 Ids = NDArray[np.int32]

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.show.tokens import header_words, numbers_along
+from luthier.check.show.token_text import header_words, numbers_along
 from luthier.check.verify.expected import ExpectedRow, ExpectedTurn
+from luthier.check.verify.findings import Check, Method, Violation
 from luthier.check.verify.learned import Runs
+from luthier.check.verify.media_slots import MediaReader, RowMedia, media_of
+from luthier.check.verify.plain_template import KINDS
 from luthier.check.verify.policy import RunPolicy, answer_weights, document_policy
-from luthier.check.verify.records import Check, Method, Violation
-from luthier.check.verify.slots import MediaReader, RowMedia, media_of
-from luthier.check.verify.template import KINDS
-from luthier.check.verify.tokens import Ids, ReferenceTokenizer, first_difference
+from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer, first_difference
 from luthier.errors import RowError
 from luthier.media import decode_for
 from luthier.records import Audio, Document, Image, Media, MediaHeader, MediaItem, Text, Video, VideoHeader

@@ -4,7 +4,9 @@ A template is run once for rows of one shape, and what it printed is kept as a *
 private-use character wherever a string of the row stood. Each such character stands for a reference, which says how to
 get the text from another row's strings:
 
-    "<|user|>" + content.strip() + "\n"     ->   "<|user|>\U000f0000\n",   U+F0000 = Slot(3, (("strip", None),))
+    "<|user|>" + content.strip() + "
+"     ->   "<|user|>󰀀
+",   U+F0000 = Slot(3, (("strip", None),))
 """
 
 from __future__ import annotations

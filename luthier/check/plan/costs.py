@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from luthier.check.plan.estimate import Estimate
 from luthier.check.plan.media_counts import MediaCount, MediaItems, packing_refusal
 from luthier.config.schema import Overflow, Packing, RunConfig
-from luthier.loader.rows import RowTable
+from luthier.loader.numbered_rows import RowTable
 from luthier.loader.run_settings import eval_settings, shares_prompts, train_settings, warmup_steps
 from luthier.packing import (
     EpochPlan,
