@@ -380,6 +380,20 @@ def test_no_file_repeats_its_folder_in_its_name() -> None:
 
 # Names that stand twice, and why that is no second meaning.
 EXCUSED_TYPES: dict[str, str] = {}
+EXCUSED_MODULES = {
+    "adapters": "config checks the section of that name, models makes what the section says",
+    "html": "each is the page of its room's record",
+    "interface": "each is its room's entry for programs",
+    "media": "config has the section of that name, formats read what a row says of it",
+    "objective": "config has the section of that name, training puts together what the section says",
+    "pictures": "geometry counts their tokens, presets draws some",
+    "settings": "each holds what its room is told",
+    "sounds": "geometry counts their tokens, presets makes some",
+    "store": "cli has the commands of the store",
+    "table": "each is its room's table that plugins add to",
+    "targets": "formats read what a row says of its targets, rendering does what it says",
+    "terminal": "each prints its room's record on the one console of `luthier.terminal`",
+}
 
 
 def types_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -411,6 +425,28 @@ def test_a_name_of_a_class_or_a_type_means_one_thing() -> None:
     found = meanings(PACKAGE)
     assert {name: places for name, places in found.items() if name not in EXCUSED_TYPES} == {}
     assert set(EXCUSED_TYPES) <= set(found), "an excuse that nothing needs"
+
+
+def modules_of_one_name(package: Path) -> dict[str, list[str]]:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, _ in modules(package):
+        if Path(path).stem != "__init__":
+            places[Path(path).stem].append(path)
+    return {stem: paths for stem, paths in places.items() if len(paths) > 1}
+
+
+def test_a_name_of_a_module_means_one_thing() -> None:
+    found = modules_of_one_name(PACKAGE)
+    assert {stem: paths for stem, paths in found.items() if stem not in EXCUSED_MODULES} == {}
+    assert set(EXCUSED_MODULES) <= set(found), "an excuse that nothing needs"
+
+
+def test_a_second_module_of_a_name_is_found(tmp_path: Path) -> None:
+    for room in ("one", "two"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").touch()
+        (tmp_path / room / "units.py").touch()
+    assert modules_of_one_name(tmp_path) == {"units": ["one/units.py", "two/units.py"]}
 
 
 def test_a_second_class_of_a_name_is_found_also_as_a_type_or_with_an_underscore(tmp_path: Path) -> None:

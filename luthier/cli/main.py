@@ -18,7 +18,7 @@ import typer
 from rich.text import Text
 
 from luthier import __version__
-from luthier.cli import comparison, inspection, machine, store, training, verification
+from luthier.cli import comparison, configuring, inspection, store, training, verification
 from luthier.cli.output import STDOUT, as_mistake, error_as_json
 from luthier.errors import ConfigError, RowError, UserError
 from luthier.terminal import stderr_terminal
@@ -58,7 +58,7 @@ def luthier(
 
 
 app.command("train", rich_help_panel="Run")(training.train)
-app.command("quickstart", rich_help_panel="Run")(machine.quickstart)
+app.command("quickstart", rich_help_panel="Run")(configuring.quickstart)
 app.command("prepare", rich_help_panel="Run")(inspection.prepare)
 app.command("show", rich_help_panel="Look before you train")(inspection.show)
 app.command("verify", rich_help_panel="Look before you train")(verification.verify)
@@ -66,9 +66,9 @@ app.command("diff", rich_help_panel="Look before you train")(comparison.diff)
 app.command("plan", rich_help_panel="Look before you train")(inspection.plan)
 app.command("stats", rich_help_panel="Look before you train")(inspection.stats)
 app.add_typer(store.app, name="store", rich_help_panel="About")
-app.add_typer(machine.app, name="config", rich_help_panel="About")
-app.command("env", rich_help_panel="About")(machine.env)
-app.command("version", rich_help_panel="About")(machine.version)
+app.add_typer(configuring.app, name="config", rich_help_panel="About")
+app.command("env", rich_help_panel="About")(configuring.env)
+app.command("version", rich_help_panel="About")(configuring.version)
 
 
 class Terminated(BaseException):

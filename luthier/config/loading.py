@@ -17,8 +17,8 @@ from typing import Any, get_args, get_origin
 
 from luthier.config.conflicts import check_conflicts
 from luthier.config.draft import Draft, read_draft
+from luthier.config.file_text import parse_text, read_text
 from luthier.config.machine import check_files, check_machine, check_processes
-from luthier.config.reading import parse_text, read_text
 from luthier.config.schema import RunConfig, Section
 from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, put, show_path, show_value
 from luthier.config.yaml_text import Parsed, parse_yaml

@@ -9,8 +9,8 @@ from luthier.media.files.decoding import Decoded, decode
 from luthier.media.files.probing import probe
 from luthier.media.geometry.frames import sampled_frames
 from luthier.media.processors.batching import join_features, merge_features
+from luthier.media.processors.media_source import MediaSource, decode_for, own_template
 from luthier.media.processors.processor import PROCESSOR_FILES, MediaProcessor
-from luthier.media.processors.source import MediaSource, decode_for, own_template
 
 __all__ = [
     "PREFIX_TYPES",

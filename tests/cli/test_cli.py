@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import luthier
 from luthier import library
 from luthier.cli import main as edge
-from luthier.cli.machine import Senses
+from luthier.cli.configuring import Senses
 from luthier.cli.main import app, run
 from luthier.errors import ModelError, RowError
 

@@ -123,7 +123,7 @@ def test_an_item_is_decoded_once_for_all_that_show_it(
     decoded: list[Any] = []
     real = decoding.decode
     monkeypatch.setattr(
-        "luthier.media.processors.source.decode",
+        "luthier.media.processors.media_source.decode",
         lambda media, *rest, **more: decoded.append(media) or real(media, *rest, **more),
     )
     batch = luthier.collate([samples[0], samples[0], samples[0]], media=inputs)

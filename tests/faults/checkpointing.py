@@ -17,8 +17,8 @@ from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConf
 from luthier.errors import CheckpointError
 from luthier.loader.stream_state import LoaderState
 from luthier.training.folder import checkpoint as checkpoints
-from luthier.training.folder.files import FILES, RunFiles
 from luthier.training.folder.run_folder import RUN_CONFIG, open_run_folder
+from luthier.training.folder.staging import FILES, RunFiles
 from luthier.training.report.events import Event
 from luthier.training.report.journal import LogFile, read_log
 from luthier.training.report.result import LOG_FILE, RESULT_FILE, EvalRecord

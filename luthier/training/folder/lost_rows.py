@@ -16,7 +16,7 @@ from xxhash import xxh32_intdigest
 from luthier.errors import RowError
 from luthier.ledger import Ledger
 from luthier.records import Address, Batch
-from luthier.training.folder.files import FILES
+from luthier.training.folder.staging import FILES
 from luthier.training.report.events import EventListener, Note
 
 LOST_FILE = "lost_media.jsonl"

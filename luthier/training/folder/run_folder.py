@@ -14,8 +14,8 @@ from luthier.loader.feed_files import FeedPlace
 from luthier.loader.stream_state import LoaderState
 from luthier.packing import PlannerPlace
 from luthier.training.folder import checkpoint as checkpoints
-from luthier.training.folder.files import FILES
 from luthier.training.folder.lost_rows import forget_lost
+from luthier.training.folder.staging import FILES
 from luthier.training.folder.state import has_state
 from luthier.training.report.result import LOG_FILE, RESULT_FILE
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from luthier.errors import CheckpointError
 from luthier.models import sharding
-from luthier.training.folder.files import FILES, reported
+from luthier.training.folder.staging import FILES, reported
 
 STRUCTURE, TENSORS = ".json", ".safetensors"
 UNREADABLE = (

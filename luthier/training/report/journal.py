@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from luthier.training.folder.files import FILES
+from luthier.training.folder.staging import FILES
 from luthier.training.report.events import Event, EventListener, Note, silent
 from luthier.training.report.result import EvalRecord, GenerationRound, StepRecord
 

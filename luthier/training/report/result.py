@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from luthier.config.objective import kind_of
-from luthier.training.folder.files import FILES
+from luthier.training.folder.staging import FILES
 from luthier.training.signals import exit_code
 
 RESULT_FILE = "result.json"
