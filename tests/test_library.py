@@ -145,6 +145,50 @@ def test_plan_show_stats_and_verify_give_records(described: dict[str, Any]) -> N
     assert len(luthier.prepare(described).train) == 12
 
 
+def test_a_loader_takes_a_path_a_dict_and_a_config_and_has_the_batches_of_the_run(
+    described: dict[str, Any], tmp_path: Path
+) -> None:
+    described["data"] |= {"train": [{"path": described["data"]["train"], "weight": 2}], "max_length": 48}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(described), encoding="utf-8")
+    streams = [
+        [batch.addresses for batch in luthier.Loader(given, batch_size=2)]
+        for given in (path, str(path), described, luthier.load_config(described))
+    ]
+    assert all(stream == streams[0] for stream in streams)
+    assert sum(map(len, streams[0])) == 24, "the weight of a data set is that of the run"
+    shown = luthier.show(described, overrides=["train.per_device_train_batch_size=2"], batch=1)
+    assert [*map(str, streams[0][0])] == [str(segment.address) for row in shown.rows for segment in row.segments]
+    plain = luthier.Loader(luthier.prepare(described), max_length=48, batch_size=2, packing="none")
+    assert [batch.addresses for batch in plain] != streams[0], "control: other settings, other batches"
+    assert luthier.Loader(described, overrides=["runtime.seed=5"]).settings.seed == 5
+
+
+@pytest.mark.parametrize("override", ["train.tokens_per_step=64", "train.packing=split"])
+def test_a_loader_says_which_key_of_a_run_it_cannot_do(described: dict[str, Any], override: str) -> None:
+    with pytest.raises(luthier.UserError) as error:
+        luthier.Loader(described, overrides=["objective=pt", override])
+    assert error.value.key == override.partition("=")[0]
+
+
+def test_overrides_without_a_run_description_are_refused(described: dict[str, Any]) -> None:
+    with pytest.raises(luthier.UserError):
+        luthier.Loader(luthier.prepare(described), overrides=["train.max_steps=1"], max_length=64)
+
+
+def test_rows_are_encoded_as_the_run_encodes_them(described: dict[str, Any]) -> None:
+    described["template"] = {"train_stop": False}
+    own = luthier.prepare(described).train
+    samples = list(luthier.encode_many([chat(number) for number in range(12)], described))
+    assert all(isinstance(sample, luthier.Sample) for sample in samples)
+    stored = {own[number].input_ids.tobytes() + own[number].target.tobytes() for number in range(len(own))}
+    assert {s.input_ids.tobytes() + s.target.tobytes() for s in samples if isinstance(s, luthier.Sample)} == stored
+    plain = luthier.encode(chat(1), luthier.load_tokenizer("preset:tiny-qwen3"))
+    assert plain.target.sum() == luthier.encode(chat(1), described).target.sum() + 1, "the stop token"
+    with pytest.raises(TypeError):
+        luthier.encode(chat(1), described, train_on="all")
+
+
 def test_training_takes_callbacks_and_tells_what_happens(described: dict[str, Any]) -> None:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 

@@ -1,4 +1,4 @@
-"""The Python interface: rows in any supported form become samples, with a tokenizer and without a run description.
+"""The Python interface: rows in any supported form become samples, under a tokenizer or a run description.
 
 tokenizer = luthier.load_tokenizer("path/to/model")
 sample = luthier.encode({"messages": […]}, tokenizer)
@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from luthier.config.loading import RunDescription, load_draft
 from luthier.config.objective import kind_of
 from luthier.config.schema import HistoryRendering, MediaConfig, SourceConfig, TargetRuleConfig, TrainOn
-from luthier.encoding.encoder import encode_rows
+from luthier.encoding.encoder import Encoder, encode_rows
 from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import Tokenizer
@@ -63,8 +64,11 @@ class EncodeOptions(TypedDict, total=False):
     media: Mapping[str, Any]
 
 
-def encode(row: Mapping[str, Any] | Row, tokenizer: Tokenizer, **options: Unpack[EncodeOptions]) -> Sample:
-    """The token tree of one row, under `EncodeOptions`.
+def encode(
+    row: Mapping[str, Any] | Row, tokenizer: Tokenizer | RunDescription, **options: Unpack[EncodeOptions]
+) -> Sample:
+    """The token tree of one row, under `EncodeOptions`, or as the run encodes it whose description is given instead of
+    a tokenizer (a path, a dict or a `RunConfig`).
 
     ``row`` is a dict in any supported form (OpenAI messages, ShareGPT, alpaca, prompt and completion, text) or a
     record such as `Conversation`.
@@ -78,7 +82,7 @@ def encode(row: Mapping[str, Any] | Row, tokenizer: Tokenizer, **options: Unpack
 
 def encode_many(
     rows: Iterable[Mapping[str, Any] | Row],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | RunDescription,
     *,
     errors: Literal["raise", "return"] = "raise",
     **options: Unpack[EncodeOptions],
@@ -87,11 +91,37 @@ def encode_many(
 
     Dicts of several forms may be mixed. ``errors="return"`` gives a `RowError` in the place of a row that cannot be
     encoded, and goes on; its address is ``<rows>:N``, counted from 1.
+
+    A run description says all that `EncodeOptions` say. It is read anew in each call, so give it many rows at once.
     """
     if unknown := options.keys() - EncodeOptions.__annotations__.keys():
         raise TypeError(
             f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(EncodeOptions.__annotations__)}"
         )
+    machinery = _of_options(tokenizer, options) if isinstance(tokenizer, Tokenizer) else _of_run(tokenizer, options)
+    for outcome in encode_rows(_records(rows, tuple(options.get("tools") or ())), *machinery):
+        if isinstance(outcome, RowError) and errors == "raise":
+            raise outcome
+        yield outcome
+
+
+_Machinery = tuple[Renderer, Assembler, Measurer]
+_machines: WeakKeyDictionary[Tokenizer, dict[Any, _Machinery]] = WeakKeyDictionary()
+
+
+def _of_run(description: RunDescription, options: EncodeOptions) -> _Machinery:
+    """What encodes the rows of a run."""
+    if said := options.keys() - {"tools"}:
+        raise TypeError(
+            f"{', '.join(sorted(said))}: these are options beside a tokenizer; the run description has them"
+        )
+    draft = load_draft(description)
+    with draft.placing():
+        encoder = Encoder.from_config(draft.config)
+        return encoder.renderer, encoder.assembler, encoder.measurer
+
+
+def _of_options(tokenizer: Tokenizer, options: EncodeOptions) -> _Machinery:
     control = options.get("control", "as_text")
     policy = TargetPolicy(
         train_on=TrainOn(options.get("train_on", "assistant")),
@@ -102,21 +132,13 @@ def encode_many(
         kind=kind_of(options.get("objective", "sft")),
         history=HistoryRendering(options.get("history", "inference")),
     )
-    machinery = _machinery(
+    return _machinery(
         tokenizer,
         policy,
         options.get("template_kwargs") or {},
         processor=options.get("processor"),
         media=options.get("media") or {},
     )
-    for outcome in encode_rows(_records(rows, tuple(options.get("tools") or ())), *machinery):
-        if isinstance(outcome, RowError) and errors == "raise":
-            raise outcome
-        yield outcome
-
-
-_Machinery = tuple[Renderer, Assembler, Measurer]
-_machines: WeakKeyDictionary[Tokenizer, dict[Any, _Machinery]] = WeakKeyDictionary()
 
 
 def _machinery(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -16,7 +16,9 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import Overflow
+from luthier.config.loading import RunDescription, load_draft
+from luthier.config.schema import Overflow, RunConfig
+from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, UserError
 from luthier.ledger import Ledger
 from luthier.loader.numbered_rows import RowTable
@@ -24,9 +26,11 @@ from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
+from luthier.loader.run_settings import loader_options, order_of_run
 from luthier.loader.settings import LoaderOptions, LoaderSettings
 from luthier.loader.stream_state import LoaderState, RowTrail
 from luthier.packing import EpochPlan, MixtureSettings, RowOrder, SegmentTable, UnitKind
+from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Batch
@@ -65,28 +69,42 @@ class Loader:
 
     ledger: Ledger
 
-    def __init__(self, data: Prepared | PreparedSet, **options: Unpack[LoaderOptions]) -> None:
-        """``data`` is what `luthier.prepare` gives (its training rows are taken), or one set of it.
+    def __init__(
+        self,
+        data: Prepared | PreparedSet | RunDescription,
+        *,
+        overrides: Sequence[str] = (),
+        **options: Unpack[LoaderOptions],
+    ) -> None:
+        """``data`` is what `luthier.prepare` gives (its training rows are taken), one set of it, or a run description.
 
-        Raises `UserError` for options that cannot be, and if no row is left at ``max_length``.
+        The rows of a run description are prepared here, its settings are the options that are not given, and the
+        batches are those that its training has. ``overrides`` win over it, as everywhere.
+
+        Raises `UserError` for options that cannot be, and if no row is left at ``max_length``; for a run description
+        also `ConfigError`, `BudgetError`, and what `luthier.prepare` raises.
         """
+        config: RunConfig | None = None
+        if isinstance(data, Prepared | PreparedSet):
+            if overrides:
+                raise UserError("overrides are for a run description", hint="give the options themselves")
+            self._rows = data.train if isinstance(data, Prepared) else data
+        else:
+            config, self._rows, own = _of_run(data, overrides)
+            options = {**own, **options}
         self.settings = settings = LoaderSettings(**options)
-        self._rows = data.train if isinstance(data, Prepared) else data
         overflow, units = Overflow(settings.overflow), UnitKind(settings.units)
         self._segments = SegmentIndex(self._rows, max_length=settings.max_length, overflow=overflow, units=units)
         self.ledger = self._segments.ledger
+        if config is not None:
+            self.ledger.check(max_drop=config.data.max_drop)
         if not len(self._segments):
             raise UserError(
                 f"no row is left at max_length={settings.max_length}", hint="raise max_length, or set overflow='split'"
             )
         self._table = self._segments.table()
         of_run = RowTable.of_index(self._segments)
-        order = RowOrder(
-            counts=of_run.counts,
-            mixture=MixtureSettings(weights=of_run.weights),
-            seed=settings.seed,
-            held_out=of_run.held_out,
-        )
+        order = _order(of_run, settings) if config is None else order_of_run(config, of_run, settings.plan)
         self._plan = StreamPlan(of_run, settings.plan, order)
         store = self._rows.store
         if settings.media is None and store.have_media(self._rows.sample_ids).any():
@@ -226,6 +244,19 @@ class Loader:
 
     def _address(self, row: int) -> Address:
         return self._rows.address(row)
+
+
+def _of_run(description: RunDescription, overrides: Sequence[str]) -> tuple[RunConfig, PreparedSet, LoaderOptions]:
+    draft = load_draft(description, overrides)
+    with draft.placing():
+        encoder = Encoder.from_config(draft.config)
+        options = loader_options(draft.config, encoder.tokenizer)
+        return draft.config, prepare(draft.config, encoder).train, options
+
+
+def _order(rows: RowTable, settings: LoaderSettings) -> RowOrder:
+    mixture = MixtureSettings(weights=rows.weights)
+    return RowOrder(counts=rows.counts, mixture=mixture, seed=settings.seed, held_out=rows.held_out)
 
 
 def _identity(rows: PreparedSet, table: SegmentTable) -> str:

@@ -12,11 +12,14 @@ from luthier.collation import MediaInputs
 from luthier.config.choices import MixtureBy, RowKind
 from luthier.config.objective import kind_of
 from luthier.config.schema import Packing, RunConfig, TrainConfig
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.plan import StreamPlan
+from luthier.loader.settings import LoaderOptions
 from luthier.loader.stream_state import LoaderState
 from luthier.media import MediaSource
+from luthier.media.families.family import PackingSupport
 from luthier.packing import MixtureSettings, PlanSettings, RowOrder, UnitKind, held_tokens
 
 
@@ -100,6 +103,42 @@ def plan_of_run(config: RunConfig, rows: RowTable, *, num_ranks: int, state: Loa
         num_epochs=config.train.num_train_epochs,
         max_steps=config.train.max_steps,
         state=state,
+    )
+
+
+def loader_options(config: RunConfig, tokenizer: Tokenizer) -> LoaderOptions:
+    """What a `luthier.Loader` is told of a run, so that its epochs have the batches of the run's training.
+
+    ``shared`` is left at False: only a model that Luthier itself has loaded keeps the branches of a tree apart. Raises
+    `UserError` for what no loader does: steps of ``train.tokens_per_step``, rows cut into full packs.
+    """
+    if config.train.tokens_per_step is not None:
+        raise UserError(
+            "luthier.Loader gives every step the same number of batches, and train.tokens_per_step asks for as many as "
+            f"{config.train.tokens_per_step:,} tokens take",
+            hint="set train.gradient_accumulation_steps instead",
+            key="train.tokens_per_step",
+        )
+    if config.train.packing is Packing.SPLIT:
+        raise UserError(
+            "luthier.Loader cuts no rows into full packs, which train.packing: split asks for",
+            hint="set train.packing: best_fit, window or none",
+            key="train.packing",
+        )
+    media = media_of(config, tokenizer.files.folder)
+    is_padded = media is not None and media.processor.family.packing is PackingSupport.PADDED
+    return LoaderOptions(
+        max_length=config.data.max_length,
+        packing=Packing.NONE if is_padded else config.train.packing,
+        overflow=config.data.overflow,
+        batch_size=config.train.per_device_train_batch_size,
+        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+        seed=config.runtime.seed,
+        num_workers=config.runtime.dataloader_num_workers,
+        pad_token_id=tokenizer.pad_token_id,
+        pad_to_multiple_of=config.train.pad_to_multiple_of,
+        units=units_of(config),
+        media=media,
     )
 
 

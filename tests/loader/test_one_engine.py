@@ -135,6 +135,7 @@ def test_workers_show_and_the_loader_have_the_same_batches(tmp_path: Path) -> No
     )  # fmt: skip
     of_loader = [digest(batch) for batch in loader if batch.addresses]
     assert of_loader == expected[: len(of_loader)] and len(of_loader) > 0.6 * len(expected)
+    assert [digest(batch) for batch in Loader(config, num_workers=0) if batch.addresses] == of_loader
     loaded = load_rows(config)
     planned = list(plan_of_run(config, data.rows, num_ranks=1).micro_batches(0))
     for number in (1, 3, 40):
