@@ -10,22 +10,20 @@ along axis 0, so those of several items are joined there. bfloat16, which numpy 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import StoreError
+from luthier.media.families.family import Features
 from luthier.records import Media, MediaHeader
 
 ENCODER_OUTPUTS = "mm_encoder_outputs"  # transformers' name for the input of computed features
 _OUTPUTS = "outputs"  # in names within files
-
-Features = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -94,7 +92,7 @@ def is_encoded(name: str) -> bool:
     return name.startswith(f"{ENCODER_OUTPUTS}.")
 
 
-def join_encoded(items: Sequence[Features]) -> dict[str, NDArray[Any]]:
+def join_encoded(items: Sequence[Features]) -> dict[str, NDArray[np.generic]]:
     """The encoders' outputs of several items, or groups of them, one after the other; what else they have is left."""
     names = dict.fromkeys(name for item in items for name in item if is_encoded(name))
     return {name: np.concatenate([item[name] for item in items if name in item]) for name in names}

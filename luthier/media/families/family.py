@@ -10,13 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import ModelError
 from luthier.records import MediaHeader
+
+if TYPE_CHECKING:
+    import PIL.Image
+    from transformers import BaseImageProcessor, BaseVideoProcessor, FeatureExtractionMixin, ProcessorMixin
+
+Value = TypeVar("Value")
 
 
 class MediaKind(StrEnum):
@@ -48,6 +54,12 @@ class PackingSupport(StrEnum):
     PADDED = "padded"
 
 
+# The classes of transformers, which are imported only where one is made.
+Processor: TypeAlias = "ProcessorMixin"
+Part: TypeAlias = "BaseImageProcessor | BaseVideoProcessor | FeatureExtractionMixin"
+Options = Mapping[str, Any]  # what a processor is called with: its class says which values it takes
+
+
 class Settings:
     """One part of a processor with the options that it will be called with.
 
@@ -55,7 +67,7 @@ class Settings:
     neither: a formula that does not find what it counts with must not guess.
     """
 
-    def __init__(self, processor: Any, part: Any, kwargs: Mapping[str, Any], *, stacked: bool = False) -> None:
+    def __init__(self, processor: Processor, part: Part, kwargs: Options, *, stacked: bool = False) -> None:
         self.processor = processor
         self.part = part
         self.kwargs = dict(kwargs)
@@ -72,10 +84,14 @@ class Settings:
         return getattr(self.part, name)
 
 
-CountTokens = Callable[[Settings, Sequence[Any]], dict[str, Any]]
+Outputs = Mapping[str, Any]  # what a processor returns: tensors, arrays and lists by name
+Measured = dict[str, Any]  # what a processor computes of sizes: numbers, arrays and lists, as its class has them
+Features = Mapping[str, NDArray[np.generic]]  # what a processor makes of items, by the name of the model's input
+
+CountTokens = Callable[[Settings, Sequence[Any]], Measured]
 # (settings, PIL images of each text) -> outputs of each, or None: the processor has to do it
-Quick = Callable[[Settings, Sequence[Sequence[Any]]], list[dict[str, Any]] | None]
-Replace = Callable[[Settings, dict[str, Any], int], str]
+Quick = Callable[[Settings, Sequence[Sequence["PIL.Image.Image"]]], list[Measured] | None]
+Replace = Callable[[Settings, Measured, int], str]
 # (settings, string of an item, whether an item of its kind is right before it, the text right behind it) -> string
 Seam = Callable[[Settings, str, bool, str], str]
 
@@ -148,7 +164,7 @@ PAD_CAT = Batching(pad=0)
 STACK = Batching(axis=1, by_row=True, pad=0)
 
 # (processor, input_ids int64[T], the row's features) -> array with T first
-TokenInput = Callable[[Any, NDArray[np.int64], Mapping[str, Any]], NDArray[Any]]
+TokenInput = Callable[[Processor, NDArray[np.int64], Features], NDArray[np.generic]]
 # (settings by kind, headers of one context in the order of their placeholders) -> the string for each of them
 ExpandTogether = Callable[[Mapping[MediaKind, Settings], Sequence[MediaHeader]], list[str]]
 # (strings of the items of one context, their kinds, settings by kind) -> the strings with their numbers
@@ -156,9 +172,9 @@ NumberItems = Callable[[Sequence[str], Sequence[MediaKind], Mapping[MediaKind, S
 
 
 # (processor, text of placeholders, what other processors are called with) -> outputs, with the ids of the expanded text
-Call = Callable[[Any, str, Mapping[str, Any]], Mapping[str, Any]]
+Call = Callable[[Processor, str, Options], Outputs]
 # (the outputs for one sample) -> one more; None: it has nothing to say of this sample
-Derive = Callable[[Mapping[str, NDArray[Any]]], NDArray[Any] | None]
+Derive = Callable[[Features], NDArray[np.generic] | None]
 
 
 class FrameMarks(StrEnum):
@@ -264,7 +280,7 @@ class Family:
         """Names of all that stands along the tokens beside ids and positions."""
         return (*self.token_inputs, PREFIX_TYPES) if self.attention is Attention.PREFIX else tuple(self.token_inputs)
 
-    def named(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def named(self, inputs: Mapping[str, Value]) -> dict[str, Value]:
         """A batch's inputs by the names that the model has for them (`decoder_names`)."""
         names = {name: self.decoder_names.get(name, name) for name in inputs}
         return {new: inputs[name] for name, new in names.items() if new}

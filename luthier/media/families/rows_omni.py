@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.media.families import rules
-from luthier.media.families.family import CAT, PAD_CAT, Attention, Batching, Family, MediaKind, Modules, OwnFrames, Rule
+from luthier.media.families.family import (
+    CAT,
+    PAD_CAT,
+    Attention,
+    Batching,
+    Family,
+    Features,
+    MediaKind,
+    Modules,
+    OwnFrames,
+    Rule,
+)
 from luthier.media.geometry import pictures, tiles
 from luthier.media.processors.interleaving import expand_with_sound_tracks
 
@@ -59,7 +68,7 @@ THINKER_3 = replace(
 )
 
 
-def _all_frames(features: Mapping[str, NDArray[Any]]) -> NDArray[Any] | None:
+def _all_frames(features: Features) -> NDArray[np.generic] | None:
     """bool[N, T]: Phi-4's processor gives no mask to a sound that is alone in its call."""
     sounds = features.get("audio_input_features")
     return None if sounds is None else np.ones(sounds.shape[:2], dtype=bool)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.media.families.family import Rule, Settings
+from luthier.media.families.family import Features, Measured, Processor, Rule, Settings
 from luthier.media.geometry import sounds as audio
 from luthier.media.geometry.videos import (
     canvas_grid,
@@ -29,12 +26,12 @@ from luthier.media.geometry.videos import (
 )
 
 
-def _own_string(settings: Settings, measured: dict[str, Any], index: int) -> str:
+def _own_string(settings: Settings, measured: Measured, index: int) -> str:
     """For classes whose ``replace_audio_token`` takes no options."""
     return str(settings.processor.replace_audio_token(measured, index))
 
 
-def _repeated(settings: Settings, measured: dict[str, Any], index: int) -> str:
+def _repeated(settings: Settings, measured: Measured, index: int) -> str:
     """For classes that write nothing themselves."""
     return str(settings.processor.audio_token) * int(measured["num_audio_tokens"][index])
 
@@ -73,7 +70,7 @@ SUBSAMPLED_FRAMES = Rule(measure=audio.subsampled_frames, options=_RATE)  # nemo
 # class does not look at ``max_frames``, ``num_frames`` stands for it: `sampling` thins what the class has chosen.
 
 
-def _write_tubelets(settings: Settings, measured: dict[str, Any], index: int) -> str:
+def _write_tubelets(settings: Settings, measured: Measured, index: int) -> str:
     """The class's rule gets the frames and where they stand in arguments of its own."""
     metadata = measured["video_metadata"][index]
     replace = settings.processor.replace_video_token
@@ -130,17 +127,17 @@ FRAME_SLICES = Rule(measure=frame_slices, replace=write_slices, options={"max_fr
 TokenIds = NDArray[np.int64]
 
 
-def kinds(processor: Any, input_ids: TokenIds, features: Mapping[str, Any]) -> NDArray[np.int64]:
+def kinds(processor: Processor, input_ids: TokenIds, features: Features) -> NDArray[np.int64]:
     """int64[T]: 0 text, 1 image, 2 video, 3 audio, by the processor's own rule (``mm_token_type_ids``)."""
     return np.asarray(processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int64)
 
 
-def expert_kinds(processor: Any, input_ids: TokenIds, features: Mapping[str, Any]) -> NDArray[np.int64]:
+def expert_kinds(processor: Processor, input_ids: TokenIds, features: Features) -> NDArray[np.int64]:
     """int64[T]: the same with the tokens around an item counted in, by which ERNIE 4.5 VL routes to experts."""
     return np.asarray(processor.create_moe_mm_token_type_ids(input_ids[None].tolist())[0], dtype=np.int64)
 
 
-def seen_images(processor: Any, input_ids: TokenIds, features: Mapping[str, Any]) -> NDArray[np.int64]:
+def seen_images(processor: Processor, input_ids: TokenIds, features: Features) -> NDArray[np.int64]:
     """int64[T, images, tiles]: which tiles of which pictures a token attends to across (Mllama).
 
     A picture is seen from its token on up to the next picture's; pictures next to each other are seen together, by what

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from luthier.errors import ModelError, PluginError
 from luthier.media.families import (
@@ -18,7 +17,17 @@ from luthier.media.families import (
     rows_video,
     rules,
 )
-from luthier.media.families.family import CAT, Batching, Family, Modules, PackingSupport, Rule, Settings
+from luthier.media.families.family import (
+    CAT,
+    Batching,
+    Family,
+    Measured,
+    Modules,
+    PackingSupport,
+    Processor,
+    Rule,
+    Settings,
+)
 from luthier.plugins import Table
 from luthier.records import ImageHeader
 
@@ -58,7 +67,7 @@ def family_versions(model_type: str) -> tuple[str, ...]:
     return tuple(f"{row.name} {row.version}" for row in rows)
 
 
-def family_of(processor: Any, model_type: str = "") -> Family:
+def family_of(processor: Processor, model_type: str = "") -> Family:
     """The row that describes a processor; one without a row gets `unknown.unknown_family`.
 
     Some classes serve several families, which ``model_type`` (of the model's config) tells apart; without it the first
@@ -195,7 +204,7 @@ class Everything(Mapping[str, Batching]):
         return isinstance(name, str)
 
 
-def unknown_family(processor: Any) -> Family:
+def unknown_family(processor: Processor) -> Family:
     """A family for a class that nobody has described: pictures only, rows padded.
 
     Raises `ModelError` if the class has no rule of its own for the string of a picture, which is then unknown.
@@ -222,7 +231,7 @@ def unknown_family(processor: Any) -> Family:
     )
 
 
-def measure_blank(settings: Settings, headers: Sequence[ImageHeader]) -> dict[str, Any]:
+def measure_blank(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
     """What the processor itself writes for black pictures of these sizes: exact, and as slow as it is."""
     from PIL import Image
 
@@ -231,6 +240,6 @@ def measure_blank(settings: Settings, headers: Sequence[ImageHeader]) -> dict[st
     return {"strings": strings}
 
 
-def read_string(settings: Settings, measured: dict[str, Any], index: int) -> str:
+def read_string(settings: Settings, measured: Measured, index: int) -> str:
     """The string of one of these pictures."""
     return str(measured["strings"][index])

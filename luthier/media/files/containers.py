@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,10 @@ from luthier.errors import RowError, SourceError
 from luthier.media.files.access import Content
 from luthier.media.files.image_headers import found_type
 from luthier.records import AudioHeader, VideoHeader
+
+if TYPE_CHECKING:
+    from av import AudioFrame, AudioStream, VideoFrame, VideoStream
+    from av.container import InputContainer
 
 _VIDEO_READERS = ("mov", "avi", "matroska", "flv", "asf", "mpeg", "mpegts", "ogg", "gif")
 _AUDIO_READERS = ("wav", "flac", "mp3", "aac", "ogg", "aiff", "amr", "mov", "matroska", "avi", "flv", "asf", "mpegts")
@@ -103,7 +107,7 @@ def probe_audio(content: Content) -> AudioHeader:
     return AudioHeader(num_samples=header.num_samples, sampling_rate=header.sampling_rate, version=content.version)
 
 
-def _audio_header(container: Any, stream: Any) -> AudioHeader:
+def _audio_header(container: InputContainer, stream: AudioStream) -> AudioHeader:
     stated = 0.0 if stream.duration is None else float(stream.duration * stream.time_base)
     seconds = stated
     if not stated or container.format.name in _GUESSING_READERS:
@@ -177,10 +181,12 @@ def _shown_frames(content: Content) -> _ShownFrames:
     return _ShownFrames(len(packets), [time for time, _ in packets], keys)
 
 
-def _decode_wanted(container: Any, stream: Any, shown: _ShownFrames, wanted: list[int]) -> Iterator[Any]:
+def _decode_wanted(
+    container: InputContainer, stream: VideoStream, shown: _ShownFrames, wanted: list[int]
+) -> Iterator[VideoFrame]:
     """The wanted frames, as long as they are found."""
     decoding = container.decode(stream)
-    frame: Any = None
+    frame: VideoFrame | None = None
     at = -1  # number of the frame that was decoded last
     for number in wanted:
         before = bisect_right(shown.keys, number)
@@ -228,9 +234,9 @@ def read_audio(content: Content, header: AudioHeader) -> NDArray[np.float32]:
     return np.pad(samples, (0, header.num_samples - len(samples)))
 
 
-def _mono(frame: Any) -> NDArray[np.float32]:
+def _mono(frame: AudioFrame) -> NDArray[np.float32]:
     """[channels, n] of planar formats, [1, n * channels] of interleaved ones -> float32[n], from -1 to 1."""
-    values: NDArray[Any] = frame.to_ndarray()
+    values: NDArray[np.generic] = frame.to_ndarray()
     channels = frame.layout.nb_channels
     if not frame.format.is_planar:
         values = values.reshape(-1, channels).T
@@ -247,7 +253,7 @@ def _mono(frame: Any) -> NDArray[np.float32]:
 
 
 @contextmanager
-def _opened(content: Content, what: str, readers: Sequence[str]) -> Iterator[Any]:
+def _opened(content: Content, what: str, readers: Sequence[str]) -> Iterator[InputContainer]:
     """The container, open; PyAV's errors come out as ``media_broken``."""
     start = content.read(0, _PACKET_OF_TRANSPORT_STREAM + 1)
     reader = _reader_of(start)
@@ -270,7 +276,7 @@ def _opened(content: Content, what: str, readers: Sequence[str]) -> Iterator[Any
         raise RowError("media_broken", f"{content.name}: {error.strerror or error}") from None
 
 
-def _refuse(url: str, flags: int, options: object) -> Any:
+def _refuse(url: str, flags: int, options: object) -> NoReturn:
     raise RowError("media_format", f"a file that wants another one opened: {url[:100]!r}")
 
 
@@ -285,7 +291,7 @@ def _reader_of(start: bytes) -> str | None:
     return None
 
 
-def _stream(container: Any, kind: str, content: Content) -> Any:
+def _stream(container: InputContainer, kind: str, content: Content) -> VideoStream | AudioStream:
     streams = container.streams.video if kind == "video" else container.streams.audio
     what = "video" if kind == "video" else "sound"
     if not streams:

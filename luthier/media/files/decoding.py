@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,7 +171,7 @@ def _as_rgb(image: PIL.Image.Image, content: Content) -> PIL.Image.Image:
         case "RGB":
             return image
         case "I;16" | "I;16L" | "I;16B":
-            values: NDArray[Any] = np.asarray(image)
+            values: NDArray[np.uint16] = np.asarray(image)
             return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
         case "I" | "F":
             detail = f"{content.name} has gray values of 32 bits, which say no shade that is white"
@@ -194,7 +194,9 @@ def _decode_audio(content: Content, header: AudioHeader, sampling_rate: int | No
     return DecodedAudio(samples=resample(samples, header.sampling_rate, target), sampling_rate=target)
 
 
-def _unchanged(source: str | bytes | tuple[Any, ...], root: str | None, version: str, access: MediaAccess) -> Content:
+def _unchanged(
+    source: str | bytes | tuple[str | bytes, ...], root: str | None, version: str, access: MediaAccess
+) -> Content:
     """The open content, if it is the one that was probed."""
     assert not isinstance(source, tuple)
     content = access.open(source, root)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luthier.media.families.family import Settings
 from luthier.records import VideoHeader
@@ -88,7 +89,7 @@ def _sample(settings: Settings, header: VideoHeader, rate: float | None) -> Any:
     return [total // 2] * (arguments.get("temporal_patch_size") or 1)
 
 
-def _spread(length: int, limit: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _spread(length: int, limit: int) -> NDArray[np.int64]:
     """``limit`` of ``length`` positions, evenly: 5 of 9 -> 0, 2, 4, 6, 8; 4 of 2 -> 0, 0, 1, 1."""
     return np.linspace(0, length - 1, limit).round().astype(np.int64)
 

@@ -7,16 +7,15 @@ that the processor's ``replace_image_token`` reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
 
 from luthier.errors import ModelError
-from luthier.media.families.family import Settings
+from luthier.media.families.family import Measured, Settings
 from luthier.media.geometry import tiling
-from luthier.media.geometry.pictures import Measured, fit_area, no_pixels
+from luthier.media.geometry.pictures import fit_area, no_pixels
 from luthier.media.geometry.tiles import nearest_tiles, slices
 from luthier.records import ImageHeader
 
@@ -114,7 +113,7 @@ def pages(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
 def page_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
     """Tiles of the nearest shape, more of them for dense pages (Granite Docling): ``rows``, ``cols``, each [[N]]."""
     grids = [_page_grid(settings, item) for item in headers]
-    measured: dict[str, Any] = {"rows": [[rows for rows, _ in grids]], "cols": [[columns for _, columns in grids]]}
+    measured: Measured = {"rows": [[rows for rows, _ in grids]], "cols": [[columns for _, columns in grids]]}
     return measured | ({"tile_fine_mask": None} if settings["fine_route"] else {})
 
 
@@ -148,7 +147,7 @@ def _is_dense(settings: Settings, item: ImageHeader, grid: tuple[int, int]) -> b
     return bool(scale <= 0 or grid[1] * settings["size"]["width"] / item.width < scale)
 
 
-def _nearest_page(item: ImageHeader, size: Any, least: int, most: int) -> tuple[int, int]:
+def _nearest_page(item: ImageHeader, size: Mapping[str, int], least: int, most: int) -> tuple[int, int]:
     candidates = [grid for grid in tiling.grids_of(least, most) if max(grid) <= _DOCLING_LONGEST]
     area = size["height"] * size["width"]
     return tiling.nearest_shape(item.height, item.width, tile_area=area, candidates=candidates)

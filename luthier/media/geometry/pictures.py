@@ -8,16 +8,14 @@ into tiles, `resizing` and `tiling` the integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.media.families.family import Settings
+from luthier.media.families.family import Measured, Settings
 from luthier.records import ImageHeader
 
-Measured = dict[str, Any]
 # (settings, height, width) -> (height, width) in pixels that a picture is resized to
 Fit = Callable[[Settings, int, int], tuple[int, int]]
 
@@ -189,7 +187,7 @@ def _whole_patches(settings: Settings, headers: Sequence[ImageHeader], patch: in
     return {"image_sizes": sizes}
 
 
-def _sides(size: Any) -> tuple[int, int]:
+def _sides(size: Mapping[str, int]) -> tuple[int, int]:
     """(height, width) of a size that is given as such or as its longest side."""
     longest = size.get("longest_edge")
     return (longest, longest) if longest else (size["height"], size["width"])

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from luthier.errors import ModelError
-from luthier.media.families.family import Settings
+from luthier.media.families.family import Measured, Settings
 from luthier.media.files.decoding import resampled_length
 from luthier.records import AudioHeader
-
-Measured = dict[str, Any]
 
 # Voxtral's encoder halves the frames once, and its projector joins four; dots halves them three times.
 FRAMES_A_TOKEN = 8

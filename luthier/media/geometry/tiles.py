@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from luthier.media.families.family import Settings
+from luthier.media.families.family import Measured, Settings
 from luthier.media.geometry import tiling
-from luthier.media.geometry.pictures import Measured, no_pixels
+from luthier.media.geometry.pictures import no_pixels
 from luthier.records import ImageHeader
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import ModelError
-from luthier.media.families.family import Settings
+from luthier.media.families.family import Measured, Settings
 from luthier.media.geometry.frames import sampled_frames, video_metadata
 from luthier.media.geometry.pages import shaped_tokens
 from luthier.media.geometry.pictures import aim_patches, fill_patches, fit_area, fit_canvas, fit_patches, fit_volume
@@ -23,7 +22,6 @@ from luthier.media.geometry.tiles import any_resolution
 from luthier.media.geometry.tiling import slices
 from luthier.records import ImageHeader, VideoHeader
 
-Measured = dict[str, Any]
 # (settings, frames taken, height, width) -> (height, width) that the frames are resized to
 FitVideo = Callable[[Settings, int, int, int], tuple[int, int]]
 
@@ -304,7 +302,7 @@ def _no_pixels(frames: int, height: int, width: int) -> NDArray[np.float32]:
 # F frames, P pictures: each frame and its slices.
 
 
-def frame_slices(settings: Settings, headers: Sequence[VideoHeader]) -> dict[str, Any]:
+def frame_slices(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
     """A frame whole and, if it is large, in slices: ``target_sizes_videos`` int64[P, 2] in patches, ``grids_videos``
     int64[F, 2] of (rows, columns), ``num_frames_per_video`` [N].
 
@@ -331,7 +329,7 @@ def frame_slices(settings: Settings, headers: Sequence[VideoHeader]) -> dict[str
     }
 
 
-def write_slices(settings: Settings, measured: dict[str, Any], index: int) -> str:
+def write_slices(settings: Settings, measured: Measured, index: int) -> str:
     """The processor's string for one video; without the number that it may get in its context."""
     divisor = _MERGED[settings["downsample_mode"]] ** 2
     return str(settings.processor.replace_video_token(measured, index, video_token_divisor=divisor))

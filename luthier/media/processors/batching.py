@@ -8,19 +8,16 @@ family by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import ModelError
-from luthier.media.families.family import Family
-
-Features = Mapping[str, NDArray[Any]]
+from luthier.media.families.family import Family, Features
 
 
-def join_features(family: Family, samples: Sequence[Features]) -> dict[str, NDArray[Any]]:
+def join_features(family: Family, samples: Sequence[Features]) -> dict[str, NDArray[np.generic]]:
     """The outputs for one row of a batch from those of its samples, in their order; {} if none has media.
 
     Raises `ModelError` if an output's sizes disagree along an axis that the family does not pad.
@@ -28,7 +25,7 @@ def join_features(family: Family, samples: Sequence[Features]) -> dict[str, NDAr
     return {key: _concatenated(family, key, samples, by_row=False) for key in _keys(samples)}
 
 
-def merge_features(family: Family, rows: Sequence[Features]) -> dict[str, NDArray[Any]]:
+def merge_features(family: Family, rows: Sequence[Features]) -> dict[str, NDArray[np.generic]]:
     """The outputs for a batch from those of its rows; a row of text alone has {}.
 
     Outputs that are batched by row get an empty (padded) row for it; the others skip it. Those that a processor leaves
@@ -42,7 +39,7 @@ def _keys(rows: Sequence[Features]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
-def _concatenated(family: Family, key: str, rows: Sequence[Features], *, by_row: bool) -> NDArray[Any]:
+def _concatenated(family: Family, key: str, rows: Sequence[Features], *, by_row: bool) -> NDArray[np.generic]:
     batching = family.batching[key]
     arrays = [row[key] for row in rows if key in row]
     if batching.offset is not None:
@@ -60,7 +57,7 @@ def _concatenated(family: Family, key: str, rows: Sequence[Features], *, by_row:
     return np.concatenate(arrays, axis=axis) if as_it_lies is None else as_it_lies
 
 
-def _one_piece(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
+def _one_piece(arrays: Sequence[NDArray[np.generic]]) -> NDArray[np.generic] | None:
     """Arrays that lie one behind the other in the memory of one larger array, as a view of it; None if they do not."""
     whole = arrays[0].base
     if not isinstance(whole, np.ndarray) or not whole.flags.c_contiguous or not whole.size:
@@ -74,21 +71,22 @@ def _one_piece(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
     return whole[first:place]
 
 
-def _address(array: NDArray[Any]) -> int:
+def _address(array: NDArray[np.generic]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _shifted(key: str, target: str, axes: int, rows: Sequence[Features]) -> list[NDArray[Any]]:
+def _shifted(key: str, target: str, axes: int, rows: Sequence[Features]) -> list[NDArray[np.generic]]:
     """Indices into ``target``, counted from the first row on; negative ones mean "none" and stay."""
-    arrays, before = [], 0
+    arrays: list[NDArray[np.generic]] = []
+    before = 0
     for row in rows:
         if key in row:
-            arrays.append(np.where(row[key] >= 0, row[key] + before, row[key]))
+            arrays.append(np.where(np.less(row[key], 0), row[key], np.add(row[key], before)))
             before += math.prod(row[target].shape[:axes])
     return arrays
 
 
-def _padded(arrays: list[NDArray[Any]], axis: int, pad: float | tuple[float, ...]) -> list[NDArray[Any]]:
+def _padded(arrays: list[NDArray[np.generic]], axis: int, pad: float | tuple[float, ...]) -> list[NDArray[np.generic]]:
     """All arrays with the largest size along every axis but ``axis``, filled up at the end."""
     largest = np.max([array.shape for array in arrays], axis=0).tolist()
     padded = []
@@ -112,7 +110,7 @@ def _repeated(pad: tuple[float, ...], length: int) -> list[float]:
     return [*pad, *[pad[-1]] * (length - len(pad))]
 
 
-def _check_shapes(family: Family, key: str, arrays: list[NDArray[Any]], axis: int) -> None:
+def _check_shapes(family: Family, key: str, arrays: list[NDArray[np.generic]], axis: int) -> None:
     shapes = {tuple(np.delete(array.shape, axis).tolist()) for array in arrays}
     types = {array.dtype for array in arrays}
     if len(shapes) > 1 or len(types) > 1:

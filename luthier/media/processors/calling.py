@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from luthier.errors import ModelError, RowError
-from luthier.media.families.family import Family, MediaKind, Rule, Settings
+from luthier.media.families.family import Family, MediaKind, Options, Part, Rule, Settings
 from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo
 from luthier.media.geometry.frames import video_metadata
 from luthier.media.processors.interleaving import sounds_of
@@ -26,7 +26,7 @@ AS_TENSORS = {"images_kwargs": "pt", "videos_kwargs": "pt", "audio_kwargs": "pt"
 
 def media_arguments(
     items: Sequence[tuple[MediaHeader, Decoded]], settings: Mapping[MediaKind, Settings], call: ProcessorKwargs
-) -> dict[str, Any]:
+) -> Options:
     """The arguments of a processor but its text, for the items of one text in the order of their placeholders.
 
     ``call`` are the run's options. Frames are those that decoding has taken: the processor is told not to choose any,
@@ -37,7 +37,7 @@ def media_arguments(
     kwargs: ProcessorKwargs = {
         name: {**call.get(name, {}), "return_tensors": tensors} for name, tensors in AS_TENSORS.items()
     }
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     if images := [item.pixels for _, item in items if isinstance(item, DecodedImage)]:
         arguments["images"] = [images]
     videos = [(header, item) for header, item in items if isinstance(item, DecodedVideo)]
@@ -105,7 +105,7 @@ OPTIONS = {
 LIMITS = ("min_pixels", "max_pixels")
 
 
-def call_options(parts: Mapping[MediaKind, tuple[str, Any]], family: Family, options: MediaConfig) -> ProcessorKwargs:
+def call_options(parts: Mapping[MediaKind, tuple[str, Part]], family: Family, options: MediaConfig) -> ProcessorKwargs:
     """Keyword arguments for the processor: ``max_pixels`` -> ``{"images_kwargs": {"size": {"longest_edge": …}}}``.
 
     ``parts``: for each kind the argument's name and the part of the processor. Raises `ModelError` for an option that
@@ -137,7 +137,7 @@ def area_limits(family: Family, options: MediaConfig) -> AreaLimits | None:
     return None if least is None and most is None else AreaLimits(least=least, most=most)
 
 
-def _set(chosen: dict[str, Any], part: Any, target: str, value: Any) -> None:
+def _set(chosen: dict[str, Any], part: Part, target: str, value: object) -> None:
     name, _, entry = target.partition(".")
     chosen[name] = {**dict(chosen.get(name) or getattr(part, name) or {}), entry: value} if entry else value
 

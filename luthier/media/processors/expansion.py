@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from luthier.media.families.family import MediaKind, Rule, Settings
+from luthier.media.families.family import Measured, MediaKind, Processor, Rule, Settings
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 
 PICTURE_MARK = "<|picture|>"  # what is written for a picture where a tokenizer has no token for one
@@ -37,7 +36,7 @@ def write(rule: Rule, kind: MediaKind, settings: Settings, headers: Sequence[Med
 
 def numbered(strings: Sequence[str], kinds: Sequence[MediaKind], settings: Mapping[MediaKind, Settings]) -> list[str]:
     """Each string behind the number of its item among those of its kind in the context (MiniCPM-V)."""
-    processor: Any = next(iter(settings.values())).processor
+    processor: Processor = next(iter(settings.values())).processor
     wanted = processor.use_image_id if processor.use_image_id is not None else processor.default_use_image_id
     if not wanted:
         return list(strings)
@@ -57,7 +56,7 @@ def numbered_pictures(
     return [with_number if kind is MediaKind.IMAGE else string for string, with_number, kind in pairs]
 
 
-def framed(settings: Settings, measured: Mapping[str, Any], index: int) -> str:
+def framed(settings: Settings, measured: Measured, index: int) -> str:
     """Idefics2: as many slots for every picture, between two marks; five times if pictures are split."""
     processor = settings.processor
     mark, slots = processor.fake_image_token, processor.image_token * processor.image_seq_len
@@ -73,14 +72,14 @@ def framed_seam(settings: Settings, string: str, before: bool, after: str) -> st
     return string + " " if after and not after[0].isspace() and after[0] != "<" else string
 
 
-def sliced(settings: Settings, measured: dict[str, Any], index: int) -> str:
+def sliced(settings: Settings, measured: Measured, index: int) -> str:
     """MiniCPM-V, whose processor hands its own rule one number more than the settings it was called with."""
     divisor = 4 if settings["downsample_mode"] == "4x" else 16
     string: str = settings.processor.replace_image_token(measured, index, image_token_divisor=divisor)
     return string
 
 
-def marked(settings: Settings, measured: dict[str, Any], index: int) -> str:
+def marked(settings: Settings, measured: Measured, index: int) -> str:
     """LFM2-VL, whose processor hands its own rule one of its own settings besides those of the call."""
     processor = settings.processor
     marks = processor.use_image_special_tokens
@@ -88,7 +87,7 @@ def marked(settings: Settings, measured: dict[str, Any], index: int) -> str:
     return string
 
 
-def paged(settings: Settings, measured: dict[str, Any], index: int) -> str:
+def paged(settings: Settings, measured: Measured, index: int) -> str:
     """GOT-OCR 2, whose processor hands its own rule what counts the pages of each picture."""
     processor = settings.processor
     counts = {name: measured[name] for name in ("num_pages_per_batch", "patch_indices")}
@@ -96,18 +95,18 @@ def paged(settings: Settings, measured: dict[str, Any], index: int) -> str:
     return string
 
 
-def lined(settings: Settings, measured: dict[str, Any], index: int) -> str:
+def lined(settings: Settings, measured: Measured, index: int) -> str:
     """Fuyu, whose processor hands its own rule the rows of patches, each of which ends in a token of its own."""
     rows, columns = measured["rows"][index], measured["columns"][index]
     return str(settings.processor.replace_image_token({}, index, num_patches=rows * columns, row_width=columns))
 
 
-def merged_slots(settings: Settings, measured: dict[str, Any], index: int) -> str:
+def merged_slots(settings: Settings, measured: Measured, index: int) -> str:
     """Kimi-VL, whose class writes into the text and has no rule for one string: a slot for each merged patch."""
     merged = math.prod(settings["merge_kernel_size"])
     return str(settings.processor.image_token) * int(measured["image_grid_hws"][index].prod() // merged)
 
 
-def decoder_start(settings: Settings, measured: Mapping[str, Any], index: int) -> str:
+def decoder_start(settings: Settings, measured: Measured, index: int) -> str:
     """Nemotron-Parse, whose text has no place for its picture: the token that its decoder begins with stands for it."""
     return str(settings.processor.tokenizer.eos_token)

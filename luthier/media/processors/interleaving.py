@@ -7,10 +7,9 @@ expanded together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from luthier.errors import LuthierError, RowError
-from luthier.media.families.family import CountTokens, MediaKind, Settings
+from luthier.media.families.family import CountTokens, Measured, MediaKind, Settings
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 
 
@@ -74,8 +73,8 @@ def _measured(
     items: Sequence[MediaHeader],
     sounds: Sequence[AudioHeader],
     measures: Mapping[MediaKind, CountTokens],
-) -> dict[MediaKind, dict[str, Any]]:
-    headers: dict[MediaKind, Sequence[Any]] = {
+) -> dict[MediaKind, Measured]:
+    headers: dict[MediaKind, Sequence[MediaHeader]] = {
         MediaKind.IMAGE: [item for item in items if isinstance(item, ImageHeader)],
         MediaKind.VIDEO: [item for item in items if isinstance(item, VideoHeader)],
         MediaKind.AUDIO: sounds,
@@ -99,7 +98,12 @@ def _numbers(items: Sequence[MediaHeader]) -> list[int]:
 
 
 def _video(
-    settings: Settings, measured: Mapping[MediaKind, Any], number: int, tracks: Sequence[int | None], *, hears: bool
+    settings: Settings,
+    measured: Mapping[MediaKind, Measured],
+    number: int,
+    tracks: Sequence[int | None],
+    *,
+    hears: bool,
 ) -> str:
     processor = settings.processor
     return str(

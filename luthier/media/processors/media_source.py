@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from luthier.config.media import MediaConfig
 from luthier.config.schema import ModelConfig
 from luthier.errors import ModelError
-from luthier.media.families.family import MediaKind
+from luthier.media.families.family import MediaKind, Processor
 from luthier.media.families.table import family_versions
 from luthier.media.files.access import MediaAccess
 from luthier.media.files.decoding import Decoded, decode
@@ -78,7 +77,7 @@ class MediaSource:
             digest.update(_version(library).encode())
         return digest.hexdigest()
 
-    def model_config(self) -> dict[str, Any]:
+    def model_config(self) -> dict[str, object]:
         """The model's ``config.json``; {} if there is none."""
         folder = self.config_folder or self.folder
         path = None if folder is None else folder / CONFIG
@@ -160,7 +159,7 @@ class OwnTemplate:
     control: frozenset[str]
 
 
-def own_template(processor: Any) -> OwnTemplate:
+def own_template(processor: Processor) -> OwnTemplate:
     """That of a transformers processor, else of its tokenizer; of several named ones the default."""
     tokenizer = processor.tokenizer
     found = processor.chat_template or tokenizer.chat_template

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import ModelError, RowError
-from luthier.media.families.family import Family
+from luthier.media.families.family import Family, Outputs, Processor
 
 # Outputs along the tokens of the processor's own text; ours has other tokens, and makes them itself.
 TOKEN_OUTPUTS = frozenset(
@@ -27,7 +26,7 @@ TOKEN_OUTPUTS = frozenset(
 )
 
 
-def check_expansion(processor: Any, planned: Sequence[str], output: Mapping[str, Any]) -> None:
+def check_expansion(processor: Processor, planned: Sequence[str], output: Outputs) -> None:
     """Compare what stands for the items in the processor's own ids with the plan.
 
     The text was placeholders alone, so every control token of the plan must be there as often as it was planned. Raises
@@ -48,7 +47,7 @@ def check_expansion(processor: Any, planned: Sequence[str], output: Mapping[str,
             )
 
 
-def check_strings(processor: Any, planned: Sequence[str], written: Sequence[str]) -> None:
+def check_strings(processor: Processor, planned: Sequence[str], written: Sequence[str]) -> None:
     """The same of the strings themselves, where the processor gives them."""
     if list(planned) != list(written):
         ids = processor.tokenizer("".join(written), add_special_tokens=False)["input_ids"]
@@ -65,7 +64,7 @@ def refused_rows() -> Iterator[None]:
         raise RowError("media_refused", f"the processor fails on these media: {error}") from error
 
 
-def as_arrays(family: Family, output: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+def as_arrays(family: Family, output: Outputs) -> dict[str, NDArray[np.generic]]:
     """The outputs that are batched by media, as numpy arrays; raises `ModelError` for one the row does not know."""
     arrays = {}
     for key, value in output.items():
@@ -83,7 +82,7 @@ def as_arrays(family: Family, output: Mapping[str, Any]) -> dict[str, NDArray[An
     return arrays
 
 
-def _as_array(value: Any) -> NDArray[Any]:
+def _as_array(value: object) -> NDArray[np.generic]:
     import torch
 
     if type(value) is float:

@@ -8,12 +8,12 @@ settings than those for which this is the same, the processor does it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.media.families.family import Settings
+from luthier.media.families.family import Measured, Settings
 from luthier.media.geometry.pictures import area_grid
 from luthier.records import ImageHeader
 
@@ -26,7 +26,7 @@ SAME_AS = "Qwen2VLImageProcessor"
 STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 
 
-def quick_patches(settings: Settings, texts: Sequence[Sequence[PIL.Image.Image]]) -> list[dict[str, Any]] | None:
+def quick_patches(settings: Settings, texts: Sequence[Sequence[PIL.Image.Image]]) -> list[Measured] | None:
     """For the N pictures of each text ``pixel_values`` float32[P, C * depth * patch * patch] and ``image_grid_thw``
     int64[N, 3]; None where these settings are not the ones that this is proven for.
 

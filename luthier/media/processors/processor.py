@@ -15,13 +15,24 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import ModelError, RowError, UserError, install_hint
-from luthier.media.families.family import Family, MediaKind, Rule, Settings
+from luthier.media.families.family import (
+    Family,
+    Features,
+    Measured,
+    MediaKind,
+    Options,
+    Outputs,
+    Part,
+    Processor,
+    Rule,
+    Settings,
+)
 from luthier.media.families.table import family_of
 from luthier.media.files.decoding import DecodedAudio, DecodedImage
 from luthier.media.processors.calling import (
@@ -55,7 +66,9 @@ class MediaProcessor:
     fingerprint  digest of all that decides expansions and features: classes, settings, options
     """
 
-    def __init__(self, processor: Any, family: Family, call: ProcessorKwargs, limits: AreaLimits | None = None) -> None:
+    def __init__(
+        self, processor: Processor, family: Family, call: ProcessorKwargs, limits: AreaLimits | None = None
+    ) -> None:
         self.processor = processor
         self.family = family
         self._call = call
@@ -108,7 +121,7 @@ class MediaProcessor:
         return cls.of(processor, options, model_type=model_type or _model_type(folder))
 
     @classmethod
-    def of(cls, processor: Any, options: MediaConfig | None = None, *, model_type: str = "") -> MediaProcessor:
+    def of(cls, processor: Processor, options: MediaConfig | None = None, *, model_type: str = "") -> MediaProcessor:
         """The same from a transformers processor; ``model_type``, of the model's config, tells apart families that
         share a class. Raises `ModelError` for a class without a row that says nothing about its strings.
         """
@@ -151,7 +164,7 @@ class MediaProcessor:
         """Whether what stands for an item depends on the text behind it (`expand`)."""
         return any((rule := self.family.rule(kind)) is not None and rule.seam is not None for kind in self.kinds)
 
-    def token_types(self, input_ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    def token_types(self, input_ids: NDArray[np.integer]) -> NDArray[np.int64]:
         """int64[T]: 0 text, 1 image, 2 video, 3 audio, by the processor's own rule."""
         return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int64)
 
@@ -199,7 +212,7 @@ class MediaProcessor:
             else limit / settings["sampling_rate"]
         )
 
-    def features(self, items: Sequence[tuple[MediaHeader, Decoded]]) -> dict[str, NDArray[Any]]:
+    def features(self, items: Sequence[tuple[MediaHeader, Decoded]]) -> dict[str, NDArray[np.generic]]:
         """What the processor makes of a sample's media, without the outputs along its tokens; {} of none.
 
         Raises `RowError` under ``media_mismatch`` if the processor does not write what `expand` planned and under
@@ -212,7 +225,7 @@ class MediaProcessor:
 
     def features_of(
         self, samples: Sequence[Sequence[tuple[MediaHeader, Decoded]]]
-    ) -> list[dict[str, NDArray[Any]] | RowError]:
+    ) -> list[dict[str, NDArray[np.generic]] | RowError]:
         """The same for several samples at once, which is quicker: pixels lie in memory as the batch wants them.
 
         A sample that cannot be used has its `RowError` in its place.
@@ -220,7 +233,7 @@ class MediaProcessor:
         rule = self.family.image if self._plain_call else None
         quick = quick_outputs(self._settings.get(MediaKind.IMAGE), rule, samples, self._limits)
         heard = heard_together(self._settings.get(MediaKind.AUDIO), self.family.audio, samples)
-        found: list[dict[str, NDArray[Any]] | RowError] = []
+        found: list[dict[str, NDArray[np.generic]] | RowError] = []
         for items, output, sounds in zip(samples, quick, heard, strict=True):
             try:
                 found.append(self._features(items, output, sounds))
@@ -229,8 +242,8 @@ class MediaProcessor:
         return found
 
     def _features(
-        self, items: Sequence[tuple[MediaHeader, Decoded]], output: dict[str, Any] | None, sounds: Heard | None
-    ) -> dict[str, NDArray[Any]]:
+        self, items: Sequence[tuple[MediaHeader, Decoded]], output: Outputs | None, sounds: Heard | None
+    ) -> dict[str, NDArray[np.generic]]:
         """``output``, ``sounds``: what the processor makes of them, or of the sounds, where that is known already."""
         if not items:
             return {}
@@ -251,9 +264,9 @@ class MediaProcessor:
         text = "\n".join(self._in_call(kind_of(header)) for header in headers)
         output = self.run(text, items)
         check_expansion(self.processor, planned, output)
-        return as_arrays(self.family, output if sounds is None else output | sounds.outputs)
+        return as_arrays(self.family, output if sounds is None else {**output, **sounds.outputs})
 
-    def run(self, text: str, items: Sequence[tuple[MediaHeader, Decoded]]) -> dict[str, Any]:
+    def run(self, text: str, items: Sequence[tuple[MediaHeader, Decoded]]) -> Outputs:
         """The processor itself on one text and its media, with this run's options; outputs as it names them."""
         if self._limits is not None:
             items = [(self._limited(header), limited(item, self._limits)) for header, item in items]
@@ -270,7 +283,7 @@ class MediaProcessor:
         finally:
             messages.setLevel(level)
 
-    def token_inputs(self, input_ids: NDArray[np.int64], features: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    def token_inputs(self, input_ids: NDArray[np.int64], features: Features) -> dict[str, NDArray[np.generic]]:
         """Model inputs along the tokens of one sample, by name, each with T first."""
         return {name: make(self.processor, input_ids, features) for name, make in self.family.token_inputs.items()}
 
@@ -335,12 +348,12 @@ PARTS = {
 }
 
 
-def part_of(processor: Any, names: tuple[str, ...]) -> Any:
+def part_of(processor: Processor, names: tuple[str, ...]) -> Part | None:
     """The first part of these names that the processor has; None: it has none."""
     return next((getattr(processor, name) for name in names if getattr(processor, name, None) is not None), None)
 
 
-def fingerprint_of(processor: Any, family: Family, call: Mapping[str, Any]) -> str:
+def fingerprint_of(processor: Processor, family: Family, call: Options) -> str:
     """Of all that decides expansions and features: classes, settings, options."""
     plain = {
         name: value
@@ -370,7 +383,7 @@ class Heard:
     strings  what stands for each sound
     """
 
-    outputs: dict[str, Any]
+    outputs: Measured
     strings: list[str]
 
 
@@ -407,7 +420,7 @@ def heard_together(
 # them, replacing placeholders, tokenizing) takes longer than a small picture and makes nothing that is used here.
 
 
-def has_plain_call(processor: Any, family: Family) -> bool:
+def has_plain_call(processor: Processor, family: Family) -> bool:
     """Whether the class leaves ``__call__`` as it is, and its strings are those of single items."""
     from transformers import ProcessorMixin
 
@@ -428,7 +441,7 @@ def quick_outputs(
     rule: Rule | None,
     samples: Sequence[Sequence[tuple[MediaHeader, Decoded]]],
     limits: AreaLimits | None,
-) -> Sequence[dict[str, Any] | None]:
+) -> Sequence[Measured | None]:
     """What `Rule.quick` makes of each sample; None for each where it does not apply, or one of them breaks it."""
     unknown = [None] * len(samples)
     pictures = [pictures_of(items, limits) for items in samples]
@@ -441,7 +454,7 @@ def quick_outputs(
         return unknown
 
 
-def process_pictures(settings: Settings, pictures: Sequence[PIL.Image.Image]) -> tuple[dict[str, Any], list[str]]:
+def process_pictures(settings: Settings, pictures: Sequence[PIL.Image.Image]) -> tuple[Measured, list[str]]:
     """The outputs for the pictures of one text, and the string that stands for each of them."""
     processor = settings.processor
     images, *_ = processor.prepare_inputs_layout(images=[list(pictures)], text=None)
@@ -450,7 +463,7 @@ def process_pictures(settings: Settings, pictures: Sequence[PIL.Image.Image]) ->
     return {key: value for key, value in outputs.items() if key not in unused}, strings
 
 
-def written_strings(settings: Settings, outputs: dict[str, Any], num_pictures: int) -> list[str]:
+def written_strings(settings: Settings, outputs: Outputs, num_pictures: int) -> list[str]:
     """The string that stands for each of the pictures, by outputs that were made in another way."""
     replace = settings.processor.replace_image_token
     return [replace(outputs, index, **settings.kwargs) for index in range(num_pictures)]
