@@ -30,11 +30,11 @@ from luthier.media import (
     join_features,
     merge_features,
 )
+from luthier.media.families.family import Features
 from luthier.media.feature_files import ItemFeatures, is_encoded, join_encoded
 from luthier.media.files.decoding import DecodedImage
 from luthier.records import Branch, ImageHeader, LostMedia, Media, MediaHeader, MediaItem, VideoHeader
 
-Features = Mapping[str, NDArray[Any]]
 _Key = tuple[tuple[Any, Any], ...]
 _SIDE = 64  # pixels of a black picture
 

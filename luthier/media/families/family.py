@@ -86,7 +86,7 @@ class Settings:
 
 Outputs = Mapping[str, Any]  # what a processor returns: tensors, arrays and lists by name
 Measured = dict[str, Any]  # what a processor computes of sizes: numbers, arrays and lists, as its class has them
-Features = Mapping[str, NDArray[np.generic]]  # what a processor makes of items, by the name of the model's input
+Features = Mapping[str, NDArray[Any]]  # what a processor makes of items, by the name of the model's input
 
 CountTokens = Callable[[Settings, Sequence[Any]], Measured]
 # (settings, PIL images of each text) -> outputs of each, or None: the processor has to do it
