@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "luthier"
 # Lowest first. A room may import rooms of earlier lines, and itself; rooms of one line are blind to each other,
 # except for the records of line one.
 LINES = (
-    "records errors ledger writing terminal plugins",
+    "records errors ledger locks writing terminal plugins",
     "config presets templating",
     "sources rendering layout",
     "media packing",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
+import uuid
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +50,7 @@ class Quarantine:
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = self.path.with_name(f".{self.path.name}-{os.getpid()}.tmp")
+                temporary = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}.tmp")
                 self._file = self._finish.enter_context(whole_file(self.path, temporary=temporary, durable=False))
             self._file.write(json.dumps(line).encode() + b"\n")
         except OSError as error_:

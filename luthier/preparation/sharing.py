@@ -1,4 +1,4 @@
-"""Preparing as one of several: units are claimed, resolved and told to the others; nobody waits for all.
+"""Preparing as one of several: each unit is resolved by one of them, and told to the others.
 
 One process alone works in the same way. Units whose bytes an earlier preparation has seen are not resolved again.
 """
@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -30,7 +29,7 @@ from luthier.preparation.work_units import (
     encode_result,
 )
 from luthier.store.manifest import WORK
-from luthier.store.work_list import WorkList
+from luthier.store.shared_work import SharedWork
 
 
 def resolve_units(
@@ -40,16 +39,10 @@ def resolve_units(
 
     Raises what `Resolver.resolve` raises.
     """
-    with WorkList(resolver.folder / WORK / units.identity[:32], len(units.units)) as work:
+    with SharedWork(resolver.folder / WORK / units.identity[:32], len(units.units)) as work:
         part = UnitResolver(units=units, resolver=resolver, workers=workers, on_done=work.done)
-
-        def help_out(waited: float) -> None:
-            abandoned = work.claim()
-            if abandoned is not None:
-                part.resolve(chain([abandoned], iter(work.claim, None)))
-
-        part.resolve(iter(work.claim, None))
-        yield from place_units(units, work.in_order(help_out), resolver)
+        part.resolve(work.take())
+        yield from place_units(units, work.in_order(part.resolve), resolver)
 
 
 def place_units(units: WorkUnits, results: Iterable[bytes], resolver: Resolver) -> Iterator[ResolvedPortion]:

@@ -260,12 +260,11 @@ def _skip_line(stream: IO[bytes]) -> int:
 # --------------------------------------------------------------------------------------------------------------------
 # What came of a unit: enough to know its rows' samples, or why they are lost, without reading a row of it again.
 #
-# Results travel between processes (`work_list`), and stay beside the store under the digest of the unit's bytes:
+# Processes share results (`store.shared_work`), which also stay beside the store under the digest of the unit's bytes:
 #
 #     <store>/units/<digest>    a unit that comes again is not even cut into rows; safe to delete at any time
 
 
-DIGEST_BYTES = 32
 BLANK_LINE = "blank_line"  # a note: lines between rows, which are no rows
 
 
@@ -402,16 +401,12 @@ class RememberedUnits:
 
     def find(self, digest: str, store: SampleStore) -> bytes | None:
         """The encoded result of a unit with the same bytes, if there is a sound one and the store has all of it."""
-        raw = self._disk.read(self._folder / digest)
-        if raw is None or hashlib.sha256(raw[DIGEST_BYTES:]).digest() != raw[:DIGEST_BYTES]:
-            return None
-        encoded = raw[DIGEST_BYTES:]
-        return None if decode_result(encoded).sample_ids(store) is None else encoded
+        encoded = self._disk.read_sealed(self._folder / digest)
+        return None if encoded is None or decode_result(encoded).sample_ids(store) is None else encoded
 
     def keep(self, digest: str, encoded: bytes) -> None:
         """Keep the result of a unit with these bytes. Raises `StoreError`."""
-        whole = [hashlib.sha256(encoded).digest() + encoded]
-        self._disk.publish(self._folder / digest, whole, durable=False)
+        self._disk.publish_sealed(self._folder / digest, encoded)
 
 
 def encode_result(result: UnitResult) -> bytes:

@@ -7,13 +7,11 @@ JSON). Behind the records stand their offsets. Memory is flat both ways.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import hashlib
 import os
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -24,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import RowError, SourceError
+from luthier.locks import locked
 from luthier.records import SAMPLES_VERSION, Address
 from luthier.sources.files import DataFile
 from luthier.sources.open_files import Ascending, AscendingBuilder, OpenFiles
@@ -35,6 +34,7 @@ _BODY = struct.Struct("<QB")  # the row's number in its file; 1 for an error
 _FOOT = struct.Struct("<QQI8s")  # how many offsets, how many steps (see `Ascending`), their checksum, the magic
 _MAGIC = b"LUTHROWS"
 _OFFSETS_PER_ADD = 4096
+LONGEST_SPOOLING = 14_400.0  # seconds in which another process reads the whole file, which may be some TB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +162,9 @@ def spooled(
     name = f"{_spool_key(file)}.{ending}"
     try:
         return _nameless(name, write) if folder is None else _named(folder, name, write, is_whole)
+    except TimeoutError as error:
+        hint = "end that process if it hangs, then start again"
+        raise SourceError(f"{file.path}: {error.strerror}, which writes its spool", hint=hint) from error
     except OSError as error:
         where = tempfile.gettempdir() if folder is None else str(folder)
         hint = f"make room there; the rows of {file.path} are kept in it so that each can be read on its own"
@@ -173,19 +176,12 @@ def _named(folder: Path, name: str, write: Callable[[IO[bytes]], None], is_whole
     folder.mkdir(parents=True, exist_ok=True)
     if is_whole(str(path)):
         return str(path)
-    with _lock(folder / f"{name}.lock"):  # who waits here finds the spool that the other process wrote
+    # a process that waits here finds the spool that the other process wrote
+    with locked(folder / f"{name}.lock", seconds=LONGEST_SPOOLING):
         if not is_whole(str(path)):
             with whole_file(path) as sink:
                 write(sink)
     return str(path)
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the system frees it when that one dies."""
-    with path.open("wb") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 @atexit.register

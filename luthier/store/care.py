@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from luthier.errors import StoreError, UserError
-from luthier.store.disk import TEMPORARY, Disk, Hold, only_user
+from luthier.locks import only_user
+from luthier.store.disk import TEMPORARY, Disk, join_users
 from luthier.store.manifest import (
     ABOUT,
     FEEDS,
@@ -34,7 +35,6 @@ from luthier.store.manifest import (
 )
 from luthier.store.shard_reader import Shard
 from luthier.store.store import SampleStore
-from luthier.store.work_list import anybody_at_work
 from luthier.writing import whole_file
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Cleaning:
 def clean_stores(
     root: Path, *, older_than: float | None = None, max_bytes: int | None = None, dry_run: bool = False
 ) -> Cleaning:
-    """Remove unfinished files, shards that no manifest names, and work lists of processes that ended; stores not used
+    """Remove unfinished files, shards that no manifest names, and shared work of processes that ended; stores not used
     for ``older_than`` seconds; and stores beyond ``max_bytes`` in all, the one used least recently first.
 
     A store that is in use is left alone, whatever its age. Raises `StoreError` if something cannot be removed.
@@ -163,7 +163,7 @@ def clean_stores(
         removed.append(_remove(path, reason, dry_run=dry_run))
     for info in stores:
         with only_user(info.folder / USERS, create=not dry_run) as alone:
-            if not alone or _work_goes_on(info.folder):
+            if not alone:
                 in_use.append(info.folder)
             elif info.folder in going:
                 removed.append(_remove(info.folder, going[info.folder], dry_run=dry_run))
@@ -232,13 +232,6 @@ def _leftovers(folder: Path) -> Iterator[tuple[Path, str]]:
             yield from ((inner, "never finished") for inner in sorted(path.glob(f"{TEMPORARY}*")))
 
 
-def _work_goes_on(folder: Path) -> bool:
-    """Whether another node is at work here, of which the lock says nothing where each node has its own locks."""
-    disk = Disk()
-    lists = [folder / WORK / name for name in disk.names(folder / WORK)]
-    return any(anybody_at_work(path, now=time.time_ns()) for path in lists)
-
-
 def _remove(path: Path, reason: str, *, dry_run: bool) -> Removed:
     removed = Removed(path=path, num_bytes=size_of(path), reason=reason)
     if not dry_run:
@@ -282,9 +275,9 @@ def verify_store(
     ``repair`` takes what is damaged out of the store, so that its rows are encoded again. Raises `StoreError` if that
     cannot be done, as while others use the store, and if another version of Luthier made it.
     """
-    hold = Hold(folder / USERS, create=folder.is_dir())
+    users = join_users(folder / USERS, create=folder.is_dir())
     health = _examine(folder, on_shard)
-    hold.close()
+    users.close()
     if not health.damaged or not repair:
         return health
     with only_user(folder / USERS) as alone:

@@ -5,7 +5,7 @@
     <store>/users               locked by all who use the store, so that nobody cleans up under them
     <store>/manifest.json       names the shards; replaced as a whole, last of all
     <store>/shard-<hash>.bin    samples (`luthier.store.shard`)
-    <store>/shared-work/        lists of work that processes share (`luthier.store.work_list`)
+    <store>/shared-work/        work that processes share (`luthier.store.shared_work`)
 
 A key is a digest of a row's bytes and of everything else that decides its sample (`row_key`), so a sample is encoded
 once, however often, in whichever file or run its row comes again. Readers see the manifest before a commit or after
@@ -33,9 +33,10 @@ from numpy.typing import NDArray
 from luthier import __version__
 from luthier.errors import StoreError
 from luthier.layout import held_of_leaves
+from luthier.locks import SharedLock
 from luthier.packing.planned import take_groups
 from luthier.records import NOWHERE, Address, Sample
-from luthier.store.disk import Disk, Hold
+from luthier.store.disk import Disk, join_users
 from luthier.store.manifest import (
     ABOUT,
     FORMAT,
@@ -185,9 +186,8 @@ class SampleStore:
         self._manifest = manifest
         self._opened: deque[Shard] = deque() if before is None else before._opened
         self._key_index: KeyIndex = KeyIndex() if before is None else before._key_index
-        held = before is not None and before._hold.held
-        create = folder.is_dir()
-        self._hold: Hold = before._hold if before is not None and held else Hold(folder / USERS, create=create)
+        users = None if before is None else before._users
+        self._users: SharedLock = users if users and users.held else join_users(folder / USERS, create=folder.is_dir())
         known: list[Shard] = [] if before is None else before._shards
         new = [Shard(folder / entry.name, entry, self._opened) for entry in manifest.entries[len(known) :]]
         for shard in new:
@@ -407,10 +407,12 @@ class StoreWriter:
         self._pending: dict[bytes, EncodedSample] = {}
         self._pending_bytes = 0
         self._disk.make_folder(folder)
-        self._hold = Hold(folder / USERS)
+        self._users = join_users(folder / USERS)
         if not (folder / ABOUT).exists():
             told = {"luthier": __version__, "format": FORMAT, "fingerprint": fingerprint, **(about or {})}
-            self._disk.create_once(folder / ABOUT, json.dumps(told, indent=1).encode())
+            with self._disk.locked(folder / LOCK):
+                if not (folder / ABOUT).exists():
+                    self._disk.publish(folder / ABOUT, [json.dumps(told, indent=1).encode()], durable=False)
 
     def add(self, key: bytes, sample: EncodedSample) -> None:
         """Add a sample under its key; a key that is pending already keeps its sample."""

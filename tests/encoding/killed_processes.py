@@ -16,14 +16,15 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from luthier.store.shard import EncodedSample
+from luthier.store.shared_work import SharedWork
 from luthier.store.store import SampleStore, StoreWriter, row_key
-from luthier.store.work_list import WorkList
 
 FINGERPRINT = "ef" * 32
 NUM_UNITS = 400
@@ -74,16 +75,20 @@ def promise_forever(folder: Path, log: int, rng: random.Random) -> None:
 
 
 def work_forever(folder: Path, log: int, rng: random.Random) -> None:
-    """Claim and do units until all are done, and stay."""
-    work = WorkList(folder, NUM_UNITS, stale_after=60)  # the dead are found by their process ids
+    """Do units until there is a result of each, and stay."""
+    work = SharedWork(folder, NUM_UNITS)
+
+    def do(units: Iterator[int]) -> None:
+        for unit in units:
+            os.write(log, f"{unit}\n".encode())  # one call: whole or not at all
+            time.sleep(rng.random() * 0.004)
+            work.done(unit, result_of(unit))
+
+    do(work.take())
+    for _ in work.in_order(do):
+        pass
     while os.getppid() == PARENT:  # it must not outlive what started it
-        unit = work.claim()
-        if unit is None:
-            time.sleep(0.01)
-            continue
-        time.sleep(rng.random() * 0.004)
-        work.done(unit, result_of(unit))
-        os.write(log, f"{unit} {unit + 1}\n".encode())
+        time.sleep(0.01)
 
 
 def result_of(unit: int) -> bytes:
@@ -167,25 +172,23 @@ def kill_workers(folder: Path, cycles: int, workers: int) -> dict[str, int]:
     log = folder / "log"
     descriptor = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     rng = random.Random(2)
-    with WorkList(folder / "work", NUM_UNITS, stale_after=60) as work:  # never claims, so the dead must be replaced
+    with SharedWork(folder / "work", NUM_UNITS) as work:  # takes no unit, so the dead must be replaced
         running = [fork(work_forever, folder / "work", descriptor, seed) for seed in range(workers)]
         for cycle in range(cycles):
             time.sleep(rng.random() * 0.05)
             place = rng.randrange(workers)
             kill(running[place])
             running[place] = fork(work_forever, folder / "work", descriptor, workers + cycle)
-
-        def wait(seconds: float) -> None:
-            assert seconds < 10, "a dead process' unit was not taken over"
-
-        results = list(work.in_order(wait))
-        assert results == [result_of(unit) for unit in range(NUM_UNITS)]
-        again = sum(1 for claim in (folder / "work").glob("session-*/*/claims/*") if claim.suffix != ".0")
-        times = [int(line.split()[0]) for line in log.read_text().splitlines()]
+        deadline = time.monotonic() + 60
+        while any(work.result(unit) is None for unit in range(NUM_UNITS)):
+            assert time.monotonic() < deadline, "a dead process' unit was not taken over"
+            time.sleep(0.01)
+        assert [work.result(unit) for unit in range(NUM_UNITS)] == list(map(result_of, range(NUM_UNITS)))
+        begun = [int(line) for line in log.read_text().splitlines()]
         for pid in running:
             kill(pid)
-    assert not [path for path in (folder / "work").iterdir() if path.name.startswith("session")]
-    return {"cycles": cycles, "done": len(times), "units": len(set(times)), "taken_over": again}
+    assert not (folder / "work").exists()
+    return {"cycles": cycles, "units": len(set(begun)), "begun_again": len(begun) - len(set(begun))}
 
 
 if __name__ == "__main__":

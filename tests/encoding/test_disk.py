@@ -4,15 +4,17 @@ import errno
 import fcntl
 import os
 import threading
+import time
 
 import pytest
 
 from luthier.errors import StoreError
+from luthier.locks import SharedLock, only_user
 from luthier.store import disk as disk_module
-from luthier.store.disk import Disk, Hold, only_user
+from luthier.store.disk import Disk
 from luthier.store.shard import EncodedSample
+from luthier.store.shared_work import SharedWork
 from luthier.store.store import SampleStore, StoreWriter
-from luthier.store.work_list import WorkList
 
 ONE = EncodedSample(
     payload=bytes(8), num_tokens=1, has_weight=False, branches=((-1, 1),), leaf_lengths=(1,), leaf_targets=(0,)
@@ -26,47 +28,40 @@ def lacks(code):
     return call
 
 
-@pytest.mark.parametrize("code", [None, errno.EPERM, errno.ENOTSUP])
-def test_a_file_is_created_once_with_and_without_hard_links(tmp_path, monkeypatch, code):
-    if code is not None:
-        monkeypatch.setattr(disk_module.os, "link", lacks(code))
-    disk = Disk()
-    wins = []
+def test_without_locks_work_is_not_shared_and_it_is_told_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lacks(errno.ENOLCK))
+    with SharedWork(tmp_path / "work", 2) as work, pytest.raises(StoreError, match="lock") as caught:
+        next(work.take())
+    assert "no locks" in caught.value.hint
 
-    def race(number):
-        for place in range(30):
-            if disk.create_once(tmp_path / str(place), str(number).encode()):
-                wins.append((place, number))
 
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(4)]
+def test_one_of_many_holds_a_lock_and_the_others_are_told_who(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    inside = []
+
+    def hold(number):
+        with Disk().locked(path):
+            inside.append(number)
+            time.sleep(0.002)
+            inside.append(number)
+
+    threads = [threading.Thread(target=hold, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(place for place, _ in wins) == list(range(30))
-    assert all((tmp_path / str(place)).read_text() == str(number) for place, number in wins)
-    assert len(list(tmp_path.iterdir())) == 30
-    assert not disk.create_once(tmp_path / "no folder" / "file", b"")
+    assert inside[::2] == inside[1::2] and sorted(inside[::2]) == list(range(6))
 
-
-def test_a_link_whose_answer_was_lost_is_ours(tmp_path, monkeypatch):
-    link = os.link
-
-    def link_and_fail(source, target):
-        link(source, target)
-        raise FileExistsError(errno.EEXIST, "the server did it, the client asked twice")
-
-    monkeypatch.setattr(disk_module.os, "link", link_and_fail)
-    assert Disk().create_once(tmp_path / "file", b"mine")
-    assert (tmp_path / "file").read_bytes() == b"mine"
-
-
-def test_work_is_shared_without_hard_links_and_without_locks(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_module.os, "link", lacks(errno.EPERM))
-    monkeypatch.setattr(fcntl, "flock", lacks(errno.ENOLCK))
-    with WorkList(tmp_path, 2, heartbeat=False) as one, WorkList(tmp_path, 2, heartbeat=False) as two:
-        assert [one.claim(), two.claim(), one.claim()] == [0, 1, None]
-        assert two.done(1, b"x") and one.result(1) == b"x"
+    lock = Disk().try_lock(path)
+    assert Disk().try_lock(path) is None
+    monkeypatch.setattr(disk_module, "LONGEST_LOCK", 0.05)
+    with pytest.raises(StoreError) as caught, Disk().locked(path):
+        pass
+    assert isinstance(caught.value.__cause__, TimeoutError)
+    assert f"process {os.getpid()} on " in caught.value.message and "end that process" in caught.value.hint
+    lock.release()
+    with Disk().locked(path):
+        pass
 
 
 def test_without_locks_a_store_is_read_but_not_written(tmp_path, monkeypatch):
@@ -102,25 +97,27 @@ def test_a_rename_between_file_systems_says_so(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_holds_are_shared_and_end_with_their_objects(tmp_path):
+def test_shared_locks_end_with_their_objects(tmp_path):
     path = tmp_path / "users"
-    one, two = Hold(path), Hold(path)
+    one, two = SharedLock(path), SharedLock(path)
     for hold in (one, two):
         with only_user(path) as alone:
             assert not alone
         hold.close()
     with only_user(path) as alone:
         assert alone
-    assert Hold(tmp_path / "nowhere" / "users", create=False).held is False
+    with only_user(path), pytest.raises(TimeoutError, match=f"process {os.getpid()} on "):
+        SharedLock(path, seconds=0.05)
+    assert SharedLock(tmp_path / "nowhere" / "users", create=False).held is False
 
 
 def test_who_waits_for_a_store_that_is_removed_holds_the_one_that_follows(tmp_path):
     path = tmp_path / "store" / "users"
-    Hold(path).close()
+    SharedLock(path).close()
     held = []
     with only_user(path) as alone:
         assert alone
-        waiting = threading.Thread(target=lambda: held.append(Hold(path)))
+        waiting = threading.Thread(target=lambda: held.append(SharedLock(path)))
         waiting.start()
         os.rename(tmp_path / "store", tmp_path / "gone")
     waiting.join(10)

@@ -10,13 +10,12 @@ import pytest
 
 from luthier import __version__
 from luthier.errors import StoreError, UserError
+from luthier.locks import SharedLock
 from luthier.records import Branch, Sample
 from luthier.store.care import clean_stores, export_store, list_stores
-from luthier.store.disk import Hold
 from luthier.store.manifest import FORMAT, MANIFEST, WORK, store_folder
 from luthier.store.shard import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter, row_key
-from luthier.store.work_list import WorkList
 
 DAY = 86_400
 
@@ -135,7 +134,7 @@ def test_a_store_in_use_is_left_alone(tmp_path):
     age(folder, 90)
     before = everything(tmp_path)
     for user in (
-        Hold(folder / "users"),
+        SharedLock(folder / "users"),
         SampleStore.open(folder, fingerprint="a" * 64),
         StoreWriter(folder, fingerprint="a" * 64),
     ):
@@ -146,13 +145,6 @@ def test_a_store_in_use_is_left_alone(tmp_path):
         del user
     assert clean_stores(tmp_path, older_than=DAY).in_use == ()
     assert not folder.exists()
-
-
-def test_a_store_on_which_another_node_is_at_work_is_left_alone(tmp_path):
-    folder = make(tmp_path, "a", range(3))
-    with WorkList(folder / WORK / "list", 3, heartbeat=False):
-        assert clean_stores(tmp_path).in_use == (folder,)
-    assert clean_stores(tmp_path).in_use == ()
 
 
 def test_shards_stay_where_the_manifest_cannot_be_read(tmp_path):
