@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import filelock  # noqa: F401  the first lock imports it, which would be most of a child's life
 import numpy as np
 
 from luthier.store.shard import EncodedSample
