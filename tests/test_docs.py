@@ -27,7 +27,7 @@ from luthier.config.loading import load_config_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-GUIDES = [DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md"))]
+GUIDES = [ROOT / "README.md", DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md"))]
 STAND_INS = {
     "Qwen/Qwen2.5-7B-Instruct": "preset:tiny-qwen3",
     "Qwen/Qwen3-8B": "preset:tiny-qwen3",
@@ -94,6 +94,23 @@ def test_a_link_that_leads_nowhere_breaks_the_build(tmp_path: Path) -> None:
     assert done.returncode != 0 and "no-such-part" in done.stderr and "a-page" not in done.stderr
 
 
+# ---------------------------------------- the glossary
+
+
+def unused_terms(glossary: str, pages: str) -> list[str]:
+    """Terms that the glossary explains and no page uses."""
+    terms = re.findall(r"^### (.+)$", glossary, re.MULTILINE)
+    assert len(terms) > 40 and len(set(terms)) == len(terms)
+    return [term for term in terms if not re.search(rf"\b{re.escape(term)}(e?s)?\b", pages, re.IGNORECASE)]
+
+
+def test_each_term_of_the_glossary_stands_in_the_pages_and_is_explained_once() -> None:
+    glossary = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    pages = "\n".join(page.read_text("utf-8") for page in DOCS.rglob("*.md") if page.name != "glossary.md")
+    assert unused_terms(glossary, pages) == []
+    assert unused_terms(f"{glossary}\n### Quaternion\n", pages) == ["Quaternion"], "control"
+
+
 # ---------------------------------------- how-to pages
 
 
@@ -116,6 +133,8 @@ def test_what_a_guide_tells_to_do_works(
                 num_commands += 1
         elif block.title is not None:
             write_file(Path(block.title), block)
+        elif block.language == "python":
+            exec(compile(with_stand_ins(block.text), page.name, "exec"), {})
         else:
             assert block.language in ("", "console"), f"{page.name}: a block that no test runs: {block.text}"
     assert num_commands, f"{page.name} has no command"

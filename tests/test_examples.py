@@ -41,7 +41,7 @@ def first_model() -> Path:
 
 def test_the_readme_shows_a_run_that_loads() -> None:
     example, *others = re.findall(
-        r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
+        r"```yaml[^\n]*\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
     )
     for each in (example, *others):
         load_config_text(each, "run.yaml", check_paths=False)
@@ -55,7 +55,7 @@ def test_the_readme_quotes_the_message_that_is_printed(
     monkeypatch.chdir(tmp_path)
     Path("conversations.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    example, *_ = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    example, *_ = re.findall(r"```yaml[^\n]*\n(.*?)```", text, flags=re.DOTALL)
     Path("run.yaml").write_text(example.replace("learning_rate", "learing_rate"), encoding="utf-8")
     assert run(["config", "show", "run.yaml"]) == EXIT_USER
     assert capfd.readouterr().err.strip() in text
