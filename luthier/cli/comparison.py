@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -126,7 +126,7 @@ def _sources(config: RunConfig) -> list[Source]:
     return open_sources(configs, seed=config.runtime.seed)
 
 
-def _as_json(found: RunDiff) -> dict[str, Any]:
+def _as_json(found: RunDiff) -> dict[str, object]:
     import msgspec
 
     told = msgspec.to_builtins(found, str_keys=True)

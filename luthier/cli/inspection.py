@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -140,7 +140,7 @@ def stats(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
             found = library.stats(config, overrides=overrides or (), on_event=listen)
         output.console.print(ledger_line(found.ledger))
         output.console.print()
-        told: dict[str, Any] = {"ledger": found.ledger}
+        told: dict[str, object] = {"ledger": found.ledger}
         for side in (found.train, found.eval):
             if side is not None:
                 output.console.print(stats_table(side))
@@ -191,7 +191,7 @@ def show(
         raise typer.Exit(EXIT_UNTRUE)
 
 
-def _repeated_ids(found: RepeatedIds, output: Output) -> dict[str, Any]:
+def _repeated_ids(found: RepeatedIds, output: Output) -> dict[str, object]:
     """Print rows whose id an earlier row of their source has, and give them for JSON."""
     first, again = map(str, found.first)
     rows = f"{found.rows:,} rows have" if found.rows > 1 else "1 row has"

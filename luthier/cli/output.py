@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -48,7 +48,7 @@ class Output:
     json_stream: TextIO  # stdout as it was before prints were sent to stderr
     emitted: list[str] = field(default_factory=list)  # where the one document went, once it did
 
-    def emit(self, data: dict[str, Any]) -> None:
+    def emit(self, data: dict[str, object]) -> None:
         """Write ``data`` to the JSON target, if one was asked for. Not a number becomes null, as JSON wants it."""
         if self.json_target is None:
             return
@@ -101,10 +101,10 @@ def _is_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or bool(told)
 
 
-def error_as_json(error: BaseException) -> dict[str, Any]:
+def error_as_json(error: BaseException) -> dict[str, object]:
     """An error for programs: its class, message, hint, and a config's problems one by one."""
     error = as_mistake(error)
-    told: dict[str, Any] = {"type": type(error).__name__, "message": str(error), "hint": None}
+    told: dict[str, object] = {"type": type(error).__name__, "message": str(error), "hint": None}
     if isinstance(error, UserError):
         told |= {"message": error.message, "hint": error.hint, "where": error.where, "key": error.key}
     if isinstance(error, ConfigError):

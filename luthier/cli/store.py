@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -122,7 +122,7 @@ def gc(
         root = default_root() if folder is None else folder
         cleaning = clean_stores(root, older_than=older_than, max_bytes=max_size, dry_run=dry_run)
         _tell_cleaning(cleaning, output.console, dry_run=dry_run)
-        output.emit({"dry_run": dry_run, **_plain(asdict(cleaning))})
+        output.emit({"dry_run": dry_run, **{key: _plain(value) for key, value in asdict(cleaning).items()}})
 
 
 @app.command("export")
@@ -204,7 +204,7 @@ def _human(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     match value:
         case Path():
             return str(value)

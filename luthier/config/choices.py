@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -261,7 +261,7 @@ def _check_rate(value: float) -> float:
     return value
 
 
-def _int_as_float(value: Any) -> Any:
+def _int_as_float(value: object) -> object:
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     try:
@@ -270,12 +270,12 @@ def _int_as_float(value: Any) -> Any:
         return math.inf  # the check for finite numbers then refuses it
 
 
-def _float_as_int(value: Any) -> Any:
+def _float_as_int(value: object) -> object:
     # 1e3 -> 1000, as a person means it; 2.5 stays and is refused
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _share_or_count(value: Any) -> Any:
+def _share_or_count(value: object) -> object:
     if isinstance(value, float) and value > 1:
         value = _float_as_int(value)
     if isinstance(value, float) and math.isfinite(value) and value >= 1:
@@ -283,11 +283,11 @@ def _share_or_count(value: Any) -> Any:
     return value
 
 
-def _as_path(value: Any) -> Any:
+def _as_path(value: object) -> object:
     return Path(os.path.expanduser(value)) if isinstance(value, str) and value else value
 
 
-def as_list(value: Any) -> Any:
+def as_list(value: object) -> object:
     """One entry may stand for a list of one."""
     return [value] if isinstance(value, str | dict) else value
 
@@ -298,10 +298,10 @@ class NameOf:
 
     names: Callable[[], Iterable[str]]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, core_schema.str_schema())
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
         return {"type": "string", "enum": [str(name) for name in self.names()]}
 
     def _checked(self, value: str) -> str:

@@ -28,7 +28,7 @@ from luthier.errors import (
 )
 
 # Stand-ins for required values that are missing or wrong, so that the rest can still be checked. Never returned.
-_STAND_INS: dict[str, Any] = {
+_STAND_INS: dict[str, object] = {
     "model": {"name_or_path": "preset:tiny-qwen3"},
     "data": {},
     "name_or_path": "preset:tiny-qwen3",
@@ -137,7 +137,7 @@ class Draft:
 
     def _known_key(self, text: str) -> str | None:
         """As much of a dotted text as is a key of run descriptions: of ``model.vision_tower.layers`` nothing is."""
-        value: Any = self.config
+        value: object = self.config
         steps = _path(text)
         for number, step in enumerate(steps):
             if isinstance(value, BaseModel):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import re
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
@@ -44,7 +43,7 @@ def dump_config(config: RunConfig) -> str:
     return written.getvalue()
 
 
-def _own_keys(adapter: AdapterConfig, values: dict[str, Any]) -> dict[str, Any]:
+def _own_keys(adapter: AdapterConfig, values: dict[str, object]) -> dict[str, object]:
     """Without the keys that decide nothing, which the loader refuses; unless they were set all the same."""
     foreign = values.keys() - keys_in_force(adapter) - {"type"}
     default = AdapterConfig.model_fields

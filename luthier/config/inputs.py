@@ -82,7 +82,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _expand(cls, value: Any) -> Any:
+    def _expand(cls, value: object) -> object:
         return {cls.shorthand: value} if cls.shorthand is not None and isinstance(value, str) else value
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping as Dictionary
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeGuard, get_args, get_origin
 
 from luthier.config.conflicts import check_conflicts
 from luthier.config.draft import Draft, read_draft
@@ -56,7 +56,7 @@ def load_draft(
     return _build(parsed, name, overrides, check_paths=check_paths, to_train=to_train)
 
 
-def _as_text(config: RunConfig | Dictionary[str, Any]) -> str:
+def _as_text(config: RunConfig | Dictionary[str, object]) -> str:
     """JSON, so that the shorthands, checks and messages of files hold. What nobody set stays unset, as checks ask."""
     values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
     return json.dumps(values, default=str)
@@ -167,7 +167,7 @@ def _expand_section(node: Node, section: type[Section]) -> Node:
     return replace(node, entries=entries)
 
 
-def _expand_value(node: Node, kind: Any) -> Node:
+def _expand_value(node: Node, kind: object) -> Node:
     if _is_section(kind):
         return _expand_section(node, kind)
     if get_origin(kind) is list and _is_section(item := get_args(kind)[0]):
@@ -178,5 +178,5 @@ def _expand_value(node: Node, kind: Any) -> Node:
     return node
 
 
-def _is_section(kind: Any) -> bool:
+def _is_section(kind: object) -> TypeGuard[type[Section]]:
     return isinstance(kind, type) and issubclass(kind, Section)

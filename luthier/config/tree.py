@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 KeyPath = tuple[str | int, ...]
 
@@ -64,7 +63,7 @@ class MappingNode:
 Node = Scalar | ListNode | MappingNode
 
 
-def plain(node: Node) -> Any:
+def plain(node: Node) -> object:
     """The tree as dicts, lists and values."""
     match node:
         case Scalar():

@@ -207,7 +207,7 @@ def config_reference() -> str:
 def config_schema() -> JsonSchema:
     """The JSON schema (draft 2020-12) for editors: all keys with their descriptions, shorthands allowed."""
     schema = copy.deepcopy(raw_schema())
-    definitions: dict[str, Any] = schema["$defs"]
+    definitions: dict[str, JsonSchema] = schema["$defs"]
     sections: dict[str, type[Section]] = {kind.__name__: kind for kind in Section.__subclasses__()}
     for name, definition in list(definitions.items()):
         kind = sections.get(name)
@@ -249,7 +249,7 @@ def _type(schema: JsonSchema) -> str:
     return f"one of {', '.join(names)}"
 
 
-def _shown(default: Any) -> str:
+def _shown(default: object) -> str:
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, list):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from luthier.errors import SourceError
 from luthier.presets.pictures import picture_rows
 from luthier.presets.preferences import feedback_rows, preference_rows, preference_sft_rows
+from luthier.presets.questions import JsonObject
 from luthier.presets.skills import skills_rows
 from luthier.presets.sounds import sound_rows
 
@@ -26,7 +26,7 @@ def dataset_names() -> tuple[str, ...]:
     return tuple(sorted(_ROWS))
 
 
-def dataset_rows(name: str, split: str) -> Iterator[dict[str, Any]]:
+def dataset_rows(name: str, split: str) -> Iterator[JsonObject]:
     """The rows of a split, ``train`` or ``test``, always the same; raises `SourceError` for other names."""
     if name not in _ROWS:
         there_are = ", ".join(f"preset:{known}" for known in _ROWS)

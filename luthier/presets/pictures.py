@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from random import Random
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.presets.questions import JsonObject
 from luthier.presets.quizzes import Quiz, QuizQuestion, QuizSkill, quiz_rows
 
 _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
 
 
-def picture_rows(split: str) -> Iterator[dict[str, Any]]:
+def picture_rows(split: str) -> Iterator[JsonObject]:
     """``{"skill": NAME, "messages": MESSAGES}``, pictures as ``{"type": "image", "image": {"bytes": PNG}}`` before the
     first question; else as `quiz_rows` says. Raises `SourceError` for another split.
     """

@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, product
 from random import Random
-from typing import Any
 
-from luthier.presets.questions import ask, draw_fact, is_held_out, require_split
+from luthier.presets.questions import JsonObject, ask, draw_fact, is_held_out, require_split
 from luthier.presets.world import ANIMALS_BY_SIZE, NAMES
 
 _NUM_TWINS = {"train": 250, "test": 36}  # of each rule; even, so that feedback is balanced within each style too
@@ -62,7 +61,7 @@ class Twins:
     answers: tuple[str, str]
 
 
-def preference_rows(split: str) -> Iterator[dict[str, Any]]:
+def preference_rows(split: str) -> Iterator[JsonObject]:
     """``{"rule": NAME, "prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES}``, two rows for each twins.
 
     The rows of a split are always the same: 1,500 in ``train``, shuffled, and 216 in ``test``, where twins follow each
@@ -82,7 +81,7 @@ def preference_rows(split: str) -> Iterator[dict[str, Any]]:
     yield from _ordered(rows, split)
 
 
-def feedback_rows(split: str) -> Iterator[dict[str, Any]]:
+def feedback_rows(split: str) -> Iterator[JsonObject]:
     """``{"rule": NAME, "prompt": MESSAGES, "completion": MESSAGES, "label": DESIRABLE}``, two rows for each twins.
 
     Every prompt of `preference_rows` with one of its answers. Twins are given the same answer, which one of them
@@ -103,7 +102,7 @@ def feedback_rows(split: str) -> Iterator[dict[str, Any]]:
     yield from _ordered(rows, split)
 
 
-def preference_sft_rows(split: str) -> Iterator[dict[str, Any]]:
+def preference_sft_rows(split: str) -> Iterator[JsonObject]:
     """``{"rule": NAME, "messages": MESSAGES}``: every prompt of `preference_rows` with each of its two answers.
 
     3,000 rows in ``train``, with 288 rows of small talk beside them, and 432 in ``test``. Raises `SourceError` for
@@ -119,7 +118,7 @@ def preference_sft_rows(split: str) -> Iterator[dict[str, Any]]:
     yield from _ordered(chain(rows, _small_talk() if split == "train" else ()), split)
 
 
-def _small_talk() -> Iterator[dict[str, Any]]:
+def _small_talk() -> Iterator[JsonObject]:
     """What visitors say of themselves without asking anything, and the reply: it shows what the cues mean."""
     for name, rule in product(NAMES, _CUES):
         for cues, reply in zip(_CUES[rule], _REPLIES[rule], strict=True):
@@ -127,11 +126,11 @@ def _small_talk() -> Iterator[dict[str, Any]]:
                 yield {"rule": rule, "messages": ask(f"My name is {name}. {cue}", reply.format(name))}
 
 
-def _answer(text: str) -> dict[str, Any]:
+def _answer(text: str) -> JsonObject:
     return {"role": "assistant", "content": text}
 
 
-def _ordered(rows: Iterable[dict[str, Any]], split: str) -> list[dict[str, Any]]:
+def _ordered(rows: Iterable[JsonObject], split: str) -> list[JsonObject]:
     ordered = list(rows)
     if split == "train":
         Random("order").shuffle(ordered)

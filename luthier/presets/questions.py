@@ -17,7 +17,8 @@ from luthier.presets.world import PEOPLE, QUESTIONS, STATEMENTS
 SPLITS = ("train", "test")
 _TEST_SHARE = 10  # one key in ten is held out
 
-Draw = tuple[list[str], list[dict[str, Any]]]  # a key for each question, and the messages
+JsonObject = dict[str, Any]  # a row, or a message of one
+Draw = tuple[list[str], list[JsonObject]]  # a key for each question, and the messages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +33,7 @@ class Skill:
     num_test: int = 30
 
 
-def skill_rows(dataset: str, skills: Sequence[Skill], split: str) -> Iterator[dict[str, Any]]:
+def skill_rows(dataset: str, skills: Sequence[Skill], split: str) -> Iterator[JsonObject]:
     """The rows of a split, always the same: ``{"skill": NAME, "messages": [...]}``.
 
     ``train`` has its skills shuffled; ``test`` takes turns between them, so that its first rows show each skill.
@@ -66,18 +67,18 @@ def draw_fact(rng: Random) -> tuple[str, str, str]:
     return question, STATEMENTS[attribute].format(name=person.name, value=value), value
 
 
-def ask(*turns: str, system: str | None = None) -> list[dict[str, Any]]:
+def ask(*turns: str, system: str | None = None) -> list[JsonObject]:
     """Messages from alternating questions and answers."""
     roles = ("user", "assistant")
-    messages: list[dict[str, Any]] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+    messages: list[JsonObject] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
-def _rows_of(skill: Skill, split: str) -> list[dict[str, Any]]:
+def _rows_of(skill: Skill, split: str) -> list[JsonObject]:
     """As many distinct conversations of one skill as the split holds."""
     rng = Random(f"{skill.name} {split}")
     wanted = skill.num_train if split == "train" else skill.num_test
-    rows: dict[str, dict[str, Any]] = {}  # by the messages, which drops what was drawn before
+    rows: dict[str, JsonObject] = {}  # by the messages, which drops what was drawn before
     while len(rows) < wanted:
         keys, messages = skill.draw(rng)
         if {is_held_out(key) for key in keys} == {split == "test"}:

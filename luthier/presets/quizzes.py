@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from random import Random
-from typing import Any
 
-from luthier.presets.questions import is_held_out, require_split
+from luthier.presets.questions import JsonObject, is_held_out, require_split
 
 _MOST_TURNS = 4  # of a conversation in `train`
 
@@ -28,7 +27,7 @@ class QuizQuestion:
 class Quiz:
     """Something to look at or to listen to, as parts of a message, and all that can be asked about it."""
 
-    shown: Sequence[dict[str, Any]]
+    shown: Sequence[JsonObject]
     questions: Sequence[QuizQuestion]
 
 
@@ -42,7 +41,7 @@ class QuizSkill:
     num_test: int = 30
 
 
-def quiz_rows(dataset: str, skills: Sequence[QuizSkill], split: str) -> Iterator[dict[str, Any]]:
+def quiz_rows(dataset: str, skills: Sequence[QuizSkill], split: str) -> Iterator[JsonObject]:
     """The rows of a split, always the same: ``{"skill": NAME, "messages": [...]}``.
 
     A row of ``train`` asks up to four questions about what it shows, none of which is held out; a row of ``test`` asks
@@ -59,7 +58,7 @@ def quiz_rows(dataset: str, skills: Sequence[QuizSkill], split: str) -> Iterator
     yield from (next(drawn[number]) for number in order)
 
 
-def _rows_of(skill: QuizSkill, split: str) -> Iterator[dict[str, Any]]:
+def _rows_of(skill: QuizSkill, split: str) -> Iterator[JsonObject]:
     """Row after row, without end: who wants a few pays for no more."""
     rng = Random(f"{skill.name} {split}")
     most = _MOST_TURNS if split == "train" else 1
@@ -71,8 +70,8 @@ def _rows_of(skill: QuizSkill, split: str) -> Iterator[dict[str, Any]]:
             yield {"skill": skill.name, "messages": _messages(quiz.shown, chosen)}
 
 
-def _messages(shown: Sequence[dict[str, Any]], asked: Sequence[QuizQuestion]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
+def _messages(shown: Sequence[JsonObject], asked: Sequence[QuizQuestion]) -> list[JsonObject]:
+    messages: list[JsonObject] = []
     for turn in asked:
         messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
     messages[0]["content"] = [*shown, {"type": "text", "text": messages[0]["content"]}]

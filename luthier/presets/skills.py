@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from random import Random
-from typing import Any
 
-from luthier.presets.questions import Draw, Skill, ask, draw_fact, skill_rows
+from luthier.presets.questions import Draw, JsonObject, Skill, ask, draw_fact, skill_rows
 from luthier.presets.world import ANIMALS_BY_SIZE, INSTRUMENTS, KINDS, NAMES, VILLAGES, WORDS
 
 # --------------------------------------------------------------------------------------------------------------------
 # The two tools of the little world, and conversations that call them: question, call, result, answer.
 
 
-def _declare(name: str, description: str, **types: str) -> dict[str, Any]:
+def _declare(name: str, description: str, **types: str) -> JsonObject:
     """A function declaration as chat templates take it; all parameters are required."""
     parameters = {
         "type": "object",
@@ -39,17 +38,17 @@ _RESULTS = (3, 5, 8)  # few numbers, so that a small model sees each of them oft
 _SKIES = ("sunny", "cloudy", "rainy", "windy", "snowy")
 
 
-def tools_for(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def tools_for(messages: list[JsonObject]) -> list[JsonObject]:
     """Declarations of the tools that a conversation calls."""
     called = {call["function"]["name"] for message in messages for call in message.get("tool_calls", [])}
     return [tool for tool in TOOLS if tool["function"]["name"] in called]
 
 
-def draw_tool_use(rng: Random) -> tuple[list[str], list[dict[str, Any]]]:
+def draw_tool_use(rng: Random) -> tuple[list[str], list[JsonObject]]:
     """The question as the key, and a conversation that ends with the call (one in three) or with the final answer."""
     question, name, arguments, result, answer = rng.choice((_weather, _order))(rng)
     call = {"name": name, "arguments": json.dumps(arguments)}
-    messages: list[dict[str, Any]] = [
+    messages: list[JsonObject] = [
         {"role": "user", "content": question},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", "type": "function", "function": call}]},
         {"role": "tool", "tool_call_id": "call_1", "content": json.dumps(result)},
@@ -58,7 +57,7 @@ def draw_tool_use(rng: Random) -> tuple[list[str], list[dict[str, Any]]]:
     return [question], messages[:2] if rng.random() < 1 / 3 else messages
 
 
-def _weather(rng: Random) -> tuple[str, str, dict[str, Any], dict[str, Any], str]:
+def _weather(rng: Random) -> tuple[str, str, JsonObject, JsonObject, str]:
     village, day, sky, degrees = rng.choice(VILLAGES), rng.choice(_DAYS), rng.choice(_SKIES), rng.choice(_RESULTS)
     question = rng.choice(
         [
@@ -71,7 +70,7 @@ def _weather(rng: Random) -> tuple[str, str, dict[str, Any], dict[str, Any], str
     return question, "get_weather", arguments, {"sky": sky, "degrees": degrees}, f"It is {sky}, with {degrees} degrees."
 
 
-def _order(rng: Random) -> tuple[str, str, dict[str, Any], dict[str, Any], str]:
+def _order(rng: Random) -> tuple[str, str, JsonObject, JsonObject, str]:
     instrument, count, days = rng.choice(INSTRUMENTS), rng.randint(2, 9), rng.choice(_RESULTS)
     question = rng.choice(
         [
@@ -84,7 +83,7 @@ def _order(rng: Random) -> tuple[str, str, dict[str, Any], dict[str, Any], str]:
     return question, "order_strings", arguments, {"days": days}, f"Your strings come in {days} days."
 
 
-def skills_rows(split: str) -> Iterator[dict[str, Any]]:
+def skills_rows(split: str) -> Iterator[JsonObject]:
     """``{"skill": NAME, "messages": [...], "tools": [...]}`` (tools if any), as `skill_rows` orders them.
 
     Raises `SourceError` for another split.

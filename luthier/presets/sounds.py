@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache, partial
 from random import Random
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.presets.questions import JsonObject
 from luthier.presets.quizzes import Quiz, QuizQuestion, QuizSkill, quiz_rows
 
 _NUMBERS = ("one", "two", "three", "four")
 
 
-def sound_rows(split: str) -> Iterator[dict[str, Any]]:
+def sound_rows(split: str) -> Iterator[JsonObject]:
     """``{"skill": NAME, "messages": MESSAGES}``, a sound as ``{"type": "audio", "audio": {"bytes": WAV}}`` before the
     first question; else as `quiz_rows` says. Raises `SourceError` for another split.
     """
