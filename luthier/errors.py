@@ -192,3 +192,20 @@ class RowForbidden(RowError):
     def stop(self) -> UserError:
         """What the run ends with."""
         return UserError(str(self), hint="take such rows out, or allow it: the section media says what rows may open")
+
+
+PlainRowError = tuple[str, str, str, str | None]  # class, reason, detail, field
+
+
+def plain_error(error: RowError) -> PlainRowError:
+    """What a file or another process is told of an error, beside the row's address; `row_error` reads it back."""
+    return type(error).__name__, error.reason, error.detail, error.field
+
+
+def row_error(plain: PlainRowError, address: Address) -> RowError:
+    """The error that `plain_error` told of, for the row at this address."""
+    kind, reason, detail, field = plain
+    return _ROW_ERRORS[kind](reason, detail, address=address, field=field)
+
+
+_ROW_ERRORS = {kind.__name__: kind for kind in (RowError, RowDropped, RowForbidden)}

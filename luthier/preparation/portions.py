@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.errors import RowDropped, RowError
+from luthier.errors import RowError, plain_error, row_error
 from luthier.ledger import Ledger
 from luthier.records import Address
 from luthier.sources import RowBytes, Source
@@ -76,7 +76,7 @@ class ResolvedPortion:
         message["id_digests"] = self.id_digests.tobytes()
         message["new_files"] = self.new_files
         message["ledger"] = self.ledger.to_json()
-        message["lost"] = [(row.place, _plain_error(row.error), row.raw) for row in self.lost]
+        message["lost"] = [(row.place, plain_error(row.error), row.error.address, row.raw) for row in self.lost]
         return msgspec.msgpack.encode(message)
 
     @classmethod
@@ -89,20 +89,11 @@ class ResolvedPortion:
             id_digests=np.frombuffer(message["id_digests"], np.uint64),
             new_files=tuple(message["new_files"]),
             ledger=Ledger.from_json(message["ledger"]),
-            lost=tuple(LostRow(place=place, error=_error(error), raw=raw) for place, error, raw in message["lost"]),
+            lost=tuple(
+                LostRow(place=place, error=row_error(error, Address(**address)), raw=raw)
+                for place, error, address, raw in message["lost"]
+            ),
         )
-
-
-def _plain_error(error: RowError) -> tuple[bool, str, str, str, int, str | None]:
-    assert error.address is not None, f"a lost row without an address: {error}"
-    dropped = isinstance(error, RowDropped)
-    return dropped, error.reason, error.detail, error.address.file, error.address.row, error.field
-
-
-def _error(plain: tuple[bool, str, str, str, int, str | None]) -> RowError:
-    dropped, reason, detail, file, row, field = plain
-    kind = RowDropped if dropped else RowError
-    return kind(reason, detail, address=Address(file=file, row=row), field=field)
 
 
 # --------------------------------------------------------------------------------------------------------------------

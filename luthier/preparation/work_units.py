@@ -10,6 +10,7 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -19,7 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from luthier.errors import RowDropped, RowError, StoreError
+from luthier.errors import PlainRowError, RowError, StoreError, plain_error, row_error
 from luthier.ledger import Ledger
 from luthier.preparation.portions import Ints, LostRow, ResolvedPortion
 from luthier.preparation.resolver import conversion_of
@@ -272,23 +273,8 @@ class LostEntry(msgspec.Struct, frozen=True, array_like=True):
     """A row that is lost, by its place in the unit."""
 
     place: int
-    dropped: bool
-    reason: str
-    detail: str
-    field: str | None
+    error: PlainRowError
     raw: bytes | None
-
-    @classmethod
-    def of(cls, row: LostRow, place: int) -> LostEntry:
-        """The entry of a row whose place in its unit is this."""
-        error = row.error
-        dropped = isinstance(error, RowDropped)
-        return cls(place, dropped, error.reason, error.detail, error.field, row.raw)
-
-    def at(self, address: Address) -> RowError:
-        """The error, for the row that is now at this address."""
-        kind = RowDropped if self.dropped else RowError
-        return kind(self.reason, self.detail, address=address, field=self.field)
 
 
 class UnitResult(msgspec.Struct, frozen=True, array_like=True):
@@ -313,7 +299,7 @@ class UnitResult(msgspec.Struct, frozen=True, array_like=True):
         place = 0
         for portion in portions:
             notes.update(portion.ledger.notes)
-            lost.extend(LostEntry.of(row, place + row.place) for row in portion.lost)
+            lost.extend(LostEntry(place + row.place, plain_error(row.error), row.raw) for row in portion.lost)
             place += len(portion)
         own_file = isinstance(unit.unit, LineUnit)
         numbers, file_ids = np.unique(_joined([portion.file_ids for portion in portions]), return_inverse=True)
@@ -371,7 +357,7 @@ class Placing:
         lost = []
         for row in result.lost:
             address = Address(file=names[int(file_ids[row.place])], row=int(row_numbers[row.place]))
-            lost.append(LostRow(place=row.place, error=row.at(address), raw=row.raw))
+            lost.append(LostRow(place=row.place, error=row_error(row.error, address), raw=row.raw))
             ledger.lose(lost[-1].error)
         first, self._num_rows = self._num_rows, self._num_rows + len(result)
         return ResolvedPortion(
@@ -402,7 +388,9 @@ class RememberedUnits:
     def find(self, digest: str, store: SampleStore) -> bytes | None:
         """The encoded result of a unit with the same bytes, if there is a sound one and the store has all of it."""
         encoded = self._disk.read_sealed(self._folder / digest)
-        return None if encoded is None or decode_result(encoded).sample_ids(store) is None else encoded
+        with suppress(StoreError):  # what another version of Luthier wrote is encoded again
+            return None if encoded is None or decode_result(encoded).sample_ids(store) is None else encoded
+        return None
 
     def keep(self, digest: str, encoded: bytes) -> None:
         """Keep the result of a unit with these bytes. Raises `StoreError`."""

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.errors import RowError, SourceError
+from luthier.errors import PlainRowError, RowError, SourceError, plain_error, row_error
 from luthier.locks import locked
 from luthier.records import SAMPLES_VERSION, Address
 from luthier.sources.files import DataFile
@@ -32,7 +32,7 @@ from luthier.writing import whole_file
 _HEAD = struct.Struct("<I")  # a checksum of all that follows in the record
 _BODY = struct.Struct("<QB")  # the row's number in its file; 1 for an error
 _FOOT = struct.Struct("<QQI8s")  # how many offsets, how many steps (see `Ascending`), their checksum, the magic
-_MAGIC = b"LUTHROWS"
+_MAGIC = b"LUTHROW2"
 _OFFSETS_PER_ADD = 4096
 LONGEST_SPOOLING = 14_400.0  # seconds in which another process reads the whole file, which may be some TB
 
@@ -68,8 +68,7 @@ class SpooledRows:
         address = Address(file=self.file.path, row=number)
         if not is_error:
             return RowBytes(raw=record[head:], address=address)
-        reason, detail, field = msgspec.json.decode(record[head:], type=tuple[str, str, str | None])
-        return RowError(reason, detail, address=address, field=field)
+        return row_error(msgspec.json.decode(record[head:], type=PlainRowError), address)
 
 
 def index_by_spool(file: DataFile, rows: Iterable[RowBytes | RowError], folder: Path | None) -> SpooledRows:
@@ -130,7 +129,7 @@ def _record(row: RowBytes | RowError) -> bytes:
         number, is_error, body = row.address.row, 0, row.raw
     else:
         assert row.address is not None, f"a reader gave an error without an address: {row}"
-        number, is_error, body = row.address.row, 1, msgspec.json.encode((row.reason, row.detail, row.field))
+        number, is_error, body = row.address.row, 1, msgspec.json.encode(plain_error(row))
     content = _BODY.pack(number, is_error) + body
     return _HEAD.pack(crc32(content)) + content
 

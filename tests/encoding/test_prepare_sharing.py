@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,6 +20,7 @@ from luthier.records import Branch, Sample
 from luthier.sources import RowBytes, open_sources, text_files
 from luthier.sources.files import find_files
 from luthier.sources.origins import LocalFiles
+from luthier.store.disk import Disk
 
 
 @dataclass
@@ -241,7 +243,7 @@ def test_another_file_with_the_same_bytes_is_known_and_has_its_own_addresses(tmp
     assert all(str(other) in text for texts in again.train.ledger.examples.values() for text in texts)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "lose the samples"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "another version", "lose the samples"])
 def test_what_is_remembered_is_not_needed_and_not_believed_when_damaged(tmp_path, small_units, damage):
     path = rows_for(tmp_path)
     first = account(prepare(config_of(tmp_path, path), SlowLetterEncoder()))
@@ -257,6 +259,8 @@ def test_what_is_remembered_is_not_needed_and_not_believed_when_damaged(tmp_path
                 file.write_bytes(raw[:-1])
             case "remove":
                 file.unlink()
+            case "another version":
+                Disk().publish_sealed(file, msgspec.msgpack.encode([1, b"", "of another layout"]))
     if damage == "lose the samples":
         for manifest in (tmp_path / "store").glob("*/manifest.json"):
             manifest.unlink()

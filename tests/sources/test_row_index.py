@@ -11,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.feather
@@ -20,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luthier.config.schema import Format, SourceConfig
-from luthier.errors import RowError, SourceError
+from luthier.errors import PlainRowError, RowError, SourceError, plain_error, row_error
+from luthier.records import Address
 from luthier.sources import RowBytes, RowIndex, Source, columnar, open_sources, record_spool, row_index
 from luthier.sources.open_files import Ascending, AscendingBuilder, LineNumbersBuilder
 from tests.conftest import examples
@@ -492,3 +494,12 @@ def test_a_disk_without_room_is_reported_and_nothing_stays(tmp_path: Path, monke
             source.index()
     assert [file.suffix for file in spool.iterdir()] == [".lock"]
     assert_same_rows(source, spool)
+
+
+@pytest.mark.parametrize("kind", [RowError, *RowError.__subclasses__()])
+def test_every_kind_of_row_error_comes_back_as_it_was(kind: type[RowError]) -> None:
+    address = Address(file="a.jsonl", row=7)
+    error = kind("some_reason", "detail: \u00e4\n", address=address, field="messages[1]")
+    sent = msgspec.json.decode(msgspec.json.encode(plain_error(error)), type=PlainRowError)
+    found = row_error(sent, address)
+    assert (type(found), str(found)) == (kind, str(error))
