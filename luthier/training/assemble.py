@@ -46,7 +46,7 @@ from luthier.training.streams import (
     sharing,
     train_stream,
 )
-from luthier.training.trainer import LuthierTrainer, TrainerParts
+from luthier.training.trainer import Trainer, TrainerParts
 
 BASE_FOLDER = "base"  # a base model with random weights, which an adapter would be lost without
 
@@ -125,7 +125,7 @@ def make_trainer(
     *,
     first_step: int | None,
     hooks: Hooks,
-) -> LuthierTrainer:
+) -> Trainer:
     """The trainer, ready to run. ``first_step`` is where a resumed run goes on, None where a run begins."""
     world = hooks.stop.world
     media = choose_media(config, data, run_model.loaded.model, run_model.media, schedule, hooks)
@@ -166,13 +166,16 @@ def make_trainer(
         save_total_limit=config.output.save_total_limit,
         keep_best=config.eval.load_best_model_at_end,
         meter=meter,
+        processing_class=artifacts.transformers_tokenizer(tokenizer) if hooks.callbacks else None,
         # a checkpoint holds the adapter as it is trained; the conversion is for the final one
         save_model=lambda folder, weights: artifacts.save_model(
             run_model.model, folder, tokenizer, processor=run_model.processor, weights=weights
         ),
         save_state=save_state,
     )
-    return check_in_force(LuthierTrainer(run_model.model, arguments, parts, callbacks), run_precision(config))
+    trainer = Trainer(run_model.model, arguments, parts, callbacks)
+    check_in_force(trainer.accelerator, run_precision(config))
+    return trainer
 
 
 def _callbacks(
@@ -194,7 +197,7 @@ def _callbacks(
     return [*callbacks, *hooks.callbacks]
 
 
-def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrainer) -> ModelSummary:
+def summarise_model(config: RunConfig, run_model: RunModel, trainer: Trainer) -> ModelSummary:
     """The model in words and numbers."""
     plain = run_model.loaded.model
     total, trainable = adapters.count_parameters(run_model.model)
@@ -204,7 +207,7 @@ def summarise_model(config: RunConfig, run_model: RunModel, trainer: LuthierTrai
         parameters=total,
         trainable_parameters=trainable,
         dtype=weight_types(run_model.model),
-        precision=computed_in(trainer, plain),
+        precision=computed_in(trainer.accelerator, plain),
         attn_implementation=text_attention(plain),  # that which keeps segments apart
         head_kernel=kernel_name(trainer.parts.losses.forward.head),
         device=str(trainer.args.device),

@@ -13,10 +13,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from luthier.config.schema import EvalConfig, RunConfig, Strategy
 from luthier.loader.plan import StreamPlan
 from luthier.training.losses.mean_losses import by_source
+from luthier.training.optimizer import UPDATES_IN_BACKWARD
 from luthier.training.report.events import EventListener, Note, Saved, Started, StepDone
 from luthier.training.report.result import EvalRecord, StepRecord
-
-NO_NORM = ("lomo", "adalomo")  # they update within the backward pass, and no gradient is left to be measured
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,13 +58,13 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
         state.epoch = self.schedule.epoch_after(step)
         last = self.schedule.is_last(step - 1)
         stop = self.asked_to_stop()
-        control.should_log = last or stop or step % self.config.tracking.logging_steps == 0
         evaluation, output = self.config.eval, self.config.output
-        control.should_evaluate = (
-            self.evaluates and not stop and self._due(evaluation.strategy, evaluation.steps, step, last)
-        )
-        control.should_save = stop or self._due(output.save_strategy, output.save_steps, step, last)
-        control.should_training_stop = control.should_training_stop or stop or last
+        # another callback may have switched on what is not due
+        control.should_log |= last or stop or step % self.config.tracking.logging_steps == 0
+        control.should_evaluate |= self.evaluates and self._due(evaluation.strategy, evaluation.steps, step, last)
+        control.should_evaluate &= not stop
+        control.should_save |= stop or self._due(output.save_strategy, output.save_steps, step, last)
+        control.should_training_stop |= stop or last
 
     def _due(self, strategy: Strategy, every: int, step: int, last: bool) -> bool:
         match strategy:
@@ -126,7 +125,7 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         """A logging step, or an evaluation; other logs of the trainer are its own affair."""
         logs = logs or {}
         if "loss" in logs:
-            self.tell(self._step_record(state, logs, has_norm=args.optim not in NO_NORM))
+            self.tell(self._step_record(state, logs, has_norm=args.optim not in UPDATES_IN_BACKWARD))
         elif "eval_loss" in logs:
             self.tell(eval_record(state, logs, self.measured))
 

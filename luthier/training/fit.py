@@ -43,6 +43,7 @@ from luthier.training.folder.checkpoint import (
     read_json,
     replacing,
     set_aside_broken,
+    taking_over,
 )
 from luthier.training.generate import Question, answer_all, choose_questions
 from luthier.training.hooks import Hooks, StopAgreement
@@ -56,7 +57,6 @@ from luthier.training.report.result import LOG_FILE, RunResult
 from luthier.training.schedule import FEW_STEPS, length_notes
 from luthier.training.signals import StopSignals
 from luthier.training.streams import World, check_rows, loader_state, make_schedule, state_at_start
-from luthier.training.trainer import taking_over
 
 
 def fit(
@@ -255,7 +255,7 @@ def _train(run: Run) -> None:
     elif (run.resume / OBJECTIVE_STATE).is_file():
         with taking_over(run.resume, OBJECTIVE_STATE):
             run.trainer.parts.losses.load_state(read_json(run.resume / OBJECTIVE_STATE))
-    run.trainer.train(resume_from_checkpoint=None if run.resume is None else str(run.resume))
+    run.trainer.train(run.resume)
     run.trainer.finish()
     run.hooks.tell(Finished(step=run.trainer.state.global_step))
     if run.hooks.stop.signal is not None:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
-from transformers import Trainer
 
 from luthier.config.schema import Precision
-from luthier.errors import UserError
+from luthier.errors import TrainingError, UserError
+from luthier.records import Address
 
 NOT_FOLLOWED = "ACCELERATE_"
 """Variables of this prefix change how accelerate and transformers compute; where to divide a model is asked before."""
@@ -34,8 +35,6 @@ _QUIET = {"", "no", "none", "false", "0", "1"}
 
 # oneDNN reads this when torch is imported, so it cannot be taken back: float32 products would be those of fewer bits
 _LOSSY = dict.fromkeys(("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"), ("", "strict"))
-
-AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
@@ -74,9 +73,8 @@ def refuse_lossy(environment: Mapping[str, str]) -> None:
             )
 
 
-def check_in_force(trainer: AnyTrainer, asked: Precision) -> AnyTrainer:
-    """The trainer. Raises `UserError` unless it computes as the run description says."""
-    accelerator = trainer.accelerator
+def check_in_force(accelerator: Accelerator, asked: Precision) -> None:
+    """Raise `UserError` unless the accelerator computes as the run description says."""
     wanted = {"mixed precision": "no" if asked is Precision.FP32 else asked.value, "compiler": "NO"}
     found = {
         "mixed precision": str(accelerator.mixed_precision),
@@ -88,13 +86,12 @@ def check_in_force(trainer: AnyTrainer, asked: Precision) -> AnyTrainer:
                 f"train.precision is {asked}, and accelerate's {name} is {found[name]}, not {value}",
                 hint="make no Accelerator before the run, or run it in a process of its own",
             )
-    return trainer
 
 
-def computed_in(trainer: Trainer, model: nn.Module) -> str:
+def computed_in(accelerator: Accelerator, model: nn.Module) -> str:
     """What torch computes the model in, asked of torch: autocast's type where it is on, else those of the weights."""
-    device = trainer.args.device.type
-    with trainer.accelerator.autocast():
+    device = accelerator.device.type
+    with accelerator.autocast():
         if torch.is_autocast_enabled(device):
             return SHORT[torch.get_autocast_dtype(device)]
     found = Counter(SHORT.get(p.dtype, str(p.dtype)) for p in model.parameters() if p.is_floating_point())
@@ -114,3 +111,34 @@ def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     kind = type(optimizer)
     decays = sorted({group.get("weight_decay", 0.0) for group in optimizer.param_groups if group["params"]})
     return {"name": f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}", "weight_decay": decays}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A step whose loss or gradient is no number ends the run before it spoils the weights.
+
+
+MAX_ROWS_NAMED = 8
+
+
+def check_finite(
+    losses: Sequence[tuple[torch.Tensor, tuple[Address, ...]]], norm: torch.Tensor | float | None, *, step: int
+) -> None:
+    """Raise `TrainingError`, with the rows, if the loss of one of a step's micro-batches, or the ``norm`` of the step's
+    gradient (None: not to be looked at), is not finite."""
+    values = [loss for loss, _ in losses]
+    if norm is not None:
+        values.append(torch.as_tensor(norm, dtype=torch.float32, device=values[0].device))
+    if torch.isfinite(torch.stack(values)).all():  # one look at the device a step
+        return
+    guilty = [addresses for loss, addresses in losses if not torch.isfinite(loss)]
+    rows = [str(row) for addresses in guilty or [a for _, a in losses] for row in addresses]
+    named = ", ".join(rows[:MAX_ROWS_NAMED]) + (
+        f" and {len(rows) - MAX_ROWS_NAMED} more" if len(rows) > MAX_ROWS_NAMED else ""
+    )
+    what = "the loss" if guilty else f"the gradient's norm ({norm if norm is None else float(norm)})"
+    raise TrainingError(
+        f"step {step}: {what} is not a finite number; the weights are those of step {step - 1}\n"
+        f"  rows of the batch: {named}",
+        hint="lower train.learning_rate, raise train.warmup_steps, use train.precision bf16 or fp32, or look at "
+        "those rows",
+    )

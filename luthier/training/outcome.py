@@ -30,7 +30,7 @@ from luthier.training.hooks import Hooks
 from luthier.training.numerics import optimizer_facts
 from luthier.training.report.journal import read_log
 from luthier.training.report.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
-from luthier.training.trainer import LuthierTrainer
+from luthier.training.trainer import Trainer
 
 REPORTED_VERSIONS = ("luthier", "torch", "transformers", "peft", "accelerate")
 
@@ -46,7 +46,7 @@ class Run:
     schedule: StreamPlan
     resume: Path | None
     run_model: RunModel
-    trainer: LuthierTrainer
+    trainer: Trainer
     summary: ModelSummary  # made now: merging takes the adapter off
 
     @property

@@ -45,12 +45,12 @@ from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.folder.state import check_writable
 from luthier.training.losses.reference_choice import check_reference
 from luthier.training.losses.tower_features import readable_media
+from luthier.training.optimizer import UPDATES_IN_BACKWARD
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
 COUNTED_BYTES = 32_000_000  # of text files: the rows of more are counted when they are read
 FOLLOWS_MEASURE = ("reduce_lr_on_plateau", "greedy")
 TAKES_NOTHING = ("constant", "constant_with_warmup")
-UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 _FAULTS = (
     ImportError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, KeyError, AssertionError,
     OSError, ZeroDivisionError, IndexError,

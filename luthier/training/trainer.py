@@ -1,30 +1,43 @@
-"""transformers' Trainer with our stream, our loss, our evaluation and our checkpoints. W ranks."""
+"""The training loop: our stream, loss, evaluation and checkpoints, with transformers' callbacks. W ranks."""
 
 from __future__ import annotations
 
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.optimizer import AcceleratedOptimizer
+from peft import PeftModel
 from torch import nn
-from transformers import DefaultFlowCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations.liger import apply_liger_kernel
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers.trainer_utils import speed_metrics, validate_quantization_for_training
 
 from luthier.errors import TrainingError, UserError
-from luthier.loader.plan import StreamPlan
 from luthier.models import sharding
-from luthier.models.adapters import split_loraplus_groups
 from luthier.models.sharding import restore_weights
 from luthier.records import Address, Batch
 from luthier.training.callbacks import Meter
 from luthier.training.folder import checkpoint as checkpoints
+from luthier.training.folder.checkpoint import taking_over
 from luthier.training.folder.state import (
-    UNREADABLE,
     check_alike,
     evaluation_point,
     go_to_evaluation_point,
@@ -38,17 +51,20 @@ from luthier.training.folder.state import (
 )
 from luthier.training.losses.mean_losses import LossSums, MeanLosses
 from luthier.training.losses.router_balance import RouterBalance
-from luthier.training.losses.step_losses import ACCURACY, StepLosses, in_turns, learned_from
+from luthier.training.losses.step_losses import ACCURACY, StepLosses, learned_from
+from luthier.training.numerics import check_finite
+from luthier.training.optimizer import ON_METRIC, UPDATES_IN_BACKWARD, learning_rate, make_optimizer, make_scheduler
 from luthier.training.report.result import ACCURACIES
 from luthier.training.streams import EvalStream, TrainStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerParts:
-    """What our trainer needs beside the model and transformers' arguments.
+    """What the trainer needs beside the model and transformers' arguments.
 
     sources       names of the data sets, by number; where there are several, losses are told apart
     losses        what is minimised; ``eval_losses``: what is measured on held-out rows
+    processing_class  the tokenizer that callbacks get; None where the caller has brought no callbacks
     save_model    writes weights, config and tokenizer into a folder (main process only); of a sharded model the whole
                   weights come along
     save_state    adds the loader's state and the run description to a checkpoint's folder
@@ -64,151 +80,256 @@ class TrainerParts:
     save_total_limit: int | None
     keep_best: bool
     meter: Meter
+    processing_class: PreTrainedTokenizerBase | None
     save_model: Callable[[Path, dict[str, torch.Tensor] | None], None]
     save_state: Callable[[Path, int], None]
 
 
-class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes no types
+class Trainer:
     """One run. The loss of a step is the sum over its targets (or pairs, or rows) on all ranks, divided by their
-    number."""
+    number.
+
+    The batches of a step are asked for when the step before is over, and never earlier. Callbacks get the events of
+    transformers' Trainer in its order, with its ``args``, ``state`` and ``control``; they may set the switches of
+    ``control`` as there.
+    """
 
     def __init__(
-        self, model: nn.Module, args: TrainingArguments, parts: TrainerParts, callbacks: list[TrainerCallback]
+        self,
+        model: PreTrainedModel | PeftModel,
+        args: TrainingArguments,
+        parts: TrainerParts,
+        callbacks: list[TrainerCallback],
     ) -> None:
-        self.parts = parts
+        set_seed(args.seed)
+        validate_quantization_for_training(model)
+        self.model, self.args, self.parts = model, args, parts
+        self.accelerator = Accelerator(
+            mixed_precision=args.mixed_precision,
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=args.ddp_find_unused_parameters)],
+        )
+        self.balance = RouterBalance(parts.losses)
         self._step_losses: list[tuple[torch.Tensor, tuple[Address, ...]]] = []
         self._interval = LossSums(parts.sources, parts.losses.measured, args.device)
-        self.balance = RouterBalance(parts.losses)
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=parts.stream,
-            eval_dataset=parts.eval_stream,
-            data_collator=lambda batch: batch,
+        self._last_logged = 0
+        self._last_update: dict[str, Any] = {}
+        self._loss_of_run = torch.zeros((), dtype=torch.float64, device=args.device)
+        # our callbacks come first: trackers are to see the epoch that `Flow` counts
+        trackers = get_reporting_integration_callbacks(args.report_to)
+        self.callback_handler = CallbackHandler([*callbacks, *trackers], model, parts.processing_class, None, None)
+        self.callback_handler.train_dataloader = parts.stream
+        self.callback_handler.eval_dataloader = parts.eval_stream
+        self.control = TrainerControl()
+        self.state = self._state_at_start()
+        self._tell(self.callback_handler.on_init_end)
+        model.config.use_cache = args.use_cache
+
+    def _state_at_start(self) -> TrainerState:
+        state = TrainerState(
+            max_steps=self.args.max_steps,
+            num_train_epochs=1,  # of transformers' own; `Flow` counts the run's
+            train_batch_size=self.args.train_batch_size,
+            total_flos=0.0,  # not estimated: transformers' formula counts padding and no attention
+            is_local_process_zero=self.args.local_process_index == 0,
+            is_world_process_zero=self.args.process_index == 0,
+            stateful_callbacks=self._stateful(),
         )
-        # ours come first: trackers are to see the epoch that `Flow` counts
-        for added in (DefaultFlowCallback, PrinterCallback):
-            self.remove_callback(added)
-        self.callback_handler.callbacks[:0] = callbacks
-        # transformers' name for a model that is not to be wrapped, as it adds up gradients by itself
-        self.is_distributed_loading_by_transformers = sharding.is_sharded(model)
-        self.loss_is_scaled_for_ga = True
+        state.compute_steps(self.args, self.args.max_steps)
+        return state
 
-    # ------------------------------------------------------------------------------------------------- batches
+    def _stateful(self) -> list[ExportableState]:
+        """Whoever remembers something from step to step. A run that goes on begins with all switches off."""
+        return [
+            *(each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)),
+            TrainerControl(),
+        ]
 
-    def get_train_dataloader(self) -> TrainStream:
-        """This rank's micro-batches from here on; they are shared out already, so accelerate must not."""
-        return self.parts.stream
+    def _tell(self, event: Callable[..., TrainerControl], **facts: Any) -> None:
+        """Call an event of all callbacks, any of which may replace the control."""
+        self.control = event(self.args, self.state, self.control, **facts)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], torch.Tensor]:
-        """The micro-batches of one step on this rank, and what its loss is divided by, counted on all ranks."""
-        step = self.state.global_step
-        batches = [next(epoch_iterator) for _ in range(self.parts.stream.schedule.turns(step))]
-        counts = [(self.parts.losses.num_units(batch), batch.num_targets) for batch in batches]
-        counts_T2 = self.accelerator.reduce(torch.tensor(counts, device=device), reduction="sum")
-        units, targets = counts_T2.sum(dim=0)
-        self.parts.meter.tokens += self.parts.stream.schedule.num_tokens(step)
-        self.parts.meter.targets += int(targets)
+    # -------------------------------------------------------------------------------------------------------- run
+
+    def train(self, resume: Path | None = None) -> None:
+        """All steps of the run, from the beginning or from a checkpoint.
+
+        Raises `TrainingError` before an update that would spoil the weights, `UnusableCheckpoint`, `CheckpointError`.
+        """
+        noise = self._set_up(resume)
+        begun, first_step = time.time(), self.state.global_step
+        self._last_logged = first_step
+        self._tell(self.callback_handler.on_train_begin)
+        if self.args.eval_on_start:
+            self.evaluate()
+        if not self.parts.stream.is_over:
+            self._take_steps(resume)
+        steps = self.state.global_step - first_step
+        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        metrics = speed_metrics("train", begun, num_samples=batch * steps, num_steps=steps)
+        mean_loss = float(self.accelerator.reduce(self._loss_of_run, reduction="mean")) / max(steps, 1)
+        self._log({**metrics, "total_flos": self.state.total_flos, "train_loss": mean_loss})
+        self._tell(self.callback_handler.on_train_end)
+        if noise is not None:
+            deactivate_neftune(self.model, noise, self.accelerator)
+
+    def _set_up(self, resume: Path | None) -> Any:
+        """Prepare model, optimizer and schedule, as they are in the checkpoint. Returns the hook of NEFTune or None."""
+        args = self.args
+        if args.use_liger_kernel:
+            apply_liger_kernel(self.model, args.liger_kernel_config)
+        if args.activation_checkpointing:
+            self.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
+        alpha = args.neftune_noise_alpha
+        noise = None if alpha is None else activate_neftune(self.model, alpha, self.accelerator)
+        if resume is not None:
+            with taking_over(resume, "weights"):
+                restore_weights(self.model, resume)
+            self._take_over_history(resume)
+        optimizer = make_optimizer(self.model, args, loraplus_lr_ratio=self.parts.loraplus_lr_ratio)
+        # a sharded model adds up gradients by itself, so it is not wrapped
+        divided = sharding.is_sharded(self.model)
+        self.wrapped: nn.Module = self.accelerator.prepare_model(
+            self.model, device_placement=False if divided else None, evaluation_mode=divided
+        )
+        self.optimizer: AcceleratedOptimizer = self.accelerator.prepare_optimizer(optimizer)
+        self.lr_scheduler = make_scheduler(self.optimizer, args, self.parts.stream.schedule)
+        if resume is not None:
+            self._take_over_training_state(resume)
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        self.wrapped.zero_grad()
+        return noise
+
+    def _take_steps(self, resume: Path | None) -> None:
+        """Step by step and epoch by epoch, until a callback says that training should stop: `Flow` at the last step."""
+        schedule = self.parts.stream.schedule
+        self._tell(self.callback_handler.on_epoch_begin)
+        if resume is not None:
+            self._take_over_random_state(resume)
+        batches = iter(self.parts.stream)
+        while True:
+            self._take_step(batches)
+            self._follow_control()
+            if self._is_stopping or schedule.ends_epoch(self.state.global_step):
+                self._tell(self.callback_handler.on_epoch_end)
+                self._follow_control()
+                if self._is_stopping:
+                    return
+                self._tell(self.callback_handler.on_epoch_begin)
+
+    @property
+    def _is_stopping(self) -> bool:
+        # no row of an epoch is passed over, so the end of an epoch before its time is the end of the run
+        return bool(self.control.should_training_stop or self.control.should_epoch_stop)
+
+    # ------------------------------------------------------------------------------------------------------- step
+
+    def _take_step(self, batches: Iterator[Batch]) -> None:
+        """One update, or none if a callback stops the run between two micro-batches."""
+        *first, last = self.read_step(batches)
+        self._tell(self.callback_handler.on_step_begin)
+        self.wrapped.train()
+        self.optimizer.train()
+        for batch in first:
+            with self.accelerator.no_sync(self.wrapped):
+                self._learn(batch)
+            self._tell(self.callback_handler.on_substep_end)
+            if self._is_stopping:
+                return
+        self._learn(last)
+        self.update()
+        self.state.global_step += 1
+        self._tell(self.callback_handler.on_step_end)
+
+    def read_step(self, batches: Iterator[Batch]) -> list[Batch]:
+        """The next step's micro-batches on this rank that there is something to learn from, at least one. What its loss
+        is divided by is counted on all ranks."""
+        step, parts = self.state.global_step, self.parts
+        read = [next(batches) for _ in range(parts.stream.schedule.turns(step))]
+        counts = [(parts.losses.num_units(batch), batch.num_targets) for batch in read]
+        counts_T2 = self._sum_of_ranks(torch.tensor(counts, device=self.args.device))
+        self._units, targets = counts_T2.sum(dim=0)
+        parts.meter.tokens += parts.stream.schedule.num_tokens(step)
+        parts.meter.targets += int(targets)
         self._step_losses.clear()
-        learned = learned_from(batches, counts_T2)
-        self.parts.losses.begin_step(self.model, learned, self._sum_of_ranks)
+        learned = learned_from(read, counts_T2)
+        parts.losses.begin_step(self.model, learned, self._sum_of_ranks)
         self.balance.begin_step(self.model, learned, self._sum_of_ranks)
-        return [{"batches": turn} for turn in in_turns(learned, num_batches)], units  # the loop wants mappings
+        return learned
 
-    def training_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, list[Batch]],
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Forward and backward of a turn's micro-batches; ranks add up gradients after the last of a step."""
-        micro_batch: Callable[..., torch.Tensor] = super().training_step
-        loss = torch.zeros((), device=self.args.device)
-        *first, last = inputs["batches"] or (None,)
-        with self.accelerator.no_sync(model) if first else nullcontext():
-            for batch in first:
-                loss += micro_batch(model, {"batch": batch}, num_items_in_batch)
-        return loss if last is None else loss + micro_batch(model, {"batch": last}, num_items_in_batch)
-
-    def _defer_fsdp_gradient_reduction(self) -> AbstractContextManager[None]:
-        """Not deferred: until the last micro-batch of a step each rank would hold the gradients of the whole model."""
-        return nullcontext()
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Not estimated: transformers' formula counts padding and no attention."""
-        return 0
-
-    # ---------------------------------------------------------------------------------------------------- loss
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Batch],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """This micro-batch's part of the step's loss, times W, since DDP averages gradients over W ranks."""
-        assert num_items_in_batch is not None and not return_outputs
-        batch = inputs["batch"]
+    def _learn(self, batch: Batch) -> None:
+        """Forward and backward pass of a micro-batch. Its part of the step's loss comes times W, since DDP averages
+        gradients over W ranks."""
         with self.balance.counting():
-            sums = self.parts.losses.loss(model, batch)
+            sums = self.parts.losses.loss(self.wrapped, batch)
         self._interval.add(sums)
         ranks = self.accelerator.num_processes
-        loss: torch.Tensor = sums.loss_sum * (ranks / num_items_in_batch.clamp(min=1)) + self.balance.loss() * ranks
+        loss: torch.Tensor = sums.loss_sum * (ranks / self._units.clamp(min=1)) + self.balance.loss() * ranks
         self._step_losses.append((loss.detach(), batch.addresses))
-        return loss
+        self._loss_of_run += loss.detach()
+        told = {"learning_rate": self._rate()} if self.args.optim in UPDATES_IN_BACKWARD else {}
+        self.accelerator.backward(loss, **told)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As transformers does; the loss of an interval is the one per unit, in all and of each data set."""
-        if "loss" in logs:  # the end of an interval, on all ranks
-            found = self._interval.drain(self._sum_of_ranks)
-            balance = self.balance.drain()
-            logs = {**logs, **found.to_logs("loss", "targets"), **found.measures, **balance}
-        super().log(logs, start_time)
+    def update(self) -> None:
+        """Clip the gradient and change the weights by it. Raises `TrainingError` before if its norm or a loss is not
+        finite."""
+        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
+        norm = sharding.whole_gradient_norm(self.accelerator.clip_grad_norm_(self.wrapped.parameters(), limit))
+        # under fp16 the loss scaler skips steps whose gradients overflow, which is no fault
+        checked = norm if self.accelerator.scaler is None else None
+        check_finite(self._step_losses, checked, step=self.state.global_step + 1)
+        self.parts.losses.end_step(self._sum_of_ranks)
+        self._tell(self.callback_handler.on_pre_optimizer_step)
+        self.accelerator.sync_gradients = True  # another Accelerator of this process may have switched it off
+        self.optimizer.step()
+        self._tell(self.callback_handler.on_optimizer_step)
+        self._last_update = {"grad_norm": norm, "learning_rate": self._rate()}
+        if not self.optimizer.step_was_skipped and not isinstance(self.lr_scheduler, ON_METRIC):
+            self.lr_scheduler.step()
+        self.wrapped.zero_grad()
+
+    def _rate(self) -> float:
+        return learning_rate(self.optimizer, self.lr_scheduler)
 
     def _sum_of_ranks(self, sums: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = self.accelerator.reduce(sums, reduction="sum")
         return total
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> Any:
-        """The gradient's norm; raises `TrainingError` before the update if it or a loss is not finite."""
-        norm = sharding.whole_gradient_norm(super()._get_grad_norm(model, grad_norm=grad_norm))
-        # under fp16 the loss scaler skips steps whose gradients overflow, which is no fault
-        checked = norm if self.accelerator.scaler is None else None
-        check_finite(self._step_losses, checked, step=self.state.global_step + 1)
-        self.parts.losses.end_step(self._sum_of_ranks)
-        return norm
+    # ------------------------------------------------------------------------------------- what callbacks ask for
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Transformers' optimizer, with LoRA+ groups if asked for."""
-        fresh = self.optimizer is None
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        if fresh and self.parts.loraplus_lr_ratio is not None:
-            split_loraplus_groups(optimizer, self.model, self.parts.loraplus_lr_ratio)
-        if fresh and sharding.is_sharded(self.model):
-            sharding.load_in_parts(optimizer)
-        return optimizer
+    def _follow_control(self) -> None:
+        """Log, evaluate and save, where a callback has said so."""
+        if self.control.should_log and self.state.global_step > self._last_logged:
+            self._last_logged = self.state.global_step
+            found = self._interval.drain(self._sum_of_ranks)
+            of_update = {name: float(value) for name, value in self._last_update.items()}
+            self._log(
+                {
+                    "loss": found.loss,
+                    **of_update,
+                    **found.to_logs("loss", "targets"),
+                    **found.measures,
+                    **self.balance.drain(),
+                }
+            )
+        if self.control.should_evaluate:
+            self._note_best(self.evaluate())
+        if self.control.should_save:
+            self.save_checkpoint()
+            self._tell(self.callback_handler.on_save)
 
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Transformers' schedule; on the run's progress where the number of steps is an estimate."""
-        fresh = self.lr_scheduler is None
-        scheduler: torch.optim.lr_scheduler.LRScheduler = super().create_scheduler(num_training_steps, optimizer)
-        steps = self.parts.stream.schedule
-        if fresh and not steps.is_exact and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-            put_on_progress(scheduler, steps)
-        return scheduler
+    def _log(self, logs: dict[str, float]) -> None:
+        logs = {**logs, "epoch": self.state.epoch}
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._tell(self.callback_handler.on_log, logs=logs)
 
-    # ---------------------------------------------------------------------------------------------- evaluation
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Loss per unit and all measures over the held-out rows, by sums over all ranks."""
-        assert eval_dataset is None and self.parts.eval_stream is not None
+    def evaluate(self) -> dict[str, float]:
+        """Loss per unit and all measures over the held-out rows, by sums over all ranks. Raises `UserError` without
+        any."""
+        if self.parts.eval_stream is None:
+            raise UserError(
+                "a callback has set control.should_evaluate, and the run has no held-out rows",
+                hint="set data.eval or data.eval_split",
+            )
         begun = time.perf_counter()
         with evaluation_point(self.optimizer):
             found = self._eval_losses(self.parts.eval_stream)
@@ -222,9 +343,8 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
             metrics["eval_perplexity"] = math.exp(min(found.loss, 700.0))  # a float ends at e^709
         if ACCURACIES in found.measures:
             metrics["eval_accuracy"] = found.measures[ACCURACIES]
-        self.log(metrics)
-        # switches `should_evaluate` off in place
-        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self._log(metrics)
+        self._tell(self.callback_handler.on_evaluate, metrics=metrics)
         self.parts.meter.paused += time.perf_counter() - begun
         return metrics
 
@@ -237,20 +357,32 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
             losses.begin_step(self.model, stream, self._sum_of_ranks)
             for batch in stream:
                 sums.add(losses.loss(self.model, batch))
+                self._tell(self.callback_handler.on_prediction_step)
         sharding.give_up_gathered(self.model)
         self.model.train(training)
         return sums.drain(self._sum_of_ranks)
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """As transformers does; a new best is saved at once if it is to be loaded at the end."""
-        best = bool(super()._determine_best_metric(metrics=metrics, trial=trial))
-        if best and self.parts.keep_best:
-            self.control.should_save = True
-        return best
+    def _note_best(self, metrics: dict[str, float]) -> None:
+        """Look at the metric for the best model: a new best is saved at once if it is to be loaded at the end, and a
+        schedule may go by it."""
+        name = f"eval_{self.args.metric_for_best_model}"
+        if name not in metrics:
+            raise TrainingError(
+                f"the evaluation after step {self.state.global_step} has no {name}, only {', '.join(sorted(metrics))}",
+                hint="set eval.metric_for_best_model: loss",
+            )
+        value, best = metrics[name], self.state.best_metric
+        if isinstance(self.lr_scheduler, ON_METRIC):
+            self.lr_scheduler.step(value)
+        worst = -math.inf if self.args.greater_is_better else math.inf
+        best = worst if best is None else best
+        if value > best if self.args.greater_is_better else value < best:
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+            self.control.should_save = self.control.should_save or self.parts.keep_best
 
-    # --------------------------------------------------------------------------------------------- checkpoints
+    # ------------------------------------------------------------------------------------------------ checkpoints
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def save_checkpoint(self) -> None:
         """Write a checkpoint aside, seal it, and delete the ones over the limit. Raises `CheckpointError`."""
         begun = time.perf_counter()
         run, step = Path(self.args.output_dir), self.state.global_step
@@ -266,27 +398,23 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         self.parts.meter.paused += time.perf_counter() - begun
 
     def _write_checkpoint(self, staging: Path, best: Path, trained: list[torch.Tensor] | None) -> None:
-        if self.args.should_save:
+        keep, divided = self.args.should_save, sharding.is_sharded(self.model)
+        if keep:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
-        self.save_model(str(staging), _internal_call=True)
+        weights = sharding.whole_weights(self.model, keep=keep) if divided else None
+        if keep:
+            self.parts.save_model(staging, weights)
         if not self.args.save_only_model:
             self._save_training_state(staging, trained)
         self.accelerator.wait_for_everyone()
         if self.state.best_global_step == self.state.global_step or best.is_dir():
             self.state.best_model_checkpoint = str(best)
-        if self.args.should_save:
-            self.parts.save_state(staging, self.state.global_step)
-            self.state.save_to_json(str(staging / checkpoints.TRAINER_STATE))
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Weights, config, tokenizer; no pickle of the arguments."""
-        assert output_dir is not None
-        keep = self.args.should_save
-        weights = sharding.whole_weights(self.model, keep=keep) if sharding.is_sharded(self.model) else None
         if keep:
-            self.parts.save_model(Path(output_dir), weights)
+            self.parts.save_state(staging, self.state.global_step)
+            self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
+            self.state.save_to_json(str(staging / checkpoints.TRAINER_STATE))
 
     def _save_training_state(self, staging: Path, trained: list[torch.Tensor] | None) -> None:
         """Optimizer, schedule, scaler of fp16, and the random numbers of each rank, as data. No pickle is written."""
@@ -299,34 +427,46 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
                 write_state(staging, checkpoints.SCALER_STATE, self.accelerator.scaler.state_dict())
         write_state(staging, checkpoints.RANDOM_STATE.format(rank=self.args.process_index), random_state())
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Go on with the optimizer and the schedule of a checkpoint. Raises `UnusableCheckpoint`."""
-        if checkpoint is None:
-            return
-        folder = Path(checkpoint)
-        with taking_over(folder, checkpoints.OPTIMIZER_STATE):
-            put_optimizer_state(self.optimizer, read_state(folder, checkpoints.OPTIMIZER_STATE))
-        with taking_over(folder, checkpoints.SCHEDULER_STATE):
-            schedule = read_state(folder, checkpoints.SCHEDULER_STATE)
+    def _take_over_history(self, checkpoint: Path) -> None:
+        """Go on with what the run has logged, with its best checkpoint if it is still there, and with what callbacks
+        remember."""
+        with taking_over(checkpoint, checkpoints.TRAINER_STATE):
+            there = TrainerState.load_from_json(str(checkpoint / checkpoints.TRAINER_STATE))
+            for name, saved in there.stateful_callbacks.items():
+                mine = [each for each in self._stateful() if type(each).__name__ == name]
+                for callback, memory in zip(mine, saved if isinstance(saved, list) else [saved], strict=False):
+                    for attribute, value in memory["attributes"].items():
+                        setattr(callback, attribute, value)
+        best = there.best_model_checkpoint
+        self.state = replace(
+            there,
+            max_steps=self.state.max_steps,
+            best_model_checkpoint=best if best is not None and Path(best).is_dir() else None,
+            is_local_process_zero=self.state.is_local_process_zero,
+            is_world_process_zero=self.state.is_world_process_zero,
+        )
+
+    def _take_over_training_state(self, checkpoint: Path) -> None:
+        """Go on with the optimizer, the schedule, and the loss scaler of a run in fp16. Raises `UnusableCheckpoint`."""
+        with taking_over(checkpoint, checkpoints.OPTIMIZER_STATE):
+            put_optimizer_state(self.optimizer, read_state(checkpoint, checkpoints.OPTIMIZER_STATE))
+        with taking_over(checkpoint, checkpoints.SCHEDULER_STATE):
+            schedule = read_state(checkpoint, checkpoints.SCHEDULER_STATE)
             check_alike(schedule, self.lr_scheduler.state_dict(), "schedule")
             self.lr_scheduler.load_state_dict(schedule)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Go on with the loss scaler of a run in fp16. Raises `UnusableCheckpoint`."""
         scaler = self.accelerator.scaler
-        if checkpoint is None or scaler is None or not has_state(Path(checkpoint), checkpoints.SCALER_STATE):
-            return
-        with taking_over(Path(checkpoint), checkpoints.SCALER_STATE):
-            state = read_state(Path(checkpoint), checkpoints.SCALER_STATE)
-            check_alike(state, scaler.state_dict(), "scaler")
-            scaler.load_state_dict(state)
+        if scaler is not None and has_state(checkpoint, checkpoints.SCALER_STATE):
+            with taking_over(checkpoint, checkpoints.SCALER_STATE):
+                state = read_state(checkpoint, checkpoints.SCALER_STATE)
+                check_alike(state, scaler.state_dict(), "scaler")
+                scaler.load_state_dict(state)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
+    def _take_over_random_state(self, checkpoint: Path) -> None:
         """Go on with this rank's random numbers; with another number of ranks there may be none for it."""
         name = checkpoints.RANDOM_STATE.format(rank=self.args.process_index)
-        if checkpoint is not None and has_state(Path(checkpoint), name):
-            with taking_over(Path(checkpoint), name):
-                set_random_state(read_state(Path(checkpoint), name))
+        if has_state(checkpoint, name):
+            with taking_over(checkpoint, name):
+                set_random_state(read_state(checkpoint, name))
 
     def finish(self) -> None:
         """No step comes any more: the weights are from here on those that were learned."""
@@ -337,69 +477,6 @@ class LuthierTrainer(Trainer):  # type: ignore[misc]  # transformers publishes n
         best = self.state.best_model_checkpoint
         if best is None or not Path(best).is_dir():
             return False
-        self._load_from_checkpoint(best)
+        with taking_over(Path(best), "weights"):
+            restore_weights(self.model, Path(best))
         return True
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        with taking_over(folder, "weights"):
-            restore_weights(self.model, folder)
-
-
-@contextmanager
-def taking_over(checkpoint: Path, name: str) -> Iterator[None]:
-    """Tell what a checkpoint holds and this run cannot take over as one `UnusableCheckpoint`."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except UNREADABLE as error:
-        reason = error.message if isinstance(error, UserError) else str(error) or type(error).__name__
-        raise checkpoints.UnusableCheckpoint(
-            f"{checkpoint}: its {name} cannot be taken over: {reason[:500]}",
-            hint="go on from another checkpoint, with output.resume, or begin anew, with output.overwrite: true",
-        ) from error
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# A step whose loss or gradient is no number ends the run before it spoils the weights.
-
-
-MAX_ROWS_NAMED = 8
-
-
-def check_finite(
-    losses: Sequence[tuple[torch.Tensor, tuple[Address, ...]]], norm: torch.Tensor | float | None, *, step: int
-) -> None:
-    """Raise `TrainingError`, with the rows, if the loss of one of a step's micro-batches, or the ``norm`` of the step's
-    gradient (None: not to be looked at), is not finite."""
-    values = [loss for loss, _ in losses]
-    if norm is not None:
-        values.append(torch.as_tensor(norm, dtype=torch.float32, device=values[0].device))
-    if torch.isfinite(torch.stack(values)).all():  # one look at the device a step
-        return
-    guilty = [addresses for loss, addresses in losses if not torch.isfinite(loss)]
-    rows = [str(row) for addresses in guilty or [a for _, a in losses] for row in addresses]
-    named = ", ".join(rows[:MAX_ROWS_NAMED]) + (
-        f" and {len(rows) - MAX_ROWS_NAMED} more" if len(rows) > MAX_ROWS_NAMED else ""
-    )
-    what = "the loss" if guilty else f"the gradient's norm ({norm if norm is None else float(norm)})"
-    raise TrainingError(
-        f"step {step}: {what} is not a finite number; the weights are those of step {step - 1}\n"
-        f"  rows of the batch: {named}",
-        hint="lower train.learning_rate, raise train.warmup_steps, use train.precision bf16 or fp32, or look at "
-        "those rows",
-    )
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The learning rate's schedule where the number of steps is an estimate.
-
-
-def put_on_progress(scheduler: torch.optim.lr_scheduler.LambdaLR, steps: StreamPlan) -> None:
-    """Ask the schedule not for the number of steps done, but for as many of ``horizon`` as the run's progress is."""
-
-    def on_progress(multiplier: Callable[[Any], float]) -> Callable[[int], float]:
-        return lambda steps_done: multiplier(steps.progress(steps_done) * steps.horizon)
-
-    scheduler.lr_lambdas = [on_progress(multiplier) for multiplier in scheduler.lr_lambdas]

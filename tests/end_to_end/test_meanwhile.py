@@ -29,7 +29,7 @@ from luthier.training.data import open_live_data
 from luthier.training.fit import fit_data
 from luthier.training.report.events import Event, EventListener, StepDone
 from luthier.training.report.result import RunResult
-from luthier.training.trainer import LuthierTrainer
+from luthier.training.trainer import Trainer
 
 NUM_ROWS = 400
 
@@ -181,21 +181,21 @@ def test_a_run_that_ends_early_says_which_rows_its_steps_saw(
     cold: tuple[RunResult, Path], rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     taken: dict[int, set[Address]] = {}
-    original = LuthierTrainer.get_batch_samples
+    original = Trainer.read_step
 
-    def recorded(self: LuthierTrainer, batches: Any, num_batches: int, device: Any) -> Any:
+    def recorded(self: Trainer, batches: Any) -> Any:
         def watched() -> Any:
             for batch in batches:
                 taken.setdefault(self.state.global_step + 1, set()).update(batch.addresses)
                 yield batch
 
-        return original(self, watched(), num_batches, device)
+        return original(self, watched())
 
     def stop(event: Event) -> None:
         if ends == "SIGTERM" and isinstance(event, StepDone) and event.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(LuthierTrainer, "get_batch_samples", recorded)
+    monkeypatch.setattr(Trainer, "read_step", recorded)
     changes: dict[str, Any] = {"train.max_steps": 2} if ends == "max_steps" else {}
     result = train(load_config(str(write_config(tmp_path, rows, cold[1], **changes))), on_event=stop)
     expected = set[Address]().union(*(seen for step, seen in taken.items() if step <= result.global_step))

@@ -68,7 +68,7 @@ class Run:
         FILES.write(self.folder / RESULT_FILE, b'{"ended": "completed"}')
 
     def save(self, step: int) -> None:
-        """As `LuthierTrainer._save_checkpoint`."""
+        """As `Trainer.save_checkpoint`."""
         staging = checkpoints.staging_folder(self.folder, step)
         with checkpoints.saving(staging):
             if staging.exists():

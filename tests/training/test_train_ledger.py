@@ -23,7 +23,7 @@ from luthier.training.folder.lost_rows import LOST_FILE, UNREADABLE, LostRows, l
 from luthier.training.report.events import Event, StepDone
 from luthier.training.report.report import Report
 from luthier.training.report.result import Ended, RunResult
-from luthier.training.trainer import LuthierTrainer
+from luthier.training.trainer import Trainer
 
 ROWS = 23
 Taken = dict[int, set[Address]]
@@ -33,17 +33,17 @@ Taken = dict[int, set[Address]]
 def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
     """The rows of each step, from 1, as they came out of the stream."""
     found: Taken = defaultdict(set)
-    original = LuthierTrainer.get_batch_samples
+    original = Trainer.read_step
 
-    def recorded(self: LuthierTrainer, batches: Any, num_batches: int, device: Any) -> Any:
+    def recorded(self: Trainer, batches: Any) -> Any:
         def watched() -> Any:
             for batch in batches:
                 found[self.state.global_step + 1] |= set(batch.addresses)
                 yield batch
 
-        return original(self, watched(), num_batches, device)
+        return original(self, watched())
 
-    monkeypatch.setattr(LuthierTrainer, "get_batch_samples", recorded)
+    monkeypatch.setattr(Trainer, "read_step", recorded)
     return found
 
 

@@ -71,9 +71,9 @@ def test_what_cannot_be_undone_is_refused(name: str) -> None:
 @pytest.mark.parametrize(("precision", "backend"), [("bf16", DynamoBackend.NO), ("no", DynamoBackend.INDUCTOR)])
 def test_control_a_trainer_that_computes_otherwise_is_found(precision: str, backend: DynamoBackend) -> None:
     state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=backend))
-    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(mixed_precision=precision, state=state))
+    accelerator: Any = SimpleNamespace(mixed_precision=precision, state=state)
     with pytest.raises(UserError, match="accelerate's"):
-        check_in_force(trainer, Precision.FP32)
+        check_in_force(accelerator, Precision.FP32)
 
 
 def test_the_card_tells_the_adapter_that_was_loaded(train: Train, tmp_path: Path) -> None:

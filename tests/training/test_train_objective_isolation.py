@@ -22,7 +22,7 @@ from luthier.objectives import head
 from luthier.training.fit import fit_data
 from luthier.training.report.events import Event, Note
 from luthier.training.report.result import RunResult
-from luthier.training.trainer import LuthierTrainer
+from luthier.training.trainer import Trainer
 
 ROWS = 6
 VOCABULARY = 2048
@@ -112,13 +112,13 @@ def test_logits_of_all_targets_never_exist_in_training_or_evaluation(
     run: Run, monkeypatch: pytest.MonkeyPatch, objective: str
 ) -> None:
     """Chunks of four targets; and of each row of a batch the first token, whose logits the model makes itself."""
-    watch, real = Watch(), LuthierTrainer.train
+    watch, real = Watch(), Trainer.train
 
-    def watched(self: LuthierTrainer, **arguments: Any) -> Any:
+    def watched(self: Trainer, *arguments: Any) -> Any:
         with watch:
-            return real(self, **arguments)
+            return real(self, *arguments)
 
-    monkeypatch.setattr(LuthierTrainer, "train", watched)
+    monkeypatch.setattr(Trainer, "train", watched)
     everything = {
         "train__per_device_train_batch_size": ROWS, "micro_batches": 1, "eval__per_device_eval_batch_size": ROWS,
         "held_out": range(ROWS), "eval__strategy": "steps", "eval__steps": 3,

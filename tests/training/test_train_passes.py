@@ -19,7 +19,7 @@ from luthier.models.passes import ModelPass
 from luthier.records import Batch
 from luthier.training.fit import fit_data
 from luthier.training.losses.references import ReferenceModel
-from luthier.training.losses.step_losses import in_turns, learned_from
+from luthier.training.losses.step_losses import learned_from
 from luthier.training.report.result import RunResult
 
 ROWS, STEPS = 8, 3
@@ -130,13 +130,6 @@ def test_turns_are_learned_from_where_any_rank_has_something() -> None:
     counts = torch.tensor([[1, 5], [1, 4], [0, 0], [0, 3]])
     assert learned_from(batches, counts) == ["first", "blank here, learned elsewhere", "last"]
     assert learned_from(batches, torch.zeros(4, 2, dtype=torch.int64)) == ["last"], "ranks meet after the last turn"
-
-
-def test_the_last_turn_of_a_step_always_has_something() -> None:
-    batches: list[Any] = ["a", "b", "c"]
-    assert in_turns(batches[:2], 4) == [[], [], ["a"], ["b"]]
-    assert in_turns(batches, 3) == [["a"], ["b"], ["c"]]
-    assert in_turns(batches, 2) == [["a"], ["b", "c"]] and in_turns(batches, 1) == [batches]
 
 
 @pytest.mark.parametrize("objective", [{"name": "dpo"}, {"name": "kto", "reference": "model"}], ids=["dpo", "kto"])

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from luthier.records import Batch, Sample, Segment
-from luthier.training.trainer import LuthierTrainer
+from luthier.training.trainer import Trainer
 
 Numbers = Mapping[str, float]
 
@@ -36,22 +36,22 @@ class Step:
 def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """Grows by one with every step of every run."""
     taken: list[Step] = []
-    real_samples, real_norm = LuthierTrainer.get_batch_samples, LuthierTrainer._get_grad_norm
+    real_read, real_update = Trainer.read_step, Trainer.update
 
-    def samples(self: LuthierTrainer, *arguments: Any) -> Any:
-        found = real_samples(self, *arguments)
-        taken.append(Step(batches=[batch for turn in found[0] for batch in turn["batches"]]))
+    def read_step(self: Trainer, batches: Iterator[Batch]) -> list[Batch]:
+        found = real_read(self, batches)
+        taken.append(Step(batches=found))
         return found
 
-    def norm(self: LuthierTrainer, model: nn.Module, grad_norm: torch.Tensor | None = None) -> Any:
+    def update(self: Trainer) -> None:
         plain: Any = self.model
         parameters = dict(plain.named_parameters())
         taken[-1].weights = {name: value.detach().clone() for name, value in plain.state_dict().items()}
         taken[-1].gradients = {name: value.grad.clone() for name, value in parameters.items() if value.grad is not None}
-        return real_norm(self, model, grad_norm=grad_norm)
+        real_update(self)
 
-    monkeypatch.setattr(LuthierTrainer, "get_batch_samples", samples)
-    monkeypatch.setattr(LuthierTrainer, "_get_grad_norm", norm)
+    monkeypatch.setattr(Trainer, "read_step", read_step)
+    monkeypatch.setattr(Trainer, "update", update)
     return taken
 
 

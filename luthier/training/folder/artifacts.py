@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from luthier.config.objective import LOSSES, OBJECTIVES
 from luthier.config.schema import AdapterType, RunConfig
@@ -57,29 +57,36 @@ def save_model(
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Copy the tokenizer's own files, byte for byte; with added tokens, transformers writes them anew.
 
-    Raises `TokenizerError` if transformers gave an added token another id than the run trained with.
+    Raises as `transformers_tokenizer`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = tokenizer.files.folder
-    added = [*tokenizer.added.ordinary, *tokenizer.added.special]
-    if added:
-        theirs = AutoTokenizer.from_pretrained(str(source))
-        theirs.add_tokens(list(tokenizer.added.ordinary))
-        theirs.add_tokens(list(tokenizer.added.special), special_tokens=True)
-        for token in added:
-            number = theirs.convert_tokens_to_ids(token)
-            if tokenizer.token(number) != token:
-                raise TokenizerError(
-                    f"added token {token!r} is id {number} in transformers; "
-                    f"in this run that id is {tokenizer.token(number)!r}"
-                )
-        theirs.save_pretrained(str(folder))
+    if tokenizer.added.ordinary or tokenizer.added.special:
+        transformers_tokenizer(tokenizer).save_pretrained(str(folder))
     else:
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
     if tokenizer.files.chat_template is not None:
         (folder / TEMPLATE_FILE).write_text(tokenizer.files.chat_template, encoding="utf-8")
+
+
+def transformers_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
+    """The run's tokenizer as an object of transformers, with the added tokens and the template of the run.
+
+    Raises `TokenizerError` if transformers gave an added token another id than the run trained with.
+    """
+    theirs = AutoTokenizer.from_pretrained(str(tokenizer.files.folder))
+    theirs.add_tokens(list(tokenizer.added.ordinary))
+    theirs.add_tokens(list(tokenizer.added.special), special_tokens=True)
+    for token in [*tokenizer.added.ordinary, *tokenizer.added.special]:
+        number = theirs.convert_tokens_to_ids(token)
+        if tokenizer.token(number) != token:
+            raise TokenizerError(
+                f"added token {token!r} is id {number} in transformers; "
+                f"in this run that id is {tokenizer.token(number)!r}"
+            )
+    return theirs
 
 
 def write_model_card(result: RunResult, config: RunConfig, folder: Path) -> None:

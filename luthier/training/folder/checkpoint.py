@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from safetensors import safe_open
 from transformers import TrainerState
 
@@ -125,6 +126,21 @@ def _put_in_place(staging: Path) -> Path:
 
 class UnusableCheckpoint(CheckpointError):
     """A checkpoint whose files are those that were written, and which this run cannot take over all the same."""
+
+
+@contextmanager
+def taking_over(checkpoint: Path, name: str) -> Iterator[None]:
+    """Tell what a checkpoint holds and this run cannot take over as one `UnusableCheckpoint`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except UNREADABLE as error:
+        reason = error.message if isinstance(error, UserError) else str(error) or type(error).__name__
+        raise UnusableCheckpoint(
+            f"{checkpoint}: its {name} cannot be taken over: {reason[:500]}",
+            hint="go on from another checkpoint, with output.resume, or begin anew, with output.overwrite: true",
+        ) from error
 
 
 def damage(checkpoint: Path, *, digests: bool = True) -> str | None:

@@ -90,19 +90,6 @@ def learned_from(batches: Sequence[Batch], counts_T2: torch.Tensor) -> list[Batc
     return [batch for batch, is_learned in zip(batches, has_any, strict=True) if is_learned] or [batches[-1]]
 
 
-def in_turns(batches: Sequence[Batch], num_turns: int) -> list[list[Batch]]:
-    """A step's micro-batches in as many turns as a loop takes in a step.
-
-    The last turn is never an idle one, since ranks add up gradients in it; it takes what is too many.
-
-        a b, 4 turns     ->  [], [], [a], [b]
-        a b c, 2 turns   ->  [a], [b, c]
-    """
-    idle = max(num_turns - len(batches), 0)
-    single = num_turns - idle - 1
-    return [*([] for _ in range(idle)), *([batch] for batch in batches[:single]), list(batches[single:])]
-
-
 class Stateless:
     """Objectives whose losses depend on nothing but the micro-batch."""
 
