@@ -115,7 +115,7 @@ def only_user(path: Path, *, create: bool = True) -> Iterator[bool]:
     """
     descriptor, is_alone = _try_to_lock(path, fcntl.LOCK_EX, create=create)
     try:
-        if descriptor is not None and is_alone:
+        if descriptor is not None and is_alone and create:
             _sign(descriptor)
         yield is_alone
     finally:

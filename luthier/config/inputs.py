@@ -279,7 +279,8 @@ class DataConfig(Section):
     with the first rows; the learning rate then follows the share of rows used. ``auto``: meanwhile, under
     ``train.packing: window``, where the files have more than 32 MB."""
     store: PathLike | None = None
-    """Folder of encoded samples. Default: ``~/.cache/luthier/store``."""
+    """Folder of encoded samples. Default: ``~/.cache/luthier/store``. Several machines need one
+    that all of them see, on a file system with locks ([store.md](store.md))."""
 
 
 class TemplateLimitsConfig(Section):

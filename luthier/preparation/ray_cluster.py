@@ -23,6 +23,7 @@ from luthier.store.manifest import SPOOL
 
 TASKS_AHEAD = 2  # per actor: one at work, one waiting
 MAX_RESTARTS = 3
+PATIENCE = 1800.0  # seconds in which a cluster finishes no unit; one takes seconds, or minutes with files of slow hosts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,16 +112,25 @@ def _results(ray: Any, units: WorkUnits, resolver: Resolver) -> Iterator[bytes]:
             while free and (number := next(todo, None)) is not None:
                 actor = free.pop(0)
                 under_way[actor.resolve.remote(number, identity)] = number, actor
-            (finished, *_), _ = ray.wait(list(under_way), num_returns=1)
-            number, actor = under_way.pop(finished)
+            finished, _ = ray.wait(list(under_way), num_returns=1, timeout=PATIENCE)
+            if not finished:
+                raise _stuck(under_way[next(iter(under_way))][0], len(units.units))
+            number, actor = under_way.pop(finished[0])
             free.append(actor)
-            told = _result(ray, finished)
+            told = _result(ray, finished[0])
             done[number] = told.encoded
             resolver.share = (wanted + len(done)) / len(units.units)
             lost = len(decode_result(told.encoded).lost)
             source = units.units[number].source
             resolver.count(encoded=told.num_encoded, reused=told.num_reused, lost=lost, source=source)
         yield done.pop(wanted)
+
+
+def _stuck(number: int, num_units: int) -> UserError:
+    return UserError(
+        f"the Ray cluster has finished no part for {PATIENCE:g} s; it is at part {number + 1} of {num_units}",
+        hint="`ray status` says which machines and CPUs it has, and `ray list actors` which processes live",
+    )
 
 
 def _result(ray: Any, finished: Any) -> TaskDone:

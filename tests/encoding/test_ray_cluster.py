@@ -29,10 +29,10 @@ class RayActorError(Exception):
 class FakeRay(ModuleType):
     """A cluster whose tasks run when they are waited for, the youngest first."""
 
-    def __init__(self, *, num_cpus=2, dies=False):
+    def __init__(self, *, num_cpus=2, dies=False, hangs=False):
         super().__init__("ray")
         self.exceptions = SimpleNamespace(RayTaskError=RayTaskError, RayActorError=RayActorError)
-        self.num_cpus, self.dies = num_cpus, dies
+        self.num_cpus, self.dies, self.hangs = num_cpus, dies, hangs
         self.connected, self.options, self.actors, self.order = False, None, [], []
         self.results = {}
 
@@ -71,9 +71,9 @@ class FakeRay(ModuleType):
         self.actors.append(instance)
         return SimpleNamespace(resolve=SimpleNamespace(remote=submit))
 
-    def wait(self, references, *, num_returns):
-        assert num_returns == 1
-        return references[-1:], references[:-1]
+    def wait(self, references, *, num_returns, timeout):
+        assert num_returns == 1 and timeout > 60
+        return ([], references) if self.hangs else (references[-1:], references[:-1])
 
     def get(self, reference):
         if self.dies:
@@ -125,9 +125,7 @@ def test_tasks_that_run_ahead_are_few(tmp_path, cluster):
     ray = cluster(num_cpus=2)
     waiting = []
     wait = ray.wait
-    ray.wait = lambda references, *, num_returns: (
-        waiting.append(len(references)) or wait(references, num_returns=num_returns)
-    )
+    ray.wait = lambda references, **how: waiting.append(len(references)) or wait(references, **how)
     prepare(config_of(tmp_path, rows_for(tmp_path, 120)), SlowLetterEncoder(), ray_address="auto")
     assert max(waiting) == 4
 
@@ -146,6 +144,10 @@ def test_no_cluster_and_dead_processes_are_told(tmp_path, cluster):
         prepare(config_of(tmp_path, path), SlowLetterEncoder(), ray_address="nowhere")
     ray = cluster(dies=True)
     with pytest.raises(UserError, match="died"):
+        prepare(config_of(tmp_path, path), SlowLetterEncoder(), ray_address="auto")
+    assert not ray.connected
+    ray = cluster(hangs=True)
+    with pytest.raises(UserError, match="finished no part for 1800 s; it is at part 1 of 1"):
         prepare(config_of(tmp_path, path), SlowLetterEncoder(), ray_address="auto")
     assert not ray.connected
 
