@@ -366,3 +366,12 @@ def nearest(key: str, allowed: Iterable[str]) -> str | None:
 def _form(name: str) -> str:
     # Learning-Rate, learningRate and learning_rate are one name
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Names close to a mistyped one, for the hints of error messages.
+
+
+def nearest_names(name: str, names: Iterable[str], limit: int = 3) -> str:
+    """``"identiy"`` among data set names -> ``"identity"``; empty if nothing is close."""
+    return ", ".join(difflib.get_close_matches(name, list(names), n=limit, cutoff=0.6))

@@ -20,8 +20,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.presets.questions import JsonObject
-from luthier.presets.quizzes import Quiz, QuizQuestion, QuizSkill, quiz_rows
+from luthier.presets.questions import JsonObject, Quiz, QuizQuestion, QuizSkill, quiz_rows
 
 _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
 

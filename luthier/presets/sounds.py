@@ -23,8 +23,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.presets.questions import JsonObject
-from luthier.presets.quizzes import Quiz, QuizQuestion, QuizSkill, quiz_rows
+from luthier.presets.questions import JsonObject, Quiz, QuizQuestion, QuizSkill, quiz_rows
 
 _NUMBERS = ("one", "two", "three", "four")
 

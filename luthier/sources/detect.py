@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from luthier.config.choices import SameRole, ThinkingStyle
+from luthier.config.explain import nearest_names
 from luthier.config.schema import Format, SourceConfig
 from luthier.errors import SourceError
 from luthier.records import TargetRule
 from luthier.sources.formats.layout import TAG_NAMES, Layout, build_tags
 from luthier.sources.formats.table import COLUMN_ALIASES, FORMATS, FormatRule, column_names
-from luthier.sources.nearest import nearest_names
 
 NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for rows of megabytes
 

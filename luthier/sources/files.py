@@ -20,9 +20,9 @@ from typing import IO, TYPE_CHECKING
 import pyarrow as pa
 
 from luthier.config.choices import Documents
+from luthier.config.explain import nearest_names
 from luthier.config.schema import SourceConfig
 from luthier.errors import SourceError
-from luthier.sources.nearest import nearest_names
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from luthier.config.explain import nearest_names
 from luthier.config.schema import DataConfig, Format, SourceConfig
 from luthier.errors import RowError, SourceError
-from luthier.sources.nearest import nearest_names
 from luthier.sources.origins import HUB
 from luthier.sources.rows import decode_strict
 

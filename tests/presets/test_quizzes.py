@@ -7,8 +7,7 @@ from random import Random
 import pytest
 
 from luthier.errors import SourceError
-from luthier.presets.questions import is_held_out
-from luthier.presets.quizzes import Quiz, QuizQuestion, QuizSkill, quiz_rows
+from luthier.presets.questions import Quiz, QuizQuestion, QuizSkill, is_held_out, quiz_rows
 
 SHOWN = {"type": "image", "image": {"bytes": b"PNG"}}
 

@@ -1,4 +1,4 @@
-"""Families whose pictures are grids of patches, each of its own size."""
+"""Families whose pictures are grids of patches, each of its own size; then those that are made for videos."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from luthier.media.families import rules
 from luthier.media.families.family import CAT, PAD_CAT, Family, FrameMarks, Modules, PackingSupport, Rule, SharedSlots
-from luthier.media.geometry import pictures
+from luthier.media.geometry import pictures, videos
 from luthier.media.processors.patches import quick_patches
 
 # What the caps of a run's `media` section are called by processors that limit the area of a picture.
@@ -204,5 +204,56 @@ ROWS = (
         image=Rule(measure=pictures.patch_rows, fold=4),
         batching={"pixel_values": PAD_CAT, "image_sizes": CAT},
         modules=Modules(tower=("model.vision_tower",), projector=("model.multi_modal_projector",)),
+    ),
+)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Families of videos that are not among the others.
+
+
+PROJECTED = Modules(tower=("model.vision_tower",), projector=("model.multi_modal_projector",))
+
+VIDEO_ROWS = (
+    Family(
+        name="llava_next_video",
+        processors=("LlavaNextVideoProcessor",),
+        model_types=("llava_next_video",),
+        image=Rule(measure=videos.any_resolution_of_pictures),
+        video=rules.STACKED_FRAMES,
+        batching={"pixel_values": PAD_CAT, "image_sizes": CAT, "pixel_values_videos": CAT},
+        modules=PROJECTED,
+    ),
+    Family(
+        name="video_llava",
+        processors=("VideoLlavaProcessor",),
+        model_types=("video_llava",),
+        image=Rule(measure=pictures.square),
+        video=rules.STACKED_FRAMES,
+        batching={"pixel_values_images": CAT, "pixel_values": CAT, "pixel_values_videos": CAT},
+        modules=Modules(tower=("model.image_tower", "model.video_tower"), projector=("model.multi_modal_projector",)),
+    ),
+    Family(
+        name="glm5_next",
+        processors=("Glm5NextProcessor",),
+        model_types=("glm5_next",),
+        image=Rule(measure=videos.canvas_of_pictures, fold=4),
+        video=rules.CANVAS_GRID,
+        batching={"pixel_values": CAT, "image_grid_thw": CAT, "pixel_values_videos": CAT, "video_grid_thw": CAT},
+        token_inputs={"mm_token_type_ids": rules.kinds},
+        packing=PackingSupport.PADDED,
+        reason="its linear attention carries a state along the row, and its indexer chooses among all keys of it",
+        modules=Modules(tower=("model.visual",), projector=("model.visual.merger",)),
+    ),
+    Family(
+        name="cosmos3_edge",
+        processors=("Cosmos3EdgeProcessor",),
+        model_types=("cosmos3_edge",),
+        image=Rule(measure=pictures.volume_grid, options=AREA, fold=4),
+        video=replace(rules.VOLUME_GRID, swallows=("vision_start_token", "vision_end_token")),
+        batching={"pixel_values": CAT, "image_grid_thw": CAT, "pixel_values_videos": CAT, "video_grid_thw": CAT},
+        token_inputs={"mm_token_type_ids": rules.kinds},
+        positions="grid_frames",
+        modules=Modules(tower=("model.visual",), projector=("model.projector",)),
     ),
 )

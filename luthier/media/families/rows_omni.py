@@ -1,4 +1,4 @@
-"""Families that hear: pictures or videos, and sounds."""
+"""Families that hear: with pictures or videos, and alone; then those of other senses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.media.families import rules
+from luthier.media.families import odd_calls, rules
 from luthier.media.families.family import (
     CAT,
     PAD_CAT,
@@ -19,9 +19,11 @@ from luthier.media.families.family import (
     MediaKind,
     Modules,
     OwnFrames,
+    PackingSupport,
     Rule,
 )
-from luthier.media.geometry import pictures, tiles
+from luthier.media.families.rows_grid import FRAMES, IMAGES, QWEN
+from luthier.media.geometry import pages, pictures, tiles
 from luthier.media.processors.interleaving import expand_with_sound_tracks
 
 AREA = {"min_pixels": "size.shortest_edge", "max_pixels": "size.longest_edge"}
@@ -193,5 +195,177 @@ ROWS = (
             projector=("multi_modal_projector", "embed_audio"),
             language=("language_model",),
         ),
+    ),
+)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Families that hear and do not see.
+
+
+HEARING = Modules(tower=("model.audio_tower",), projector=("model.multi_modal_projector",))
+# Windows of a fixed length, of which a sound takes as many as it needs.
+WINDOWS = {"input_features": CAT, "input_features_mask": CAT}
+
+AUDIO_ROWS = (
+    Family(
+        name="qwen2_audio",
+        processors=("Qwen2AudioProcessor",),
+        model_types=("qwen2_audio",),
+        audio=rules.WHOLE_WINDOWS,
+        batching={"input_features": CAT, "feature_attention_mask": CAT},
+        modules=HEARING,
+    ),
+    Family(
+        name="audioflamingo3",
+        processors=("AudioFlamingo3Processor",),
+        model_types=("audioflamingo3",),
+        audio=rules.POOLED_WINDOWS,
+        call=odd_calls.one_sound_each,
+        batching=WINDOWS,
+        modules=HEARING,
+    ),
+    Family(
+        name="musicflamingo",
+        processors=("MusicFlamingoProcessor",),
+        model_types=("musicflamingo",),
+        audio=rules.POOLED_WINDOWS,
+        call=odd_calls.one_sound_each,
+        batching=WINDOWS,
+        modules=HEARING,
+    ),
+    Family(
+        name="glmasr",
+        processors=("GlmAsrProcessor",),
+        model_types=("glmasr",),
+        audio=rules.MERGED_WINDOWS,
+        call=odd_calls.one_sound_each,
+        batching=WINDOWS,
+        modules=HEARING,
+    ),
+    Family(
+        name="qwen3_asr",
+        processors=("Qwen3ASRProcessor",),
+        model_types=("qwen3_asr",),
+        audio=rules.PADDED_WINDOW_STEPS,
+        call=odd_calls.one_sound_each,
+        batching={"input_features": PAD_CAT, "input_features_mask": PAD_CAT},
+        modules=HEARING,
+    ),
+    Family(
+        name="voxtral",
+        processors=("VoxtralProcessor",),
+        model_types=("voxtral",),
+        audio=rules.WHOLE_CHUNKS,
+        call=odd_calls.transcribed,
+        batching={"input_features": CAT},
+        modules=HEARING,
+    ),
+    Family(
+        name="granite_speech",
+        processors=("GraniteSpeechProcessor",),
+        model_types=("granite_speech", "granite_speech_plus"),
+        audio=rules.PROJECTED_BLOCKS,
+        batching={"input_features": PAD_CAT, "input_features_mask": PAD_CAT},
+        own_frames=OwnFrames(module="model.encoder", features="hidden_states"),
+        modules=Modules(tower=("model.encoder",), projector=("model.projector",)),
+    ),
+    Family(
+        name="inkling",
+        processors=("InklingProcessor",),
+        model_types=("inkling_mm_model",),
+        audio=rules.DMEL_FRAMES,
+        batching={"audio_input_ids": PAD_CAT, "audio_input_ids_mask": PAD_CAT},
+        packing=PackingSupport.PADDED,
+        reason="its short convolutions would carry state from one sample of a row into the next",
+        modules=Modules(tower=("model.audio_tower", "model.vision_tower")),
+    ),
+)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Families of several senses and of pictures drawn from codebooks, which came later than the others.
+
+
+PROJECTED = Modules(tower=("model.vision_tower",), projector=("model.multi_modal_projector",))
+MUSE = Rule(measure=pages.shaped_grid, fold=4)
+# The model flattens items and their tiles (or frames), which may therefore all be those of one item.
+TILES = Batching(axis=1)
+
+LATER_ROWS = (
+    Family(
+        name="perception_lm",
+        processors=("PerceptionLMProcessor",),
+        model_types=("perception_lm",),
+        image=Rule(measure=pages.thumbnail_and_tiles, fold=4),
+        video=rules.FIXED_FRAMES,
+        call=odd_calls.one_by_one,
+        batching={"pixel_values": TILES, "pixel_values_videos": TILES},
+        modules=PROJECTED,
+    ),
+    Family(
+        name="emu3",
+        processors=("Emu3Processor",),
+        model_types=("emu3",),
+        opens=True,
+        image=Rule(measure=pages.sizes_in_area),
+        # as its class fills up smaller pictures of a call, though its encoder then gives them other codes than alone
+        batching={"pixel_values": PAD_CAT, "image_sizes": CAT},
+        modules=Modules(tower=("model.vqmodel",), language=("model.text_model", "lm_head")),
+    ),
+    Family(
+        name="muse_glimmer",
+        processors=("MuseGlimmerProcessor",),
+        model_types=("muse_glimmer",),
+        image=MUSE,
+        video=rules.SHAPED_FRAME_GRID,
+        batching=FRAMES,
+        modules=Modules(tower=("model.vision_tower",), projector=("model.vision_adapter", "model.vision_projection")),
+    ),
+    Family(
+        name="muse_spark",
+        processors=("MuseSparkProcessor",),
+        model_types=("muse_spark",),
+        image=MUSE,
+        video=rules.SHAPED_FRAME_GRID,
+        audio=rules.WAVEFORM_BLOCKS,
+        batching={**FRAMES, "input_values": PAD_CAT, "input_values_mask": PAD_CAT},
+        modules=Modules(
+            tower=("model.vision_tower", "model.audio_tower"),
+            projector=("model.vision_adapter", "model.vision_projection"),
+        ),
+    ),
+    Family(
+        name="dots3_note",
+        processors=("Dots3NoteProcessor",),
+        model_types=("dots3_note",),
+        image=QWEN,
+        video=rules.VOLUME_GRID,
+        audio=rules.LONG_CHUNKS,
+        batching={**FRAMES, "input_features": PAD_CAT, "chunk_sample_lengths": CAT},
+        packing=PackingSupport.PADDED,
+        reason="its sparse attention chooses among the tokens of a row, and knows no segments",
+        modules=Modules(
+            tower=("model.vision_tower", "model.audio_tower"),
+            projector=("model.vision_tower.merger", "model.audio_tower.adapter"),
+        ),
+    ),
+    Family(
+        name="hyperclovax_vision_v2",
+        processors=("HyperCLOVAXVisionV2Processor",),
+        model_types=("hyperclovax_vision_v2",),
+        image=QWEN,  # no videos: its template leaves a place for their length, which only the class's call fills in
+        batching=IMAGES,
+        modules=Modules(tower=("model.vision_model",), projector=("model.projector",)),
+    ),
+    Family(
+        name="inkling2",
+        processors=("Inkling2Processor",),
+        model_types=("inkling2",),
+        image=Rule(measure=pages.padded_grid),
+        batching=IMAGES,
+        packing=PackingSupport.PADDED,
+        reason="its convolutions would carry state from one sample of a row into the next",
+        modules=Modules(tower=("model.vision_tower",), projector=("model.vision_tower.merger",)),
     ),
 )

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from luthier.errors import ModelError, PluginError
-from luthier.media.families import (
-    rows_audio,
-    rows_fixed,
-    rows_grid,
-    rows_omni,
-    rows_pages,
-    rows_remote,
-    rows_senses,
-    rows_tiles,
-    rows_video,
-    rules,
-)
+from luthier.media.families import rows_fixed, rows_grid, rows_omni, rows_tiles, rules
 from luthier.media.families.family import (
     CAT,
     Batching,
@@ -35,12 +24,12 @@ _ROWS: tuple[Family, ...] = (
     *rows_grid.ROWS,
     *rows_tiles.ROWS,
     *rows_fixed.ROWS,
-    *rows_video.ROWS,
+    *rows_grid.ROWS,
     *rows_omni.ROWS,
-    *rows_audio.ROWS,
-    *rows_pages.ROWS,
-    *rows_senses.ROWS,
-    *rows_remote.ROWS,
+    *rows_omni.ROWS,
+    *rows_tiles.ROWS,
+    *rows_omni.ROWS,
+    *rows_fixed.ROWS,
 )
 FAMILIES: Table[Family] = Table("family", {row.name: row for row in _ROWS})
 

@@ -1,23 +1,150 @@
-"""The table of formats, to which plugins add theirs (docs/plugins.md)."""
+"""The formats of rows: which columns each reads, and how a row becomes one of our records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from luthier.config.choices import FORMAT_NAMES, Format
-from luthier.errors import PluginError
+from luthier.errors import PluginError, RowError
 from luthier.plugins import Table
-from luthier.records import Row
-from luthier.sources.formats.convert import (
-    convert_alpaca,
-    convert_feedback,
-    convert_messages,
-    convert_preference,
-    convert_prompt_completion,
-    convert_text,
-)
+from luthier.records import Conversation, Document, Feedback, Message, Preference, Row, Text
 from luthier.sources.formats.reading import Reading
+from luthier.sources.formats.targets import mark_spans, read_spans
+
+# --------------------------------------------------------------------------------------------------------------------
+# The converters: one row, seen through its layout, becomes one record. Each stands in a line of the table below.
+
+
+def convert_messages(reading: Reading) -> Row:
+    """ShareGPT and OpenAI: a list of messages, with ``chosen``/``rejected`` or a verdict if the row has them."""
+    if reading.has("chosen") and reading.has("rejected"):
+        return convert_preference(reading)
+    if not reading.has("messages"):
+        raise reading.missing("messages")
+    if reading.has("kto_tag"):
+        return convert_feedback(reading)
+    return reading.conversation(reading.prompt())
+
+
+def convert_alpaca(reading: Reading) -> Row:
+    """``instruction``, ``input``, ``output``: the user says the first two, joined by a newline."""
+    if reading.has("response"):
+        if reading.has("kto_tag"):
+            return convert_feedback(reading)
+        return _answered(reading, mark_prompt=False)
+    if reading.has("chosen") and reading.has("rejected"):
+        return convert_preference(reading)
+    raise reading.missing("response", "chosen")
+
+
+def convert_prompt_completion(reading: Reading) -> Row:
+    """A prompt and its completion, each text or messages. Only the completion is learned."""
+    if not reading.has("response"):
+        raise reading.missing("response")
+    if reading.layout.rendered:
+        return _rendered_pair(reading)
+    return _answered(reading, mark_prompt=True)
+
+
+def convert_text(reading: Reading) -> Document:
+    """Plain text: every token is learned."""
+    if not reading.has("text"):
+        raise reading.missing("text")
+    text = reading.text("text")
+    if not text:
+        raise RowError("empty_text", "nothing to learn", field=reading.field("text"))
+    _, spans = read_spans({"spans": reading.column("spans")}, text)
+    parts = mark_spans(reading.media.split(text), spans)
+    reading.media.finish()
+    return Document(
+        parts=tuple(parts),
+        address=reading.address,
+        rules=reading.layout.rules,
+        weight=reading.weight(),
+        rendered=reading.layout.rendered,
+    )
+
+
+def convert_preference(reading: Reading) -> Preference:
+    """A prompt with a better and a worse continuation; the prompt may also be what both continuations begin with."""
+    for name in ("chosen", "rejected"):
+        if not reading.has(name):
+            raise reading.missing(name)
+    chosen = reading.continuation("chosen", reading.media)
+    if chosen[0].role == "assistant":
+        prompt, rejected = reading.prompt(), reading.continuation("rejected", reading.fresh_media())
+        return reading.preference(prompt, chosen, rejected, prompt_field=reading.prompt_field())
+    second = reading.fresh_media()
+    rejected = reading.continuation("rejected", second)
+    second.finish()
+    shared = _common_prefix(chosen, rejected)
+    if shared == 0:
+        raise _no_common_prompt(chosen, rejected, reading)
+    prompt, field = reading.with_system(chosen[:shared]), reading.field("chosen")
+    return reading.preference(prompt, chosen[shared:], rejected[shared:], prompt_field=field)
+
+
+def convert_feedback(reading: Reading) -> Feedback:
+    """A prompt, a completion and a verdict; or messages whose last one the verdict is about."""
+    if not reading.has("kto_tag"):
+        raise reading.missing("kto_tag")
+    if reading.has("messages"):
+        messages = reading.prompt()
+        if len(messages) < 2:
+            raise RowError("empty_prompt", "one message is no prompt and answer", field=reading.field("messages"))
+        return reading.feedback(messages[:-1], messages[-1:], reading.field("messages"))
+    if not reading.has("response"):
+        raise reading.missing("response")
+    return reading.feedback(reading.prompt(), reading.continuation("response"), reading.field("response"))
+
+
+def _rendered_pair(reading: Reading) -> Row:
+    """Prompt and completion as some template rendered them: put together as they are, only the completion learned."""
+    if not all(isinstance(reading.column(name), str) for name in ("prompt", "response")):
+        return _answered(reading, mark_prompt=True)
+    parts = (Text(text=reading.text("prompt"), train=False), Text(text=reading.text("response")))
+    reading.media.finish()
+    return Document(
+        parts=parts, address=reading.address, rules=reading.layout.rules, weight=reading.weight(), rendered=True
+    )
+
+
+def _answered(reading: Reading, *, mark_prompt: bool) -> Conversation:
+    prompt = reading.prompt()
+    if mark_prompt:
+        prompt = [_untrained(message) for message in prompt]
+    return reading.conversation([*prompt, *reading.continuation("response")])
+
+
+def _untrained(message: Message) -> Message:
+    """An assistant's message of the prompt is context, unless the row itself says that it is learned."""
+    return replace(message, train=False) if message.role == "assistant" and message.train is None else message
+
+
+def _no_common_prompt(chosen: list[Message], rejected: list[Message], reading: Reading) -> RowError:
+    detail = (
+        f"chosen begins with {_opening(chosen)}, rejected with {_opening(rejected)}: the messages that both begin with "
+        "would be the prompt; give both the same ones, or have the prompt in a column of its own and both sides begin "
+        "with the answer"
+    )
+    return RowError("no_common_prompt", detail, field=reading.field("rejected"))
+
+
+def _opening(messages: list[Message]) -> str:
+    """The first message in words: ``user 'Hi'``; of one message that is the whole side, that it is."""
+    only = " alone" if len(messages) == 1 else ""
+    return f"{messages[0].role} {messages[0].text[:30]!r}{only}"
+
+
+def _common_prefix(first: list[Message], second: list[Message]) -> int:
+    """How many messages both lists begin with, leaving at least one for each."""
+    longest = min(len(first), len(second)) - 1
+    return next((index for index in range(longest) if first[index] != second[index]), longest)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The table of formats, to which plugins add theirs (docs/plugins.md).
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
