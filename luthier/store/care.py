@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -235,10 +234,7 @@ def _leftovers(folder: Path) -> Iterator[tuple[Path, str]]:
 def _remove(path: Path, reason: str, *, dry_run: bool) -> Removed:
     removed = Removed(path=path, num_bytes=size_of(path), reason=reason)
     if not dry_run:
-        disk = Disk()
-        aside = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")  # at once: nobody finds half of it
-        if disk.move_folder(path, aside):
-            disk.remove(aside)
+        Disk().take_away(path)
     return removed
 
 

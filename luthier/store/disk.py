@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 TEMPORARY = ".tmp-"  # how the names of unfinished files begin
 LONGEST_LOCK = 300.0  # seconds; whoever changes a manifest holds its lock for some milliseconds
 DIGEST_BYTES = 32
-TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT}
 
 
 class Disk:
@@ -44,19 +43,8 @@ class Disk:
         ``durable``: it also survives a power cut. Else a file may be empty after one.
         """
         with reported(path):
-            write_whole(path, chunks, temporary=_temporary(path), durable=durable, before=self.before)
-
-    def move_folder(self, folder: Path, target: Path) -> bool:
-        """Rename a folder; False if it is gone, or there is something at ``target`` already."""
-        with reported(target):
-            self.before("rename", target)
-            try:
-                rename(folder, target)
-            except OSError as error:
-                if error.errno in TAKEN:
-                    return False
-                raise
-        return True
+            temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{uuid.uuid4().hex}")
+            write_whole(path, chunks, temporary=temporary, durable=durable, before=self.before)
 
     def read(self, path: Path) -> bytes | None:
         """A file's bytes, or None if there is no such file. Raises `StoreError`."""
@@ -78,6 +66,12 @@ class Disk:
             return None
         return raw[DIGEST_BYTES:]
 
+    def exists(self, path: Path) -> bool:
+        """Whether there is such a file. Raises `StoreError`."""
+        with reported(path, doing="read"):
+            self.before("stat", path)
+            return path.exists()
+
     def names(self, folder: Path) -> list[str]:
         """What is in a folder, unfinished files left out; nothing if there is no such folder. Raises `StoreError`."""
         with reported(folder, doing="read"):
@@ -97,6 +91,17 @@ class Disk:
                 if path.is_symlink() or not path.is_dir():
                     raise
                 _remove_tree(path)
+
+    def take_away(self, path: Path) -> None:
+        """Remove a file or a folder at once, if it is there: nobody finds half of it. Raises `StoreError`."""
+        aside = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+        with reported(path):
+            self.before("rename", path)
+            try:
+                rename(path, aside)
+            except FileNotFoundError:
+                return
+        self.remove(aside)
 
     def try_lock(self, path: Path) -> BaseFileLock | None:
         """A lock of this file for this process alone; None if another process holds it. Raises `StoreError`."""
@@ -123,10 +128,6 @@ def join_users(path: Path, *, create: bool = True) -> SharedLock:
     """Say that what this file guards is in use, see `SharedLock`. Raises `StoreError`."""
     with reported(path, doing="used"):
         return SharedLock(path, create=create)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f"{TEMPORARY}{os.getpid()}-{uuid.uuid4().hex}")
 
 
 def _remove_tree(folder: Path) -> None:

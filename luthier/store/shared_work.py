@@ -12,7 +12,6 @@ removes what others left, since the rows that it was made of may have changed, a
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 from luthier.errors import StoreError
 from luthier.locks import holder_of, only_user
-from luthier.store.disk import TEMPORARY, Disk, join_users, reported
+from luthier.store.disk import Disk, join_users, reported
 from luthier.store.manifest import USERS
 
 if TYPE_CHECKING:
@@ -53,7 +52,10 @@ class SharedWork:
         is `done` or we leave. Raises `StoreError`."""
         finished = set(self._disk.names(self._units))
         for unit in range(start, self.num_units):
-            if str(unit) not in finished and self._lock(unit):
+            # results are large: none is read here
+            if str(unit) in finished or self._disk.exists(self._units / str(unit)):
+                continue
+            if self._lock(unit):
                 yield unit
 
     def done(self, unit: int, payload: bytes) -> None:
@@ -94,9 +96,8 @@ class SharedWork:
             self._mine.popitem()[1].release()
         self._users.close()
         with reported(self._folder), only_user(self._folder / USERS, create=False) as alone:
-            gone = self._folder.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-            if alone and self._disk.move_folder(self._folder, gone):  # at once: nobody finds half of it
-                self._disk.remove(gone)
+            if alone:
+                self._disk.take_away(self._folder)
 
     def __enter__(self) -> Self:
         return self

@@ -229,7 +229,7 @@ def test_after_a_failure_at_any_operation_the_work_goes_on(tmp_path, code):
         if len(disk.operations) <= k:
             break
         seen.add(disk.operations[k])
-    assert seen >= {"mkdir", "create", "write", "lock", "rename", "read", "list"}
+    assert seen >= {"mkdir", "create", "write", "lock", "rename", "read", "list", "stat"}
     assert k > 20
 
 
