@@ -37,7 +37,7 @@ def main() -> None:
 
 def _support_page() -> str:
     # what is tried, and on which models, belongs to the tests, which try it too
-    sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("support", "train")]
+    sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("support", "training")]
     import support_matrix
 
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # what 264 runs say

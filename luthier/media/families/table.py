@@ -24,14 +24,15 @@ _ROWS: tuple[Family, ...] = (
     *rows_grid.ROWS,
     *rows_tiles.ROWS,
     *rows_fixed.ROWS,
-    *rows_grid.ROWS,
+    *rows_grid.VIDEO_ROWS,
     *rows_omni.ROWS,
-    *rows_omni.ROWS,
-    *rows_tiles.ROWS,
-    *rows_omni.ROWS,
-    *rows_fixed.ROWS,
+    *rows_omni.AUDIO_ROWS,
+    *rows_tiles.PAGE_ROWS,
+    *rows_omni.LATER_ROWS,
+    *rows_fixed.REMOTE_ROWS,
 )
 FAMILIES: Table[Family] = Table("family", {row.name: row for row in _ROWS})
+assert len({row.name for row in _ROWS}) == len(_ROWS), "two rows have one name"
 
 
 def register_family(family: Family) -> None:
