@@ -350,11 +350,6 @@ def measure_encoders(sample: Sample) -> tuple[int, ...]:
     return tuple(sum(item.encoder_length for item in segment.media) for segment in sample.segments())
 
 
-def numbers_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``[2, 0, 3] -> [0, 1, 0, 1, 2]``"""
-    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
 def joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int64]:
     """Numbers one behind the other, also if there are none."""
     return np.concatenate([np.zeros(0, np.int64), *(part.astype(np.int64) for part in parts)])

@@ -49,7 +49,7 @@ from luthier.store.manifest import (
     store_folder,
     write_manifest,
 )
-from luthier.store.shard import KEY_BYTES, EncodedSample, NewShard, build_shard, joined, numbers_within
+from luthier.store.shard import KEY_BYTES, EncodedSample, NewShard, build_shard, joined
 from luthier.store.shard_reader import Shard, store_gone
 
 __all__ = ["FORMAT", "LOCK", "MANIFEST", "SHARD_BYTES", "SampleStore", "StoreWriter", "row_key", "store_folder"]
@@ -265,26 +265,6 @@ class SampleStore:
             return None
         found = int(self.lookup(np.frombuffer(key, np.uint8).reshape(1, KEY_BYTES))[0])
         return None if found < 0 else found
-
-    def leaves_of(self, sample_ids: Ints) -> tuple[Ints, Ints, Ints]:
-        """``(counts int64[n], lengths int64[l], targets int64[l])``: how many leaves each sample has; then, leaf by
-        leaf in the samples' order, its tokens from root to leaf and the targets that its segment counts."""
-        counts = np.zeros(len(sample_ids), dtype=np.int64)
-        found: list[tuple[Ints, NDArray[np.int32], NDArray[np.int32]]] = []
-        for shard, places, inside in self._by_shard(sample_ids):
-            index = shard.index
-            first = index.leaf_bounds[inside]
-            counts[places] = here = index.leaf_bounds[inside + 1] - first
-            leaf = np.repeat(first, here) + numbers_within(here)
-            found.append((places, index.leaf_lengths[leaf], index.leaf_targets[leaf]))
-            shard.release()
-        starts = np.cumsum(counts) - counts
-        lengths = np.zeros(int(counts.sum()), dtype=np.int64)
-        targets = np.zeros(len(lengths), dtype=np.int64)
-        for places, leaf_lengths, leaf_targets in found:
-            to = np.repeat(starts[places], counts[places]) + numbers_within(counts[places])
-            lengths[to], targets[to] = leaf_lengths, leaf_targets
-        return counts, lengths, targets
 
     def have_media(self, sample_ids: Ints) -> NDArray[np.bool_]:
         """bool[n]: whether these samples have images, videos or sounds."""

@@ -255,7 +255,7 @@ def test_damage_to_an_index_is_found_before_it_is_used(tmp_path):
                 store.keys_of(np.array([1]))
         else:
             assert store.lookup(wanted).tolist() == [0, 1]  # control: the keys are sound
-            for use in (lambda store: store[1], lambda store: store.leaves_of(np.array([1])), SampleStore.notes):
+            for use in (lambda store: store[1], lambda store: store.have_media(np.array([1])), SampleStore.notes):
                 with pytest.raises(StoreError, match="its index"):
                     use(store, 0) if use is SampleStore.notes else use(store)
 
@@ -409,7 +409,7 @@ def test_a_store_that_is_deleted_while_it_is_in_use_is_named(tmp_path):
     early[0]
     shutil.rmtree(tmp_path / "store")
     late = open_store(tmp_path / "store")
-    asked = [early.refresh, lambda: late[2], lambda: late.leaves_of(np.array([2])), lambda: rebuild(*parts)]
+    asked = [early.refresh, lambda: late[2], lambda: late.have_media(np.array([2])), lambda: rebuild(*parts)]
     for ask in asked:
         with pytest.raises(StoreError, match="the store is gone") as caught:
             ask()

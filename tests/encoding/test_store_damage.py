@@ -46,7 +46,7 @@ def use_everything(folder, numbers):
     """Look up and read as training does, without `verify`; what is read must be right."""
     store = open_store(folder)
     found = store.lookup(np.frombuffer(b"".join(map(key, numbers)), np.uint8).reshape(-1, 32))
-    store.leaves_of(np.arange(len(store)))
+    assert len(store.leaf_lengths) == len(store.leaf_targets) == store.leaf_bounds[-1]
     for number, place in zip(numbers, found.tolist(), strict=True):
         got, wanted = store[place], sample(number)
         assert got.input_ids.tolist() == wanted.input_ids.tolist()
@@ -133,7 +133,7 @@ def test_two_swapped_shards_are_found(tmp_path):
     for use in (
         lambda: store.lookup(np.frombuffer(key(1), np.uint8).reshape(1, 32)),
         lambda: store[0],
-        lambda: store.leaves_of(np.array([1])),
+        lambda: store.have_media(np.array([1])),
         lambda: store.notes(1),
         store.verify,
     ):

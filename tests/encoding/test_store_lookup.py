@@ -123,7 +123,7 @@ def test_refresh_refuses_a_store_whose_shards_are_others(tmp_path):
         store.refresh()
 
 
-def test_leaves_of_some_samples_are_those_of_all(tmp_path):
+def test_what_the_index_says_of_leaves_is_what_samples_have(tmp_path):
     rng = np.random.default_rng(3)
     writer = StoreWriter(tmp_path, fingerprint=FINGERPRINT)
     for number, key in enumerate(random_keys(40)):
@@ -139,15 +139,19 @@ def test_leaves_of_some_samples_are_those_of_all(tmp_path):
             writer.commit()
     writer.commit()
     store = open_store(tmp_path)
+    whole = [store[n].segments() for n in range(40)]
+    assert np.diff(store.leaf_bounds).tolist() == [len(segments) for segments in whole]
+    assert store.leaf_lengths.tolist() == [len(segment) for segments in whole for segment in segments]
+    assert store.leaf_targets.tolist() == [int(s.target[1:].sum()) for segments in whole for s in segments]
     asked = rng.integers(0, 40, 100)
-    counts, lengths, targets = store.leaves_of(asked)
-    assert counts.tolist() == [len(store[n].segments()) for n in asked]
-    assert lengths.tolist() == [len(segment) for n in asked for segment in store[n].segments()]
-    assert targets.tolist() == [int(s.target[1:].sum()) for n in asked for s in store[n].segments()]
-    assert [array.tolist() for array in store.leaves_of(asked[:0])] == [[], [], []]
-    for wrong in ([-1], [40]):
-        with pytest.raises(IndexError):
-            store.leaves_of(np.array(wrong))
+    assert len(store.leaf_held(asked)) == sum(len(whole[n]) for n in asked)
+    assert store.have_media(asked).tolist() == [False] * 100
+    assert store.keys_of(asked).tolist() == store.keys[asked].tolist()
+    for ask in (store.have_media, store.keys_of):
+        assert not len(ask(asked[:0]))
+        for wrong in ([-1], [40]):
+            with pytest.raises(IndexError):
+                ask(np.array(wrong))
 
 
 def test_more_shards_than_may_be_open_are_read(tmp_path, monkeypatch):
@@ -163,7 +167,7 @@ def test_more_shards_than_may_be_open_are_read(tmp_path, monkeypatch):
     assert [int(ids[0]) for ids in held] == list(range(12))  # what was read stays, when its file is closed
     store.verify()
     descriptors = len(os.listdir("/proc/self/fd"))
-    assert pickle.loads(pickle.dumps(store)).leaves_of(np.arange(12))[0].tolist() == [1, 2, 3] * 4  # noqa: S301
+    assert np.diff(pickle.loads(pickle.dumps(store)).leaf_bounds).tolist() == [1, 2, 3] * 4  # noqa: S301
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 4
 
 
