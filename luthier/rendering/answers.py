@@ -70,7 +70,7 @@ def require_answer(
             raise _not_there(text, kind, learned, field)
         place = places[0] if calls else places[-1]
         if calls and kind == "answer" and thought:  # behind the thought
-            behind = [p for p in places if learned.find(thought, 0, p) >= 0]
+            behind = [p for p in places if _places(thought, learned, marks, p)]
             place = behind[0] if behind else place
         holes.insert(0, (place, place + len(text)))
         end = place
@@ -82,7 +82,11 @@ def require_answer(
         _require_scalars(calls, rest, field)
         # whatever notation a call has, words belong to it; a long text printed besides does not
         between = _between_marks(rest, control)
-        added = [text for text in (thought, answer) if len(text) >= SHORTEST_REPEATED and text in between]
+        added = [
+            text
+            for text in (thought, answer)
+            if len(text) >= SHORTEST_REPEATED and between.count(text) > _times_in_calls(text, calls)
+        ]
         added += _words_beside_calls(calls, rest, control, has_header=has_header)
     else:
         added = list(_added_words(rest, control, has_header=has_header))
@@ -167,6 +171,12 @@ def _require_call(call: ToolCall, rest: str, field: str) -> None:
                 "would learn another call",
                 field=field,
             )
+
+
+def _times_in_calls(text: str, calls: Sequence[ToolCall]) -> int:
+    """How often a text stands in what the calls themselves say: an answer may name what it calls for."""
+    said = (leaf for call in calls for leaf in (call.name, *_leaves(call.arguments)) if isinstance(leaf, str))
+    return sum(max(form.count(text) for form in _written(leaf)) for leaf in said)
 
 
 def _require_scalars(calls: Sequence[ToolCall], rest: str, field: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import groupby
@@ -114,6 +114,27 @@ def message_strings(message: Message) -> list[str]:
 
     _message(message, collect, PLAIN)
     return strings
+
+
+def with_strings(message: Message, strings: Iterator[str]) -> Message:
+    """The message with other strings in the places of its `message_strings`, which are taken in their order."""
+    parts: list[Part] = []
+    for part in message.parts:
+        match part:
+            case Text() | Thinking():
+                parts.append(replace(part, text=next(strings)))
+            case ToolCall():
+                call_id, called = None if part.id is None else next(strings), next(strings)
+                arguments = _leaves(
+                    part.arguments,
+                    lambda value, is_key: next(strings) if isinstance(value, str) and not is_key else value,
+                )
+                parts.append(replace(part, id=call_id, name=called, arguments=arguments))
+            case _:
+                parts.append(part)
+    name = None if message.name is None else next(strings)
+    tool_call_id = None if message.tool_call_id is None else next(strings)
+    return replace(message, parts=tuple(parts), name=name, tool_call_id=tool_call_id)
 
 
 def _marker(trace: Trace, index: int, is_own: bool) -> MarkPart:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Never
 
 from luthier.config.choices import RowKind
@@ -32,7 +33,15 @@ from luthier.records import (
 from luthier.rendering.answers import require_answer, tags_in
 from luthier.rendering.blueprint import CONTROL_STRING, UNASKED, Blueprint, Filled, build_blueprint
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.messages import MediaSlots, SlotsOnDemand, media_of, media_of_parts, message_strings, no_slots
+from luthier.rendering.messages import (
+    MediaSlots,
+    SlotsOnDemand,
+    media_of,
+    media_of_parts,
+    message_strings,
+    no_slots,
+    with_strings,
+)
 from luthier.rendering.openings import ending_of
 from luthier.rendering.other_rows import (
     ComparedRow,
@@ -47,6 +56,7 @@ from luthier.rendering.other_rows import (
 from luthier.rendering.paths import Path, Weigh, can_be_asked, cut_paths, learned_spans, paths_of
 from luthier.rendering.prefixes import Joint, Judge, NotLocal
 from luthier.rendering.recordings import Recordings, RowHistory, unshared
+from luthier.rendering.substitution import other_strings
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
@@ -166,7 +176,7 @@ class Renderer:
                 return self._filled(known.blueprint, strings, row=row, media=media, values=values)
         try:
             known = self._build(row, template, shapes, strings)
-            self._require_answers(known, row, template, known.blueprint.values(strings))
+            self._require_shape(known, row, template, strings)
         except RowError as error:
             name = self._named_that_would_do(error.reason, row, template)
             if name is None:
@@ -337,6 +347,35 @@ class Renderer:
             self._tags = ControlTokens(tokens=self.control.tokens | tags_in(template.literals))
         return bool(self._tags.count(strings))
 
+    def _require_shape(
+        self, known: _CachedBlueprint, row: Conversation, template: ChatTemplate, strings: Sequence[str]
+    ) -> None:
+        """Raise `RowError` unless what is learned reads as a row of this shape has it, whichever is the first.
+
+        The row's own texts may be short, or stand in the answer besides, so it is asked with words in their places
+        that stand nowhere else. Where the template looks at texts such that it would print these otherwise, or the
+        row's own may be cut or have tags, the row's own are read, of each row.
+        """
+        for words in () if known.is_cut else other_strings(strings):
+            values = known.blueprint.values(words)
+            if not known.blueprint.fits(values):
+                continue
+            left = iter(words)
+            other = replace(row, messages=tuple(with_strings(message, left) for message in row.messages))
+            try:
+                self._require_answers(known, other, template, values)
+            except RowError as error:
+                self._require_answers(known, row, template, known.blueprint.values(strings))  # in the row's words
+                detail = reduce(
+                    lambda so_far, pair: so_far.replace(*pair), zip(words, strings, strict=True), error.detail
+                )
+                raise type(error)(error.reason, detail, field=error.field) from error
+            break
+        else:
+            known.is_cut = True
+        if known.is_cut or self._touches_tags(template, strings):
+            self._require_answers(known, row, template, known.blueprint.values(strings))
+
     def _require_answers(
         self, known: _CachedBlueprint, row: Conversation, template: ChatTemplate, values: Sequence[str]
     ) -> None:
@@ -385,8 +424,8 @@ class Renderer:
 class _CachedBlueprint:
     """A blueprint with the paths that it was made of, and how often it served another row.
 
-    ``is_cut``: the template prints some text of a row in part, in as far as it has this or that. ``joints`` are the
-    contexts that were put together.
+    ``is_cut``: the template prints some text of a row in part, or asks what it says, so that each row is read by
+    itself. ``joints`` are the contexts that were put together.
     """
 
     blueprint: Blueprint

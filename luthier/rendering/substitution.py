@@ -183,6 +183,16 @@ class Given:
         return dicts, self.other_tools
 
 
+def other_strings(strings: Sequence[str]) -> Iterator[list[str]]:
+    """Words in the places of a row's strings: for each its own, then for equal ones the same. Blank ones stay.
+
+    They are two, as one in brackets would look like a tag.
+    """
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(strings))}
+    for chosen in (range(len(strings)), [numbers[text] for text in strings]):
+        yield [f"{_word(n)} so" if text.strip() else text for n, text in zip(chosen, strings, strict=True)]
+
+
 def _word(number: int) -> str:
     """A word that no other number gives, and that no row will have."""
     letters = "".join("bcdfghjklmnprstv"[number >> shift & 15] for shift in (0, 4, 8, 12, 16))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from verify_cases import AT, HOSTILE, PLAIN, ROWS, SEAM, THINKING, TOOLS, chat, encoder, message, retargeted
+from verify_cases import AT, HOSTILE, PLAIN, ROWS, SEAM, THINKING, TOOLS, WEATHER, chat, encoder, message, retargeted
 
-from luthier.check.verify.completions import neutralise
+from luthier.check.verify.completions import CompletionReading, Said, neutralise
 from luthier.check.verify.findings import Check, Method, RowVerdict
 from luthier.check.verify.plain_template import ReferenceFiles
 from luthier.check.verify.reference_tokenizer import ReferenceTokenizer, first_difference
@@ -76,6 +77,58 @@ def test_a_sample_of_another_policy_is_found(options: dict[str, Any]) -> None:
         assert options == {"kwargs": {"enable_thinking": True}}
     for row in differ:
         assert RowVerifier(other).verify(row, plain.encode(row)).violations
+
+
+WORDS = ("in", "\nin", " k ", "name", "arguments", "{", "\n\n", "two")  # such as templates and calls have of their own
+
+
+@pytest.mark.parametrize("part", ["thinking", "answer", "tool_call"])
+def test_whose_a_word_is_is_told_where_the_template_has_it_too(part: str) -> None:
+    policies = [{"train": False}, {"weight": 2}, {"train": True}]
+    encoders = [
+        encoder(train_on="none" if rule.get("train") else "assistant", targets=[{"part": part, **rule}])
+        for rule in policies
+    ]
+    count = 0
+    for one, two in zip(WORDS * 2, WORDS[1:] + WORDS[:1] + WORDS[3:] + WORDS[:3], strict=True):
+        call = ToolCall(name=one.strip() or "x", arguments={two: one, "city": two, "n": [1, 2.5, True, None]})
+        for row in (
+            chat(message("user", "q"), message("assistant", Thinking(text=one), two)),
+            chat(
+                message("user", "q"),
+                message("assistant", two, call),
+                message("tool", "1"),
+                message("assistant", one),
+                tools=(WEATHER,),
+            ),
+        ):
+            for under_test in encoders:
+                try:
+                    sample = under_test.encode(row)
+                except RowError as error:
+                    assert error.reason in ("no_target", "answer_repeated")
+                    continue
+                found = RowVerifier(under_test).verify(row, sample)
+                assert [str(violation) for violation in found.violations] == [], (one, two)
+                count += 1
+    assert count > 60
+
+
+@pytest.mark.parametrize("text", ["San Francisco", 'He said: "Hello, my good friend"\nand left.', "Größe und Gewicht"])
+def test_an_answer_may_name_what_it_calls_for_and_may_not_be_printed_twice(text: str) -> None:
+    call = ToolCall(name="weather", arguments={"city": text, "days": [f"In {text}!", {"of": 1}]})
+    row = chat(
+        message("user", "q"), message("assistant", text, call), message("tool", "1"), message("assistant", "ok"),
+        tools=(WEATHER,),
+    )  # fmt: skip
+    plain = encoder()
+    sample = plain.encode(row)
+    assert RowVerifier(plain).verify(row, sample).violations == ()
+    said = Said.of(row.messages[1].parts, str)
+    for times, faults in ((1, 0), (2, 1)):
+        completion = text * times + "<call>" + json.dumps(call.arguments, ensure_ascii=False) + "</call>"
+        found = CompletionReading(header=lambda: "<m>", prompt="<m>", completion=completion, said=said).faults()
+        assert [check for check, _ in found] == [Check.ANSWER_DECODES] * faults
 
 
 def _trains(row: Row, under_test: Encoder) -> bool:

@@ -42,6 +42,7 @@ USER, ANSWER = (
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}
 TOOLS = [{"type": "function", "function": ADD}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1.5, "of": ["x", None, True, {"é": "<s>"}]}}}
+NAMED = {"type": "function", "function": {"name": "add", "arguments": {"of": "Add: 1.5, Größe"}}}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "messages": [
         {"messages": [USER, ANSWER]},
@@ -57,6 +58,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
                 {"role": "tool", "name": "add", "content": '{"sum": 2}'},
                 ANSWER,
             ],
+            "tools": TOOLS,
+        },
+        {
+            "messages": [USER, {"role": "assistant", "content": "Add: 1.5, Größe", "tool_calls": [NAMED]}, ANSWER],
             "tools": TOOLS,
         },
         {"messages": [ANSWER, USER]},

@@ -9,7 +9,7 @@ import pytest
 from luthier.config.schema import HistoryRendering
 from luthier.errors import RowError
 from luthier.presets.named_templates import named_template
-from luthier.records import Message, Thinking, ToolCall
+from luthier.records import Conversation, Message, Thinking, ToolCall
 from luthier.rendering.answers import require_answer
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.render import THOUGHT_IN_LETTERS
@@ -124,6 +124,52 @@ def test_each_row_of_a_shape_is_looked_at_where_the_template_cuts(content: str, 
         assert trained(path) == whole + "<|im_end|>"
         with pytest.raises(RowError):
             one.render(spoiled)
+
+
+TWICE = "{{ message.content or '' }}"  # what `with_calls` prints of an answer
+
+
+@pytest.mark.parametrize("place", ["first", "later"])
+@pytest.mark.parametrize(
+    "said, thought, arguments",
+    [
+        ("San Francisco", None, {"city": "San Francisco"}),
+        ("San Francisco", None, {"trips": [{"to": "San Francisco, please"}, {"from": "San Francisco"}]}),
+        ("arguments", None, {"city": "Rome"}),  # a word of the notation
+        ("in", "in", {"city": "in"}),  # and of the tags
+        ("Hello, friend", "I say: Hello, friend", {"text": "He said: Hello, friend"}),
+    ],
+)
+def test_an_answer_may_name_what_it_calls_for(
+    place: str, said: str, thought: str | None, arguments: dict[str, object]
+) -> None:
+    def row(said: str, thought: str | None, arguments: dict[str, object]) -> Conversation:
+        thoughts = [] if thought is None else [Thinking(text=thought)]
+        return conversation(user("u"), assistant(*thoughts, said, ToolCall(name="find", arguments=arguments)))
+
+    def other(value: object) -> object:
+        match value:
+            case dict():
+                return {key: other(item) for key, item in value.items()}
+            case list():
+                return [other(item) for item in value]
+            case _:
+                return "Elsewhere"
+
+    one = renderer(named_template("qwen3"))
+    if place == "later":
+        one.render(row("I look it up.", None if thought is None else "Well, well.", other(arguments)))
+    assert said in trained(one.render(row(said, thought, arguments)).paths[0])
+
+
+@pytest.mark.parametrize("said", ["No", "<eos>", "I had a longer look at it."])
+def test_a_template_that_prints_answers_twice_is_found_whatever_the_first_row_says(said: str) -> None:
+    source = with_calls(after=TWICE)
+    call = ToolCall(name="find", arguments={"what": "x"})
+    with pytest.raises(RowError) as caught:
+        renderer(source).render(conversation(user("u"), assistant(said, call)))
+    assert caught.value.reason == "answer_repeated" and repr(said) in str(caught.value)
+    assert trained(renderer(with_calls()).render(conversation(user("u"), assistant(said, call))).paths[0])
 
 
 def test_a_refusal_names_a_template_that_would_take_the_row() -> None:

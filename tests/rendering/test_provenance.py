@@ -164,7 +164,8 @@ def test_composed_expressions_forge_nothing_and_mix_no_rows(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["forged", "mixed"])
 def test_the_check_sees_what_is_forged_or_mixed(kind: str) -> None:
-    source, findings = template_of("text"), Findings()
+    source = template_of("text").replace("{{ text }}", "")  # which prints the answer once, as a row can be learned from
+    findings = Findings()
     one = Renderer(ChatTemplate(source), CONTROL, TargetPolicy())
     rendered = one.render
 

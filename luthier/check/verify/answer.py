@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,8 @@ def missing_of_part(part: Spoken, learned: LearnedText, tokenizer: ReferenceToke
                 return f"the tool's name {part.name!r} is not learned"
             if any(holds_arguments(value, part.arguments) for value in json_values(learned.learned)):
                 return None
-            texts = [tokenizer.normalised(text).strip() for text in _leaves(part.arguments)]
+            said = [leaf for leaf in leaves(part.arguments) if not isinstance(leaf, bool | None)]  # True or true
+            texts = [tokenizer.normalised(str(leaf)).strip() for leaf in said]
             lost = [text for text in texts if not learned.holds(text)]
             return f"the argument {short(lost[0])} of {part.name!r} is not learned" if lost else None
         case _:
@@ -76,21 +77,36 @@ def holds_arguments(value: Any, arguments: Mapping[str, Any]) -> bool:
     )
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def changed_leaves(
+    value: Any, string: Callable[[str], str], other: Callable[[object], object] = lambda value: value
+) -> Any:
+    """A JSON value with its strings changed, keys among them, and by ``other`` its numbers, truth values and nulls."""
     match value:
         case str():
-            yield value
+            return string(value)
+        case Mapping():
+            return {
+                string(key) if isinstance(key, str) else key: changed_leaves(item, string, other)
+                for key, item in value.items()
+            }
+        case list() | tuple():
+            return [changed_leaves(item, string, other) for item in value]
+        case _:
+            return other(value)
+
+
+def leaves(value: object) -> Iterator[object]:
+    """The strings of a JSON value (keys among them), its numbers, truth values and nulls, in order."""
+    match value:
         case Mapping():
             for key, item in value.items():
                 yield str(key)
-                yield from _leaves(item)
+                yield from leaves(item)
         case list() | tuple():
             for item in value:
-                yield from _leaves(item)
-        case bool() | None:
-            return  # templates write True or true
+                yield from leaves(item)
         case _:
-            yield str(value)
+            yield value
 
 
 def _dense(text: str) -> str:

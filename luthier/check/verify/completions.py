@@ -17,6 +17,7 @@ two<|im_end|>
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from luthier.check.verify.answer import holds_arguments, json_values, short
+from luthier.check.verify.answer import changed_leaves, holds_arguments, json_values, leaves, short
 from luthier.check.verify.findings import Check, Method
 from luthier.check.verify.plain_template import PlainTemplate, Tools
 from luthier.check.verify.reference_tokenizer import SECRET_BEGIN, SECRET_END, ReferenceTokenizer
@@ -183,7 +184,8 @@ def _faults_of(
                 yield Check.ANSWER_DECODES, f"words are learned that the row does not have: {short(_shown(words))}"
         return
     for name, item in said.items:
-        if len(item) >= SHORTEST_REPEATED and any(item in gap for gap in gaps):
+        printed = sum(gap.count(item) for gap in gaps) if len(item) >= SHORTEST_REPEATED else 0
+        if printed and printed > sum(_times_in_call(item, arguments, text) for arguments in said.calls):
             yield Check.ANSWER_DECODES, f"the {name} is learned twice: {short(_shown(text))}"
     values = [value for gap in gaps for value in json_values(gap)]  # a thought or an answer may quote a call
     for arguments in said.calls:
@@ -191,6 +193,16 @@ def _faults_of(
         if arguments and sum(holds_arguments(value, arguments) for value in values) > wanted:
             yield Check.ANSWER_DECODES, f"a tool call is learned twice: {short(_shown(text))}"
             return
+
+
+def _times_in_call(text: str, arguments: Mapping[str, Any], printed: str) -> int:
+    """How often a call's arguments say a text themselves, as they are ``printed``: as JSON, or as they are."""
+    count = 0
+    for leaf in leaves(arguments):
+        if isinstance(leaf, str) and text in leaf:
+            forms = (json.dumps(leaf), json.dumps(leaf, ensure_ascii=False), leaf)
+            count += next((form.count(text) for form in forms if form in printed), 0)
+    return count
 
 
 def _header_faults(gap: str, header: _Header, said: Said) -> Iterator[Finding]:
@@ -359,7 +371,7 @@ def neutralise(
 
         return NeutralRow(
             messages=tuple(_changed(message, change(at)) for at, message in enumerate(merged)),
-            tools=[_leaves(tool, change(TOOLS)) for tool in tools],
+            tools=[changed_leaves(tool, change(TOOLS)) for tool in tools],
             words={word: token for word, token in words.items() if any(spot[1] == token for spot in chosen)},
             method=method,
             found=dict(found),
@@ -397,7 +409,7 @@ def _spots(
     texts = [(at, text) for at, message in enumerate(messages) for text in strings_of(message)]
     for tool in tools:
         declared: list[str] = []
-        _leaves(tool, _collector(declared))
+        changed_leaves(tool, _collector(declared))
         texts += [(TOOLS, text) for text in declared]
     found = ((at, token) for at, text in texts for token in tokenizer.control_strings(text))
     return Counter(spot for spot in found if spot[1] not in meant)
@@ -458,7 +470,7 @@ def _changed(message: Message, change: Callable[[str], str]) -> Message:
                     replace(
                         part,
                         name=change(part.name),
-                        arguments=_leaves(part.arguments, change),
+                        arguments=changed_leaves(part.arguments, change),
                         id=None if part.id is None else change(part.id),
                     )
                 )
@@ -470,15 +482,3 @@ def _changed(message: Message, change: Callable[[str], str]) -> Message:
         name=None if message.name is None else change(message.name),
         tool_call_id=None if message.tool_call_id is None else change(message.tool_call_id),
     )
-
-
-def _leaves(value: Any, change: Callable[[str], str]) -> Any:
-    match value:
-        case str():
-            return change(value)
-        case Mapping():
-            return {change(key) if isinstance(key, str) else key: _leaves(item, change) for key, item in value.items()}
-        case list() | tuple():
-            return [_leaves(item, change) for item in value]
-        case _:
-            return value

@@ -19,8 +19,9 @@ from luthier.check.verify.findings import Check, Method, Violation
 from luthier.check.verify.learned import Runs
 from luthier.check.verify.media_slots import MediaReader, RowMedia, media_of
 from luthier.check.verify.plain_template import KINDS
-from luthier.check.verify.policy import RunPolicy, answer_weights, document_policy
+from luthier.check.verify.policy import RunPolicy, document_policy
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer, first_difference
+from luthier.check.verify.weights import answer_weights
 from luthier.errors import RowError
 from luthier.media import decode_for
 from luthier.records import Audio, Document, Image, Media, MediaHeader, MediaItem, Text, Video, VideoHeader

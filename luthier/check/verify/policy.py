@@ -6,19 +6,13 @@ decided here, in the fewest words.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, product
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import groupby
 
 from luthier.check.verify.plain_template import PlainTemplate, ReferenceFiles
-from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer
 from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 
@@ -342,89 +336,3 @@ def _is_wide(rule: TargetRule) -> bool:
 
 def _train(rule: TargetRule) -> bool | None:
     return False if rule.weight == 0 else rule.train
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# What each token of an answer counts in the loss, where parts of the answer count differently.
-#
-# The parts are looked for in the rendered text, and a token's characters are the tokenizer's own offsets. A token
-# that lies across two parts goes with the one that it ends in.
-
-
-WeightArray = NDArray[np.float32]  # one per token; NaN where it cannot be told
-
-
-def answer_weights(
-    policy: TurnPolicy, ids: Ids, text: str, tokenizer: ReferenceTokenizer, *, forged: bool
-) -> WeightArray:
-    """What each of ``ids`` counts, which are ``text`` as the model emits it; float32[T]."""
-    if policy.uniform:
-        return np.full(len(ids), policy.scaffold, dtype=np.float32)
-    return token_weights(text, tokenizer.continued_spans(text, forged=forged), policy)
-
-
-def token_weights(text: str, spans: Sequence[tuple[int, int]], policy: TurnPolicy) -> WeightArray:
-    """The weight of each token, float32[T]; token ``i`` covers the characters ``spans[i]`` of ``text``."""
-    characters = _character_weights(text, policy)
-    ends = np.array([end - 1 for _, end in spans], dtype=np.int64)
-    return characters[ends]
-
-
-def _character_weights(text: str, policy: TurnPolicy) -> WeightArray:
-    weights = np.full(len(text), policy.scaffold, dtype=np.float32)
-    for start, end in _written_calls(text, policy):
-        weights[start:end] = np.nan
-    end = 0
-    for pieces in _stretches(policy):
-        whole = "".join(piece for piece, _ in pieces)
-        place = text.find(whole.strip(), end)
-        if place < 0:  # the template wrote it in other words
-            return np.full(len(text), np.nan, dtype=np.float32)
-        start = place - (len(whole) - len(whole.lstrip()))  # white space at its ends is trimmed, or stands there
-        end = place + len(whole.strip())
-        for piece, weight in pieces:
-            weights[max(start, place) : min(start + len(piece), end)] = weight
-            start += len(piece)
-    return weights
-
-
-def _written_calls(text: str, policy: TurnPolicy) -> Iterator[tuple[int, int]]:
-    """Where tool calls stand as JSON, whole or their arguments alone.
-
-    What a template's ``tojson`` writes (quotes, brackets, commas, numbers) belongs to the call; what the template
-    writes itself belongs to the message. The text is the same, so what these characters count cannot be told from it.
-    """
-    for part, _ in policy.pieces:
-        if not isinstance(part, ToolCall):
-            continue
-        for value in ({"name": part.name, "arguments": part.arguments}, part.arguments):
-            for in_ascii, separators in product((False, True), (None, (",", ":"))):
-                written = json.dumps(value, ensure_ascii=in_ascii, separators=separators)
-                yield from ((found.start(), found.end()) for found in re.finditer(re.escape(written), text))
-
-
-def _stretches(policy: TurnPolicy) -> Iterator[list[tuple[str, float]]]:
-    """What templates print in one go, in the order in which they do: thoughts, texts, each string of a tool call."""
-    thoughts = [(part.text, weight) for part, weight in policy.pieces if isinstance(part, Thinking)]
-    texts = [(part.text, weight) for part, weight in policy.pieces if isinstance(part, Text)]
-    yield from (pieces for pieces in (thoughts, texts) if pieces)
-    for part, weight in policy.pieces:
-        if isinstance(part, ToolCall):
-            yield [(part.name, weight)]
-            for leaf in _strings(part.arguments):
-                yield [(leaf, weight)]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    match value:
-        case str():
-            yield value
-        case Mapping():
-            for key, item in value.items():
-                yield str(key)
-                yield from _strings(item)
-        case list() | tuple():
-            for item in value:
-                yield from _strings(item)
-        case _:
-            return

@@ -12,8 +12,8 @@ from luthier.check.verify.expected import AskedTurn, ExpectedRow, ExpectedTurn
 from luthier.check.verify.findings import Check, Violation
 from luthier.check.verify.learned import Home, Mask, Runs
 from luthier.check.verify.plain_template import HuggingFace, PlainTemplate, Printer
-from luthier.check.verify.policy import answer_weights
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer, first_difference
+from luthier.check.verify.weights import answer_weights
 from luthier.errors import RowError
 
 

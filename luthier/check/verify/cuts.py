@@ -1,0 +1,224 @@
+"""A turn of a rendered conversation, cut into what inference shows and what the model emits: prompt and completion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+from luthier.check.verify.completions import CompletionReading, NeutralRow, Said, added_text, mark_ends, strings_of
+from luthier.check.verify.findings import Method
+from luthier.check.verify.plain_template import Printer, thinking_switches
+from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer
+from luthier.errors import RowError
+from luthier.records import Message, Text, ToolCall
+
+MARK = "zqendqz"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """A turn as rendered, ``prompt + completion + rest``; ``completion`` ends with a stop of ``stop`` characters.
+
+    ``words``: the characters of ``completion`` up to the end of the row's own. ``in_row``: it is cut out of
+    the rendering of the whole row.
+    """
+
+    message: int
+    prompt: str
+    completion: str
+    stop: int
+    kwargs: Mapping[str, Any]
+    unfinished: bool = False
+    words: int = 0
+    in_row: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedCase:
+    """A row as its template is shown it, and what turns text into ids."""
+
+    printer: Printer
+    tokenizer: ReferenceTokenizer
+    row: NeutralRow
+    whole_text: str
+
+    def prompt(self, index: int, **kwargs: Any) -> str:
+        """What inference shows before message ``index``."""
+        return self.printer.render(self.row.messages[:index], self.row.tools, generation_prompt=True, **kwargs)
+
+    def turn(self, index: int, **kwargs: Any) -> str:
+        """The conversation up to and including message ``index``."""
+        if index == len(self.row.messages) - 1 and not kwargs:
+            return self.whole_text
+        return self.printer.render(self.row.messages[: index + 1], self.row.tools, **kwargs)
+
+    def continued(self, text: str) -> Ids:
+        """The ids of a rendered text that follows another one."""
+        (readable,) = self.row.readable([text], self.tokenizer)
+        return self.tokenizer.continue_text([readable], forged=self.row.forged)[0]
+
+    def header(self, index: int, prompt: str, **kwargs: Any) -> str:
+        """What the generation prompt adds to the history, control tokens under their secret names."""
+        try:
+            history = self.printer.render(self.row.messages[:index], self.row.tools, **kwargs) if index else ""
+        except RowError:  # some templates render a history only to ask
+            history = ""
+        return self.tokenizer.hide(added_text(history, prompt))
+
+    def reading(self, index: int, prompt: str, completion: str, **kwargs: Any) -> CompletionReading:
+        """A completion that was rendered, to be read as message ``index``.
+
+        Some templates print no header behind the result of a tool, where inference goes on, and one in the history.
+        The model has to write it then, and does: it is part of the prompt that other turns have.
+        """
+        header, shown = cache(partial(self.header, index, prompt, **kwargs)), self.tokenizer.hide(completion)
+        if index and self.row.messages[index - 1].role == "tool" and not header().strip():
+            question = next((i for i, message in enumerate(self.row.messages) if message.role == "user"), None)
+            if question is not None and question + 1 < index:
+                asked = self.prompt(question + 1, **kwargs)
+                usual = self.header(question + 1, asked, **kwargs)
+                if usual.strip() and shown.startswith(usual):
+                    header, prompt, shown = cache(lambda: usual), asked, shown[len(usual) :]
+        return CompletionReading(
+            header=header,
+            prompt=prompt,
+            completion=shown,
+            said=Said.of(self.row.messages[index].parts, self.tokenizer.hide),
+            loosely=self.row.method is Method.READ_BY_TEMPLATE,
+        )
+
+
+def cut_turn(shown: RenderedCase, index: int) -> tuple[Cut | None, list[tuple[str, Mapping[str, Any]]]]:
+    """The turn under the first switch whose prompt it begins with, and the prompts before that, each with its switch.
+
+    Raises `RowError` if the template refuses what would be shown by default.
+    """
+    prompts: list[tuple[str, Mapping[str, Any]]] = []
+    for kwargs in thinking_switches(shown.printer):
+        try:
+            prompt = shown.prompt(index, **kwargs)
+            found = cut_under(shown, index, prompt, kwargs)
+        except RowError:
+            if not kwargs:
+                raise
+            continue
+        if found is not None:
+            return found, prompts
+        prompts.append((prompt, kwargs))
+    return None, prompts
+
+
+def cut_under(shown: RenderedCase, index: int, prompt: str, kwargs: Mapping[str, Any]) -> Cut | None:
+    """The turn under one switch; None if it does not begin with its prompt. Raises `RowError`."""
+    text = shown.turn(index, **kwargs)
+    if not text.startswith(prompt) or not _is_before_answer(shown, index, prompt, kwargs):
+        return None
+    tail = _behind_answer(shown, index, (), kwargs)
+    rest = text[len(prompt) :]
+    if tail is None or not rest.endswith(tail):
+        tail = rest  # nothing is known of where the answer ends
+    cut = Cut(message=index, prompt=prompt, completion=rest, stop=0, kwargs=kwargs, words=len(rest) - len(tail))
+    return _completion(shown, cut, tail)
+
+
+def cut_elsewhere(shown: RenderedCase, index: int, own: Cut | None, whole_text: str) -> Cut | None:
+    """The turn as one rendering of the row has it, where that is another text than inference's (``own``); None where it
+    is the same, or has no header there.
+
+    It begins behind its header, which is what the generation prompt adds to the history; of one that goes on (an opened
+    thought) as much as stands between the message before it and its own end, up to the end of a line or a tag.
+    """
+    if own is not None and whole_text.startswith(own.prompt + own.completion[: len(own.completion) - own.stop]):
+        return None
+    messages = shown.row.messages
+    tail = _behind_answer(shown, index, messages[index + 1 :], {})
+    if tail is None or not whole_text.endswith(tail):
+        return None
+    begin = 0
+    for before in range(index - 1, -1, -1):
+        behind = _behind_answer(shown, before, messages[before + 1 :], {})
+        if behind is not None and whole_text.endswith(behind):
+            begin = len(whole_text) - len(behind)
+            break
+    history = shown.printer.render(messages[:index], shown.row.tools) if index else ""
+    header = added_text(history, shown.prompt(index))
+    for length in range(len(header), 0, -1):
+        if length < len(header) and header[length - 1] not in "\n>]":
+            continue
+        place = whole_text.find(header[:length], begin, len(whole_text) - len(tail))
+        if place >= 0 and header[:length].strip():
+            seam = place + length
+            cut = Cut(
+                message=index, prompt=whole_text[:seam], completion=whole_text[seam:], stop=0, kwargs={}, in_row=True
+            )
+            return _completion(shown, cut, tail)
+    return None
+
+
+def _is_before_answer(shown: RenderedCase, index: int, prompt: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a turn begins with its prompt by the template's doing, and not because its own words do.
+
+    ``<m>\\n`` asks, and ``<m>`` heads the turn in the history: of an answer, ``\\nYes``, the line break is its own.
+    """
+    message = shown.row.messages[index]
+    if not any(text[:1].isspace() or text[:1] in "<[" for text in strings_of(message) if text):
+        return True
+    marked = (*shown.row.messages[:index], mark_ends(message, MARK, begin=True))
+    try:
+        return shown.printer.render(marked, shown.row.tools, **kwargs).startswith(prompt)
+    except RowError:
+        return True
+
+
+def _behind_answer(
+    shown: RenderedCase, index: int, following: tuple[Message, ...], kwargs: Mapping[str, Any]
+) -> str | None:
+    """What the template prints behind the last string of a turn; None if the turn has none, or cannot be marked."""
+    messages = shown.row.messages
+    marked = (*messages[:index], mark_ends(messages[index], MARK), *following)
+    try:
+        _, mark, behind = shown.printer.render(marked, shown.row.tools, **kwargs).rpartition(MARK)
+    except RowError:
+        return None
+    return behind if mark else None
+
+
+def _completion(shown: RenderedCase, cut: Cut, tail: str) -> Cut:
+    """``cut`` with its completion shortened to the end of its stop, or with a stop put behind it.
+
+    The stop is the first stop token in ``tail``, which stands behind the answer; else the one with which the template
+    goes on where another turn follows (as in GLM, where the next header ends the turn); else the last special token of
+    the turn, which the check of stops will report.
+    """
+    files, rest = shown.tokenizer.files, cut.completion
+    found = shown.tokenizer.control_spans(rest, len(rest) - len(tail))
+    for start, end in found:
+        if rest[start:end] in shown.tokenizer.stops:
+            return replace(cut, completion=rest[:end], stop=end - start)
+    following = _stop_before_next(shown, cut, tail)
+    if following is not None:
+        stop = following.rstrip() if following.strip() in shown.tokenizer.stops else following
+        before = len(following) - len(following.lstrip())
+        return replace(cut, completion=rest + stop, stop=len(stop) - before)
+    special = [(start, end) for start, end in found if rest[start:end] in files.special]
+    if special:
+        start, end = special[-1]
+        return replace(cut, completion=rest[:end], stop=end - start)
+    return cut
+
+
+def _stop_before_next(shown: RenderedCase, cut: Cut, tail: str) -> str | None:
+    """What ends this turn where another one follows (the row's own, or one made up), up to and with a stop token."""
+    index, tokenizer = cut.message, shown.tokenizer
+    calls = any(isinstance(part, ToolCall) for part in shown.row.messages[index].parts)
+    made_up = Message(role="tool" if calls else "user", parts=(Text(text="…"),))
+    for following, kwargs in ((shown.row.messages[index + 1 : index + 2], {}), ((made_up,), cut.kwargs)):
+        behind = _behind_answer(shown, index, following, kwargs) if following else None
+        if behind is None or not behind.startswith(tail):
+            continue
+        spans = tokenizer.control_spans(behind, len(tail))
+        if spans and not behind[len(tail) : spans[0][0]].strip() and behind[slice(*spans[0])] in tokenizer.stops:
+            return behind[len(tail) : spans[0][1]]
+    return None
