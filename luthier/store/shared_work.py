@@ -26,6 +26,7 @@ from luthier.store.manifest import USERS
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
+MOST_TRIES = 3  # to do a unit again whose result is damaged or gone
 POLL = 0.02  # seconds between two looks for a result
 PATIENCE = 1800.0  # seconds for a unit that another process does; it takes seconds, or minutes with files of slow hosts
 
@@ -61,7 +62,13 @@ class SharedWork:
     def done(self, unit: int, payload: bytes) -> None:
         """Publish the result of a unit. Raises `StoreError`; it can be called again then."""
         assert 0 <= unit < self.num_units, f"unit {unit} of {self.num_units}"
-        self._disk.publish_sealed(self._units / str(unit), payload)
+        try:
+            self._disk.publish_sealed(self._units / str(unit), payload)
+        except StoreError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            self._disk.make_folder(self._units)  # another machine whose locks are its own has removed it
+            self._disk.publish_sealed(self._units / str(unit), payload)
         if unit in self._mine:
             self._mine.pop(unit).release()
 
@@ -75,15 +82,16 @@ class SharedWork:
         Raises `StoreError`, also if another process does not finish a unit for a long time.
         """
         for unit in range(self.num_units):
-            deadline = time.monotonic() + PATIENCE
+            deadline, tries = time.monotonic() + PATIENCE, 0
             while (payload := self.result(unit)) is None:
                 if unit in self._mine or self._lock(unit):
-                    do(chain([unit], self.take(unit + 1)))
-                    if self.result(unit) is None:
+                    if tries == MOST_TRIES:
                         raise StoreError(
                             f"{self._units / str(unit)}: what was written there cannot be read back",
                             hint="the disk may be failing: look at the system's log, or choose another data.store",
                         )
+                    tries += 1
+                    do(chain([unit], self.take(unit + 1)))
                 elif time.monotonic() > deadline:
                     raise self._stuck(unit)
                 else:

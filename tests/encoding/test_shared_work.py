@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 import time
 
@@ -167,6 +168,19 @@ def test_a_process_that_comes_while_another_works_sees_what_was_done(folder):
             assert two.result(0) == payload(0)
             assert next(two.take()) == 1
         assert one.result(0) == payload(0)  # it left, but not as the last
+
+
+@pytest.mark.parametrize("after", range(5))
+def test_work_whose_results_are_removed_by_another_machine_goes_on(folder, after):
+    """As where each machine has locks of its own, so that each finds nobody else at work."""
+    with join(folder) as one:
+        for number, unit in enumerate(one.take()):
+            if number == after:
+                shutil.rmtree(folder)
+            one.done(unit, payload(unit))
+        if after == 4:
+            shutil.rmtree(folder)
+        assert list(one.in_order(do(one))) == all_of(4)
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:-1], lambda whole: b"", lambda whole: whole[:40] + b"x"])
