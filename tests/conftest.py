@@ -47,8 +47,8 @@ def reason_is(reason: str) -> Callable[[RowError], bool]:
 
 
 def pytest_collection_finish() -> None:
-    """A full collection would look at thousands of tests and at all that their files import, which takes half a second;
-    and transformers' Trainer asks for one at the end of every run."""
+    """A full collection would look at thousands of tests and at all that their files import, which takes half a
+    second."""
     _leave_to_the_end()
 
 

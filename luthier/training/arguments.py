@@ -1,4 +1,4 @@
-"""Our run description in transformers' words. Only what its loop is to do goes in; the rest we do ourselves."""
+"""Our run description in transformers' words: what callbacks, trackers, optimizers and schedules of it read."""
 
 from __future__ import annotations
 
@@ -57,12 +57,7 @@ def training_arguments(
         "metric_for_best_model": config.eval.metric_for_best_model,
         "greater_is_better": is_greater_better(config.eval),
         "logging_steps": tracking.logging_steps,
-        "logging_nan_inf_filter": False,  # a loss that is not finite stops the run, it is not averaged away
-        "ignore_data_skip": True,  # the stream begins where the run goes on
         "disable_tqdm": True,
-        "log_level": "error",
-        "label_names": ["labels"],
-        "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,
     }
     try:

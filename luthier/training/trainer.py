@@ -128,7 +128,7 @@ class Trainer:
         state = TrainerState(
             max_steps=self.args.max_steps,
             num_train_epochs=1,  # of transformers' own; `Flow` counts the run's
-            train_batch_size=self.args.train_batch_size,
+            train_batch_size=self.args.per_device_train_batch_size,
             total_flos=0.0,  # not estimated: transformers' formula counts padding and no attention
             is_local_process_zero=self.args.local_process_index == 0,
             is_world_process_zero=self.args.process_index == 0,
@@ -164,7 +164,7 @@ class Trainer:
         if not self.parts.stream.is_over:
             self._take_steps(resume)
         steps = self.state.global_step - first_step
-        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         metrics = speed_metrics("train", begun, num_samples=batch * steps, num_steps=steps)
         mean_loss = float(self.accelerator.reduce(self._loss_of_run, reduction="mean")) / max(steps, 1)
         self._log({**metrics, "total_flos": self.state.total_flos, "train_loss": mean_loss})

@@ -86,7 +86,7 @@ def cells() -> list[Cell]:
 
 def support_matrix(root: Path, tokenizer: Tokenizer) -> dict[Cell, Outcome]:
     """Everything tried, in folders under ``root``."""
-    gc.freeze()  # transformers' Trainer ends in gc.collect(), which looks at all that was ever imported
+    gc.freeze()  # a full collection looks at all that was ever imported
     for family in FAMILIES:
         _family_config(family).save_pretrained(root / family)
     return {cell: try_cell(root, tokenizer, cell) for cell in cells()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,6 @@ from luthier.training.report.result import RunResult
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _collect_little() -> None:
-    """Every run of transformers' Trainer ends in ``gc.collect()``, which looks at all that was ever imported: a quarter
-    of a second, more than a tiny run itself takes."""
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -154,6 +154,12 @@ def test_a_callback_decides_what_is_logged_evaluated_and_saved(run: Run, tmp_pat
     assert [(each.loss, each.grad_norm) for each in result.steps[1:]][-1][1] == before.steps[-1].grad_norm
 
 
+def test_early_stopping_of_transformers_ends_the_run_as_well(run: Run) -> None:
+    theirs = transformers.EarlyStoppingCallback(early_stopping_patience=2)
+    still = {"train__learning_rate": 1e-30, "eval__steps": 1, "train__max_steps": 9}
+    assert run(theirs, **still).global_step == 3, "the first evaluation is the best, the next two are no better"
+
+
 def test_an_evaluation_that_a_callback_asks_for_needs_held_out_rows(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config = make_config(tmp_path / "run")
     asking = Switching("on_step_end", 1, "should_evaluate")

@@ -8,7 +8,6 @@ to ``FOLDER.passes-RANK``. The exit code is the largest of those of the runs.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -30,7 +29,6 @@ from luthier.training.report.events import Event, Saved, StepDone
 
 def main() -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # as in conftest
     job = json.loads(sys.argv[1])
     raise SystemExit(max(run_job(each) for each in (job, *job.get("then", ()))))
 
