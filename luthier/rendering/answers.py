@@ -251,7 +251,7 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield value
 
 
-def _written(leaf: Any) -> Iterator[str]:
+def _written(leaf: object) -> Iterator[str]:
     """A name or value as JSON, Python or plain words have it."""
     if not isinstance(leaf, str):
         yield from (str(leaf), json.dumps(leaf, default=str))

@@ -120,18 +120,18 @@ class TrackingCodeGenerator(BoundedCodeGenerator):
             self.writeline("environment.refuse_escaping()", node)
         super().visit_EvalContextModifier(node, frame)
 
-    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: object) -> str:
         if not isinstance(node, nodes.TemplateData):
             raise nodes.Impossible  # nothing is worked out before there is a row
         return node.data
 
-    def _output_const_repr(self, group: Iterable[Any]) -> str:
+    def _output_const_repr(self, group: Iterable[object]) -> str:
         return f"environment.emit(environment.own({''.join(str(part) for part in group)!r}))"
 
-    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: object) -> None:
         self.write("environment.emit(")
 
-    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: object) -> None:
         self.write(f", {node.lineno})")
 
 
@@ -171,7 +171,7 @@ CALLABLES = (Macro, BlockReference, LoopContext, Cycler, Joiner, TemplateDict, U
 TYPES = frozenset({Cycler, Joiner, TemplateNamespace, range})
 
 
-def may_be_called(function: Any) -> bool:
+def may_be_called(function: object) -> bool:
     """Whether a function keeps track of text that it is given."""
     if isinstance(function, type):
         return function in TYPES
@@ -216,7 +216,7 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
     def replace(value: Any, old: Any, new: Any, count: int | None = None) -> Tracked:
         return text(value).replace(text(old), text(new), -1 if count is None else count)
 
-    def format(value: Any, *args: Any, **kwargs: Any) -> Tracked:
+    def format(value: object, *args: object, **kwargs: object) -> Tracked:
         if args and kwargs:
             raise FilterArgumentError("the filter 'format' takes values or named values, not both")
         return printed_by(text(value), kwargs or args, trace_of(), what="the filter 'format'")
@@ -225,7 +225,7 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
         titled = text(value)
         return settled(jinja_filters.do_title(titled), trace_of()) if titled._is_own else titled._case(_title)
 
-    def indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> Tracked:
+    def indent(value: object, width: int | str = 4, first: bool = False, blank: bool = False) -> Tracked:
         newline = own_text("\n", trace_of())
         step = text(width) if isinstance(width, str) else own_text(" " * width, trace_of())
         head, *rest = (text(value) + newline).splitlines()
@@ -260,7 +260,7 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
 
 
 @pass_environment
-def _attr(environment: Environment, value: Any, name: Any) -> Any:
+def _attr(environment: Environment, value: object, name: object) -> object:
     pin(name)
     return jinja_filters.do_attr(environment, value, str.__str__(name))
 
@@ -269,7 +269,7 @@ def _for_own_text(name: str, function: Callable[..., Any], trace_of: Callable[[]
     """A function that keeps no track, for the template's own text alone. What it returns is that too."""
 
     @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: object, **kwargs: object) -> object:
         given = [arg for arg in args if not isinstance(arg, Context | Environment | nodes.EvalContext)]
         given += kwargs.values()
         numbers = [arg for arg in given if isinstance(arg, RowValue)]
@@ -300,7 +300,7 @@ def _reading(function: Any, trace_of: Callable[[], Trace]) -> Callable[..., Any]
     pinning = _pinning(function)
 
     @functools.wraps(function)
-    def number(*args: Any, **kwargs: Any) -> Any:
+    def number(*args: object, **kwargs: object) -> object:
         made = pinning(*args, **kwargs)
         owner = owner_of(args, trace_of())
         return made if owner is None or not isinstance(made, int | float) else row_value(made, owner)
@@ -316,7 +316,7 @@ def _title(text: str) -> str:
     return jinja_filters.do_title(str.__str__(text))
 
 
-def _escaped(value: Any, trace: Trace) -> Tracked:
+def _escaped(value: object, trace: Trace) -> Tracked:
     tracked = text_of(value, trace)
     if isinstance(tracked, Marked):
         return tracked
@@ -329,19 +329,19 @@ def _as_safe(tracked: Tracked, trace: Trace) -> Tracked:
     return Marked(str.__str__(tracked), tracked._sketch, tracked._owners, trace)
 
 
-def _random(_value: Any) -> Any:
+def _random(_value: object) -> object:
     refuse("the filter 'random', which gives another text each time,")
 
 
-def _is_iterable(value: Any) -> bool:
+def _is_iterable(value: object) -> bool:
     return isinstance(value, str) or bool(jinja_tests.test_iterable(value))
 
 
-def _is_sequence(value: Any) -> bool:
+def _is_sequence(value: object) -> bool:
     return isinstance(value, str) or bool(jinja_tests.test_sequence(value))
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: object, other: object) -> bool:
     if isinstance(value, str) and isinstance(other, str) and not (is_own(value) and is_own(other)):
         refuse("the test 'sameas'")
     return unmarked(value) is unmarked(other)
@@ -372,7 +372,7 @@ class TrackingEnvironment(Sandbox):
             return known
         return settled(value, self.trace)
 
-    def concat(self, parts: Iterable[Any]) -> Tracked:
+    def concat(self, parts: Iterable[object]) -> Tracked:
         """Join what was printed, or stands around ``~``."""
         if isinstance(parts, tuple):
             self.check_join(parts)
@@ -403,7 +403,7 @@ class TrackingEnvironment(Sandbox):
     def close_loop(self) -> None:
         self.trace.scope = self.trace.loops.pop().outer_scope
 
-    def enter(self, *items: Any) -> None:
+    def enter(self, *items: object) -> None:
         """A loop stands at these items now."""
         trace, loop = self.trace, self.trace.loops[-1]
         self.step()
@@ -412,7 +412,7 @@ class TrackingEnvironment(Sandbox):
             if id(item) in trace.message_of:
                 trace.scope, loop.at_message = trace.message_of[id(item)], True
 
-    def assign(self, item: Any) -> None:
+    def assign(self, item: object) -> None:
         """A variable was set. In a loop over indices the first message taken into a variable is the loop's."""
         loops = self.trace.loops
         if loops and not loops[-1].at_message and not loops[-1].assigned and id(item) in self.trace.message_of:
@@ -434,14 +434,14 @@ class TrackingEnvironment(Sandbox):
             refuse(f"calling {getattr(obj, '__name__', type(obj).__name__)} with text of the row")
         return self.own(super().call(context, obj, *args, **kwargs))
 
-    def getitem(self, obj: Any, argument: Any) -> Any:
+    def getitem(self, obj: object, argument: object) -> object:
         """``obj[argument]``. Where a row's text is looked up, it is pinned."""
         if isinstance(argument, Tracked):
             pin(argument)
             argument = argument if isinstance(obj, dict) else str.__str__(argument)
         return super().getitem(obj, argument)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         """``left operator right``; ``%`` after a text is a format."""
         if operator != "%" or not isinstance(left, str):
             return super().call_binop(context, operator, left, right)

@@ -41,14 +41,14 @@ class MessageForm:
 PLAIN = MessageForm()
 
 
-def plain_messages(messages: Sequence[Message], form: MessageForm = PLAIN) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Message], form: MessageForm = PLAIN) -> list[dict[str, object]]:
     """Messages as dicts of ordinary strings, what ``apply_chat_template`` would be given."""
     return [_message(message, lambda text, *_: text, form) for message in messages]
 
 
 def marked_messages(
     messages: Sequence[Message], trace: Trace, form: MessageForm, *, first: int = 0, are_own: bool = True
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """The same with every string tracked back to its message, field and part; the trace knows each dict.
 
     ``first`` is the number of the first message. Those that are not the row's own are the same for all rows.
@@ -65,10 +65,10 @@ def marked_messages(
 
 def other_message(
     message: Message, form: MessageForm, strings: Iterator[str] | None, constants: Mapping[str, str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """A message with other strings in the places of those that `marked_messages` marks; ``strings``: of its own."""
 
-    def mark(value: Any, field: str, _part: int | None, is_shape: bool) -> Any:
+    def mark(value: object, field: str, _part: int | None, is_shape: bool) -> object:
         if not isinstance(value, str) or _is_ours(value, field):
             return value
         return constants[value] if is_shape or strings is None else next(strings)
@@ -76,20 +76,20 @@ def other_message(
     return _message(message, mark, form)
 
 
-def other_tools(tools: Sequence[Mapping[str, Any]], constants: Mapping[str, str]) -> list[Any] | None:
+def other_tools(tools: Sequence[Mapping[str, object]], constants: Mapping[str, str]) -> list[object] | None:
     """Tools with other strings in the places of those that `marked_tools` marks."""
     return [_leaves(tool, lambda value, _: constants.get(value, value) if isinstance(value, str) else value)
             for tool in tools] or None  # fmt: skip
 
 
-def marked_tools(tools: Sequence[Mapping[str, Any]], trace: Trace) -> list[Any] | None:
+def marked_tools(tools: Sequence[Mapping[str, object]], trace: Trace) -> list[object] | None:
     """Tool declarations with every string tracked: they are content too, and may hold no control token."""
     if not tools:
         return None
     number = trace.number(Owner(field="tools"))
     trace.is_marking = True
 
-    def mark(value: Any, _: bool = False) -> Any:
+    def mark(value: object, _: bool = False) -> object:
         if isinstance(value, dict | list):
             trace.tools[id(value)] = len(trace.tools)
         return _marked(value, number, trace, is_shape=True)
@@ -107,7 +107,7 @@ def message_strings(message: Message) -> list[str]:
             return [text]
     strings: list[str] = []
 
-    def collect(value: Any, _field: str, _part: int | None, is_shape: bool) -> Any:
+    def collect(value: object, _field: str, _part: int | None, is_shape: bool) -> object:
         if isinstance(value, str) and not is_shape:
             strings.append(value)
         return value
@@ -147,12 +147,12 @@ def _marker(trace: Trace, index: int, is_own: bool) -> MarkPart:
     return mark
 
 
-def _is_ours(value: Any, field: str) -> bool:
+def _is_ours(value: object, field: str) -> bool:
     """Whether a value is no row's: the name of a known role, what is written into a text for a picture."""
     return field == "inline" or (field == "role" and value in ROLES)
 
 
-def _marked(value: Any, owner: str, trace: Trace, *, is_shape: bool) -> Any:
+def _marked(value: object, owner: str, trace: Trace, *, is_shape: bool) -> object:
     """A value of a row as the template gets it."""
     match value:
         case str():
@@ -165,7 +165,7 @@ def _marked(value: Any, owner: str, trace: Trace, *, is_shape: bool) -> Any:
             return value
 
 
-def _message(message: Message, mark: MarkPart, form: MessageForm) -> dict[str, Any]:
+def _message(message: Message, mark: MarkPart, form: MessageForm) -> dict[str, object]:
     content: list[str | dict[str, Any]] = []
     thoughts, calls = [], []
     for index, part in enumerate(message.parts):
@@ -195,7 +195,7 @@ def _message(message: Message, mark: MarkPart, form: MessageForm) -> dict[str, A
     return result
 
 
-def _content(content: list[str | dict[str, Any]], form: ContentForm) -> Any:
+def _content(content: list[str | dict[str, object]], form: ContentForm) -> object:
     texts = [item for item in content if isinstance(item, str)]
     if len(texts) == len(content):
         match form:
@@ -217,7 +217,7 @@ def _joined(texts: list[str]) -> str:
 
 
 def _call(call: ToolCall, part: int, mark: MarkPart) -> dict[str, Any]:
-    def mark_call(value: Any, is_shape: bool = False) -> Any:
+    def mark_call(value: object, is_shape: bool = False) -> object:
         return mark(value, "tool_calls", part, is_shape)
 
     result: dict[str, Any] = {"type": "function"}

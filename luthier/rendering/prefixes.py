@@ -293,7 +293,7 @@ class Prefixes:
         return seen
 
     def _prove(
-        self, joined: Recording, num: int, generation_prompt: bool, kwargs: tuple[tuple[str, Any], ...], window: int
+        self, joined: Recording, num: int, generation_prompt: bool, kwargs: tuple[tuple[str, object], ...], window: int
     ) -> None:
         """Raise `NotLocal` where the plain template prints something else. ``window`` says which one was taken."""
         if (num, generation_prompt, kwargs) in self.joints or joined.base is None:

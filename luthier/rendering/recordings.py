@@ -83,7 +83,9 @@ class RowHistory:
             kwargs=kwargs,
         )
 
-    def _window(self, head: int, start: int, end: int, generation_prompt: bool, kwargs: Mapping[str, Any]) -> Recording:
+    def _window(
+        self, head: int, start: int, end: int, generation_prompt: bool, kwargs: Mapping[str, object]
+    ) -> Recording:
         """The recording of a short conversation: the first ``head`` messages and ``messages[start:end]``."""
         messages = (*self.row.messages[:head], *self.row.messages[start:end])
         strings = self.strings[: self.offsets[head]] + self.strings[self.offsets[start] : self.offsets[end]]
@@ -99,7 +101,7 @@ class RowHistory:
         )
         return short._recorded(len(messages), generation_prompt, kwargs)
 
-    def recording_with(self, num_messages: int, following: Message, **kwargs: Any) -> Recording:
+    def recording_with(self, num_messages: int, following: Message, **kwargs: object) -> Recording:
         """The recording for ``messages[:num_messages]`` and one more message."""
         if self.prefixes is not None:
             self.prefixes.count_whole(num_messages)
@@ -165,7 +167,7 @@ class RowHistory:
         messages: Sequence[Message],
         *,
         generation_prompt: bool,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, object],
         num_own: int | None = None,
     ) -> Recording:
         variants = self.recordings.variants((key, tools_shape(self.row.tools), tuple(sorted(kwargs.items()))))

@@ -139,7 +139,7 @@ class Given:
         self.marked_tools = marked_tools(self.tools, self.trace)
         self.offsets = list(accumulate((len(message_strings(one)) for one in self.messages), initial=0))
 
-    def plain(self, messages: Sequence[Message], num_own: int) -> list[dict[str, Any]]:
+    def plain(self, messages: Sequence[Message], num_own: int) -> list[dict[str, object]]:
         """The first ``num_own`` messages and such as are no row's, as they are."""
         return [*self.dicts[:num_own], *plain_messages(messages[num_own:], self.form)]
 
@@ -160,7 +160,7 @@ class Given:
 
     def exchanged(
         self, messages: Sequence[Message], num_own: int, words: OtherWords
-    ) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    ) -> tuple[list[dict[str, object]], list[object] | None]:
         """The messages and the tools with other words, those with fresh words only made but once."""
         changed = {source for source in words.guards if words.texts[source] != self.fresh[source]}
         constants = words.constants

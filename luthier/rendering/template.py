@@ -149,7 +149,7 @@ class ChatTemplate:
         self._recorded = self._environment.compiled(source)
         self._plain = self._plain_environment.compiled(source)
 
-    def changed(self, *, source: str | None = None, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
+    def changed(self, *, source: str | None = None, kwargs: Mapping[str, object] | None = None) -> ChatTemplate:
         """The same template with another text, or with other variables of the user's."""
         return ChatTemplate(
             self.source if source is None else source,
@@ -245,7 +245,7 @@ class ChatTemplate:
         """`render` for the first so many of some messages, which are made ready but once."""
         dicts = _refusing(lambda: plain_messages(messages, self.message_form))
 
-        def printed(num: int, *, generation_prompt: bool = False, **kwargs: Any) -> str:
+        def printed(num: int, *, generation_prompt: bool = False, **kwargs: object) -> str:
             asked = {"generation_prompt": generation_prompt, "kwargs": kwargs}
             return self._printed(dicts[:num], messages[:num], tools, **asked)
 
@@ -314,7 +314,7 @@ class ChatTemplate:
         *,
         num_own: int,
         generation_prompt: bool,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, object],
     ) -> None:
         """Run the template over other words, which must be printed just where the sketch says (`words`).
 
@@ -410,7 +410,7 @@ class ChatTemplate:
         return True
 
     def _run_plain(
-        self, messages: list[dict[str, Any]], tools: Tools, *, generation_prompt: bool, kwargs: Mapping[str, Any]
+        self, messages: list[dict[str, object]], tools: Tools, *, generation_prompt: bool, kwargs: Mapping[str, object]
     ) -> str:
         self._plain_environment.meter.start()
         return self._plain.render(
@@ -441,7 +441,7 @@ class ChatTemplate:
         assert isinstance(output, Tracked)
         return output
 
-    def _arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments(self, kwargs: Mapping[str, object]) -> dict[str, object]:
         return {**self.special_tokens, "documents": None, **self.kwargs, **kwargs}
 
 

@@ -243,12 +243,12 @@ def message_shape(message: Message) -> MessageShape:
     )
 
 
-def tools_shape(tools: Sequence[Mapping[str, Any]]) -> bytes:
+def tools_shape(tools: Sequence[Mapping[str, object]]) -> bytes:
     """Tools are the same for many rows, so all of them is shape."""
     return msgspec.json.encode(list(tools)) if tools else b""
 
 
-def _part_shape(part: Any) -> Hashable:
+def _part_shape(part: object) -> Hashable:
     match part:
         case Text() | Thinking():
             return type(part).__name__, part.train, part.weight
@@ -258,7 +258,7 @@ def _part_shape(part: Any) -> Hashable:
             return type(part).__name__
 
 
-def _structure(value: Any) -> Hashable:
+def _structure(value: object) -> Hashable:
     match value:
         case str():
             return str

@@ -153,7 +153,7 @@ class Trace:
         """What a character of a sketch stands for in this row."""
         return self.alphabet.value(char, self.strings)
 
-    def derive(self, char: str, *operation: Any) -> str:
+    def derive(self, char: str, *operation: object) -> str:
         """The character for what an operation makes of a reference."""
         return self.alphabet.derive(char, operation)
 
@@ -312,13 +312,13 @@ class Questioned(str):
     def __len__(self) -> int:
         return int(self._ask("length", answer=str.__len__(self)))
 
-    def startswith(self, prefix: Any, *bounds: Any) -> bool:
+    def startswith(self, prefix: object, *bounds: object) -> bool:
         return self._starts("startswith", prefix, bounds)
 
-    def endswith(self, suffix: Any, *bounds: Any) -> bool:
+    def endswith(self, suffix: object, *bounds: object) -> bool:
         return self._starts("endswith", suffix, bounds)
 
-    def _starts(self, question: str, affixes: Any, bounds: tuple[Any, ...]) -> bool:
+    def _starts(self, question: str, affixes: object, bounds: tuple[object, ...]) -> bool:
         choices = affixes if isinstance(affixes, tuple) else (affixes,)
         if bounds:
             texts = tuple(plain(choice) for choice in choices)

@@ -198,7 +198,7 @@ class Tracked(Questioned):
         pairs = zip(self._sketch, self._owners, strict=True)
         return "".join(owner * len(self._trace.value(char)) for char, owner in pairs)
 
-    def _derived(self, text: str, *operation: Any) -> Tracked:
+    def _derived(self, text: str, *operation: object) -> Tracked:
         return Tracked(text, self._trace.derive(self._sketch, *operation), self._owners, self._trace)
 
     def _fixed(self, text: str, shadow: str) -> Tracked:
@@ -279,7 +279,7 @@ def row_value(value: bool | int | float | None, owner: str) -> RowValue:
     return made
 
 
-def unmarked(value: Any) -> Any:
+def unmarked(value: object) -> object:
     """What a `RowValue` stands for; anything else as it is."""
     match value:
         case RowNone():
@@ -298,7 +298,7 @@ def _reckoned(kind: type, name: str) -> Callable[..., Any]:
     """An operator of numbers, the result of which belongs to whom the number belongs to."""
     plain_operator = getattr(kind, name)
 
-    def reckon(self: RowInt | RowFloat, *others: Any) -> Any:
+    def reckon(self: RowInt | RowFloat, *others: object) -> object:
         made = plain_operator(self, *others)
         return row_value(made, self.owner) if isinstance(made, int | float) else made
 
@@ -360,7 +360,7 @@ def settled(value: Any, trace: Trace) -> Any:
             return value
 
 
-def is_own(value: Any) -> bool:
+def is_own(value: object) -> bool:
     """Whether a value is known to hold nothing of a row's text."""
     match value:
         case Tracked():
@@ -386,7 +386,7 @@ def concatenate(parts: Iterable[str], trace: Trace) -> Tracked:
     return Tracked("".join(tracked), sketch, "".join([part._owners for part in tracked]), trace)
 
 
-def pin(value: Any) -> None:
+def pin(value: object) -> None:
     """Note that all tracked text in a value is looked at in a way that cannot be repeated with another row's.
 
     Raises `LostProvenance` for an object that may hold text which nobody can find in it (a namespace, a generator).
@@ -412,7 +412,7 @@ def refuse(what: str) -> NoReturn:
 
 
 def _refusing(what: str) -> Callable[..., NoReturn]:
-    def method(*_: Any, **__: Any) -> NoReturn:
+    def method(*_: object, **__: object) -> NoReturn:
         raise LostProvenance(what)
 
     return method
@@ -422,7 +422,7 @@ def _followed(name: str) -> Callable[..., Any]:
     """A method of strings: as it is where all takes part is the template's own, followed where `Tracked` can do it."""
     with_track = getattr(Tracked, name) if getattr(Tracked, name) is not getattr(str, name) else None
 
-    def method(self: Tracked, *arguments: Any, **named: Any) -> Any:
+    def method(self: Tracked, *arguments: object, **named: object) -> object:
         if name not in ("format", "format_map"):  # a width, a count: what it prints is not the number
             arguments = tuple(map(unmarked, arguments))
         if self._is_own and is_own(arguments) and is_own(named):

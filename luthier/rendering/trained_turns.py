@@ -59,7 +59,7 @@ class History(Protocol):
     def texts(self, message: int) -> list[int]:
         """Which parts of a message are texts."""
 
-    def recording_with(self, num_messages: int, following: Message, **kwargs: Any) -> Recording:
+    def recording_with(self, num_messages: int, following: Message, **kwargs: object) -> Recording:
         """The recording for ``messages[:num_messages]`` and one more message."""
 
 

@@ -59,7 +59,7 @@ def text_of(value: Any, trace: Trace) -> Tracked:
 
 
 def dump_json(
-    value: Any,
+    value: object,
     trace: Trace,
     *,
     ensure_ascii: bool = False,
@@ -88,12 +88,12 @@ def dump_json(
     return written
 
 
-def refuse_to_print(value: Any) -> NoReturn:
+def refuse_to_print(value: object) -> NoReturn:
     """Refuse a value whose text as Python writes it cannot be followed."""
     refuse(f"printing a {type(value).__name__.removeprefix('Template').lower()} as Python writes it")
 
 
-def written_as(text: Tracked, *operation: Any, owner: str | None = None) -> Tracked:
+def written_as(text: Tracked, *operation: object, owner: str | None = None) -> Tracked:
     """A text changed by an operation that takes it character by character; ``owner`` is whose all of it is."""
     trace = text._trace
     runs = zip(text._sketch, text._owners, strict=True) if owner is None else [(text._sketch, owner)]
@@ -105,7 +105,7 @@ def written_as(text: Tracked, *operation: Any, owner: str | None = None) -> Trac
     return parts[0] if len(parts) == 1 else concatenate(parts, trace)
 
 
-def owner_of(value: Any, trace: Trace) -> str | None:
+def owner_of(value: object, trace: Trace) -> str | None:
     """Whose a value is; None if all of it is the template's own."""
     found = trace.container_owners.get(id(value))
     if found is not None:
@@ -125,7 +125,7 @@ def owner_of(value: Any, trace: Trace) -> str | None:
             return None
 
 
-def _first_owner(items: Iterable[Any], trace: Trace) -> str | None:
+def _first_owner(items: Iterable[object], trace: Trace) -> str | None:
     return next((owner for item in items if (owner := owner_of(item, trace)) is not None), None)
 
 
@@ -145,7 +145,7 @@ class _Writer:
                 tracked.append(row_text("".join(run), self.owner, self.trace))
         return concatenate(tracked, self.trace)
 
-    def quoted(self, text: str, quote: str, operation: tuple[Any, ...]) -> Iterator[str]:
+    def quoted(self, text: str, quote: str, operation: tuple[object, ...]) -> Iterator[str]:
         """A string between quotes, each of its characters escaped as ``operation`` does it."""
         own = traced(text, self.trace)
         yield quote
@@ -154,7 +154,7 @@ class _Writer:
 
 
 class _ReprWriter(_Writer):
-    def write(self, value: Any) -> Iterator[str]:
+    def write(self, value: object) -> Iterator[str]:
         match value:
             case str():
                 own = traced(value, self.trace)
@@ -200,7 +200,7 @@ class _JsonWriter(_Writer):
         self.ensure_ascii, self.step, self.sort = ensure_ascii, step, sort
         self.item, self.key = separators
 
-    def write(self, value: Any, newline: str) -> Iterator[str]:
+    def write(self, value: object, newline: str) -> Iterator[str]:
         match value:
             case str():
                 yield from self.quoted(value, '"', ("json", self.ensure_ascii))
@@ -212,7 +212,7 @@ class _JsonWriter(_Writer):
             case _:
                 yield json.dumps(unmarked(value), ensure_ascii=self.ensure_ascii)
 
-    def _block(self, brackets: str, newline: str, items: Iterable[tuple[Any, Any]]) -> Iterator[str]:
+    def _block(self, brackets: str, newline: str, items: Iterable[tuple[object, object]]) -> Iterator[str]:
         inner = newline + self.step if self.step is not None else ""
         before = brackets[0] + inner
         for name, item in items:
@@ -224,7 +224,7 @@ class _JsonWriter(_Writer):
             before = self.item + inner
         yield (newline if self.step is not None else "") + brackets[1]
 
-    def _name(self, name: Any) -> Iterator[str]:
+    def _name(self, name: object) -> Iterator[str]:
         if isinstance(name, str):
             yield from self.quoted(name, '"', ("json", self.ensure_ascii))
         else:
@@ -277,7 +277,9 @@ def printed_by(form: str, values: Any, trace: Trace, *, what: str = "the operato
     return concatenate([*parts, own_text(form[end:], trace)], trace)
 
 
-def formatted_by(form: str, value_of_field: Callable[[str], Any], trace: Trace, *, what: str = "str.format") -> Tracked:
+def formatted_by(
+    form: str, value_of_field: Callable[[str], object], trace: Trace, *, what: str = "str.format"
+) -> Tracked:
     """``form.format(…)``; ``value_of_field`` looks a field up (``0``, ``name``, ``0.a[b]``).
 
     Raises `LostProvenance` where the format itself is a row's, or ``!a`` would print a row's text.
@@ -315,7 +317,7 @@ class _Fields:
         return _laid_out(text, match["width"], match["precision"], self.trace, match["fill"], match["align"] or "<")
 
 
-def repr_of(value: Any, trace: Trace) -> Tracked:
+def repr_of(value: object, trace: Trace) -> Tracked:
     """``repr(value)``."""
     if not isinstance(value, str):
         return text_of(value, trace)
@@ -334,7 +336,7 @@ def _own_format(form: str, trace: Trace, what: str) -> str:
     return str.__str__(own)
 
 
-def _percent(spec: str, value: Any) -> str:
+def _percent(spec: str, value: object) -> str:
     return spec % (value,)
 
 
@@ -344,7 +346,7 @@ def _next(values: Iterator[Any]) -> Any:
     raise TypeError("not enough arguments for format string")
 
 
-def _by_number(value: Any, write: Callable[[Any], str], trace: Trace) -> Tracked | None:
+def _by_number(value: object, write: Callable[[object], str], trace: Trace) -> Tracked | None:
     """A number of a row, or a value of the template's own, as Python writes it; None for all else."""
     if isinstance(value, RowInt | RowFloat | RowNone):
         return row_text(write(unmarked(value)), value.owner, trace)

@@ -46,7 +46,7 @@ class TemplateDict:
 
 
 def _plain_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
@@ -55,6 +55,6 @@ def _plain_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def raise_exception(message: Any) -> NoReturn:
+def raise_exception(message: object) -> NoReturn:
     """What chat templates call to refuse a conversation."""
     raise jinja2.TemplateError(str.__str__(str(message))[:MAX_WORDS])

@@ -119,7 +119,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 next_look = chars + SMALL
         return kept
 
-    def joined(self, escapes: bool, parts: tuple[Any, ...]) -> str:
+    def joined(self, escapes: bool, parts: tuple[object, ...]) -> str:
         """``one ~ other``."""
         self.check_join(parts)
         return markup_join(parts) if escapes else str_join(parts)
@@ -136,13 +136,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return "".join(terms)
         return functools.reduce(lambda left, right: self.call_binop(context, "+", left, right), terms)
 
-    def check_join(self, parts: Iterable[Any]) -> None:
+    def check_join(self, parts: Iterable[object]) -> None:
         """Raise `OverLimit` if parts are too much together."""
         chars = sum(size(part) if isinstance(part, str) else weigh(part) for part in parts)
         if chars > SMALL:
             self.meter.make(chars, "the operator ~")
 
-    def compared(self, value: Any) -> Any:
+    def compared(self, value: object) -> object:
         """An operand of a comparison, as it is."""
         kind = type(value)
         if kind is str or kind is bool or kind is int:
@@ -151,13 +151,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.meter.make(weigh(value), "a comparison")
         return value
 
-    def printed(self, value: Any) -> Any:
+    def printed(self, value: object) -> object:
         """What is about to be printed, as it is."""
         if not isinstance(value, str):
             self.meter.make(weigh(value), "printing a value")
         return value
 
-    def cut(self, value: Any) -> Any:
+    def cut(self, value: object) -> object:
         """``value[start:stop]``, as it is."""
         if isinstance(value, str):
             self.meter.make(str.__len__(value), "a slice")
@@ -172,7 +172,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # -------------------------------------------------------------------------------------- hooks of the sandbox
 
-    def getattr(self, obj: Any, attribute: str) -> Any:
+    def getattr(self, obj: object, attribute: str) -> object:
         """``obj.attribute``: keys of dicts, methods of strings, what loops and namespaces have."""
         if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -226,7 +226,7 @@ def _is_quick(obj: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _is_small(value: Any) -> bool:
+def _is_small(value: object) -> bool:
     return type(value) is int and -SMALL < value < SMALL
 
 
@@ -235,7 +235,7 @@ def _metered(meter: RenderUsage, name: str, function: Callable[..., Any], *, is_
     first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0  # an environment, or the like
 
     @functools.wraps(function)
-    def metered(*args: Any, **kwargs: Any) -> Any:
+    def metered(*args: object, **kwargs: object) -> object:
         meter.step()
         if is_free:
             return function(*args, **kwargs)
@@ -247,7 +247,7 @@ def _metered(meter: RenderUsage, name: str, function: Callable[..., Any], *, is_
     return metered
 
 
-def _measured(meter: RenderUsage, name: str, made: Any) -> Any:
+def _measured(meter: RenderUsage, name: str, made: object) -> object:
     """What a call made, as it is."""
     if isinstance(made, str):
         meter.make(str.__len__(made), repr(name))
@@ -256,12 +256,12 @@ def _measured(meter: RenderUsage, name: str, made: Any) -> Any:
     return made
 
 
-def _drained(meter: RenderUsage, values: Iterable[Any]) -> tuple[Any, ...]:
+def _drained(meter: RenderUsage, values: Iterable[object]) -> tuple[object, ...]:
     """Values with lists in the place of what gives items one by one, so that they can be weighed."""
     return tuple(_drain(meter, value) if isinstance(value, Iterator) else value for value in values)
 
 
-def _drain(meter: RenderUsage, items: Iterator[Any]) -> Any:
+def _drain(meter: RenderUsage, items: Iterator[object]) -> object:
     if isinstance(items, LoopContext):
         return items
     kept = []
@@ -274,7 +274,9 @@ def _drain(meter: RenderUsage, items: Iterator[Any]) -> Any:
 
 
 @pass_environment
-def _sum(environment: Sandbox, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+def _sum(
+    environment: Sandbox, iterable: Iterable[object], attribute: str | int | None = None, start: object = 0
+) -> object:
     take: Callable[[Any], Any] = (lambda item: item) if attribute is None else make_attrgetter(environment, attribute)
     total = start
     for item in iterable:

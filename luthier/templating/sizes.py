@@ -46,7 +46,7 @@ HEAVY = frozenset("float int pprint striptags title urlize wordwrap".split())  #
 QUICK_ENCODINGS = frozenset("ascii latin-1 latin1 utf-16 utf-32 utf-8 utf16 utf32 utf8 utf_8".split())  # noqa: SIM905
 
 
-def weigh(*values: Any) -> int:
+def weigh(*values: object) -> int:
     """Characters and items of values, each as often as it is reached: what printing or comparing them takes.
 
     Stops at more than `MAX_ITEMS` items, with a number beyond any limit.
@@ -82,16 +82,16 @@ def weigh(*values: Any) -> int:
     return total + 2 * items
 
 
-def _digits(value: Any) -> int:
+def _digits(value: object) -> int:
     return value.bit_length() // 3 + 1 if isinstance(value, int) else 24
 
 
-def is_flat(value: Any) -> bool:
+def is_flat(value: object) -> bool:
     """Whether comparing or printing a value can take no longer than its own length."""
     return not isinstance(value, dict | list | tuple | set | frozenset | MappingView | Namespace)
 
 
-def depth(value: Any) -> int:
+def depth(value: object) -> int:
     """How deep containers stand in each other; `weigh` has found that they are not too many."""
     deepest, left = 1, [(value, 1)]
     while left:
@@ -102,7 +102,7 @@ def depth(value: Any) -> int:
     return deepest
 
 
-def check_tuples(values: Iterable[Any]) -> None:
+def check_tuples(values: Iterable[object]) -> None:
     """Raise `OverLimit` if tuples stand in each other too deeply."""
     left, seen = [(value, 0) for value in values if isinstance(value, tuple)], 0
     while left:
@@ -116,7 +116,7 @@ def check_tuples(values: Iterable[Any]) -> None:
 # ------------------------------------------------------------------------------------------------------- operators
 
 
-def check_operator(meter: RenderUsage, operator: str, left: Any, right: Any) -> None:
+def check_operator(meter: RenderUsage, operator: str, left: object, right: object) -> None:
     """Raise `OverLimit` if ``left operator right`` would make too much."""
     what = f"the operator {operator}"
     if isinstance(left, int) and isinstance(right, int):
@@ -325,7 +325,7 @@ METHOD_RULES: Mapping[str, Callable[[RenderUsage, TemplateCall], int]] = {
 # --------------------------------------------------------------------------------------------------------- formats
 
 
-def _formatted(text: Any, arguments: Sequence[Any]) -> int:
+def _formatted(text: object, arguments: Sequence[object]) -> int:
     """What ``text % arguments`` or ``text.format(*arguments)`` makes at most."""
     if not isinstance(text, str | bytes):
         return weigh(text, *arguments)
@@ -342,7 +342,7 @@ def _number(digits: str | None) -> int:
     return 0 if not digits else int(digits) if len(digits) < 16 else 10**15
 
 
-def _numbers(arguments: Sequence[Any]) -> Iterator[int]:
+def _numbers(arguments: Sequence[object]) -> Iterator[int]:
     left = list(arguments)
     while left:
         item = left.pop()
