@@ -181,14 +181,14 @@ def _listed(
     )
 
 
-def _padded_inputs(grid: Grid) -> dict[str, NDArray[Any]]:
+def _padded_inputs(grid: Grid) -> dict[str, NDArray[np.generic]]:
     columns = np.arange(grid.ids_BT.shape[1], dtype=np.int64)
     sizes = np.array([size for (size,) in grid.lengths])
     mask_BT = (columns < sizes[:, None]).astype(np.int64)
     return {"attention_mask": mask_BT, "position_ids": np.repeat(columns[None], len(sizes), axis=0)}
 
 
-def _packed_inputs(grid: Grid, *, varlen: bool) -> dict[str, Any]:
+def _packed_inputs(grid: Grid, *, varlen: bool) -> dict[str, object]:
     width = grid.ids_BT.shape[1]
     if grid.parents is not None:
         tails = [np.arange(width - sum(row)) for row in grid.lengths]

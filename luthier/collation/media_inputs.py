@@ -137,7 +137,7 @@ class MediaInputs:
         """
         return self.processor.features([(item.header, self._decoded(item)) for item in items])
 
-    def named(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def named(self, inputs: Mapping[str, object]) -> dict[str, object]:
         """A batch's ``model_inputs`` as the model calls them: they are other names where a decoder stands beside an
         encoder. Batches of `luthier.collate` have them already; inside of the package ids are ``input_ids``.
         """
@@ -243,7 +243,7 @@ def _grids(features: Features) -> MediaGrids:
     return MediaGrids(**{name: value for name, value in found.items() if value is not None})
 
 
-def _stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def _stacked(rows: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
     """Rows with T first; axes behind it (pictures of a row) are filled up with 0."""
     largest = np.max([row.shape for row in rows], axis=0)
     padded = [

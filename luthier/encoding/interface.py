@@ -173,7 +173,9 @@ def _template(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> ChatTemplate |
     return template.changed(kwargs={**template.kwargs, **kwargs})
 
 
-def _records(rows: Iterable[Mapping[str, Any] | Row], tools: tuple[Mapping[str, Any], ...]) -> Iterator[Row | RowError]:
+def _records(
+    rows: Iterable[Mapping[str, object] | Row], tools: tuple[Mapping[str, object], ...]
+) -> Iterator[Row | RowError]:
     readers: dict[tuple[str, ...], RowReader] = {}  # one for each set of keys, since rows of several forms may come
     for number, row in enumerate(rows, start=1):
         if isinstance(row, Mapping):

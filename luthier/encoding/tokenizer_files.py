@@ -62,7 +62,7 @@ def find_files(name: str, *, chat_template: str | None, revision: str, cache_dir
     )
 
 
-def _processor_class(folder: Path, config: dict[str, Any], name: str) -> str | None:
+def _processor_class(folder: Path, config: dict[str, object], name: str) -> str | None:
     processors = [found for file in PROCESSOR_FILES if (found := _read(folder, file, name)) is not None]
     if not processors:
         return None
@@ -98,7 +98,7 @@ def _download(name: str, revision: str, cache_dir: Path | None) -> Path:
         ) from error
 
 
-def _tokenizer(folder: Path, name: str) -> dict[str, Any]:
+def _tokenizer(folder: Path, name: str) -> dict[str, object]:
     spec = _read(folder, "tokenizer.json", name)
     if spec is None:
         raise TokenizerError(
@@ -126,7 +126,7 @@ def _read(folder: Path, file: str, name: str) -> dict[str, Any] | None:
     return content
 
 
-def _own_template(folder: Path, config: dict[str, Any], name: str) -> str | None:
+def _own_template(folder: Path, config: dict[str, object], name: str) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

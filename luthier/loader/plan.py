@@ -14,7 +14,6 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -278,7 +277,7 @@ class StreamPlan:
             again._plan_window()
         return again._last
 
-    def state_after(self, steps_done: int) -> tuple[int, int, dict[str, Any], RowTrail]:
+    def state_after(self, steps_done: int) -> tuple[int, int, dict[str, object], RowTrail]:
         """The place after so many steps: the epoch that goes on, how many rows of its order were taken when the step
         was decided, where a run that goes on begins to plan, and the trail of all rows so far."""
         window = self._window(steps_done - 1) if steps_done else None

@@ -211,7 +211,7 @@ def grid_of(done: Done, slots: SharedArrays) -> Grid:
     )
 
 
-def _values(array: Array, slot: int, slots: SharedArrays) -> NDArray[Any]:
+def _values(array: Array, slot: int, slots: SharedArrays) -> NDArray[np.generic]:
     dtype = np.dtype(array.dtype)
     if array.offset >= 0:
         return slots.read(slot, array.offset, dtype, array.shape)

@@ -97,7 +97,7 @@ class LoaderState:
     settings: dict[str, StateScalar]
     data: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The state as a JSON object with a checksum."""
         content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return {**content, "checksum": _checksum(content)}
@@ -161,6 +161,6 @@ def _value(settings: Mapping[str, StateScalar], name: str) -> str:
     return str(settings[name]) if name in settings else "not set"
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def _checksum(content: dict[str, object]) -> str:
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]

@@ -71,7 +71,7 @@ class StreamHistory:
     place: PlannerPlace | None
     after: StepWindow | None = None
 
-    def to_json(self, trail: RowTrail) -> dict[str, Any]:
+    def to_json(self, trail: RowTrail) -> dict[str, object]:
         taken = zlib.compress(self.taken.astype("<i8").tobytes(), 9)
         return {
             "epoch": self.epoch,

@@ -107,7 +107,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def adapter_facts(model: nn.Module) -> dict[str, Any]:
+def adapter_facts(model: nn.Module) -> dict[str, object]:
     """What PEFT's config of the adapter says, in JSON types: rank, scale and targets, and what differs from PEFT's
     defaults; {} without an adapter."""
     if not isinstance(model, PeftModel):

@@ -170,7 +170,7 @@ def layer_windows(model: nn.Module, *, recurrent: bool = False) -> dict[str, int
     return {kind: known[kind] for kind in dict.fromkeys(kinds)}
 
 
-def _one_or_all(by_kind: Mapping[str, Any]) -> Any:
+def _one_or_all(by_kind: Mapping[str, object]) -> object:
     # of two kinds of layer models take a dict; one that has a single kind may not know what a dict is
     return dict(by_kind) if len(by_kind) > 1 else next(iter(by_kind.values()))
 

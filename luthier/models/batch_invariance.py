@@ -85,7 +85,9 @@ class _Calls:
             self.groups.append((these, call))
         return (), self.groups[0][1]
 
-    def complete(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+    def complete(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], output: object
+    ) -> object:
         """Add what the encoder makes of the other lengths; what is behind a sound's end is 0."""
         groups, self.groups = self.groups, []
         if not groups:

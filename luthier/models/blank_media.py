@@ -44,7 +44,7 @@ class BlankMedia:
 
     features: Mapping[str, TensorFeatures]
 
-    def missing(self, inputs: Mapping[str, Any]) -> dict[str, TensorFeatures]:
+    def missing(self, inputs: Mapping[str, object]) -> dict[str, TensorFeatures]:
         """Those of which a batch has nothing."""
         return {kind: each for kind, each in self.features.items() if inputs.keys().isdisjoint(each)}
 
@@ -171,7 +171,7 @@ def _encoded(model: nn.Module, kind: str, features: TensorFeatures) -> torch.Ten
     return torch.stack([each.float().sum() for each in tensors]).sum()
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
+def _tensors(output: object) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -92,7 +92,7 @@ class Encoders:
             grads = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
         return [name for name, grad in zip(trained, grads, strict=True) if grad is not None]
 
-    def _run(self, kind: str, taken: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+    def _run(self, kind: str, taken: Mapping[str, torch.Tensor]) -> Mapping[str, object]:
         tensors = {name: value.to(self.device) for name, value in taken.items()}
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             given: Mapping[str, Any] = self._method(kind)(**tensors, return_dict=True)
@@ -139,7 +139,7 @@ def _joined(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{name}.0", torch.cat(list(value))
 
 
-def _array(value: torch.Tensor) -> NDArray[Any]:
+def _array(value: torch.Tensor) -> NDArray[np.generic]:
     flat = value.detach().cpu().contiguous()
     found: NDArray[Any] = (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
     return found
@@ -171,7 +171,7 @@ def with_encoder_outputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, ENCODER_OUTPUTS: outputs}
 
 
-def _field(value: Any) -> Any:
+def _field(value: object) -> object:
     """{"0": a, "1": b} -> (a, b)"""
     if not isinstance(value, dict):
         return value

@@ -91,7 +91,7 @@ def find_head(model: nn.Module) -> OutputHead:
     return OutputHead(layer=layer, scale=scale, softcap=softcap, keeps=keeps_logits(model))
 
 
-def prove_head(model: nn.Module, head: OutputHead, inputs: Mapping[str, Any]) -> OutputHead:
+def prove_head(model: nn.Module, head: OutputHead, inputs: Mapping[str, object]) -> OutputHead:
     """The head as it may be used: compared, on these inputs, with the logits that the model makes by itself.
 
     ``inputs`` are those of one small batch. Where the two differ, or the layer is not called the way a tap needs, the

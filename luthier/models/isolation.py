@@ -348,7 +348,7 @@ class ChosenIsolation:
             inputs[PLAN] = plan_attention(batch.branches, width=inputs["input_ids"].shape[1])
         return with_encoder_outputs(inputs)
 
-    def _is_feature(self, name: str, value: Any) -> bool:
+    def _is_feature(self, name: str, value: object) -> bool:
         """Whether an input was made of pictures, videos or sounds: whether it does not lie along the tokens."""
         plain = name in _OF_WORDS or name in self.needs.along
         return isinstance(value, torch.Tensor) and not plain

@@ -79,7 +79,7 @@ class _SegmentWise:
         inputs = {name: None if name in _OF_THE_ROW else value for name, value in settings.items()}
         return self._parted(hidden_states, plan, inputs)
 
-    def _parted(self, hidden_BTD: torch.Tensor, plan: AttentionPlan, inputs: dict[str, Any]) -> Any:
+    def _parted(self, hidden_BTD: torch.Tensor, plan: AttentionPlan, inputs: dict[str, object]) -> object:
         stretches = torch.split(hidden_BTD.flatten(0, 1), list(plan.lengths))
         found: list[torch.Tensor | None] = [None] * len(stretches)
         beside: tuple[Any, ...] | None = None  # states that some give with their output; nobody may read them here

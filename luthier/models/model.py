@@ -170,7 +170,7 @@ def _source(section: ModelConfig) -> tuple[str, bool]:
     return section.name_or_path, section.random_init
 
 
-def _hub_arguments(section: ModelConfig, source: str) -> dict[str, Any]:
+def _hub_arguments(section: ModelConfig, source: str) -> dict[str, object]:
     arguments: dict[str, Any] = {"trust_remote_code": section.trust_remote_code, "cache_dir": section.cache_dir}
     if not Path(source).is_dir():
         arguments["revision"] = section.revision

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -35,7 +34,7 @@ _INSTEAD = {
 }
 
 
-def overridden(found: PretrainedConfig, section: ModelConfig, written: Mapping[str, Any]) -> PretrainedConfig:
+def overridden(found: PretrainedConfig, section: ModelConfig, written: Mapping[str, object]) -> PretrainedConfig:
     """The config as if its file, which says ``written``, had said so: entries that follow from others (``layer_types``)
     are made anew. Raises `ModelError` that names the entry, for one that the class does not have or cannot take."""
     entries = section.config_overrides
@@ -106,7 +105,7 @@ def _trial(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _leaves(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(value: object, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(inner, (*place, str(name)))
@@ -114,7 +113,7 @@ def _leaves(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
         yield place, value
 
 
-def _fault(found: PretrainedConfig, place: tuple[str, ...], value: Any) -> str | None:
+def _fault(found: PretrainedConfig, place: tuple[str, ...], value: object) -> str | None:
     """What is wrong with a value for the name that it has, of all that can be said without the class."""
     name = _standard(found, place[-1])
     if isinstance(value, float) and not math.isfinite(value):

@@ -106,7 +106,7 @@ class ModelPass:
         return rewards_BT1.flatten()[segment_ends(batch).to(self.device)].float()
 
 
-def casting(device: torch.device, to: torch.dtype | None) -> AbstractContextManager[Any]:
+def casting(device: torch.device, to: torch.dtype | None) -> AbstractContextManager[object]:
     """Within it products are of the type ``to``; None: of that of their weights, unless somebody else casts."""
     return nullcontext() if to is None else torch.autocast(device.type, dtype=to)
 

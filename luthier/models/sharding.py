@@ -153,10 +153,10 @@ def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
     return found if keep else {}
 
 
-def whole_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:
+def whole_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, object]:
     """``optimizer.state_dict()`` as a run in one process has it, on the CPU. Every rank has to ask at once."""
 
-    def gathered(value: Any) -> Any:
+    def gathered(value: object) -> object:
         return _kept(undivided(value), keep=keep) if isinstance(value, torch.Tensor) else value
 
     state = optimizer.state_dict()

@@ -123,7 +123,7 @@ def _by_encoders(model: PreTrainedModel) -> ModelParts:
     return ModelParts(tower=tower, projector=projector)
 
 
-def _only_text(config: PretrainedConfig, text: PretrainedConfig, attention: str) -> dict[str, Any]:
+def _only_text(config: PretrainedConfig, text: PretrainedConfig, attention: str) -> dict[str, object]:
     """As transformers takes it: a value for each config inside a config, "" for the config itself."""
     if config is text:
         return {"": attention}
@@ -189,7 +189,7 @@ def model_needs(model: PreTrainedModel) -> MediaNeeds:
     return media_needs(families[0], model.config.to_dict()) if families else MediaNeeds()
 
 
-def media_needs(family: Family, config: Mapping[str, Any]) -> MediaNeeds:
+def media_needs(family: Family, config: Mapping[str, object]) -> MediaNeeds:
     """By the family's row and the model's config (as a dict)."""
     scheme = None if family.positions is None else position_scheme(family.positions, config)
     types = None

@@ -266,7 +266,7 @@ def is_at_once(settings: PlanSettings, num_rows: int | None) -> bool:
     return num_rows is not None and num_rows <= max(1, settings.window // SHARE_AT_ONCE)
 
 
-def _check_state(settings: PlanSettings, state: Mapping[str, Any]) -> None:
+def _check_state(settings: PlanSettings, state: Mapping[str, object]) -> None:
     if state.get("version") != STATE_VERSION:
         raise CheckpointError(
             f"a plan's state is of version {state.get('version')}, this Luthier reads {STATE_VERSION}",

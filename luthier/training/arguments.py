@@ -66,7 +66,7 @@ def training_arguments(
         raise ConfigError([Problem(where=UNPLACED, key="train", what=str(error).strip())]) from error
 
 
-def optimization(train: TrainConfig, *, warmup_steps: int) -> dict[str, Any]:
+def optimization(train: TrainConfig, *, warmup_steps: int) -> dict[str, object]:
     """What transformers is told of the optimizer and its schedule."""
     return {
         "learning_rate": train.learning_rate,

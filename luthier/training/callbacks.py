@@ -52,7 +52,7 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
         self.evaluates = evaluates
         self.asked_to_stop = asked_to_stop
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Set the loop's switches."""
         step = state.global_step
         state.epoch = self.schedule.epoch_after(step)
@@ -88,7 +88,7 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
         self.tell = tell
         self.stopped = False
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Look at all evaluations so far; the one before training does not count."""
         key = f"eval_{self.section.metric_for_best_model}"
         values = [entry[key] for entry in state.log_history if key in entry and entry["step"] > 0]
@@ -110,12 +110,12 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         self.measured = measured
         self.tell = tell
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Say where training begins; the clock starts here."""
         self.meter.drain()
         self.tell(Started(step=state.global_step, max_steps=state.max_steps))
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """One more step."""
         self.tell(StepDone(step=state.global_step))
 
@@ -129,7 +129,7 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         elif "eval_loss" in logs:
             self.tell(eval_record(state, logs, self.measured))
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """A checkpoint stands."""
         self.tell(Saved(step=state.global_step, name=f"checkpoint-{state.global_step}"))
 

@@ -73,7 +73,7 @@ class RunData:
         )
 
     @property
-    def ledger(self) -> dict[str, Any]:
+    def ledger(self) -> dict[str, object]:
         """What became of the rows that have come so far; segments in memory have no ledger."""
         return {} if self.rows.ledger is None else self.rows.ledger.to_json()
 

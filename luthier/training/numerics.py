@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -106,7 +105,7 @@ def weight_types(model: nn.Module) -> str:
     return " and ".join(name for name, _ in found.most_common())
 
 
-def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """What an optimizer is by its class and groups: ``name``, and ``weight_decay``, of each group that has weights."""
     kind = type(optimizer)
     decays = sorted({group.get("weight_decay", 0.0) for group in optimizer.param_groups if group["params"]})

@@ -46,7 +46,7 @@ def make_optimizer(
     return optimizer
 
 
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """The trained parameters: first those that decay, then the others."""
     names = set(get_parameter_names(model, [nn.LayerNorm], NOT_DECAYED))
     trained = [(name in names, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

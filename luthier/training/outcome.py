@@ -9,7 +9,6 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -102,7 +101,7 @@ def _package_versions() -> dict[str, str]:
     return {name: version(name) for name in REPORTED_VERSIONS}
 
 
-def _ledger(run: Run) -> dict[str, Any]:
+def _ledger(run: Run) -> dict[str, object]:
     """What became of every row that was read; segments in memory have no ledger."""
     if not run.data.ledger:
         return {}

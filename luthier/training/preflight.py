@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -239,7 +238,7 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
         yield draft.problem(key, what, by_name if key == "train.optim_args" else "set train.optim: adamw_torch")
 
 
-def _unread_arguments(given: SimpleNamespace, matrix: nn.Module, settings: dict[str, Any]) -> list[str]:
+def _unread_arguments(given: SimpleNamespace, matrix: nn.Module, settings: dict[str, object]) -> list[str]:
     """Names of ``optim_args`` without which the optimizer would be made with the same settings."""
     arguments = [text for text in str(given.optim_args or "").replace(" ", "").split(",") if text]
     unread = []

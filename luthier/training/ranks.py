@@ -121,7 +121,7 @@ def _state(pid: int) -> str:
         return "?"
 
 
-def _write(folder: Path, rank: int, sign: dict[str, Any]) -> None:
+def _write(folder: Path, rank: int, sign: dict[str, object]) -> None:
     with suppress(OSError):  # a sign is a help, no need
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".rank-{rank}.{os.getpid()}"

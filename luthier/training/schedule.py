@@ -19,7 +19,7 @@ def ways_to_more_steps(config: RunConfig, rows: RowTable, *, num_ranks: int) -> 
     Each is tried: what is given is what the changed run would do.
     """
 
-    def total(**changes: Any) -> int:
+    def total(**changes: object) -> int:
         changed = config.model_copy(update={"train": config.train.model_copy(update=changes)})
         return plan_of_run(changed, rows, num_ranks=num_ranks).count_steps()
 

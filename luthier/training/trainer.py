@@ -172,7 +172,7 @@ class Trainer:
         if noise is not None:
             deactivate_neftune(self.model, noise, self.accelerator)
 
-    def _set_up(self, resume: Path | None) -> Any:
+    def _set_up(self, resume: Path | None) -> object:
         """Prepare model, optimizer and schedule, as they are in the checkpoint. Returns the hook of NEFTune or None."""
         args = self.args
         if args.use_liger_kernel:

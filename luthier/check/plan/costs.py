@@ -138,7 +138,7 @@ def plan_run(
 
 
 def with_media(
-    plan: RunPlan, train: SegmentIndex, held_out: SegmentIndex | None, *, model_config: Mapping[str, Any]
+    plan: RunPlan, train: SegmentIndex, held_out: SegmentIndex | None, *, model_config: Mapping[str, object]
 ) -> RunPlan:
     """The plan with its media counted, and what the model's family says of packing. Segments with media are read."""
     of_eval = plan.eval

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +72,7 @@ class MediaItems:
         return tuple(found)
 
 
-def packing_refusal(model_config: Mapping[str, Any]) -> str | None:
+def packing_refusal(model_config: Mapping[str, object]) -> str | None:
     """Why segments may not share a row of this model, by its family; None: nothing in the table says so.
 
     ``model_config`` is the model's ``config.json``.

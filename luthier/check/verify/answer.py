@@ -57,7 +57,7 @@ def missing_of_part(part: Spoken, learned: LearnedText, tokenizer: ReferenceToke
             raise AssertionError(f"unknown part {part!r}")
 
 
-def json_values(text: str) -> Iterator[Any]:
+def json_values(text: str) -> Iterator[object]:
     """Every JSON object that begins somewhere in a text, outermost first."""
     decoder, place = json.JSONDecoder(), 0
     while (place := text.find("{", place)) >= 0:
@@ -70,7 +70,7 @@ def json_values(text: str) -> Iterator[Any]:
         place = end
 
 
-def holds_arguments(value: Any, arguments: Mapping[str, Any]) -> bool:
+def holds_arguments(value: object, arguments: Mapping[str, object]) -> bool:
     """Whether a JSON value is the arguments, or an object that has them under some key."""
     return isinstance(value, Mapping) and (
         value == arguments or any(holds_arguments(inner, arguments) for inner in value.values())

@@ -195,7 +195,7 @@ def _faults_of(
             return
 
 
-def _times_in_call(text: str, arguments: Mapping[str, Any], printed: str) -> int:
+def _times_in_call(text: str, arguments: Mapping[str, object], printed: str) -> int:
     """How often a call's arguments say a text themselves, as they are ``printed``: as JSON, or as they are."""
     count = 0
     for leaf in leaves(arguments):

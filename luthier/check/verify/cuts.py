@@ -67,7 +67,7 @@ class RenderedCase:
             history = ""
         return self.tokenizer.hide(added_text(history, prompt))
 
-    def reading(self, index: int, prompt: str, completion: str, **kwargs: Any) -> CompletionReading:
+    def reading(self, index: int, prompt: str, completion: str, **kwargs: object) -> CompletionReading:
         """A completion that was rendered, to be read as message ``index``.
 
         Some templates print no header behind the result of a tool, where inference goes on, and one in the history.
@@ -90,7 +90,7 @@ class RenderedCase:
         )
 
 
-def cut_turn(shown: RenderedCase, index: int) -> tuple[Cut | None, list[tuple[str, Mapping[str, Any]]]]:
+def cut_turn(shown: RenderedCase, index: int) -> tuple[Cut | None, list[tuple[str, Mapping[str, object]]]]:
     """The turn under the first switch whose prompt it begins with, and the prompts before that, each with its switch.
 
     Raises `RowError` if the template refuses what would be shown by default.
@@ -110,7 +110,7 @@ def cut_turn(shown: RenderedCase, index: int) -> tuple[Cut | None, list[tuple[st
     return None, prompts
 
 
-def cut_under(shown: RenderedCase, index: int, prompt: str, kwargs: Mapping[str, Any]) -> Cut | None:
+def cut_under(shown: RenderedCase, index: int, prompt: str, kwargs: Mapping[str, object]) -> Cut | None:
     """The turn under one switch; None if it does not begin with its prompt. Raises `RowError`."""
     text = shown.turn(index, **kwargs)
     if not text.startswith(prompt) or not _is_before_answer(shown, index, prompt, kwargs):

@@ -233,7 +233,7 @@ def _otherwise(shown: RenderedCase, first: Cut, policy: TurnPolicy, whole_text: 
 def _asked_turn(
     shown: RenderedCase,
     index: int,
-    prompts: Sequence[tuple[str, Mapping[str, Any]]],
+    prompts: Sequence[tuple[str, Mapping[str, object]]],
     policy: TurnPolicy,
     *,
     unfinished: bool,

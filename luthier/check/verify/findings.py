@@ -215,7 +215,7 @@ class VerifyReport:
         }
 
 
-def _check_json(result: CheckResult) -> dict[str, Any]:
+def _check_json(result: CheckResult) -> dict[str, object]:
     return {
         "meaning": MEANING[result.check],
         "rows_checked": result.rows_checked,
@@ -225,7 +225,7 @@ def _check_json(result: CheckResult) -> dict[str, Any]:
     }
 
 
-def _violation_json(violation: Violation) -> dict[str, Any]:
+def _violation_json(violation: Violation) -> dict[str, object]:
     def token(one: Token | None) -> dict[str, Any] | None:
         return None if one is None else {"id": one.id, "text": one.text}
 

@@ -168,7 +168,7 @@ class ExpandedTemplate:
         return self.template.variables
 
     def render(
-        self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: Any
+        self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: object
     ) -> str:
         """The text with its media expanded; ``messages`` begin as the row's do. Raises `RowError`."""
         text = self.template.render(messages, tools, generation_prompt=generation_prompt, **kwargs)

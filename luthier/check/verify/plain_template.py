@@ -48,7 +48,7 @@ class Printer(Protocol):
         """The variables that it reads and does not set itself."""
 
     def render(
-        self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: Any
+        self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: object
     ) -> str:
         """The text that inference sees; raises `RowError`."""
 
@@ -117,7 +117,7 @@ class PlainTemplate:
         return not names.isdisjoint(THINKING_FIELDS)
 
     def render(
-        self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: Any
+        self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: object
     ) -> str:
         """The text that inference sees. Raises `RowError` if the template refuses the conversation."""
         text = self._run(self.plain(messages), tools, generation_prompt=generation_prompt, **kwargs)
@@ -127,7 +127,9 @@ class PlainTemplate:
         """Messages as the template is given them."""
         return [plain_message(message, parts=self.takes_parts, inline=self.inline) for message in messages]
 
-    def _run(self, messages: list[dict[str, Any]], tools: Tools = (), *, generation_prompt: bool, **kwargs: Any) -> str:
+    def _run(
+        self, messages: list[dict[str, object]], tools: Tools = (), *, generation_prompt: bool, **kwargs: object
+    ) -> str:
         given = {**self.special_tokens, "documents": None, **self.kwargs, **kwargs}
         self._environment.meter.start()
         try:
@@ -137,7 +139,7 @@ class PlainTemplate:
         except TEMPLATE_ERRORS as error:
             raise RowError("template", f"the chat template refuses this row: {error}") from error
 
-    def _prints(self, content: Any) -> bool:
+    def _prints(self, content: object) -> bool:
         """Whether the template prints content of this form, of a user or, where it prints none, of an assistant."""
         for role in ("user", "assistant"):
             try:
@@ -196,7 +198,7 @@ def plain_message(message: Message, *, parts: bool = False, inline: Mapping[str,
     return found | {key: value for key, value in named.items() if value is not None}
 
 
-def json_value(value: Any) -> Any:
+def json_value(value: object) -> object:
     """Tool arguments as ordinary dicts and lists."""
     match value:
         case Mapping():

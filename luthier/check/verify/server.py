@@ -63,7 +63,7 @@ class TokenServer:
         self.dialect: Dialect | None = None
         self._model: str | None = None
 
-    def prompt_ids(self, messages: Sequence[Message], tools: Tools, kwargs: Mapping[str, Any]) -> Ids:
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools, kwargs: Mapping[str, object]) -> Ids:
         """Ids of the prompt that the server makes of a history, generation prompt included.
 
         Raises `UserError` if the server cannot be reached, refuses, or answers with something else than ids.
@@ -112,12 +112,12 @@ class TokenServer:
         names = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
         return names[0] if names and isinstance(names[0], str) else None
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _post(self, path: str, body: Mapping[str, object]) -> dict[str, object]:
         data = json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self._headers}
         return self._ask(urllib.request.Request(f"{self.url}{path}", data=data, headers=headers))
 
-    def _ask(self, request: urllib.request.Request) -> dict[str, Any]:
+    def _ask(self, request: urllib.request.Request) -> dict[str, object]:
         path = request.full_url.removeprefix(self.url)
         try:
             with _OPENER.open(request, timeout=self.timeout) as response:
@@ -150,7 +150,7 @@ class TokenServer:
 class _StayHere(urllib.request.HTTPRedirectHandler):
     """A redirection would take the token to another address."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, *_: object) -> None:
         return None
 
 

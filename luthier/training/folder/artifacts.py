@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -171,7 +170,7 @@ def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
     return rows
 
 
-def _adapter(facts: Mapping[str, Any]) -> str:
+def _adapter(facts: Mapping[str, object]) -> str:
     """``LORA: r 8, lora_alpha 16, target_modules k_proj q_proj``, by the names of its adapter_config.json."""
     told = {name: value for name, value in facts.items() if name != "peft_type"}
     return f"{facts['peft_type']}: " + ", ".join(f"{name} {_plain(value)}" for name, value in told.items())

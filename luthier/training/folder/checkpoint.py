@@ -173,7 +173,7 @@ def damage(checkpoint: Path, *, digests: bool = True) -> str | None:
     return None
 
 
-def _file_damage(checkpoint: Path, name: str, entry: dict[str, Any], *, digests: bool) -> str | None:
+def _file_damage(checkpoint: Path, name: str, entry: dict[str, object], *, digests: bool) -> str | None:
     path = checkpoint / name
     if not path.is_file():
         return f"{name} is missing"
@@ -184,7 +184,7 @@ def _file_damage(checkpoint: Path, name: str, entry: dict[str, Any], *, digests:
     return None
 
 
-def _listed_files(manifest: bytes, checkpoint: Path) -> dict[str, dict[str, Any]]:
+def _listed_files(manifest: bytes, checkpoint: Path) -> dict[str, dict[str, object]]:
     """The files that a manifest lists. Raises ``ValueError`` or ``RecursionError`` unless its bytes are just those that
     `seal` writes for what it says, `CheckpointError` for the manifest of an older Luthier."""
     content = json.loads(manifest)
@@ -208,7 +208,7 @@ def _listed_files(manifest: bytes, checkpoint: Path) -> dict[str, dict[str, Any]
     return files
 
 
-def _manifest_bytes(files: dict[str, dict[str, Any]]) -> bytes:
+def _manifest_bytes(files: dict[str, dict[str, object]]) -> bytes:
     return json.dumps({"version": MANIFEST_VERSION, "files": files}, indent=2, ensure_ascii=False).encode()
 
 
@@ -283,7 +283,7 @@ class _TrainerState(msgspec.Struct):
     best_model_checkpoint: str | None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, object]:
     """A JSON object. Raises `CheckpointError` if the file holds anything else."""
     try:
         content = json.loads(path.read_bytes())
@@ -392,7 +392,7 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, object]) -> None:
     """Write JSON at once or not at all. Raises `CheckpointError`."""
     FILES.write(path, json.dumps(content, indent=2, ensure_ascii=False).encode())
 

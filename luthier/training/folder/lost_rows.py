@@ -95,7 +95,7 @@ def forget_lost(folder: Path) -> None:
     FILES.remove_file(folder / LOST_FILE)
 
 
-def ledger_of_run(ledger: dict[str, Any], folder: Path, trained: Collection[Address]) -> dict[str, Any]:
+def ledger_of_run(ledger: dict[str, object], folder: Path, trained: Collection[Address]) -> dict[str, object]:
     """What became of the rows when the run ended: rows that any rank lost on the way are quarantined, and of the others
     those in ``trained`` (the rows that finished steps took) are trained. Asserts the ledger's identity."""
     if not ledger:

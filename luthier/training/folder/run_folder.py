@@ -110,7 +110,7 @@ def _resume_auto(config: RunConfig, run: Path, report: Callable[[str], None]) ->
     return newest
 
 
-def _refuse_another(run: Path, config: RunConfig) -> list[tuple[str, Any, Any]]:
+def _refuse_another(run: Path, config: RunConfig) -> list[tuple[str, object, object]]:
     """Raise `CheckpointError` if the folder's run had another configuration; being longer is none, and is given."""
     differing = differences(_read_run_config(run), config.model_dump(mode="json"))
     longer = [each for each in differing if each[0] in LENGTHS and _is_more(*each[1:])]
@@ -125,7 +125,7 @@ def _refuse_another(run: Path, config: RunConfig) -> list[tuple[str, Any, Any]]:
     return longer
 
 
-def _is_more(there: Any, here: Any) -> bool:
+def _is_more(there: object, here: object) -> bool:
     return isinstance(there, int | float) and isinstance(here, int | float) and here > there
 
 
@@ -173,7 +173,7 @@ def _clear(run: Path) -> None:
         FILES.remove_file(run / name)
 
 
-def _read_run_config(run: Path) -> dict[str, Any]:
+def _read_run_config(run: Path) -> dict[str, object]:
     try:
         return checkpoints.read_json(run / RUN_CONFIG)
     except CheckpointError as error:
@@ -183,7 +183,7 @@ def _read_run_config(run: Path) -> dict[str, Any]:
         ) from error
 
 
-def differences(there: dict[str, Any], here: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def differences(there: dict[str, object], here: dict[str, object]) -> list[tuple[str, object, object]]:
     """``(dotted key, value there, value here)`` of every setting that differs and is not free to."""
     first, second = _flatten(there), _flatten(here)
     keys = [key for key in dict.fromkeys([*first, *second]) if not _is_free(key)]
@@ -194,7 +194,7 @@ def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(free + ".") for free in FREE)
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:

@@ -157,7 +157,7 @@ def _below(at: str, key: object) -> str:
 # -------------------------------------------------------------------------------------------------------- decoding
 
 
-def _decoded(found: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+def _decoded(found: object, tensor: Callable[[str], torch.Tensor]) -> object:
     if isinstance(found, list):
         return [_decoded(each, tensor) for each in found]
     if not isinstance(found, dict):
@@ -220,14 +220,14 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return found
 
 
-def has_two_points(optimizer: Any) -> bool:
+def has_two_points(optimizer: object) -> bool:
     """Whether it evaluates at other weights than it trains at: it has a ``train()`` and an ``eval()`` of its own."""
     plain = plain_optimizer(optimizer)
     return all(callable(getattr(plain, name, None)) for name in ("train", "eval"))
 
 
 @contextmanager
-def evaluation_point(optimizer: Any) -> Iterator[list[torch.Tensor] | None]:
+def evaluation_point(optimizer: object) -> Iterator[list[torch.Tensor] | None]:
     """The model has the weights that were learned; afterwards those that are trained, bit by bit. Yields the latter, on
     the CPU and in the optimizer's order, or None for an optimizer that has one point."""
     if optimizer is None or not has_two_points(optimizer):
@@ -245,14 +245,16 @@ def evaluation_point(optimizer: Any) -> Iterator[list[torch.Tensor] | None]:
                 _own_part(weight).copy_(value)
 
 
-def go_to_evaluation_point(optimizer: Any) -> None:
+def go_to_evaluation_point(optimizer: object) -> None:
     """Training is over: the model has the weights that were learned from here on."""
     if optimizer is not None and has_two_points(optimizer):
         plain: Any = plain_optimizer(optimizer)
         plain.eval()
 
 
-def optimizer_state(optimizer: Any, trained: list[torch.Tensor] | None, *, sharded: bool, keep: bool) -> dict[str, Any]:
+def optimizer_state(
+    optimizer: object, trained: list[torch.Tensor] | None, *, sharded: bool, keep: bool
+) -> dict[str, object]:
     """The state at the evaluation point; ``trained`` are the weights of the other one. Of a sharded model every rank
     has to ask at once, and gets the whole if it ``keep``s it."""
     plain = plain_optimizer(optimizer)

@@ -31,7 +31,7 @@ _STRIDE = 104_729  # a prime larger than steps between neighbouring ids: other i
 
 
 def choose_kernel(
-    parts: ObjectiveParts, model: nn.Module, head: OutputHead, inputs: Mapping[str, Any], tell: Callable[[str], None]
+    parts: ObjectiveParts, model: nn.Module, head: OutputHead, inputs: Mapping[str, object], tell: Callable[[str], None]
 ) -> OutputHead:
     """The head with the kernel that computes it in this run, if any; ``inputs`` are those of one small batch.
 

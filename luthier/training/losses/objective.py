@@ -147,7 +147,7 @@ class HiddenStates(nn.Module):
         """In messages it is the user's model."""
         return type(self.plain).__name__
 
-    def set_attn_implementation(self, attention: str | dict[str, Any]) -> None:
+    def set_attn_implementation(self, attention: str | dict[str, object]) -> None:
         """As models of transformers do."""
         self.plain.set_attn_implementation(attention)
 

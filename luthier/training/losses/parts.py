@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ class ObjectiveParts:
     shared: bool = False
 
 
-def first_inputs(parts: ObjectiveParts, isolation: ChosenIsolation) -> dict[str, Any]:
+def first_inputs(parts: ObjectiveParts, isolation: ChosenIsolation) -> dict[str, object]:
     """What a model is called with for the beginning of the first segment."""
     first = parts.train[0]
     # a decoder beside an encoder computes nothing without its picture, which is in front

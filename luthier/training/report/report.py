@@ -285,7 +285,7 @@ MEASURE_CHARTS = (
 )
 
 
-def report_page(result: RunResult, told: Mapping[str, Any], *, sample: Markup) -> str:
+def report_page(result: RunResult, told: Mapping[str, object], *, sample: Markup) -> str:
     """The page. ``told`` is the content of ``report.json``; ``sample`` is HTML that is safe to embed."""
     loader = PackageLoader("luthier.training.report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -380,7 +380,7 @@ def _small_charts(result: RunResult) -> list[Chart]:
     return [one for one in charts if one is not None]
 
 
-def _sources(result: RunResult) -> list[dict[str, Any]]:
+def _sources(result: RunResult) -> list[dict[str, object]]:
     """A line of the table of data sets each; nothing where there is one."""
     if len(result.mixture) < 2:
         return []
@@ -403,7 +403,7 @@ def _source_charts(result: RunResult) -> list[Chart]:
     return [one for one in charts if one is not None]
 
 
-def _answers(rounds: tuple[GenerationRound, ...], *, equal: bool) -> list[dict[str, Any]]:
+def _answers(rounds: tuple[GenerationRound, ...], *, equal: bool) -> list[dict[str, object]]:
     """One entry per row of the last round that was answered right, or wrong, with the answer before training."""
     if not rounds:
         return []
