@@ -297,6 +297,7 @@ def test_processes_share_the_work_and_a_killed_one_is_made_good(tmp_path, small_
     assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0, 0]
     for _, found, _ in results:
         assert found == alone
+    assert list((tmp_path / "store").glob("*/shared-work/*")) == []  # the last to leave removed all results
     asked = [count for _, _, count in results]
     assert sum(asked) <= 400 - 31 + 20  # each row once, but for what the killed one had under way
     assert min(asked) > 40
