@@ -96,7 +96,7 @@ class Ledger:
             raise BudgetError(
                 f"{self.lost} of {self.read} rows are lost, {allowed:g} may be (data.max_drop={max_drop:g}): "
                 f"{self.reasons()}",
-                hint="mend the rows, choose another data.overflow, or raise data.max_drop",
+                hint="fix the rows, choose another data.overflow, or raise data.max_drop",
             )
 
     def to_json(self) -> dict[str, Any]:

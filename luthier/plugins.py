@@ -36,7 +36,7 @@ class Table(Mapping[str, RowT]):
     def add(self, name: str, row: RowT) -> None:
         """Add a row. Raises `PluginError` where there is one of this name already."""
         if not name or any(letter.isspace() or letter in ":,[]{}#\"'" for letter in name):
-            raise PluginError(f"the {self.what} {name!r} has a name that is no word of YAML")
+            raise PluginError(f"the {self.what} {name!r} has a name that is not a plain YAML word")
         if name in self._rows:
             known = self._added_by.get(name, "luthier itself")
             hint = "give it another name, or uninstall one of the two packages"
@@ -126,7 +126,7 @@ def _load(entry: EntryPoint) -> None:
             found()
     except Exception as error:
         told = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        hint = f"mend the package, or remove it: pip uninstall {entry.dist.name if entry.dist else entry.name}"
+        hint = f"fix the package, or remove it: pip uninstall {entry.dist.name if entry.dist else entry.name}"
         what = f"the plugin {entry.name!r} ({entry.value}) of {_distribution(entry)} cannot be loaded: {told}"
         raise PluginError(what, hint=(error.hint if isinstance(error, UserError) else None) or hint) from error
 

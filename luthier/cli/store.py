@@ -37,7 +37,7 @@ def seconds(text: str) -> float:
     """``30d`` in seconds; also s, m, h and w. Raises `typer.BadParameter`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no length of time; write 30d, 12h, 90m or 2w")
+        raise typer.BadParameter(f"{text!r} is not a length of time; write 30d, 12h, 90m or 2w")
     return float(match[1]) * SECONDS[match[2]]
 
 
@@ -45,7 +45,7 @@ def size(text: str) -> int:
     """``50GB`` in bytes; also MB, TB or plain bytes. Raises `typer.BadParameter`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip().upper())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size; write 50GB, 800MB or 2TB")
+        raise typer.BadParameter(f"{text!r} is not a size; write 50GB, 800MB or 2TB")
     return int(float(match[1]) * BYTES[match[2]])
 
 

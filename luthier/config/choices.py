@@ -308,7 +308,7 @@ class NameOf:
         for name in self.names():
             if name == value:
                 return name
-        raise PydanticCustomError("name", "is no name of the table")
+        raise PydanticCustomError("name", "is not a name of the table")
 
 
 def as_enum(kind: type[StrEnum]) -> BeforeValidator:

@@ -47,7 +47,7 @@ def check_sharding(draft: Draft) -> Iterator[Problem]:
         return
     cited = f"{draft.cite('runtime.sharding')} is {config.runtime.sharding}"
     if config.train.torch_compile:
-        yield draft.problem("train.torch_compile", f"a divided model is not compiled, and {cited}", "set it to false")
+        yield draft.problem("train.torch_compile", f"a sharded model is not compiled, and {cited}", "set it to false")
     if config.train.precision is Precision.FP16:
         what = f"each rank would scale the loss by what its own share overflows, and {cited}"
         yield draft.problem("train.precision", what, "set train.precision: bf16")

@@ -62,7 +62,7 @@ def check_pattern(pattern: str) -> str:
             warnings.simplefilter("error")  # what Python warns of will mean something else one day
             compiled = re.compile(pattern)
     except (re.error, FutureWarning, DeprecationWarning, OverflowError, RecursionError) as error:
-        raise ValueError(f"is no regular expression of Python's: {error}") from None
+        raise ValueError(f"is not a regular expression of Python's: {error}") from None
     if found := _DOUBLY_REPEATED.search(pattern):
         raise ValueError(f"repeats what is repeated already, {found[0]}, which may take forever: one of them is enough")
     if compiled.fullmatch(""):
@@ -167,7 +167,7 @@ TargetRules = Annotated[list[TargetRuleConfig], BeforeValidator(as_list)]
 
 def _check_pair(tags: list[str]) -> list[str]:
     if len(tags) != 2 or tags[0] == tags[1]:
-        raise ValueError('is no pair of tags: write [OPENING, CLOSING], such as ["<think>", "</think>"]')
+        raise ValueError('is not a pair of tags: write [OPENING, CLOSING], such as ["<think>", "</think>"]')
     return tags
 
 
@@ -305,7 +305,7 @@ def _check_time(text: str | None) -> str | None:
         try:
             datetime.fromisoformat(text)
         except ValueError:
-            raise ValueError("is no date or time such as 2026-11-22 or 2026-11-22T09:30") from None
+            raise ValueError("is neither a date nor a time such as 2026-11-22 or 2026-11-22T09:30") from None
     return text
 
 

@@ -96,7 +96,7 @@ def _names(draft: Draft, key: str, names: list[str]) -> Iterator[Problem]:
 
 def _bad_count(draft: Draft, key: str, text: str, count: str) -> Problem:
     base = text.rsplit("#", 1)[0]
-    what = f'"{text}" asks for "{count}" rows, which is no number of rows from 1 on'
+    what = f'"{text}" asks for "{count}" rows, which is not a number of rows from 1 on'
     return draft.problem(key, what, f"for example {base}#1000, or {base} for all")
 
 

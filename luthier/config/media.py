@@ -19,7 +19,7 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(:[0-9]{1,5
 def _check_hosts(hosts: list[str]) -> list[str]:
     for host in hosts:
         if not _HOST.fullmatch(host):
-            raise ValueError(f"holds {host!r}, which is no host: write images.example.org, or example.org:8080")
+            raise ValueError(f"holds {host!r}, which is not a host: write images.example.org, or example.org:8080")
     return hosts
 
 

@@ -125,7 +125,7 @@ def _in_words(fault: Fault, source: str) -> tuple[str, str]:
     if "mapping values are not allowed" in said:
         return "a second colon in one value, or a line indented too far", _colon_hint(source)
     if "could not find expected ':'" in said:
-        return f"the line that begins on {began} is no `key: value`", "write a colon and a blank after the key"
+        return f"the line that begins on {began} is not a `key: value`", "write a colon and a blank after the key"
     if "quoted scalar" in said and "unexpected end" in said:
         return f"the quote that opens on {began} is never closed", "close it on the same line"
     if "unknown escape" in said or "escape sequence" in said or "expected escape" in said:
@@ -157,7 +157,7 @@ def _in_words(fault: Fault, source: str) -> tuple[str, str]:
         found = re.search(r"#x([0-9a-fA-F]+)", said)
         return f"a control character (U+{found[1].upper() if found else '????'}) in the text", "remove it"
     if "C int" in said or "range(0x110000)" in said or "surrogates" in said:
-        return "an escape in double quotes that is no character", "write the character itself"
+        return "an escape in double quotes that is not a character", "write the character itself"
     return f"this is not YAML: {' '.join(said.split())}", "see docs/config.md for a complete example"
 
 

@@ -126,7 +126,7 @@ class Encoder:
         for token in self.options.control:
             if token not in known:
                 raise TemplateError(
-                    f"template.control: {token!r} is no control token of {self.tokenizer.files.origin}",
+                    f"template.control: {token!r} is not a control token of {self.tokenizer.files.origin}",
                     hint=f"there are {', '.join(sorted(known)[:20])}; model.add_special_tokens adds more",
                 )
         return frozenset(self.options.control)

@@ -133,7 +133,7 @@ class Measurer:
             if not isinstance(sound, AudioHeader) or (heard := processor.cut_sound(sound)) is None:
                 continue
             if self.access.config.long_audio is LongAudio.QUARANTINE:
-                what = f"a sound of {sound.seconds:.1f} s, of which this model hears {heard:g} s"
+                what = f"a sound of {sound.seconds:.1f} s, of which this model takes {heard:g} s"
                 raise RowError("media_limit", f"{what}; cut it, or set media.long_audio: cut", field="audios")
             cut += 1
         return cut

@@ -107,7 +107,7 @@ def _tokenizer(folder: Path, name: str) -> dict[str, object]:
         )
     model = spec.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab", {}), dict | list):
-        raise TokenizerError(f"{folder / 'tokenizer.json'}: no vocabulary in it, so this is no tokenizer file")
+        raise TokenizerError(f"{folder / 'tokenizer.json'}: it has no vocabulary, so it is not a tokenizer file")
     return {"added_tokens": [], **spec}
 
 
@@ -148,7 +148,7 @@ def _given_template(given: str) -> str:
     if not path.is_file():
         near = nearest(given, template_names())
         raise TemplateError(
-            f"template.chat_template: {given!r} is no template's name, and there is no such file ({path.absolute()})",
+            f"template.chat_template: {given!r} is not the name of a template, and no file is at {path.absolute()}",
             hint=(f"did you mean {near}? " if near else "")
             + f"there are {', '.join(template_names())}; or give a path, or the template itself",
         )

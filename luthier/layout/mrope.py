@@ -123,18 +123,20 @@ def _find_crops(
     for kind, sizes_N2 in sizes.items():
         of_kind = types_T[start_C] == kind
         if of_kind.sum() != len(sizes_N2):
-            raise RowError("media_mismatch", f"{of_kind.sum()} crops of tokens for {len(sizes_N2)} sizes")
+            raise RowError(
+                "media_mismatch", f"the tokens form {of_kind.sum()} crops, but {len(sizes_N2)} sizes are known"
+            )
         size_C2[of_kind] = sizes_N2
     wrong = np.flatnonzero(size_C2.prod(axis=1) != end_C - start_C)
     if len(wrong):
         (height, width), count = size_C2[wrong[0]], end_C[wrong[0]] - start_C[wrong[0]]
-        raise RowError("media_mismatch", f"a crop of {count} tokens, and its size says {height} x {width}")
+        raise RowError("media_mismatch", f"a crop has {count} tokens, but its size is {height} x {width}")
     branch_C = branch_T[start_C]
     opens_C = np.ones(len(start_C), dtype=np.bool_)
     opens_C[1:] = branch_C[1:] != branch_C[:-1]
     bare = np.flatnonzero((start_C == 0) | (branch_T[start_C - 1] != branch_C))
     if len(bare):
-        raise RowError("media_mismatch", f"{len(bare)} crops without the mark that stands before each")
+        raise RowError("media_mismatch", f"{len(bare)} crops lack the mark that must stand before each")
     is_slice_C = (ids_T[start_C - 1] == canvas.slice_start) & ~opens_C
     crops = _Crops(start_C=start_C, end_C=end_C, size_C2=size_C2, frame_C=np.cumsum(~is_slice_C) - 1)
     return crops, is_slice_C
@@ -402,7 +404,7 @@ def _place(is_kind_T: NDArray[np.bool_], sizes_N: NDArray[np.int64], kind: Token
     if len(at_M) != sizes_N.sum():
         raise RowError(
             "media_mismatch",
-            f"{len(at_M)} {kind.name.lower()} tokens for {len(sizes_N)} grids of {int(sizes_N.sum())} tokens",
+            f"{len(at_M)} {kind.name.lower()} tokens, but its {len(sizes_N)} grids take {int(sizes_N.sum())}",
         )
     starts_N = segment_starts(sizes_N)
     item_M = np.repeat(np.arange(len(sizes_N)), sizes_N)
@@ -410,7 +412,9 @@ def _place(is_kind_T: NDArray[np.bool_], sizes_N: NDArray[np.int64], kind: Token
     torn = np.flatnonzero(last_N - first_N + 1 != sizes_N)
     if len(torn) and not spread:
         first, size = int(first_N[torn[0]]), int(sizes_N[torn[0]])
-        raise RowError("media_mismatch", f"{kind.name.lower()} of {size} tokens at {first} is torn by other tokens")
+        raise RowError(
+            "media_mismatch", f"{kind.name.lower()} of {size} tokens at {first} is interrupted by other tokens"
+        )
     return _Placed(
         first_N=first_N, last_N=last_N, at_M=at_M, item_M=item_M, inner_M=np.arange(len(at_M)) - starts_N[item_M]
     )

@@ -87,7 +87,7 @@ class FeedReader:
     def _no_sign(self) -> UserError:
         state = "has not changed" if self.folder.is_dir() else "is not there"
         return UserError(
-            f"no sign for {SECONDS_WITHOUT_SIGN:.0f} seconds of the process that prepares rows: on "
+            f"the process that prepares rows has given no sign for {SECONDS_WITHOUT_SIGN:.0f} seconds: on "
             f"{socket.gethostname()} {self.folder} {state}",
             hint="data.store has to be a folder that all machines see; or set data.prepare: before. If the first "
             "process of the run has died, what it printed says why",

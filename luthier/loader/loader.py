@@ -137,8 +137,8 @@ class Loader:
         size = self.settings.gradient_accumulation_steps
         if self._resumes and self._num_given % size:
             raise UserError(
-                f"the state was taken {self._num_given % size} batches into a step of {size}",
-                hint="take states between steps",
+                f"the state was saved inside a step, after {self._num_given % size} of its {size} batches",
+                hint="save states between steps",
             )
         with closing(iter(self)) as batches:
             while taken := tuple(itertools.islice(batches, size)):

@@ -297,7 +297,7 @@ class ArrivingRows(RowTable):
         for place in np.flatnonzero(same).tolist():
             file, row = int(portion.file_ids[place]), int(portion.row_numbers[place])
             address = Address(file=self.files[file], row=row)
-            ledger.lose_kept(RowDropped(SAME_AS_HELD_OUT, "this content is evaluated on", address=address))
+            ledger.lose_kept(RowDropped(SAME_AS_HELD_OUT, "the same row is among the held-out rows", address=address))
         places = np.flatnonzero(kept & ~same)
         index = self._cut(portion, places, ledger)
         self._first[portion.rows] = len(self)  # a lost row is here too

@@ -83,18 +83,18 @@ class LoaderSettings:
             if getattr(self, name) < 0:
                 raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
         if not 0 <= self.rank < self.world_size:
-            raise UserError(f"rank {self.rank} is not one of {self.world_size} (world_size), which count from 0")
+            raise UserError(f"rank must be from 0 to {self.world_size - 1} (world_size - 1), not {self.rank}")
         if self.packing not in PACKINGS:
-            raise UserError(f"packing is one of {', '.join(PACKINGS)}, not {self.packing!r}")
+            raise UserError(f"packing must be one of {', '.join(PACKINGS)}, not {self.packing!r}")
         if self.overflow not in list(Overflow):
-            raise UserError(f"overflow is one of {', '.join(Overflow)}, not {self.overflow!r}")
+            raise UserError(f"overflow must be one of {', '.join(Overflow)}, not {self.overflow!r}")
         if self.varlen and self.packing == Packing.NONE:
             raise UserError("varlen is for packed rows", hint="leave it out, or set packing='best_fit'")
         if self.units not in list(UnitKind):
-            raise UserError(f"units is one of {', '.join(UnitKind)}, not {self.units!r}")
+            raise UserError(f"units must be one of {', '.join(UnitKind)}, not {self.units!r}")
         if self.shared and (self.units == UnitKind.FEEDBACK or self.packing == Packing.NONE or self.varlen):
             raise UserError(
-                "shared is for sequences that begin alike in a packed row, without varlen, and not for units of one",
+                "shared needs packed rows without varlen, and units other than feedback",
                 hint="set packing='best_fit' and varlen=False, or leave shared out",
             )
 

@@ -333,7 +333,7 @@ def check_existing(section: AdapterConfig, source: str) -> PeftConfig:
         found = PeftConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"adapter.name_or_path {source!r} is no adapter: {error}", hint="name a folder with adapter_config.json"
+            f"adapter.name_or_path {source!r} is not an adapter: {error}", hint="name a folder with adapter_config.json"
         ) from error
     kind = found.peft_type.value.lower()
     if kind != section.type.value:

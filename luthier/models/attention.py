@@ -132,7 +132,9 @@ def segments_attention(
         lengths = (width,) * num_rows if bounds is None else tuple(bounds.diff().tolist())
         plan = AttentionPlan(lengths=lengths, contexts=((),) * len(lengths))
     if sum(plan.lengths) != num_rows * width:
-        raise ModelError(f"a plan for {sum(plan.lengths)} tokens, and {num_rows} x {width} in {type(module).__name__}")
+        raise ModelError(
+            f"{type(module).__name__} got {num_rows} x {width} tokens, but its segments have {sum(plan.lengths)}"
+        )
     return _planned(query, key, value, plan, rules), None
 
 

@@ -164,7 +164,7 @@ def layer_windows(model: nn.Module, *, recurrent: bool = False) -> dict[str, int
     kinds = [kind for kind in kinds if not (recurrent and kind in _RECURRENT_KINDS)]
     if unknown := sorted(set(kinds) - set(known)):
         raise ModelError(
-            f"{type(model).__name__} has layers of {', '.join(unknown)}, whose reach no mask of ours can say",
+            f"{type(model).__name__} has layers of {', '.join(unknown)}, for whose attention Luthier has no mask",
             hint="set train.packing: none",
         )
     return {kind: known[kind] for kind in dict.fromkeys(kinds)}

@@ -126,7 +126,8 @@ def score_targets(
     def tap(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[torch.Tensor]:
         (hidden_BTD,) = arguments
         if hidden_BTD.shape[:2] != inputs["input_ids"].shape:
-            raise ModelError(f"its output layer gets {tuple(hidden_BTD.shape)} for {tuple(inputs['input_ids'].shape)}")
+            shapes = f"{tuple(hidden_BTD.shape)} for ids of shape {tuple(inputs['input_ids'].shape)}"
+            raise ModelError(f"its output layer got hidden states of shape {shapes}")
         taken.append(score(hidden_BTD.flatten(0, 1)[positions_K], _logits_of(head)))
         return (hidden_BTD[:, :1],)
 

@@ -325,7 +325,7 @@ class ChosenIsolation:
         shared = any(branch.parent >= 0 for row in batch.branches for branch in row)
         if features and (shared or not features.keys().isdisjoint(self.needs.by_row)):
             raise ModelError(
-                f"packed rows with {', '.join(sorted(features))} cannot be parted again, and have to be: "
+                f"packed rows with {', '.join(sorted(features))} cannot be split into segments, as this model needs: "
                 + "; ".join(self.notes),
                 hint="set train.packing: none",
             )

@@ -72,10 +72,12 @@ class _SegmentWise:
         if plan is None:
             return self.forward(hidden_states, *args, **settings)
         if args:
-            raise ModelError(f"{self.name} is called with {len(args) + 1} inputs by position, which cannot be parted")
+            raise ModelError(
+                f"{self.name} is called with {len(args) + 1} positional inputs, which cannot be split into segments"
+            )
         for name in ("attention_mask", *_CACHES):
             if settings.get(name) is not None:
-                raise ModelError(f"{self.name} is given {name} beside a plan of segments")
+                raise ModelError(f"{self.name} got {name}, which it cannot take together with a plan of segments")
         inputs = {name: None if name in _OF_THE_ROW else value for name, value in settings.items()}
         return self._parted(hidden_states, plan, inputs)
 

@@ -47,13 +47,15 @@ def overridden(found: PretrainedConfig, section: ModelConfig, written: Mapping[s
         raise ModelError(f"{KEY}.{name}: {what}", hint=_INSTEAD.get(name, f"it has {', '.join(sorted(known))}"))
     for place, value in _leaves(entries, ()):
         if why := _fault(found, place, value):
-            raise ModelError(f"{KEY}.{place[0]}: {'.'.join(place)} is {value!r}, and {why}", hint="mend or remove it")
+            raise ModelError(
+                f"{KEY}.{place[0]}: {'.'.join(place)} is {value!r}, and {why}", hint="correct or remove it"
+            )
     try:
         changed = type(found).from_dict({**written, **entries})
         changed.validate()
     except Exception as error:
         at = f"{KEY}.{next(iter(entries))}" if len(entries) == 1 else KEY
-        raise ModelError(f"{at}: {_last_line(error)}", hint="mend or remove the entry") from error
+        raise ModelError(f"{at}: {_last_line(error)}", hint="correct or remove the entry") from error
     changed.name_or_path = found.name_or_path
     return changed
 

@@ -166,7 +166,7 @@ def find_routers(model: nn.Module, asked: float | None) -> Routers | None:
             return None
         raise ModelError(
             f"train.router_aux_loss_coef is {asked:g}, and {type(model).__name__} has no loss that balances experts",
-            hint="remove it; there is such a loss for Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss and their kin",
+            hint="remove it; there is such a loss for Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss and related models",
         )
     return Routers(
         modules=modules,

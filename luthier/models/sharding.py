@@ -47,7 +47,7 @@ def refuse_other_ways(environment: Mapping[str, str]) -> None:
     for name, way in _OTHER_WAYS.items():
         if environment.get(name, "").lower() in ("1", "true", "yes"):
             raise UserError(
-                f"the environment asks for {way} ({name}={environment[name]}), and no run divides its model by that",
+                f"the environment asks for {way} ({name}={environment[name]}), which no run here follows",
                 hint="start the run with torchrun and set runtime.sharding: fsdp, or leave the variable out",
             )
 
@@ -63,10 +63,10 @@ def place(model: PreTrainedModel | PeftModel, device: torch.device, asked: Shard
             return None
         case Sharding.FSDP if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             shard(model, device)
-            return f"divided among {torch.distributed.get_world_size()} ranks, a decoder layer at a time"
+            return f"sharded over {torch.distributed.get_world_size()} ranks, a decoder layer at a time"
         case Sharding.FSDP:
             model.to(device)
-            return "not divided, though runtime.sharding is fsdp: there is one process; torchrun starts several"
+            return "not sharded, though runtime.sharding is fsdp: there is one process; torchrun starts several"
         case _:
             raise AssertionError(asked)
 
@@ -99,19 +99,19 @@ def divisible_layers(model: PreTrainedModel | PeftModel) -> nn.ModuleList:
     if is_multimodal(plain.config) or layers is None:
         what = "has parts beside its decoder" if layers is not None else "has no list of decoder layers"
         raise ModelError(
-            f"runtime.sharding is fsdp, and {name} {what}; how to divide such a model is not known",
+            f"runtime.sharding is fsdp, and {name} {what}; Luthier does not know how to shard such a model",
             hint="set runtime.sharding: none",
         )
     trained = any(parameter.requires_grad for parameter in model.parameters())
     if trained and not any(parameter.requires_grad for parameter in layers.parameters()):
         raise ModelError(
-            f"runtime.sharding is fsdp, and no decoder layer of {name} is trained: there is next to nothing to divide",
+            f"runtime.sharding is fsdp, and no decoder layer of {name} is trained: there is next to nothing to shard",
             hint="set runtime.sharding: none, or train a layer (adapter.freeze_trainable_layers)",
         )
     if any(isinstance(module, TrainableTokensWrapper) for module in model.modules()):
         raise ModelError(
             f"runtime.sharding is fsdp, and rows of new tokens are trained beside the embedding of {name}, which "
-            "cannot be divided then",
+            "then cannot be sharded",
             hint="set runtime.sharding: none, or adapter.modules_to_save: [embed_tokens, lm_head]",
         )
     return layers

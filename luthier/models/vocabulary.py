@@ -56,7 +56,7 @@ def check_padding(model_config: PretrainedConfig, section: ModelConfig) -> None:
         raise ModelError(
             f"model.name_or_path {section.name_or_path!r}: its config.json says pad_token_id {text.pad_token_id}, and "
             f"its embedding has {text.vocab_size} rows",
-            hint=f"set model.config_overrides: {{pad_token_id: {text.eos_token_id}}}, or mend the file",
+            hint=f"set model.config_overrides: {{pad_token_id: {text.eos_token_id}}}, or correct the file",
         )
 
 

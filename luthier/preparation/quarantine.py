@@ -79,7 +79,7 @@ class Quarantine:
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(
-            f"{self.path}: lost rows cannot be written down: {error.strerror or error}",
-            hint="free space or mend the permissions there, or choose another output.dir",
+            f"{self.path}: the lost rows cannot be written: {error.strerror or error}",
+            hint="free space or change the permissions there, or choose another output.dir",
             key="output.dir",
         )

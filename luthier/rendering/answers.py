@@ -167,7 +167,7 @@ def _require_call(call: ToolCall, rest: str, field: str) -> None:
         if not any(_bare(written) in bare for written in _written(text)):
             raise RowError(
                 "answer_lost",
-                f"the chat template prints {_short(text)} of the call of {call.name!r} not as a whole, so the model "
+                f"the chat template prints {_short(text)} of the call of {call.name!r} only in part, so the model "
                 "would learn another call",
                 field=field,
             )

@@ -303,7 +303,7 @@ class SlotsOnDemand:
         for kind, token in found.tokens.items():
             if token not in self._control.tokens | found.written:
                 raise TemplateError(
-                    f"{token} stands for {PLURAL[kind]} in this model's processor, and is no control token of its "
+                    f"{token} stands for {PLURAL[kind]} in this model's processor, and is not a control token of its "
                     "tokenizer: any text could hold it",
                     hint=f"make it a special token in tokenizer.json, or set model.add_special_tokens: ['{token}']",
                 )

@@ -106,7 +106,7 @@ def compare(row: ComparedRow, prompt: tuple[Message, ...], sides: dict[str, Fill
             if first.prompt_text != rejected.prompt_text:
                 raise RowError(
                     "prompts_differ",
-                    "the template shows the prompt in two ways, one for each continuation, so they are no answers to "
+                    "the template shows the prompt in two ways, one for each continuation, so they do not answer "
                     "the same question: give both thinking, or neither, or set a switch in template.kwargs",
                     field="rejected",
                 )
@@ -130,7 +130,7 @@ def _refuse_blank(row: ComparedRow) -> None:
         if message.is_blank_answer:
             raise RowError(
                 "blank_answer",
-                "the answer that should become likelier is blank: take the row out, or set train: true on the message "
+                "the preferred answer is blank: take the row out, or set train: true on the message "
                 "if silence is what you mean",
                 field=which,
             )

@@ -71,7 +71,7 @@ class _TextPosition:
     def fault(self, text: bytes, what: str) -> SourceError:
         """The array cannot be read at the end of ``text``, which begins here."""
         place = self.after(text)
-        hint = "mend the file, or write one row a line (.jsonl): then only the broken row is lost"
+        hint = "fix the file, or write one row a line (.jsonl): then only the broken row is lost"
         where = f"{place.path}:{place.line}"
         return SourceError(f"{where}: the JSON array cannot be read (byte {place.offset}): {what}", hint=hint)
 

@@ -158,5 +158,5 @@ def reported(path: Path, *, doing: str = "written") -> Iterator[None]:
     except OSError as error:
         raise StoreError(
             f"{path}: the store cannot be {doing}: {error.strerror or error}",
-            hint=HINTS.get(error.errno or 0, "mend the permissions there, or choose another folder with data.store"),
+            hint=HINTS.get(error.errno or 0, "change the permissions there, or choose another folder with data.store"),
         ) from error

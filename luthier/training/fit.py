@@ -117,7 +117,7 @@ def _fit(
     tell = tell_all(listeners) if world.is_main else _silent
     try:
         if not_followed:
-            tell(Note(text=f"not followed: {', '.join(not_followed)}; the run description decides this"))
+            tell(Note(text=f"ignored, because the run description decides: {', '.join(not_followed)}"))
         config = _as_packed(config, tokenizer, tell)
         with StopSignals() as signals, naming_lost_ranks(config.output.dir, world):
             found = data if isinstance(data, RunData) else _open(data)
@@ -144,7 +144,7 @@ def _as_packed(config: RunConfig, tokenizer: Tokenizer, tell: EventListener) -> 
     family = media.processor.family
     if family.packing is PackingSupport.PACKED:
         return config
-    tell(Note(text=f"train.packing none instead of {config.train.packing}: {family.name}: {family.reason}"))
+    tell(Note(text=f"train.packing is none instead of {config.train.packing} for {family.name}: {family.reason}"))
     return config.model_copy(update={"train": config.train.model_copy(update={"packing": Packing.NONE})})
 
 
@@ -171,7 +171,7 @@ def _set_up(
     schedule = make_schedule(config, data, world, state)
     if not data.rows.all_here:  # else the plan has told it
         if schedule.horizon < FEW_STEPS:
-            hooks.tell(Note(text=f"about {schedule.horizon} steps: so few teach next to nothing; {_longer(config)}"))
+            hooks.tell(Note(text=f"about {schedule.horizon} steps teach the model next to nothing; {_longer(config)}"))
         for note in length_notes(config, schedule.horizon):
             hooks.tell(Note(text=note))
     if world.is_main:
@@ -219,7 +219,7 @@ def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | N
     checkpoint = Path(chosen[0])
     there = LoaderState.load(checkpoint)
     there.check(here, where=str(checkpoint))
-    hooks.tell(Note(text=f"going on from {checkpoint.name}: step {there.step}"))
+    hooks.tell(Note(text=f"training goes on from {checkpoint.name}, step {there.step}"))
     return checkpoint
 
 

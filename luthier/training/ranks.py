@@ -51,7 +51,7 @@ def naming_lost_ranks(output: Path, world: World) -> Iterator[None]:
         lost = _look_for_lost(folder, world) or f"another rank: {_silent_ranks(folder, world)}"
         raise TrainingError(
             f"rank {world.rank} has lost {lost}: {_first_line(error)}",
-            hint="what that rank printed says why (torchrun --log-dir keeps it); once it is mended, the same command "
+            hint="what that rank printed says why (torchrun --log-dir keeps it); once it is fixed, the same command "
             "goes on from the newest checkpoint",
         ) from error
     except BaseException as error:

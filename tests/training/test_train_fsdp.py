@@ -227,7 +227,7 @@ def test_a_single_process_says_that_it_divides_nothing(tmp_path: Path, tokenizer
             notes.append(event.text)
 
     fit_data(config, tokenizer, run_data(tmp_path / "store", config, rows=range(2)), on_event=listen)
-    said = "model: not divided, though runtime.sharding is fsdp: there is one process; torchrun starts several"
+    said = "model: not sharded, though runtime.sharding is fsdp: there is one process; torchrun starts several"
     assert (said in notes) == (sharding == "fsdp")
 
 

@@ -39,7 +39,7 @@ def test_the_environment_changes_no_number_and_is_told(train: Train, monkeypatch
     )
     assert [step.loss for step in asked.steps] == [step.loss for step in plain.steps]
     assert asked.model.precision == "fp32"
-    assert any("ACCELERATE_MIXED_PRECISION=bf16" in note and "not followed" in note for note in notes)
+    assert any("ACCELERATE_MIXED_PRECISION=bf16" in note and "ignored" in note for note in notes)
     assert {name: os.environ[name] for name in ASKED} == ASKED, "it is given back"
 
 

@@ -184,7 +184,7 @@ def _steps(plan: RunPlan) -> Table:
 
 def _step_notes(plan: RunPlan) -> Iterator[str]:
     if plan.more_steps:
-        yield f"So few steps teach next to nothing. Enough come of {', or of '.join(plan.more_steps)}."
+        yield f"So few steps teach the model next to nothing. Enough steps come of {', or of '.join(plan.more_steps)}."
     yield from plan.unmet
     if plan.warmup_steps >= plan.total_steps > 0:
         yield f"All {plan.total_steps} steps are warm-up: the rate never gets to its height; set train.warmup_steps: 0"

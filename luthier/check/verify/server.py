@@ -51,10 +51,12 @@ class TokenServer:
         """
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise UserError(f"--against {url}: no address of a server", hint="give one like http://localhost:8000")
+            raise UserError(
+                f"--against {url} is not the address of a server", hint="give one like http://localhost:8000"
+            )
         if token is not None and parts.scheme != "https" and parts.hostname not in LOOPBACK:
             raise UserError(
-                f"--token-env with {parts.scheme}://{parts.hostname}: the token would travel in the open",
+                f"--token-env with {parts.scheme}://{parts.hostname}: the token would travel unencrypted",
                 hint="use an https address, or a server on this machine",
             )
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}

@@ -102,7 +102,7 @@ def family_named(name: str) -> Family:
 
 
 ENCODES = "it has an encoder and a decoder, and rows are for models that read prompt and answer in one"
-CONDITIONS = "what it sees is no part of its text: there are no tokens to put it in the place of"
+CONDITIONS = "what it sees is not part of its text: no tokens stand for it"
 STREAMS = "it hears and writes at the same time, in steps that are no tokens of a prompt"
 DRAWS = "it is trained to write sounds or movements, which are no tokens"
 FIRST = "its class takes one picture a text, in front of all text, and reads the text a second time with other tokens"

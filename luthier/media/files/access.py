@@ -250,7 +250,7 @@ def _checked(url: str, hosts: Sequence[str]) -> SplitResult:
         )
     # backslashes, spaces and user names are where readers of URLs disagree on what the host is
     if not _PLAIN.fullmatch(url) or "\\" in url:
-        raise RowForbidden("media_url", f"{url[:200]!r} is no plain http(s) address")
+        raise RowForbidden("media_url", f"{url[:200]!r} is not a plain http(s) address")
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -306,7 +306,7 @@ def _connect(host: str, port: int, *, tls: bool, deadline: float) -> socket.sock
     if literal is None:
         for text in sorted(found):
             if not _is_public(text):
-                raise RowForbidden("media_url", f"{host} leads to {text}, which is no public address")
+                raise RowForbidden("media_url", f"{host} leads to {text}, which is not a public address")
     last: OSError = OSError(f"no address for {host}")
     for text in sorted(found):
         try:

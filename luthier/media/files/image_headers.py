@@ -134,7 +134,7 @@ def _png(content: Content, start: bytes) -> StoredSize:
     if start[:16] != b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR":
         if len(start) < 16:
             raise _cut_off(content)
-        raise RowError("media_broken", f"{content.name} begins like a PNG and has no header chunk")
+        raise RowError("media_broken", f"{content.name} begins like a PNG but has no header chunk")
     width, height, depth, colour = _unpack(">IIBB", start, 16, content)
     bytes_a_pixel = 10 if depth == 16 else _PNG_BYTES.get(colour, 8)
     exif = xmp = None
@@ -176,7 +176,7 @@ def _webp(content: Content, start: bytes) -> StoredSize:
             height = int.from_bytes(start[27:30], "little") + 1
             return StoredSize(width, height, _webp_orientation(content) if start[20] & 0x0C else 1, _WEBP_BYTES)
         case _:
-            raise RowError("media_broken", f"{content.name} begins like a WebP and holds no image")
+            raise RowError("media_broken", f"{content.name} begins like a WebP but holds no image")
 
 
 def _webp_orientation(content: Content) -> int:
@@ -203,7 +203,7 @@ def _bmp(start: bytes, content: Content) -> StoredSize:
 def _tiff(content: Content) -> StoredSize:
     tags = _tags(content, 0)
     if not tags.keys() >= {_WIDTH, _HEIGHT}:
-        raise RowError("media_broken", f"{content.name} begins like a TIFF and says no size")
+        raise RowError("media_broken", f"{content.name} begins like a TIFF and does not say its size")
     bytes_a_pixel = max(_TIFF_BYTES, 4 + 2 * tags.get(_CHANNELS, 1))
     return StoredSize(tags[_WIDTH], tags[_HEIGHT], _turn(tags.get(_ORIENTATION)) or 1, bytes_a_pixel)
 

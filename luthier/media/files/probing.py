@@ -72,7 +72,7 @@ def _frame_list(media: Video, sources: tuple[str | bytes, ...], access: MediaAcc
                 sizes = f"{header.width} x {header.height}, the first has {first.width} x {first.height}"
                 raise RowError("media_broken", f"frame {number} ({content.name}) has {sizes}")
     if first is None:
-        raise RowError("media_broken", "a video of no frames")
+        raise RowError("media_broken", "the video has no frames")
     video = VideoHeader(
         width=first.width,
         height=first.height,
@@ -127,7 +127,7 @@ def check_video(header: VideoHeader, config: MediaConfig, name: str) -> None:
 def check_audio(header: AudioHeader, config: MediaConfig, name: str) -> None:
     """Seconds (``media_limit``) and a sampling rate that there is (``media_broken``)."""
     if header.sampling_rate not in _SAMPLING_RATES:
-        raise RowError("media_broken", f"{name} says {header.sampling_rate:,} samples a second")
+        raise RowError("media_broken", f"{name} claims {header.sampling_rate:,} samples a second")
     if header.seconds > config.max_audio_seconds:
         raise _over(f"{header.seconds:,.0f} s, media.max_audio_seconds is {config.max_audio_seconds:g}", name)
     if header.seconds < config.min_audio_seconds:

@@ -58,7 +58,7 @@ def read_wave(content: Content) -> Wave | None:
         elif head[:4] == b"data":
             return _wave(content, form, at + 8, length) if form else None
         at += 8 + length + (length & 1)
-    raise RowError("media_broken", f"{content.name} begins like a WAV and holds no samples")
+    raise RowError("media_broken", f"{content.name} begins like a WAV but holds no samples")
 
 
 def decode_wave(content: Content, wave: Wave) -> NDArray[np.float32]:
@@ -90,7 +90,7 @@ def _wave(content: Content, form: tuple[int, ...], start: int, length: int) -> W
         raise RowError("media_broken", f"the header of {content.name} says {what}")
     if start + length > content.size:
         there = max(content.size - start, 0)
-        raise RowError("media_broken", f"{content.name} promises {length:,} bytes of samples and has {there:,}")
+        raise RowError("media_broken", f"{content.name} promises {length:,} bytes of samples but has {there:,}")
     return Wave(
         sampling_rate=sampling_rate,
         num_channels=num_channels,

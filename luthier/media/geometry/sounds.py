@@ -183,7 +183,7 @@ def _samples(settings: Settings, header: AudioHeader) -> int:
     wanted, own = settings["sampling_rate"], settings.part.sampling_rate
     if wanted != own:
         raise ModelError(
-            f"media.sampling_rate is {wanted}, and this model hears {own} samples a second", hint="leave it out"
+            f"media.sampling_rate is {wanted}, and this model takes {own} samples a second", hint="leave it out"
         )
     return resampled_length(header.num_samples, header.sampling_rate, own)
 

@@ -156,7 +156,7 @@ class Reading:
         try:
             return read_weight(value, field=field)
         except RowError as error:
-            hint = f"; if {field!r} is no weight of the loss, name a column that is: columns: {{weight: …}}"
+            hint = f"; if {field!r} is not a weight of the loss; name a column that is: columns: {{weight: …}}"
             raise RowError(error.reason, error.detail + hint, field=field) from None
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:

@@ -202,7 +202,7 @@ def _listed_files(manifest: bytes, checkpoint: Path) -> dict[str, dict[str, obje
         if not is_entry or type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
             raise ValueError(f"no size and digest of {name}")
         if Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
-            raise ValueError(f"{name!r} is no name of a file in a checkpoint")
+            raise ValueError(f"{name!r} is not the name of a file in a checkpoint")
     if manifest != _manifest_bytes(files):
         raise ValueError("not as it was written")
     return files
@@ -388,7 +388,7 @@ def checkpoint_step(checkpoint: Path) -> int:
     """``checkpoint-20 -> 20``. Raises `CheckpointError` for other names."""
     match = _NAME.fullmatch(checkpoint.name)
     if match is None:
-        raise CheckpointError(f"{checkpoint} is no checkpoint", hint="checkpoints are named checkpoint-STEP")
+        raise CheckpointError(f"{checkpoint} is not a checkpoint", hint="checkpoints are named checkpoint-STEP")
     return int(match[1])
 
 

@@ -107,7 +107,7 @@ def reported(path: Path, *, doing: str = "written") -> Iterator[None]:
         yield
     except OSError as error:
         free = _free(path) if error.errno in FULL else ""
-        hint = HINTS.get(error.errno or 0, "mend the permissions there, or choose another output.dir")
+        hint = HINTS.get(error.errno or 0, "change the permissions there, or choose another output.dir")
         raise CheckpointError(f"{path} cannot be {doing}: {error.strerror or error}{free}", hint=hint) from error
     except (SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and TORCH_WRITER not in str(error):

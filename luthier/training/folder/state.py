@@ -134,7 +134,7 @@ def _encoded(value: object, name: str, at: str, tensors: dict[str, torch.Tensor]
         case _:
             raise CheckpointError(
                 f"the {name} state holds a {type(value).__module__}.{type(value).__qualname__} at {at or 'its top'}, "
-                "which is no data: it cannot be written into a checkpoint",
+                "which is not plain data: it cannot be written into a checkpoint",
                 hint="choose another train.optim, or set output.save_only_model: true",
             )
 
@@ -178,13 +178,13 @@ def _decoded(found: object, tensor: Callable[[str], torch.Tensor]) -> object:
         case "dict":
             return {key: _decoded(each, tensor) for key, each in content}
         case _:
-            raise ValueError(f"{kind!r} is no kind of value")
+            raise ValueError(f"{kind!r} is not a kind of value")
 
 
 def _named_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no type of numbers")
+        raise ValueError(f"{name!r} is not a number type")
     return dtype
 
 
@@ -193,7 +193,7 @@ def _no_tensor(key: str) -> torch.Tensor:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def check_optimizer_state(state: Any) -> None:
     if sorted(numbers) != list(range(len(numbers))) or not set(found["state"]) <= set(numbers):
         raise ValueError("the optimizer's state is not of the weights that it lists")
     if not all(isinstance(values, dict) for values in found["state"].values()):
-        raise TypeError("the optimizer's state of a weight is no dict")
+        raise TypeError("the optimizer's state of a weight is not a dict")
     if state["trained"] is not None and len(state["trained"]) != len(numbers):
         raise ValueError(f"{len(state['trained'])} weights are trained, the optimizer lists {len(numbers)}")
 
