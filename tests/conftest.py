@@ -6,9 +6,11 @@ import gc
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,16 @@ hypothesis.settings.load_profile("steady")
 def reason_is(reason: str) -> Callable[[RowError], bool]:
     """For ``pytest.raises(RowError, check=reason_is("no_target"))``: a row is refused for this reason, in any words."""
     return lambda error: error.reason == reason
+
+
+@contextmanager
+def refused(kind: type[Exception], *told: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """The block raises ``kind`` and tells each of these (reasons, keys, names, places, numbers), in any words."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    text = str(caught.value)
+    lacking = [each for each in told if not re.search(rf"(?<![\w.,]){re.escape(each)}(?![\w]|[.,]\d)", text)]
+    assert not lacking, f"{lacking} are not told: {text}"
 
 
 def pytest_collection_finish() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from luthier.config.loading import load_config, load_config_text
 from luthier.errors import ConfigError
+from tests.conftest import refused
 
 GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills}\n"
 
@@ -115,5 +116,5 @@ def test_faults_of_json_are_told_with_their_line(text: str, pieces: tuple[str, .
 
 def test_nan_in_json_is_told_at_its_key() -> None:
     text = '{"model": "preset:tiny-qwen3", "data": {"train": "preset:skills"},\n "train": {"learning_rate": NaN}}'
-    with pytest.raises(ConfigError, match=r"run\.json:2 train\.learning_rate: expected a number above 0, got"):
+    with refused(ConfigError, "run.json:2", "train.learning_rate", "0"):
         load_config_text(text, "run.json")

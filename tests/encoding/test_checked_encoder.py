@@ -14,6 +14,7 @@ from luthier.encoding import checked_encoder
 from luthier.encoding.checked_encoder import CheckedEncoder, RememberingEncoder
 from luthier.encoding.text_encoders import BadTexts, EncoderFailure, Flat, flatten, unflatten
 from luthier.errors import RowError, TokenizerError
+from tests.conftest import refused
 
 AUTO, FAST, REFERENCE = TokenizerBackend
 
@@ -95,7 +96,7 @@ def test_a_fast_encoder_that_errs_on_a_later_text_is_found_by_sampling(monkeypat
     encoder = checked(Spelling(wrong=lambda text: "secret" in text), choice=FAST)
     for _ in range(50):
         assert encode(encoder, "harmless text", "and more of it") == ["harmless text", "and more of it"]
-    with pytest.raises(TokenizerError, match=r"(?s)here: two libraries .*'a secret'.*tokenizer_backend: tokenizers"):
+    with refused(TokenizerError, "'a secret'", "model.tokenizer_backend"):
         for _ in range(50):
             encode(encoder, "harmless text", "a secret")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowError, TemplateError, TokenizerError
-from tests.conftest import reason_is
+from tests.conftest import reason_is, refused
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +147,10 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path)
     whole = (folder / "tokenizer.json").read_bytes()
     (folder / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not valid JSON"):
+    with refused(TokenizerError, "tokenizer.json", "JSON"):
         load_tokenizer(folder)
     (folder / "tokenizer.json").write_bytes(b"\x80\x04\x95pickle")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not valid JSON"):
+    with refused(TokenizerError, "tokenizer.json", "JSON"):
         load_tokenizer(folder)
     write_tokenizer(tmp_path, config={"eos_token": "<none>"})
     with pytest.raises(TokenizerError, match="'<none>', which is not in the vocabulary"):

@@ -21,6 +21,7 @@ from luthier.media.processors.batching import merge_features
 from luthier.media.processors.outputs import TOKEN_OUTPUTS
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader
+from tests.conftest import refused
 from tests.media.tiny_av_processors import AUDIO
 
 # LUTHIER_MEDIA_SIZES=500 is the long form of these tests.
@@ -146,19 +147,19 @@ def test_voxtral_hears_whole_chunks_of_thirty_seconds() -> None:
 def test_voxtral_compares_what_was_decoded_with_the_plan() -> None:
     media = MediaProcessor.of(AUDIO["voxtral"]())
     [(_, heard)] = decoded([sound(480_001)])
-    with pytest.raises(RowError, match=r"media_mismatch.*promises 375 tokens \[AUDIO\], the processor wrote 750"):
+    with refused(RowError, "media_mismatch", "375", "[AUDIO]", "750"):
         media.features([(sound(16_000), heard)])
 
 
 def test_a_sound_of_which_no_token_is_left_is_the_rows_fault() -> None:
     media = MediaProcessor.of(AUDIO["qwen2_audio"]())
-    with pytest.raises(RowError, match=r"media_size.*0\.010 s is too short"):
+    with refused(RowError, "media_size", "0.010"):
         media.expand([sound(160)])
 
 
 def test_a_rate_that_the_model_does_not_hear_is_refused() -> None:
     media = MediaProcessor.of(AUDIO["qwen2_audio"](), MediaConfig(sampling_rate=8000))
-    with pytest.raises(ModelError, match=r"media\.sampling_rate is 8000, and this model takes 16000"):
+    with refused(ModelError, "media.sampling_rate", "8000", "16000"):
         media.expand([sound(16_000)])
 
 

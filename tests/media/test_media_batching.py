@@ -17,6 +17,7 @@ from luthier.media.processors.batching import join_features, merge_features
 from luthier.media.processors.outputs import TOKEN_OUTPUTS
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
+from tests.conftest import refused
 from tests.media.test_media_families import NESTED, around, picture
 from tests.media.tiny_processors import BUILDERS
 
@@ -133,7 +134,7 @@ def test_a_row_of_several_samples_holds_the_pictures_of_all() -> None:
 def test_what_was_decoded_is_compared_with_the_plan() -> None:
     media = MediaProcessor.of(BUILDERS["qwen2_vl"]())
     lies = [(ImageHeader(width=300, height=200), DecodedImage(pixels=picture(40, 40)))]
-    with pytest.raises(RowError, match=r"media_mismatch.*promises 35 tokens <\|image_pad\|>, the processor wrote 4"):
+    with refused(RowError, "media_mismatch", "35", "<|image_pad|>", "4"):
         media.features(lies)
 
 
@@ -189,5 +190,5 @@ def test_each_way_of_batching_on_integers() -> None:
 
 
 def test_sizes_that_disagree_and_are_not_padded_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"'flat' of made_up.*int64\[1, 2\], int64\[1, 3\]"):
+    with refused(ModelError, "'flat'", "made_up", "1", "2", "3"):
         merge_features(FAMILY, [{"flat": np.zeros((1, 2), np.int64)}, {"flat": np.zeros((1, 3), np.int64)}])

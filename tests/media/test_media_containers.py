@@ -19,6 +19,7 @@ from luthier.media.files.containers import read_audio
 from luthier.media.files.decoding import DecodedAudio, DecodedVideo, decode
 from luthier.media.files.probing import probe
 from luthier.records import Audio, AudioHeader, Video, VideoHeader
+from tests.conftest import refused
 
 CONTAINERS = [("a.mp4", "mpeg4"), ("a.mov", "mpeg4"), ("a.mkv", "mpeg4"), ("a.avi", "mpeg4"), ("a.ts", "mpeg2video"),
               ("a.mp4", "libx264"), ("a.webm", "libvpx"), ("a.mpg", "mpeg2video"), ("a.flv", "flv")]  # fmt: skip
@@ -138,7 +139,7 @@ def test_the_caps_on_videos_are_those_of_the_run(tmp_path: Path) -> None:
     media = Video(source=str(path), root=str(tmp_path))
     for caps in ({"max_video_frames": 29}, {"max_video_seconds": 2.9}, {"max_image_pixels": 3000}):
         assert refusal(media, access(**caps)).reason == "media_limit"
-    with pytest.raises(RowError, match=r"media_limit: .*10 frames of 64 x 48 are 92,160 bytes"):
+    with refused(RowError, "media_limit", "10", "64", "48", "92,160"):
         decode(media, video_header(path), access(max_decoded_bytes=92_159), frame_indices=range(10))
 
 
@@ -168,7 +169,7 @@ def test_frames_that_the_index_promises_and_the_file_lacks_are_missed(tmp_path: 
     path = video(tmp_path / "a.mkv", 60)
     media = Video(source=str(path), root=str(tmp_path))
     header = replace(video_header(path), num_frames=100)
-    with pytest.raises(RowError, match=r"media_broken: .*promises 100 frames and has 60"):
+    with refused(RowError, "media_broken", "100", "60"):
         decode(media, header, OPEN, frame_indices=[5])
 
 
@@ -262,7 +263,7 @@ def test_decoding_stops_where_a_header_says_the_end_is(tmp_path: Path) -> None:
     with OPEN.open(str(path), str(tmp_path)) as content:
         with pytest.raises(RowError, match=r"promises 16,000 samples and has at least \d\d,\d\d\d$"):
             read_audio(content, AudioHeader(num_samples=16_000, sampling_rate=RATE))
-        with pytest.raises(RowError, match="promises 9,600,000 samples and has 960,000"):
+        with refused(RowError, "9,600,000", "960,000"):
             read_audio(content, AudioHeader(num_samples=9_600_000, sampling_rate=RATE))
 
 

@@ -18,7 +18,7 @@ from luthier.media.files.access import MediaAccess
 from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo, decode, resample, resampled_length
 from luthier.media.files.probing import probe
 from luthier.records import Audio, Image, ImageHeader, Video
-from tests.conftest import reason_is
+from tests.conftest import reason_is, refused
 
 KINDS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
@@ -155,7 +155,7 @@ def test_frames_of_a_list_are_decoded_as_they_are_wanted() -> None:
     assert (video.frame_indices, video.fps, video.total_num_frames) == ((0, 4, 8), 3.0, 9)
     with pytest.raises(RowError, check=reason_is("media_changed")):
         decode(Video(source=(*frames[:8], frames[0]), fps=3.0), header, OPEN)
-    with pytest.raises(RowError, match=r"media_limit: .*9 frames of 8 x 6 are 1,296 bytes"):
+    with refused(RowError, "media_limit", "9", "8", "6", "1,296"):
         decode(media, header, access(max_decoded_bytes=1000))
 
 

@@ -14,6 +14,7 @@ from luthier.media.geometry.frames import sampled_frames, video_metadata
 from luthier.media.processors.batching import merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import VideoHeader
+from tests.conftest import refused
 from tests.media.test_media_av_batching import decoded
 from tests.media.test_media_video_families import FAMILIES, clip, our_ids, own_ids
 from tests.media.tiny_av_processors import VIDEO
@@ -111,12 +112,12 @@ def test_a_video_too_short_for_the_class_is_taken_as_it_is(family: str, video: V
 
 
 def test_a_video_that_no_sampling_can_save_is_the_rows_fault() -> None:
-    with pytest.raises(RowError, match=r"media_size.*1 frames, and the model looks at 2 at a time"):
+    with refused(RowError, "media_size", "1", "2"):
         media_of("qwen3_vl").expand([clip(64, 64, 1, 1.0)])
 
 
 def test_frames_that_the_processor_would_not_resize_are_the_rows_fault() -> None:
-    with pytest.raises(RowError, match=r"media_size.*multiples of 28 \(30x56\)"):
+    with refused(RowError, "media_size", "28"):
         media_of("minimax_m3_vl").expand([clip(30, 56, 4, 1.0)])
 
 

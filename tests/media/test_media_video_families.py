@@ -17,6 +17,7 @@ from luthier.media.files.decoding import DecodedVideo
 from luthier.media.geometry.frames import sampled_frames, video_metadata
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import VideoHeader
+from tests.conftest import refused
 from tests.media.tiny_av_processors import AUDIO, VIDEO
 
 # LUTHIER_MEDIA_SIZES=500 is the long form of these tests.
@@ -146,7 +147,7 @@ def test_frames_joined_to_one_picture_are_not_guessed() -> None:
     processor = VIDEO["minicpmv4_6"]()
     videos = type(processor.video_processor)(stack_frames=4)
     joining = type(processor)(processor.image_processor, videos, processor.tokenizer)
-    with pytest.raises(ModelError, match=r"(?s)joins 4 frames.*stack_frames"):
+    with refused(ModelError, "4", "stack_frames"):
         MediaProcessor.of(joining).expand([clip(60, 60, 4, 2.0)])
 
 

@@ -21,7 +21,7 @@ from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import Alphabet
 from luthier.rendering.tracked import own_text
-from tests.conftest import examples, reason_is
+from tests.conftest import examples, reason_is, refused
 
 TOKENS = ("<|im_start|>", "<|im_end|>", "<eos>")
 CONTROL = ControlTokens(tokens=frozenset(TOKENS), special=frozenset(TOKENS), stops=frozenset({"<|im_end|>"}))
@@ -201,7 +201,7 @@ def test_an_operation_that_takes_text_of_a_row_for_the_templates_own_is_found_ou
 
     source = CHATML.replace("message.content", "(message.content | string)")
     recorded(source, text, replay=replay)
-    with pytest.raises(RowError, match=r"untraceable.*line 2: .*string"):
+    with refused(RowError, "untraceable", "line 2", "string"):
         recorded(source, text, launder, replay)
 
 
@@ -215,7 +215,7 @@ def test_text_that_a_template_looked_at_as_a_whole_is_not_taken_for_its_own_eith
     text = f"({text} if message.role == 'user' else message.content)"
     source = CHATML.replace("message.content", text)
     recorded(source, "hello")
-    with pytest.raises(RowError, match=r"untraceable.*line 2: .*string"):
+    with refused(RowError, "untraceable", "line 2", "string"):
         recorded(source, "hello", launder)
 
 
@@ -237,7 +237,7 @@ def test_a_filter_that_does_not_do_what_it_does_at_inference_is_found_out() -> N
     def idle(template: ChatTemplate) -> None:
         template._environment.filters["trim"] = lambda value: value
 
-    with pytest.raises(RowError, match=r"untraceable.*line 2: .*trim"):
+    with refused(RowError, "untraceable", "line 2", "trim"):
         recorded(source, " hello ", idle)
 
 
@@ -257,7 +257,7 @@ def test_a_way_of_writing_that_is_not_seen_is_found_out_though_this_row_has_noth
         }[way]
 
     recorded(source, "hello")
-    with pytest.raises(RowError, match=r"untraceable.*line 2: .*string"):
+    with refused(RowError, "untraceable", "line 2", "string"):
         recorded(source, "hello", unseen)
 
 
@@ -265,7 +265,7 @@ def test_a_way_of_writing_that_is_not_seen_is_found_out_though_this_row_has_noth
 def test_a_block_that_escapes_what_it_prints_is_refused_with_its_line(mode: str) -> None:
     inner = "{% autoescape MODE %}{{ message.content }}{% endautoescape %}"
     source = "{% for message in messages %}\n<|im_start|>" + inner + "<|im_end|>{% endfor %}"
-    with pytest.raises(RowError, match=r"untraceable.*line 2: .*autoescape"):
+    with refused(RowError, "untraceable", "line 2", "autoescape"):
         ChatTemplate(source.replace("MODE", mode)).record(ROWS[0].messages, alphabet=Alphabet.empty())
     ChatTemplate(source.replace("MODE", "false")).record(ROWS[0].messages, alphabet=Alphabet.empty())
 

@@ -17,7 +17,7 @@ from luthier.records import Conversation, Document, Feedback, Message, Preferenc
 from luthier.sources.detect import detect_layout
 from luthier.sources.formats.targets import MAX_SPANS
 from luthier.sources.formats.tools import split_thinking
-from tests.conftest import reason_is
+from tests.conftest import reason_is, refused
 
 THINK = ("<think>", "</think>")
 
@@ -222,7 +222,7 @@ def test_axolotls_details_make_a_question_a_target_and_give_way_to_its_flag() ->
     [{"begin_offset": 0, "end_offset": 5, "train": True}, {"begin_offset": 0, "end_offset": 1}, "x", {"train": True}],
 )
 def test_details_that_mark_nothing_are_refused(entry: Any) -> None:
-    with pytest.raises(RowError, match=r"messages\[1\]\.train_detail\[0\].* bad_span"):
+    with refused(RowError, "messages[1].train_detail[0]", "bad_span"):
         answer(train_detail=[entry])
 
 
@@ -300,7 +300,7 @@ def test_a_column_that_is_no_weight_is_refused_and_can_be_named_away(value: Any)
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RowError, match="train_on bad_train_on: 'assistants' is none of assistant, last_assistant"):
+    with refused(RowError, "train_on", "bad_train_on", "'assistants'", "last_assistant"):
         chat(USER, ASSISTANT, train_on="assistants")
 
 

@@ -21,6 +21,7 @@ from luthier.training.report.events import Finished, Note, Saved, Started, StepD
 from luthier.training.report.journal import LogFile, read_log
 from luthier.training.report.progress import PlainLines, ProgressBar
 from luthier.training.report.result import EvalRecord, GenerationRecord, GenerationRound, StepRecord
+from tests.conftest import refused
 
 
 def _step(step: int) -> StepRecord:
@@ -224,7 +225,7 @@ def test_values_that_only_transformers_knows_to_be_wrong_are_config_errors(
         training_arguments(plateau, max_steps=1, evaluates=False, evaluates_first=False)
     monkeypatch.setattr("luthier.training.arguments.get_available_reporting_integrations", lambda: ["mlflow"])
     absent = make_config(tmp_path, tracking__report_to=["wandb"])
-    with pytest.raises(ConfigError, match=r"tracking.report_to: 'wandb' is not installed \(there is mlflow\)"):
+    with refused(ConfigError, "tracking.report_to", "'wandb'"):
         training_arguments(absent, max_steps=1, evaluates=False, evaluates_first=False)
 
 

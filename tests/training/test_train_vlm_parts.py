@@ -30,6 +30,7 @@ from luthier.models.submodules import (
     text_attention,
 )
 from luthier.models.vocabulary import Vocabulary
+from tests.conftest import refused
 
 VOCABULARY = Vocabulary(size=TEXT["vocab_size"], eos_token_id=2, pad_token_id=0)
 PEFT_NOISE = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
@@ -104,7 +105,7 @@ def test_a_model_of_text_alone_has_one_part_and_cannot_train_another() -> None:
     model = tiny_model("qwen3")
     assert find_parts(model) == ModelParts() and not find_parts(model)
     assert adapters.parts_left_out(model, AdapterConfig()) == ()
-    with pytest.raises(ModelError, match=r"tower: Qwen3ForCausalLM has no such part[\s\S]*it has language_model"):
+    with refused(ModelError, "Qwen3ForCausalLM", "language_model"):
         adapters.apply_adapter(model, AdapterConfig(train_parts=[ModelPart.TOWER]))
 
 
@@ -134,7 +135,7 @@ def test_lora_in_the_tower_is_there_alone_and_patterns_that_match_elsewhere_are_
     model = adapters.apply_adapter(tiny_vlm("qwen2_5_vl"), tower)
     names = {key.removeprefix("base_model.model.") for key in trained(model)}
     assert names and names == under(names, "model.visual.blocks", "model.visual.patch_embed")
-    with pytest.raises(ModelError, match=r"no linear module matches 'visual\.\*' in language_model"):
+    with refused(ModelError, "'visual.*'", "language_model"):
         adapters.apply_adapter(tiny_vlm("qwen2_5_vl"), AdapterConfig(**LORA, target_modules=["visual.*"]))
 
 
@@ -179,7 +180,7 @@ def test_a_saved_model_that_sees_is_loaded_whole_and_computes_the_same(name: str
 def test_flash_attention_is_neither_taken_nor_accepted_where_pictures_are_seen_both_ways(tmp_path: Path) -> None:
     tiny_vlm("gemma3").save_pretrained(tmp_path / "saved")
     assert any("FlashAttention cannot" in note for note in _load(tmp_path, tmp_path / "saved").notes)
-    with pytest.raises(ModelError, match=r"flash_attention_2 cannot let[\s\S]*Gemma3Config"):
+    with refused(ModelError, "flash_attention_2", "Gemma3Config"):
         _load(tmp_path, tmp_path / "saved", attn_implementation="flash_attention_2")
 
 
@@ -267,5 +268,5 @@ def test_no_blank_is_needed_where_nothing_that_is_trained_is_reached_by_one() ->
 
 def test_a_model_whose_encoder_cannot_be_asked_is_refused_in_words() -> None:
     model = tiny_vlm("llava")
-    with pytest.raises(ModelError, match=r"no get_audio_features[\s\S]*train_parts"):
+    with refused(ModelError, "get_audio_features", "adapter.train_parts"):
         needed_blanks(model, find_parts(model), {"audio": {"input_features": torch.zeros(1, 2, 3)}}, [])

@@ -92,7 +92,9 @@ def convert_feedback(reading: Reading) -> Feedback:
     if reading.has("messages"):
         messages = reading.prompt()
         if len(messages) < 2:
-            raise RowError("empty_prompt", "a single message is not a prompt and an answer", field=reading.field("messages"))
+            raise RowError(
+                "empty_prompt", "a single message is not a prompt and an answer", field=reading.field("messages")
+            )
         return reading.feedback(messages[:-1], messages[-1:], reading.field("messages"))
     if not reading.has("response"):
         raise reading.missing("response")
