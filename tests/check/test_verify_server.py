@@ -230,7 +230,7 @@ def test_an_answer_without_ids_is_told(answer: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", "", "ftp://host"])
 def test_only_http_addresses_are_asked(url: str) -> None:
-    with pytest.raises(UserError, match="no address of a server"):
+    with pytest.raises(UserError, match="--against"):
         TokenServer(url)
 
 

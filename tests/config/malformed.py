@@ -53,7 +53,7 @@ SYNTAX = [
     _case("bell", "model: \x07\n", ("run.yaml:1: ", "control character", "U+0007")),
     _case("nul_escape", 'model: "a\\0b"\n', ("run.yaml:1: ", "NUL")),
     _case("half_character", 'model: x\ndata: "\\ud83d"\n', ("run.yaml:2: ", "character")),
-    _case("no_character", 'model: "\\UFFFFFFFF"\n', ("run.yaml:1: ", "no character")),
+    _case("no_character", 'model: "\\UFFFFFFFF"\n', ("run.yaml:1: ", "not a character")),
     _case("two_documents", "model: x\n---\nmodel: y\n", ("run.yaml:2: ", "second document", "one document")),
     _case("junk_after_end", "model: x\n...\njunk\n", ("run.yaml:3: ", "second document")),
     _case("junk_after_brace", "{model: x}}\n", ("run.yaml:1: ", "after the end")),
@@ -228,7 +228,7 @@ RULES = [
     _with(
         "rule_pattern",
         "template:\n  targets:\n  - {part: answer, weight: 2}\n  - {pattern: 'a(', train: false}",
-        ("run.yaml:6 template.targets[1].pattern: ", '"a("', "no regular expression", "position 1"),
+        ("run.yaml:6 template.targets[1].pattern: ", '"a("', "regular expression", "position 1"),
     ),
     _with(
         "rule_pattern_nested_set",
@@ -304,7 +304,7 @@ RULES = [
     _case(
         "lone_thinking_tag",
         "model: preset:tiny-qwen3\ndata:\n  train:\n    path: rows.jsonl\n    thinking_tags: <think>\n",
-        ("run.yaml:5 data.train[0].thinking_tags: ", "no pair of tags"),
+        ("run.yaml:5 data.train[0].thinking_tags: ", "pair of tags"),
     ),
 ]
 

@@ -352,7 +352,7 @@ def test_a_placeholder_that_text_could_hold_is_refused(tmp_path: Path, pictures:
     (folder / "chat_template.jinja").write_text(template)
     loose = luthier.load_tokenizer(folder)
     assert "<|image_pad|>" not in loose.control.tokens
-    with pytest.raises(TemplateError, match=r"<\|image_pad\|> stands for images .* no control token"):
+    with pytest.raises(TemplateError, match=r"<\|image_pad\|> stands for images .* not a control token"):
         encoded(row_of("one", pictures), loose, hf.AutoProcessor.from_pretrained(folder), pictures)
 
 

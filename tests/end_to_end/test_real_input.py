@@ -125,5 +125,5 @@ def test_a_run_killed_with_sigkill_goes_on_with_the_same_losses(
     assert not (killed / "run" / "report.json").exists()
 
     output = finish(arguments, capfd)
-    assert "going on from checkpoint-" in output
+    assert "training goes on from checkpoint-" in output
     assert losses(killed / "run") == expected

@@ -232,11 +232,11 @@ def test_shared_batches_have_the_prompt_once_and_the_same_targets(
 
 
 def test_options_that_cannot_be_are_refused(pairs: PreparedSet, feedback: PreparedSet) -> None:
-    with pytest.raises(UserError, match="units is one of"):
+    with pytest.raises(UserError, match=r"units .*feedback_kl.*'both'"):
         make(pairs, units="both")
-    with pytest.raises(UserError, match="shared is for"):
+    with pytest.raises(UserError, match=r"^shared "):
         make(feedback, units="feedback", shared=True)
-    with pytest.raises(UserError, match="shared is for"):
+    with pytest.raises(UserError, match=r"^shared "):
         make(pairs, units="pairs", shared=True, packing="none")
     with pytest.raises(UserError, match="units are pairs"):
         make(feedback, units="pairs")

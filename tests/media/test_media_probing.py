@@ -241,9 +241,9 @@ def test_the_length_of_a_wav_is_in_its_header(coding: int, bits: int, channels: 
         (
             wav(tone(1), promised=4_000_000_000),
             "media_broken",
-            "promises 4,000,000,000 bytes of samples and has 32,000",
+            "promises 4,000,000,000 bytes of samples but has 32,000",
         ),
-        (wav(tone(1))[:20_000], "media_broken", "promises 32,000 bytes of samples and has 19,956"),
+        (wav(tone(1))[:20_000], "media_broken", "promises 32,000 bytes of samples but has 19,956"),
         (wav(tone(1))[:36], "media_broken", "holds no samples"),
         (wav(tone(1))[:20], "media_broken", "holds no samples"),
         (wav(tone(1)[:1]), "media_limit", "1 samples at 16,000 a second are less than media.min_audio_seconds"),

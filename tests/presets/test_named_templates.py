@@ -516,5 +516,5 @@ def test_a_name_a_path_and_a_template_are_all_taken(tmp_path: Path) -> None:
 )
 def test_an_unknown_name_is_refused_with_the_nearest(given: str, near: str) -> None:
     encoder = Encoder(ModelConfig(name_or_path="preset:tiny-qwen3"), TemplateConfig(chat_template=given))
-    with pytest.raises(TemplateError, match=f"'{given}' is no template's name(.|\n)*did you mean {near}\\?"):
+    with pytest.raises(TemplateError, match=f"'{given}' is not the name of a template(.|\n)*did you mean {near}\\?"):
         encoder.tokenizer  # noqa: B018

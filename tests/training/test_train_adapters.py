@@ -180,7 +180,7 @@ def test_targets_are_suffixes_or_patterns() -> None:
         ({"target_modules": ["q_porj"]}, "no linear module matches 'q_porj'(.|\n)*model.layers.N.self_attn.q_proj"),
         ({"target_modules": ["all-linear", "q_proj"]}, "stands alone"),
         ({"modules_to_save": ["head"]}, "no module 'head'"),
-        ({"name_or_path": "nowhere/at/all"}, "is no adapter"),
+        ({"name_or_path": "nowhere/at/all"}, "is not an adapter"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused_with_the_names_there_are(keys: dict[str, Any], said: str) -> None:

@@ -163,7 +163,7 @@ def test_padding_is_not_computed() -> None:
     [
         ({"position_bias": torch.zeros(1)}, "gives its attention position_bias"),
         ({"indices": torch.zeros(1)}, "gives its attention indices"),
-        ({PLAN: AttentionPlan(lengths=(3,), contexts=((),))}, "a plan for 3 tokens, and 1 x 4"),
+        ({PLAN: AttentionPlan(lengths=(3,), contexts=((),))}, "1 x 4 tokens, but its segments have 3"),
         ({"is_causal": False, PLAN: AttentionPlan(lengths=(4,), contexts=((),))}, "attends in both directions"),
     ],
 )

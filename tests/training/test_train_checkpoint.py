@@ -94,5 +94,5 @@ def test_going_on_from_an_older_one_sets_the_later_ones_aside(tmp_path: Path) ->
 
 
 def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
         checkpoints.checkpoint_step(tmp_path / "model")

@@ -142,9 +142,8 @@ class Roundabout(LlamaForCausalLM):
 def test_a_model_whose_layer_is_not_called_on_all_positions_makes_its_own_logits() -> None:
     model = Roundabout(built("llama").config)
     proven = prove_head(model, find_head(model), BATCH.model_inputs)
-    assert not proven.tapped and proven.note == (
-        "the model makes its own logits, at all positions: Roundabout: its output layer gets (2, 1, 32) for (2, 44)"
-    )
+    assert not proven.tapped and "Roundabout" in proven.note
+    assert "(2, 1, 32)" in proven.note and "(2, 44)" in proven.note
     assert_same(model, model, proven)
 
 

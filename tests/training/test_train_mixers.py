@@ -269,9 +269,9 @@ def test_a_mask_or_a_cache_beside_a_plan_is_refused() -> None:
     hidden = torch.zeros(1, 4, 32)
     plan = plan_of((2, ()), (2, ()))
     for beside in ("attention_mask", "past_key_values"):
-        with pytest.raises(ModelError, match=f"Lfm2ShortConv is given {beside} beside a plan of segments"):
+        with pytest.raises(ModelError, match=f"Lfm2ShortConv.* {beside}"):
             conv(hidden, attention_plan=plan, **{beside: torch.ones(1, 4)})
-    with pytest.raises(ModelError, match="with 2 inputs by position"):
+    with pytest.raises(ModelError, match="2 positional inputs"):
         conv(hidden, None, attention_plan=plan)
 
 

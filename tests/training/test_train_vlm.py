@@ -238,9 +238,7 @@ def test_packed_words_are_parted_and_pictures_that_cannot_be_are_refused(monkeyp
         (replace(chosen, needs=replace(chosen.needs, by_row=("pixel_values",))), packed_batch(name, rows_of(name))),
         (chosen, shared_batch(name, seen(name, 3, 1, seed=1), words)),
     ):
-        with pytest.raises(
-            ModelError, match=r"grid_thw, pixel_values cannot be parted[\s\S]*a state[\s\S]*packing: none"
-        ):
+        with pytest.raises(ModelError, match=r"grid_thw, pixel_values [\s\S]*a state[\s\S]*packing: none"):
             broken.arranged(batch, pad_token_id=0)
 
 
