@@ -111,6 +111,26 @@ def test_each_term_of_the_glossary_stands_in_the_pages_and_is_explained_once() -
     assert unused_terms(f"{glossary}\n### Quaternion\n", pages) == ["Quaternion"], "control"
 
 
+# ---------------------------------------- the design
+
+
+def absent_names(page: str) -> list[str]:
+    """Names that a page places in a file of the package, "`name` (`room/file.py`)", and that are not defined there."""
+    told = re.findall(r"`(\w+)`\s+\(`([\w/]+\.py)`\)", page)
+    assert told
+    return [
+        f"{path}: {name}"
+        for name, path in told
+        if not (ROOT / "luthier" / path).is_file()
+        or not re.search(rf"^(def |class )?{name}\b", (ROOT / "luthier" / path).read_text("utf-8"), re.MULTILINE)
+    ]
+
+
+def test_the_walks_through_the_code_lead_to_functions_that_are_there() -> None:
+    assert absent_names((DOCS / "design.md").read_text(encoding="utf-8")) == []
+    assert absent_names("`encode_rows` (`encoding/encoder.py`), `nobody`\n(`ledger.py`)") == ["ledger.py: nobody"]
+
+
 # ---------------------------------------- how-to pages
 
 
