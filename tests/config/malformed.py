@@ -36,7 +36,7 @@ SYNTAX = [
         "tabs", "model: x\ndata:\n\ttrain: a\n\teval: b\n", ("run.yaml:3: ", "tab", "blanks"), ("run.yaml:4: ", "tab")
     ),
     _case("two_colons", "model: a: b\n", ("run.yaml:1: ", "second colon", 'model: "a: b"')),
-    _case("no_colon", "model: x\ntrain\ndata: y\n", ("run.yaml:3: ", "line 2", "no `key: value`")),
+    _case("no_colon", "model: x\ntrain\ndata: y\n", ("run.yaml:3: ", "line 2", "`key: value`")),
     _case("open_quote", "model: 'x\ndata: y\n", ("run.yaml:3: ", "quote that opens on line 1", "close it")),
     _case("open_list", "model: x\ndata: {train: [a, b}\n", ("run.yaml:2: ", "[ that opens on line 2", "commas")),
     _case("open_map", "data: {train: a\n", ("run.yaml:2: ", "{ that opens on line 1")),
