@@ -35,7 +35,7 @@ from luthier.media.feature_files import ItemFeatures, is_encoded, join_encoded
 from luthier.media.files.decoding import DecodedImage
 from luthier.records import Branch, ImageHeader, LostMedia, Media, MediaHeader, MediaItem, VideoHeader
 
-_Key = tuple[tuple[Any, Any], ...]
+_Key = tuple[tuple[object, object], ...]
 _SIDE = 64  # pixels of a black picture
 
 # Outputs that say how large items are, by what `MediaGrids` calls them; a processor has one of each at most.
@@ -65,7 +65,7 @@ class MediaInputs:
         self.source: MediaSource | None = source
         self.access = MediaAccess(source.options)
         self._load = source.load
-        self._config: Callable[[], Mapping[str, Any]] = source.model_config
+        self._config: Callable[[], Mapping[str, object]] = source.model_config
 
     @classmethod
     def of(cls, processor: MediaProcessor, options: MediaConfig, model_config: Mapping[str, Any]) -> MediaInputs:

@@ -30,7 +30,7 @@ from luthier.rendering.template import ChatTemplate
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, object]]
 Control = Literal["as_text", "forbid"] | Sequence[str]
 
 ROWS = "<rows>"  # the file of rows that come from Python
@@ -65,7 +65,7 @@ class EncodeOptions(TypedDict, total=False):
 
 
 def encode(
-    row: Mapping[str, Any] | Row, tokenizer: Tokenizer | RunDescription, **options: Unpack[EncodeOptions]
+    row: Mapping[str, object] | Row, tokenizer: Tokenizer | RunDescription, **options: Unpack[EncodeOptions]
 ) -> Sample:
     """The token tree of one row, under `EncodeOptions`, or as the run encodes it whose description is given instead of
     a tokenizer (a path, a dict or a `RunConfig`).
@@ -81,7 +81,7 @@ def encode(
 
 
 def encode_many(
-    rows: Iterable[Mapping[str, Any] | Row],
+    rows: Iterable[Mapping[str, object] | Row],
     tokenizer: Tokenizer | RunDescription,
     *,
     errors: Literal["raise", "return"] = "raise",
@@ -142,7 +142,12 @@ def _of_options(tokenizer: Tokenizer, options: EncodeOptions) -> _Machinery:
 
 
 def _machinery(
-    tokenizer: Tokenizer, policy: TargetPolicy, kwargs: Mapping[str, Any], *, processor: Any, media: Mapping[str, Any]
+    tokenizer: Tokenizer,
+    policy: TargetPolicy,
+    kwargs: Mapping[str, object],
+    *,
+    processor: object,
+    media: Mapping[str, Any],
 ) -> _Machinery:
     """What encodes under these options, with all the recordings it has made."""
     # the processor itself, not what it holds: its class need not be able to compare
@@ -160,7 +165,7 @@ def _machinery(
     return known[key]
 
 
-def _template(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> ChatTemplate | None:
+def _template(tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> ChatTemplate | None:
     template = tokenizer.template
     if template is None or not kwargs:
         return template
@@ -195,7 +200,7 @@ def _records(
         yield record
 
 
-def _record(row: Mapping[str, Any], address: Address, readers: dict[tuple[str, ...], RowReader]) -> Row:
+def _record(row: Mapping[str, object], address: Address, readers: dict[tuple[str, ...], RowReader]) -> Row:
     keys = tuple(row)
     if keys not in readers:
         readers[keys] = RowReader(layout=detect_layout(SourceConfig(path=ROWS), [row]))

@@ -44,7 +44,7 @@ def load_tokenizer(
     name_or_path: str | Path,
     *,
     chat_template: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    template_kwargs: Mapping[str, object] | None = None,
     added: AddedTokens | None = None,
     revision: str = "main",
     cache_dir: Path | None = None,
@@ -82,7 +82,7 @@ class Tokenizer:
         self,
         files: TokenizerFiles,
         *,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
         added: AddedTokens,
         backend: TokenizerBackend = TokenizerBackend.AUTO,
         template_settings: TemplateSettings | None = None,
@@ -259,7 +259,7 @@ class Tokenizer:
         return int(number)
 
 
-def _build(spec: dict[str, Any], files: TokenizerFiles) -> tokenizers.Tokenizer:
+def _build(spec: dict[str, object], files: TokenizerFiles) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(to_json(joined_merges(spec)))
     except Exception as error:
@@ -270,7 +270,7 @@ def _build(spec: dict[str, Any], files: TokenizerFiles) -> tokenizers.Tokenizer:
 
 def _with_model_of(whole: tokenizers.Tokenizer, text: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer of another spec with the same model, which is shared: reading it takes most of the time."""
-    around: dict[str, Any] = {**text, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    around: dict[str, object] = {**text, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
     made = tokenizers.Tokenizer.from_str(to_json(around))
     made.model = whole.model
     # in as few calls as their order allows: each call builds its search for all of them anew, and Gemma has 6,400
@@ -295,7 +295,7 @@ def _id_of(tokenizer: tokenizers.Tokenizer, token: str) -> int:
     return int(number)
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(config: dict[str, object]) -> dict[str, str]:
     """The variables that chat templates get from the tokenizer: ``bos_token`` and its kin."""
     names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
     extra = config.get("extra_special_tokens")

@@ -126,7 +126,7 @@ class PlannerPlace:
     ordinal: int
     lost: int
     carried: NDArray[Any]
-    packer: Mapping[str, Any]
+    packer: Mapping[str, object]
 
     def to_json(self) -> dict[str, object]:
         """Under 2 kB."""

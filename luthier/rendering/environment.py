@@ -198,10 +198,10 @@ def restrict(environment: Environment, trace_of: Callable[[], Trace]) -> None:
     environment.tests |= {"iterable": _is_iterable, "sequence": _is_sequence, "sameas": _is_same}
 
 
-def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]]:
+def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., object]]:
     """Filters of text; what is no text is taken as it would be printed."""
 
-    def text(value: Any) -> Tracked:
+    def text(value: object) -> Tracked:
         return text_of(value, trace_of())
 
     def join(value: Any, d: Any = "", attribute: str | int | None = None) -> Tracked:
@@ -213,7 +213,7 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
         names = ("ensure_ascii", "indent", "separators", "sort_keys")
         return dump_json(value, trace_of(), **dict(zip(names, args, strict=False)), **kwargs)
 
-    def replace(value: Any, old: Any, new: Any, count: int | None = None) -> Tracked:
+    def replace(value: object, old: object, new: object, count: int | None = None) -> Tracked:
         return text(value).replace(text(old), text(new), -1 if count is None else count)
 
     def format(value: object, *args: object, **kwargs: object) -> Tracked:
@@ -221,7 +221,7 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
             raise FilterArgumentError("the filter 'format' takes values or named values, not both")
         return printed_by(text(value), kwargs or args, trace_of(), what="the filter 'format'")
 
-    def title(value: Any) -> Tracked:
+    def title(value: object) -> Tracked:
         titled = text(value)
         return settled(jinja_filters.do_title(titled), trace_of()) if titled._is_own else titled._case(_title)
 
@@ -236,11 +236,11 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., Any]
     @pass_environment
     def truncate(
         environment: Sandbox, value: Any, length: int = 255, killwords: Any = False, end: Any = None, leeway: Any = None
-    ) -> Any:
+    ) -> object:
         end = own_text("...", trace_of()) if end is None else text(end)
         return cut_short(environment, text(value), length, killwords, end, leeway)
 
-    def default(value: Any, default_value: Any = "", boolean: bool = False) -> Any:
+    def default(value: object, default_value: object = "", boolean: bool = False) -> object:
         return settled(default_value, trace_of()) if isinstance(value, Undefined) or (boolean and not value) else value
 
     return {
@@ -265,7 +265,7 @@ def _attr(environment: Environment, value: object, name: object) -> object:
     return jinja_filters.do_attr(environment, value, str.__str__(name))
 
 
-def _for_own_text(name: str, function: Callable[..., Any], trace_of: Callable[[], Trace]) -> Callable[..., Any]:
+def _for_own_text(name: str, function: Callable[..., object], trace_of: Callable[[], Trace]) -> Callable[..., object]:
     """A function that keeps no track, for the template's own text alone. What it returns is that too."""
 
     @functools.wraps(function)
@@ -286,9 +286,9 @@ def _for_own_text(name: str, function: Callable[..., Any], trace_of: Callable[[]
     return guarded
 
 
-def _pinning(function: Any) -> Callable[..., Any]:
+def _pinning(function: Any) -> Callable[..., object]:
     @functools.wraps(function)
-    def looking(*args: Any, **kwargs: Any) -> Any:
+    def looking(*args: Any, **kwargs: Any) -> object:
         pin([arg for arg in args if not isinstance(arg, Context | Environment | nodes.EvalContext)])
         pin(kwargs)
         return function(*args, **kwargs)
@@ -296,7 +296,7 @@ def _pinning(function: Any) -> Callable[..., Any]:
     return looking
 
 
-def _reading(function: Any, trace_of: Callable[[], Trace]) -> Callable[..., Any]:
+def _reading(function: Any, trace_of: Callable[[], Trace]) -> Callable[..., object]:
     pinning = _pinning(function)
 
     @functools.wraps(function)
@@ -308,7 +308,7 @@ def _reading(function: Any, trace_of: Callable[[], Trace]) -> Callable[..., Any]
     return number
 
 
-def _seeing_constants(function: Any) -> Callable[[Any], bool]:
+def _seeing_constants(function: Any) -> Callable[[object], bool]:
     return lambda value: bool(function(unmarked(value)))
 
 
@@ -378,7 +378,7 @@ class TrackingEnvironment(Sandbox):
             self.check_join(parts)
         return concatenate(self.collected(text_of(part, self.trace) for part in parts), self.trace)
 
-    def emit(self, value: Any, line: int | None = None) -> Tracked:
+    def emit(self, value: object, line: int | None = None) -> Tracked:
         """Print a value. ``line`` of the template is None for its own text."""
         text = value if isinstance(value, Tracked) else text_of(self.printed(value), self.trace)
         length = str.__len__(text)

@@ -22,7 +22,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import Conversation
@@ -41,7 +40,7 @@ class NotLocal(Exception):
     """A context that was put together is not what the template prints: its contexts have to be rendered whole."""
 
 
-RenderWindow = Callable[[int, int, int, bool, Mapping[str, Any]], Recording]
+RenderWindow = Callable[[int, int, int, bool, Mapping[str, object]], Recording]
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +116,7 @@ class Joint:
     rest: str
     num_messages: int
     generation_prompt: bool
-    kwargs: Mapping[str, Any]
+    kwargs: Mapping[str, object]
 
 
 class Judge:
@@ -157,14 +156,14 @@ class Prefixes:
     offsets: list[int]
     alphabet: Alphabet
     value: Callable[[str], str]
-    whole_of: Callable[[Mapping[str, Any]], Recording]
+    whole_of: Callable[[Mapping[str, object]], Recording]
     window: RenderWindow
     num_whole: int = 0
-    wholes: dict[tuple[tuple[str, Any], ...], WholeRender] = field(default_factory=dict)
+    wholes: dict[tuple[tuple[str, object], ...], WholeRender] = field(default_factory=dict)
     probes: frozenset[int] = frozenset()
     kinds: set[int] = field(default_factory=set)
     seen: dict[int, tuple[Recording, PlacedWindow | None]] = field(default_factory=dict)  # by the window's id
-    joints: dict[tuple[int, bool, tuple[tuple[str, Any], ...]], Joint] = field(default_factory=dict)
+    joints: dict[tuple[int, bool, tuple[tuple[str, object], ...]], Joint] = field(default_factory=dict)
     judge: Judge = field(init=False)
 
     def __post_init__(self) -> None:
@@ -178,7 +177,7 @@ class Prefixes:
         """How many messages are at the front of each window: the system message, a question and its answer."""
         return 3 if self.row.messages[0].role in ("system", "developer") else 2
 
-    def recording(self, num: int, *, generation_prompt: bool, kwargs: Mapping[str, Any]) -> Recording | None:
+    def recording(self, num: int, *, generation_prompt: bool, kwargs: Mapping[str, object]) -> Recording | None:
         """The recording for ``messages[:num]``; None where the template's print of them is not put together so.
 
         Raises `NotLocal` where a plain rendering shows that it is not what the template prints.

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from luthier.records import Message
 from luthier.rendering.messages import (
@@ -121,17 +120,17 @@ class Given:
     """What a template is given for one row: its messages and tools as they are, marked, and with other words."""
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, object]]
     form: MessageForm
     trace: Trace
-    dicts: list[dict[str, Any]] = field(init=False)  # the messages as they are
-    marked: list[dict[str, Any]] = field(init=False)
-    marked_tools: list[Any] | None = field(init=False)
+    dicts: list[dict[str, object]] = field(init=False)  # the messages as they are
+    marked: list[dict[str, object]] = field(init=False)
+    marked_tools: list[object] | None = field(init=False)
     offsets: list[int] = field(init=False)  # the number of each message's first string
     fresh: dict[WordSource, str] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)  # dicts that the trace knows by identity
-    others: dict[int, dict[str, Any]] = field(default_factory=dict)
-    other_tools: list[Any] | None = None
+    kept: list[object] = field(default_factory=list)  # dicts that the trace knows by identity
+    others: dict[int, dict[str, object]] = field(default_factory=dict)
+    other_tools: list[object] | None = None
 
     def __post_init__(self) -> None:
         self.dicts = plain_messages(self.messages, self.form)
@@ -143,7 +142,7 @@ class Given:
         """The first ``num_own`` messages and such as are no row's, as they are."""
         return [*self.dicts[:num_own], *plain_messages(messages[num_own:], self.form)]
 
-    def begin(self, messages: Sequence[Message], num_own: int) -> list[dict[str, Any]]:
+    def begin(self, messages: Sequence[Message], num_own: int) -> list[dict[str, object]]:
         """A run over the first ``num_own`` messages and such as are no row's begins; all of them marked."""
         self.trace.begin()
         following = marked_messages(messages[num_own:], self.trace, self.form, first=num_own, are_own=False)

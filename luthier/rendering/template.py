@@ -35,7 +35,7 @@ from luthier.templating.limits import OverLimit, TemplateSettings
 from luthier.templating.plain import TEMPLATE_ERRORS, plain_environment
 
 _Made = TypeVar("_Made")
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, object]]
 RenderFunction = Callable[..., str]  # (num_messages, *, generation_prompt, **kwargs) -> the text that inference sees
 
 SOME_MEDIA: tuple[Media, ...] = (Image(source="somewhere"), Video(source="somewhere"), Audio(source="somewhere"))
@@ -135,7 +135,7 @@ class ChatTemplate:
         source: str,
         *,
         special_tokens: Mapping[str, str] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
         slots: MediaSlots = NO_SLOTS,
         settings: TemplateSettings | None = None,
     ) -> None:
@@ -232,7 +232,7 @@ class ChatTemplate:
         return hashlib.sha256(repr((self.source, self.special_tokens, self.kwargs, today)).encode()).hexdigest()
 
     def render(
-        self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: Any
+        self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: object
     ) -> str:
         """The text that inference sees.
 
@@ -427,7 +427,7 @@ class ChatTemplate:
         *,
         num_own: int | None = None,
         generation_prompt: bool = False,
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> Tracked:
         marked = given.begin(messages, len(messages) if num_own is None else num_own)
         self._environment.trace = given.trace

@@ -36,7 +36,7 @@ class Guard(NamedTuple):
 
     question: str
     sketches: tuple[str, ...]
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     answer: Any
 
 
@@ -88,7 +88,7 @@ def _check(guard: Guard, index_of: Mapping[str, int]) -> GuardCheck:
 
 
 SCAFFOLD = "\0"
-Written = dict[tuple[Any, ...], tuple[str, str]]  # a row's tool and how it is written as JSON -> its text and sketch
+Written = dict[tuple[object, ...], tuple[str, str]]  # a row's tool and how it is written as JSON -> its text and sketch
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Trace:
     container_owners: dict[int, str] = field(default_factory=dict)  # id(list or dict of the row) -> whose it is
     tools: dict[int, int] = field(default_factory=dict)  # id(list or dict of the row's tools) -> its number
     written: Written = field(default_factory=dict)  # of the row's tools; shared by its recordings
-    literals: dict[str, Any] = field(default_factory=dict)  # the template's own texts, as tracked strings
+    literals: dict[str, object] = field(default_factory=dict)  # the template's own texts, as tracked strings
     prints: list[tuple[int, str]] = field(default_factory=list)  # what was printed at which line of the template
 
     def begin(self) -> None:
@@ -161,7 +161,7 @@ class Trace:
         """The character for text that must be the same in every row this recording stands for."""
         return self.alphabet.char(Fixed(text))
 
-    def ask(self, question: str, *sketches: str, arguments: Sequence[Any] = (), answer: Any) -> None:
+    def ask(self, question: str, *sketches: str, arguments: Sequence[object] = (), answer: object) -> None:
         """Note an answer that the template was given, if it depends on the row's strings."""
         assert question in QUESTIONS, question
         if self.is_marking or not any(map(has_reference, sketches)):
@@ -360,7 +360,7 @@ def plain(text: str | None) -> str | None:
     return str.__str__(text._pinned()) if isinstance(text, Questioned) else text
 
 
-def _looking(name: str) -> Callable[..., Any]:
+def _looking(name: str) -> Callable[..., object]:
     def look(self: Questioned, *arguments: Any) -> Any:
         for argument in arguments:
             plain(argument)

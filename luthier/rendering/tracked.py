@@ -294,7 +294,7 @@ def unmarked(value: object) -> object:
             return value
 
 
-def _reckoned(kind: type, name: str) -> Callable[..., Any]:
+def _reckoned(kind: type, name: str) -> Callable[..., object]:
     """An operator of numbers, the result of which belongs to whom the number belongs to."""
     plain_operator = getattr(kind, name)
 
@@ -418,7 +418,7 @@ def _refusing(what: str) -> Callable[..., NoReturn]:
     return method
 
 
-def _followed(name: str) -> Callable[..., Any]:
+def _followed(name: str) -> Callable[..., object]:
     """A method of strings: as it is where all takes part is the template's own, followed where `Tracked` can do it."""
     with_track = getattr(Tracked, name) if getattr(Tracked, name) is not getattr(str, name) else None
 

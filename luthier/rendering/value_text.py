@@ -34,7 +34,7 @@ from luthier.rendering.tracked import (
 )
 
 
-def text_of(value: Any, trace: Trace) -> Tracked:
+def text_of(value: object, trace: Trace) -> Tracked:
     """A value as a template prints it. Raises `LostProvenance` for what has no text that could be followed."""
     match value:
         case str():
@@ -288,7 +288,7 @@ def formatted_by(
 
 
 class _Fields:
-    def __init__(self, value_of_field: Callable[[str], Any], trace: Trace, what: str) -> None:
+    def __init__(self, value_of_field: Callable[[str], object], trace: Trace, what: str) -> None:
         self.value_of_field, self.trace, self.what, self.num_unnamed = value_of_field, trace, what, 0
 
     def filled(self, form: str) -> Tracked:

@@ -38,10 +38,10 @@ def furnish(environment: Sandbox, now: datetime) -> None:
 class TemplateDict:
     """``dict`` for templates, without the type's own attributes."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[object, object]:
         return dict(*args, **kwargs)
 
-    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[object, object]:
         return dict.fromkeys(*args, **kwargs)
 
 

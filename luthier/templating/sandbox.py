@@ -124,7 +124,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.check_join(parts)
         return markup_join(parts) if escapes else str_join(parts)
 
-    def added(self, context: Context, terms: tuple[Any, ...]) -> Any:
+    def added(self, context: Context, terms: tuple[Any, ...]) -> object:
         """``one + other + …``, from left to right."""
         chars = 0
         for term in terms:
@@ -165,7 +165,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.meter.hold(len(value), "a slice")
         return value
 
-    def held(self, value: Any) -> Any:
+    def held(self, value: Any) -> object:
         """A tuple or dict that the template has just written down, as it is."""
         check_tuples((value,) if isinstance(value, tuple) else value.values())
         return value
@@ -187,7 +187,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> object:
         """``left operator right``."""
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
             if str.__len__(left) + str.__len__(right) < SMALL:
@@ -197,7 +197,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         check_operator(self.meter, operator, left, right)
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: object) -> object:
         """Calls from the template: of methods, macros and functions."""
         self.meter.step()
         if _is_quick(obj, args, kwargs):
@@ -215,7 +215,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _measured(self.meter, name, super().call(context, obj, *args, **{**kwargs, **given}))
 
 
-def _is_quick(obj: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_quick(obj: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether a call is of a string's own method, with strings alone, and makes no more than it is given."""
     return (
         type(obj) in (types.BuiltinMethodType, types.MethodType)
@@ -230,7 +230,7 @@ def _is_small(value: object) -> bool:
     return type(value) is int and -SMALL < value < SMALL
 
 
-def _metered(meter: RenderUsage, name: str, function: Callable[..., Any], *, is_free: bool) -> Callable[..., Any]:
+def _metered(meter: RenderUsage, name: str, function: Callable[..., object], *, is_free: bool) -> Callable[..., object]:
     """A filter or test, asked first what it would make."""
     first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0  # an environment, or the like
 
@@ -346,13 +346,13 @@ def _check_tree(tree: nodes.Template) -> None:
 class TemplateNamespace(Namespace):
     """``namespace`` for templates, closed to names that begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may name an attribute `self`
+    def __init__(*args: object, **kwargs: object) -> None:  # a template may name an attribute `self`
         self, values = args[0], dict(*args[1:], **kwargs)
         for name in values:
             _refuse_private(name)
         Namespace.__init__(self, values)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _refuse_private(name)
         super().__setitem__(name, value)
 

@@ -30,7 +30,7 @@ from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Vid
 from luthier.templating.limits import TemplateSettings
 from luthier.templating.plain import TEMPLATE_ERRORS, plain_environment
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, object]]
 KINDS = {Image: "image", Video: "video", Audio: "audio"}
 THINKING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 WORD = "so"  # what a template is given to find out how it takes content

@@ -20,7 +20,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 
@@ -72,7 +71,7 @@ class TokenServer:
         """
         if self.dialect is None:
             self.dialect, self._model = self._find_dialect(), self._first_model()
-        body: dict[str, Any] = {"messages": wire_messages(messages), "chat_template_kwargs": dict(kwargs)}
+        body: dict[str, object] = {"messages": wire_messages(messages), "chat_template_kwargs": dict(kwargs)}
         if tools:
             body["tools"] = [dict(tool) for tool in tools]
         if self._model is not None:
@@ -89,7 +88,7 @@ class TokenServer:
                 raise AssertionError(self.dialect)
         return self._ids(answer)
 
-    def _ids(self, answer: Mapping[str, Any]) -> Ids:
+    def _ids(self, answer: Mapping[str, object]) -> Ids:
         tokens = answer.get("tokens")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise self._strange("/tokenize", "no list of ids under 'tokens'")
@@ -182,7 +181,7 @@ class _ServerRefused(UserError):
         self.status = status
 
 
-def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def wire_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     """Messages as the OpenAI interface has them: a tool call's arguments are a text, and each call has an id."""
     sent = [plain_message(message) for message in messages]
     for message in sent:
