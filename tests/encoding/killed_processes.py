@@ -192,9 +192,20 @@ def kill_workers(folder: Path, cycles: int, workers: int) -> dict[str, int]:
     return {"cycles": cycles, "units": len(set(begun)), "begun_again": len(begun) - len(set(begun))}
 
 
+def kill_careless_workers(folder: Path, cycles: int, workers: int) -> dict[str, int]:
+    """The control: nobody looks whether another has the unit. Somebody must notice."""
+    SharedWork._lock = lambda work, unit: work.result(unit) is None  # type: ignore[method-assign]
+    return kill_workers(folder, cycles, workers)
+
+
 if __name__ == "__main__":
     what, where, cycles, processes = sys.argv[1:]
-    run = {"store": kill_writers, "control": partial(kill_writers, do=promise_forever), "work": kill_workers}[what]
+    run = {
+        "store": kill_writers,
+        "control": partial(kill_writers, do=promise_forever),
+        "work": kill_workers,
+        "work-control": kill_careless_workers,
+    }[what]
     try:
         print(json.dumps(run(Path(where), int(cycles), int(processes))))
     finally:

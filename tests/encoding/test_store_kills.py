@@ -44,3 +44,8 @@ def test_units_of_killed_processes_are_taken_over_and_no_others_are_done_twice(t
     seen = run_program("work", tmp_path, 60, 3)
     assert seen["units"] == 400
     assert 3 < seen["begun_again"] <= seen["cycles"]  # some were killed while they had a unit, each at most one
+
+
+def test_control_units_that_nobody_locks_are_done_twice(tmp_path):
+    seen = run_program("work-control", tmp_path, 10, 3)
+    assert seen["begun_again"] > seen["cycles"]
