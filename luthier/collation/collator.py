@@ -12,7 +12,6 @@ torch is imported where tensors are made, not at the top: the processes that lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,7 +196,7 @@ def _packed_inputs(grid: Grid, *, varlen: bool) -> dict[str, object]:
     # the tail is a segment: no token of the row attends to it, and its own positions stay small
     with_tails = [[*row, tail] if (tail := width - sum(row)) else row for row in grid.lengths]
     flat = [length for row in with_tails for length in row]
-    inputs: dict[str, Any] = {"position_ids": position_ids(flat).reshape(grid.ids_BT.shape), "use_cache": False}
+    inputs: dict[str, object] = {"position_ids": position_ids(flat).reshape(grid.ids_BT.shape), "use_cache": False}
     if varlen:
         boundaries = cu_seqlens(flat)
         inputs |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}

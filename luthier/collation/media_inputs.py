@@ -143,7 +143,7 @@ class MediaInputs:
         """
         return self.processor.family.named(inputs)
 
-    def of_prompts(self, ids_BT: NDArray[np.integer[Any]], features_B: Sequence[Features]) -> dict[str, NDArray[Any]]:
+    def of_prompts(self, ids_BT: NDArray[np.integer], features_B: Sequence[Features]) -> dict[str, NDArray[Any]]:
         """What a model that generates is given with prompts, which may be padded on either side, and their `features`.
 
         Positions are not among it: at inference the model counts them by itself.

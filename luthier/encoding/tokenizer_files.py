@@ -227,7 +227,7 @@ def opening_tokens(spec: Spec) -> tuple[str, ...]:
     return ()
 
 
-def _mid_text(part: Any) -> Any:
+def _mid_text(part: Any) -> object:
     """A pre-tokenizer that sees runs in mid-text: one that marks only the very first word marks none."""
     match part:
         case {"type": "Metaspace", "prepend_scheme": "first"}:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -330,7 +329,7 @@ class _Placed:
 def _grid_positions(
     scheme: PositionScheme, types_T: AnyInt, grids: MediaGrids, branches: Sequence[Branch]
 ) -> Positions:
-    dtype: type[Any] = np.float32 if scheme.fractional else np.int64
+    dtype: type[object] = np.float32 if scheme.fractional else np.int64
     offsets_AT = np.zeros((3, len(types_T)), dtype=dtype)
     advance_T = np.ones(len(types_T), dtype=dtype)
     woven_R2 = _woven(types_T, advance_T, offsets_AT)

@@ -106,7 +106,7 @@ class MediaGrids:
     seconds_N: NDArray[np.floating] | None = None
 
 
-def position_scheme(name: str, config: Mapping[str, Any]) -> PositionScheme:
+def position_scheme(name: str, config: Mapping[str, object]) -> PositionScheme:
     """The named way of counting, with the numbers that a model's config (as a dict) has for it.
 
     Raises `ModelError` for a name that is not in the table, and for a canvas whose marks the config does not name.
@@ -191,9 +191,9 @@ _VARIANTS = {
 }
 
 
-def _entry(config: Mapping[str, Any], path: str) -> Any:
+def _entry(config: Mapping[str, object], path: str) -> Any:
     """``a.b`` -> ``config["a"]["b"]``; None where an entry on the way is missing."""
-    found: Any = config
+    found: object = config
     for key in path.split("."):
         if not isinstance(found, Mapping) or key not in found:
             return None
@@ -201,7 +201,7 @@ def _entry(config: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-def _canvas(name: str, config: Mapping[str, Any]) -> Canvas:
+def _canvas(name: str, config: Mapping[str, object]) -> Canvas:
     marks: dict[str, Any] = {mark.name: config.get(f"{mark.name}_id") for mark in fields(Canvas)}
     if missing := [f"{key}_id" for key, value in marks.items() if value is None]:
         raise ModelError(f"positions of {name!r} are found by marks, and the model's config has no {missing[0]}")

@@ -54,7 +54,7 @@ def tree_positions(branches: Sequence[Branch]) -> NDArray[np.int64]:
     return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, dtype=np.int64)
 
 
-def tree_reach(advance_T: NDArray[Any], branches: Sequence[Branch]) -> NDArray[Any]:
+def tree_reach(advance_T: NDArray[np.generic], branches: Sequence[Branch]) -> NDArray[Any]:
     """[T], of the same type: the sum of what the tokens before each on its path advance by.
 
     Ones give `tree_positions`; a picture advances by more or less than the number of its tokens.
@@ -67,7 +67,7 @@ def tree_reach(advance_T: NDArray[Any], branches: Sequence[Branch]) -> NDArray[A
     for node, branch in enumerate(branches):
         if branch.parent >= 0:  # parents stand before their children, so theirs is known
             shift[node] += total[starts[branch.parent] + branches[branch.parent].length] + shift[branch.parent]
-    reached: NDArray[Any] = total[:-1] + np.repeat(shift, lengths)
+    reached: NDArray[np.generic] = total[:-1] + np.repeat(shift, lengths)
     return reached
 
 

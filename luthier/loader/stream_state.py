@@ -99,7 +99,7 @@ class LoaderState:
 
     def to_json(self) -> dict[str, object]:
         """The state as a JSON object with a checksum."""
-        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        content: dict[str, object] = json.loads(json.dumps(asdict(self)))
         return {**content, "checksum": _checksum(content)}
 
     @classmethod

@@ -266,7 +266,7 @@ def _new_adapter(
     _check_modules_to_save(model, section.modules_to_save)
     _check_some_targeted(model, section, parts)
     # a reward model's head is new, so it is trained as a whole, which PEFT knows by the kind of task
-    common: dict[str, Any] = {
+    common: dict[str, object] = {
         "task_type": "CAUSAL_LM" if model.can_generate() else "SEQ_CLS",
         "target_modules": targets,
         "modules_to_save": list(section.modules_to_save) or None,

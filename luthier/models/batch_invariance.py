@@ -62,7 +62,7 @@ class _Calls:
 
     def begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Let the call be for the sounds of the first length alone."""
         self.groups = []
         given = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
@@ -159,8 +159,8 @@ class _Rows:
         self.are_blind = self.shown_BN is not None and not bool(self.shown_BN.any(dim=1).all())
 
     def hide_filling(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Pictures that are not there are masked for tokens that would see everything."""
         mask_B1TK = kwargs.get("attention_mask")
         if self.shown_BN is None or mask_B1TK is None or not self.are_filled:
@@ -170,7 +170,7 @@ class _Rows:
         hidden = mask_B1TK.masked_fill(filling_BK[:, None, None, :], torch.finfo(mask_B1TK.dtype).min)
         return args, {**kwargs, "attention_mask": hidden}
 
-    def skip(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+    def skip(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> object:
         """Rows without pictures pass the layer unchanged."""
         if self.shown_BN is None or not self.are_blind:
             return None
@@ -315,7 +315,7 @@ def name_decoder_inputs(model: PreTrainedModel) -> bool:
     return True
 
 
-def _forward(model: PreTrainedModel, **inputs: Any) -> Any:
+def _forward(model: PreTrainedModel, **inputs: Any) -> object:
     family = decoder_family(model.config)
     assert family is not None
     given = {name: value for name, value in inputs.items() if value is not None}  # adapters fill in all they know

@@ -39,7 +39,7 @@ def compile_layers(model: PreTrainedModel | PeftModel, *, recomputed: bool = Fal
 
 def compilable_layers(model: PreTrainedModel | PeftModel) -> nn.ModuleList:
     """The layers that are compiled. Raises `ModelError` where the model has no list of decoder layers."""
-    plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    plain: object = model.get_base_model() if isinstance(model, PeftModel) else model
     layers = decoder_layers(plain)
     if layers is None:
         raise ModelError(

@@ -141,7 +141,7 @@ def _joined(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _array(value: torch.Tensor) -> NDArray[np.generic]:
     flat = value.detach().cpu().contiguous()
-    found: NDArray[Any] = (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
+    found: NDArray[np.generic] = (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
     return found
 
 
@@ -149,7 +149,7 @@ def _array(value: torch.Tensor) -> NDArray[np.generic]:
 # Features that an encoder made beforehand, from the batch's flat inputs to what models of transformers take.
 
 
-def with_encoder_outputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def with_encoder_outputs(inputs: Mapping[str, Any]) -> dict[str, object]:
     """The inputs with one ``mm_encoder_outputs`` in the place of all that belong to it.
 
         mm_encoder_outputs.image.pooler_output.0   ->   mm_encoder_outputs["image"].pooler_output == (features,)

@@ -84,7 +84,7 @@ class _SegmentWise:
     def _parted(self, hidden_BTD: torch.Tensor, plan: AttentionPlan, inputs: dict[str, object]) -> object:
         stretches = torch.split(hidden_BTD.flatten(0, 1), list(plan.lengths))
         found: list[torch.Tensor | None] = [None] * len(stretches)
-        beside: tuple[Any, ...] | None = None  # states that some give with their output; nobody may read them here
+        beside: tuple[object, ...] | None = None  # states that some give with their output; nobody may read them here
         # TODO(divided weights): ranks may have different numbers of calls. Where each small layer gets its weights from
         # all ranks (ZeRO-3; FSDP that wraps less than a decoder layer) they would wait for each other: one call then.
         for call in plan_calls(plan):

@@ -171,7 +171,7 @@ def _source(section: ModelConfig) -> tuple[str, bool]:
 
 
 def _hub_arguments(section: ModelConfig, source: str) -> dict[str, object]:
-    arguments: dict[str, Any] = {"trust_remote_code": section.trust_remote_code, "cache_dir": section.cache_dir}
+    arguments: dict[str, object] = {"trust_remote_code": section.trust_remote_code, "cache_dir": section.cache_dir}
     if not Path(source).is_dir():
         arguments["revision"] = section.revision
     return arguments
@@ -355,6 +355,8 @@ def _made_of(generating: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return made
 
 
-def _from_config(cls: Any, /, model_config: PretrainedConfig, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+def _from_config(
+    cls: Any, /, model_config: PretrainedConfig, *, trust_remote_code: bool = False, **kwargs: object
+) -> object:
     """As the Auto classes have it; the code is ours, whoever is trusted."""
     return cls._from_config(model_config, **kwargs)

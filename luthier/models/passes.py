@@ -113,7 +113,7 @@ def casting(device: torch.device, to: torch.dtype | None) -> AbstractContextMana
 
 def reward_head(model: nn.Module) -> nn.Module:
     """The module that makes a reward of a hidden state, under whatever wraps the model."""
-    inner: Any = model
+    inner: object = model
     while isinstance(inner, nn.parallel.DistributedDataParallel):
         inner = inner.module
     plain: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner

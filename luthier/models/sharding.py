@@ -183,13 +183,13 @@ def load_in_parts(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(_in_parts)
 
 
-def _take_parts(module: nn.Module, weights: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take_parts(module: nn.Module, weights: dict[str, Any], prefix: str, *_: object) -> None:
     for name, held in module.state_dict(prefix=prefix).items():
         if name in weights:
             weights[name] = part_of(weights[name], held)
 
 
-def _in_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _in_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, object]:
     weights: dict[int, torch.Tensor] = {}
     for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         weights |= zip(saved["params"], group["params"], strict=True)

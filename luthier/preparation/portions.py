@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import msgspec
 import numpy as np
@@ -71,7 +71,7 @@ class ResolvedPortion:
 
     def to_bytes(self) -> bytes:
         """The portion as a message for another process."""
-        message: dict[str, Any] = {name: getattr(self, name).tobytes() for name in _COLUMNS}
+        message: dict[str, object] = {name: getattr(self, name).tobytes() for name in _COLUMNS}
         message["keys"] = self.keys.tobytes()
         message["id_digests"] = self.id_digests.tobytes()
         message["new_files"] = self.new_files

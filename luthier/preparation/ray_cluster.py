@@ -104,7 +104,7 @@ def _results(ray: Any, units: WorkUnits, resolver: Resolver) -> Iterator[bytes]:
     actors = [kind.remote(shared) for _ in range(num_actors)]
     free = [actor for actor in actors for _ in range(TASKS_AHEAD)]
     todo = iter(range(len(units.units)))
-    under_way: dict[Any, tuple[int, Any]] = {}
+    under_way: dict[object, tuple[int, object]] = {}
     done: dict[int, bytes] = {}
     identity = units.identity
     for wanted in range(len(units.units)):
@@ -133,7 +133,7 @@ def _stuck(number: int, num_units: int) -> UserError:
     )
 
 
-def _result(ray: Any, finished: Any) -> TaskDone:
+def _result(ray: Any, finished: object) -> TaskDone:
     try:
         found = ray.get(finished)
     except ray.exceptions.RayTaskError as error:

@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Never
+from typing import Never
 
 from luthier.errors import RowError
 from luthier.records import Message, Text, Thinking, ToolCall
@@ -237,7 +237,7 @@ def _stands(text: str, between: str) -> bool:
     return bool(text) and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", between) is not None
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: object) -> Iterator[object]:
     """The names and values in a call's arguments."""
     match value:
         case Mapping():

@@ -182,7 +182,7 @@ def _message(message: Message, mark: MarkPart, form: MessageForm) -> dict[str, o
             case _:
                 raise AssertionError(f"unknown part {part!r}")
     role = mark(message.role, "role", None, True)
-    result: dict[str, Any] = {"role": role, "content": _content(content, form.content)}
+    result: dict[str, object] = {"role": role, "content": _content(content, form.content)}
     if thoughts:  # gpt-oss reads `thinking`, all others `reasoning_content`
         thinking = _joined(thoughts)
         result |= {"thinking": thinking, "reasoning_content": thinking}
@@ -203,7 +203,7 @@ def _content(content: list[str | dict[str, object]], form: ContentForm) -> objec
                 return _joined(texts)
             case ContentForm.PARTS:
                 return [{"type": "text", "text": _joined(texts)}] if texts else []
-    parts: list[dict[str, Any]] = []  # media stand between texts, whatever the template wants where there are none
+    parts: list[dict[str, object]] = []  # media stand between texts, whatever the template wants where there are none
     for _, run in groupby(content, key=lambda item: isinstance(item, str)):
         items = list(run)
         texts = [item for item in items if isinstance(item, str)]
@@ -220,14 +220,14 @@ def _call(call: ToolCall, part: int, mark: MarkPart) -> dict[str, Any]:
     def mark_call(value: object, is_shape: bool = False) -> object:
         return mark(value, "tool_calls", part, is_shape)
 
-    result: dict[str, Any] = {"type": "function"}
+    result: dict[str, object] = {"type": "function"}
     if call.id is not None:
         result["id"] = mark_call(call.id)
     result["function"] = {"name": mark_call(call.name), "arguments": _leaves(call.arguments, mark_call)}
     return result
 
 
-def _leaves(value: Any, mark: Callable[[Any, bool], Any]) -> Any:
+def _leaves(value: object, mark: Callable[[object, bool], object]) -> Any:
     match value:
         case Mapping():
             named = {

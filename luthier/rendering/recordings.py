@@ -75,7 +75,7 @@ class RowHistory:
         self.prefixes.count_whole(num_messages)
         return self._recorded(num_messages, generation_prompt, kwargs)
 
-    def _recorded(self, num_messages: int, generation_prompt: bool, kwargs: Mapping[str, Any]) -> Recording:
+    def _recorded(self, num_messages: int, generation_prompt: bool, kwargs: Mapping[str, object]) -> Recording:
         return self._take(
             (self.shapes[:num_messages], generation_prompt),
             self.row.messages[:num_messages],

@@ -251,7 +251,7 @@ class ChatTemplate:
 
         return printed
 
-    def _printed(self, dicts: list[dict[str, Any]], messages: Sequence[Message], tools: Tools, **asked: Any) -> str:
+    def _printed(self, dicts: list[dict[str, object]], messages: Sequence[Message], tools: Tools, **asked: Any) -> str:
         try:
             return self._run_plain(dicts, tools, **asked)
         except OverLimit as error:

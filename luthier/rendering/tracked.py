@@ -341,7 +341,7 @@ def traced(text: str, trace: Trace) -> Tracked:
     refuse("something that does not say where its text came from")
 
 
-def settled(value: Any, trace: Trace) -> Any:
+def settled(value: object, trace: Trace) -> Any:
     """What came of values that hold nothing of a row (`is_own`): all strings in it are the template's own."""
     match value:
         case Tracked():

@@ -148,7 +148,7 @@ def _count_keys(data: object) -> int:
     num_keys = 0
     level: list[Any] = [data] if type(data) is dict or type(data) is list else []
     for _ in range(MAX_DEPTH):
-        below: list[Any] = []
+        below: list[object] = []
         for node in level:
             values: Iterable[object] = node
             if type(node) is dict:

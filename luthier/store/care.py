@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -373,7 +373,7 @@ def _batch(store: SampleStore, start: int, stop: int, schema: pa.Schema) -> pa.R
     import pyarrow as pa
 
     samples = [store[number] for number in range(start, stop)]
-    columns: dict[str, Any] = {
+    columns: dict[str, object] = {
         "row_key": [key.tobytes().hex() for key in store.keys_of(np.arange(start, stop))],
         "input_ids": [sample.input_ids for sample in samples],
         "target": [sample.target for sample in samples],

@@ -283,7 +283,7 @@ def _plain(item: MediaItem) -> list[Any]:
     return [kind, _values(item.media), _values(item.header), item.start, item.length, item.encoder_length]
 
 
-def _values(record: Any) -> dict[str, Any]:
+def _values(record: Any) -> dict[str, object]:
     found = {field.name: getattr(record, field.name) for field in fields(record)}
     return {name: _values(value) if isinstance(value, AudioHeader) else value for name, value in found.items()}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
@@ -25,7 +23,7 @@ def training_arguments(
     train, tracking = config.train, config.tracking
     _check_trackers(tracking.report_to)
     precision = run_precision(config)
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "output_dir": str(config.output.dir),
         "per_device_train_batch_size": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,

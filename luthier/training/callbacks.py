@@ -120,7 +120,12 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         self.tell(StepDone(step=state.global_step))
 
     def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **_: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, object] | None = None,
+        **_: object,
     ) -> None:
         """A logging step, or an evaluation; other logs of the trainer are its own affair."""
         logs = logs or {}

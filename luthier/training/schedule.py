@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from luthier.config.choices import Strategy
 from luthier.config.schema import Packing, RunConfig
@@ -26,7 +25,7 @@ def ways_to_more_steps(config: RunConfig, rows: RowTable, *, num_ranks: int) -> 
     train = config.train
     if total() >= FEW_STEPS:
         return ()
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     if train.max_steps is not None:
         found.append({"max_steps": FEW_STEPS})
     else:

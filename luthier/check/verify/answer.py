@@ -78,7 +78,7 @@ def holds_arguments(value: object, arguments: Mapping[str, object]) -> bool:
 
 
 def changed_leaves(
-    value: Any, string: Callable[[str], str], other: Callable[[object], object] = lambda value: value
+    value: object, string: Callable[[str], str], other: Callable[[object], object] = lambda value: value
 ) -> Any:
     """A JSON value with its strings changed, keys among them, and by ``other`` its numbers, truth values and nulls."""
     match value:

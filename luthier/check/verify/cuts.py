@@ -95,7 +95,7 @@ def cut_turn(shown: RenderedCase, index: int) -> tuple[Cut | None, list[tuple[st
 
     Raises `RowError` if the template refuses what would be shown by default.
     """
-    prompts: list[tuple[str, Mapping[str, Any]]] = []
+    prompts: list[tuple[str, Mapping[str, object]]] = []
     for kwargs in thinking_switches(shown.printer):
         try:
             prompt = shown.prompt(index, **kwargs)

@@ -179,7 +179,7 @@ def plain_message(message: Message, *, parts: bool = False, inline: Mapping[str,
         else:
             content.append({"type": "text", "text": text})
     is_text = all(part["type"] == "text" for part in content) and not parts
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "role": message.role,
         "content": "".join(part["text"] for part in content) if is_text else content,
     }

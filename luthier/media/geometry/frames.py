@@ -36,7 +36,7 @@ def video_metadata(settings: Settings, header: VideoHeader) -> VideoMetadata:
     """
     from transformers.video_utils import VideoMetadata
 
-    indices: Any = _indices(settings, header)
+    indices: object = _indices(settings, header)
     return VideoMetadata(
         total_num_frames=header.num_frames,
         fps=header.fps,
@@ -59,7 +59,7 @@ def _indices(settings: Settings, header: VideoHeader) -> Any:
     return [indices[place] for place in spread] if isinstance(indices, list) else indices[spread]
 
 
-def _sample(settings: Settings, header: VideoHeader, rate: float | None) -> Any:
+def _sample(settings: Settings, header: VideoHeader, rate: float | None) -> object:
     """The indices that the class's ``sample_frames`` gives, called as its ``preprocess`` calls it."""
     from transformers.video_processing_utils import BaseVideoProcessor
     from transformers.video_utils import VideoMetadata

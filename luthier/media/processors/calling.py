@@ -69,7 +69,7 @@ def limited(item: Decoded, limits: AreaLimits) -> Decoded:
     return DecodedImage(pixels=limits.picture(item.pixels)) if isinstance(item, DecodedImage) else item
 
 
-def _metadata(settings: Settings, header: MediaHeader, video: DecodedVideo) -> Any:
+def _metadata(settings: Settings, header: MediaHeader, video: DecodedVideo) -> object:
     assert isinstance(header, VideoHeader), "a video is planned by the header of a video"
     metadata = video_metadata(settings, header)
     planned, taken = [int(index) for index in metadata.frames_indices], list(video.frame_indices)
@@ -115,7 +115,7 @@ def call_options(parts: Mapping[MediaKind, tuple[str, Part]], family: Family, op
     for kind, (name, part) in parts.items():
         if (rule := family.rule(kind)) is None:
             continue
-        chosen: dict[str, Any] = {}
+        chosen: dict[str, object] = {}
         for key in OPTIONS[kind]:
             value = getattr(options, key)
             if value is None or (value is False and key not in rule.options):

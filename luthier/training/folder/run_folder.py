@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -195,7 +194,7 @@ def _is_free(key: str) -> bool:
 
 
 def _flatten(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             flat |= _flatten(value, f"{prefix}{key}.")

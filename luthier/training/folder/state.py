@@ -318,7 +318,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any], order:
                 optimizer.state[weight][name] = value.to(there.device)
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(group: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
@@ -339,7 +339,7 @@ def _as_part(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def check_alike(there: Any, here: Any, at: str) -> None:
+def check_alike(there: Any, here: object, at: str) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless one value could stand for the other: of the same keys and types.
     Numbers are numbers, and None may stand for anything."""
     if there is None or here is None:

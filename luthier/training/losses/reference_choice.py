@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from peft import PeftModel
 from transformers import PreTrainedModel
@@ -234,7 +233,7 @@ def check_tokenizers(config: RunConfig, named: str) -> str | None:
 def _ordinary_tokens(name: str, revision: str, section: ModelConfig) -> dict[int, str]:
     """Tokens by id, without added ones."""
     files = find_files(name, chat_template=None, revision=revision, cache_dir=section.cache_dir)
-    vocabulary: Mapping[str, int] | list[list[Any]] = files.tokenizer["model"].get("vocab", {})
+    vocabulary: Mapping[str, int] | list[list[object]] = files.tokenizer["model"].get("vocab", {})
     # Unigram has [[token, score], …] in the order of ids, all others {token: id}
     if isinstance(vocabulary, list):
         tokens = {number: str(entry[0]) for number, entry in enumerate(vocabulary)}

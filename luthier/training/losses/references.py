@@ -208,7 +208,7 @@ def _digest(config: RunConfig, work: Precomputation, reference: ReferenceModel) 
     return digest.hexdigest()[:32]
 
 
-def _settings(reference: ReferenceModel) -> dict[str, Any]:
+def _settings(reference: ReferenceModel) -> dict[str, object]:
     """What is computed with the weights: windows, rotations, scales, those of an adapter too."""
     model: Any = reference.model
     sections = {"model": model.config.to_dict()}

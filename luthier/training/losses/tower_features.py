@@ -250,7 +250,7 @@ def _digest(work: TowerWork) -> str:
 def _tower_weights(plain: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """All that is not of the language model, or that nobody can tell whose it is; what is trained takes no part."""
     parts = find_parts(plain)
-    decoder: Any = plain.get_decoder()
+    decoder: object = plain.get_decoder()
     embeddings: Any = [plain.get_input_embeddings(), plain.get_output_embeddings()]
     of_words = {id(p) for module in (decoder, *embeddings) if module is not None for p in module.parameters()}
     for name, tensor in sorted([*plain.named_parameters(), *plain.named_buffers()]):

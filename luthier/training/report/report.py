@@ -56,7 +56,7 @@ class Report:
         """The content of ``report.json``. ``ledger`` holds numbers: read = prepared + dropped + quarantined, prepared =
         trained + not yet trained."""
         result = self.result
-        told: dict[str, Any] = {
+        told: dict[str, object] = {
             "ended": result.ended.value,
             "started_at": result.started_at,
             "seconds": result.seconds,
@@ -104,7 +104,7 @@ def exact_match_change(result: RunResult) -> dict[str, float | None]:
     }
 
 
-def ledger_numbers(ledger: Mapping[str, Any]) -> dict[str, Any]:
+def ledger_numbers(ledger: Mapping[str, Any]) -> dict[str, object]:
     """`Ledger.to_json` with totals in place of the counts per reason, which move to ``reasons``."""
     dropped, quarantined = ledger.get("dropped", {}), ledger.get("quarantined", {})
     return {
