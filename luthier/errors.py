@@ -1,7 +1,7 @@
 """What can go wrong, as a tree.
 
     LuthierError
-    ├── UserError (ValueError)        the user can mend it; the CLI prints it without a traceback, exit code 2
+    ├── UserError (ValueError)        the user can fix it; the CLI prints it without a traceback, exit code 2
     │   ├── ConfigError               a run description is wrong: holds all problems at once, each file:line
     │   ├── SourceError               a file or a data set as a whole cannot be read
     │   ├── TemplateError             a chat template cannot be used, or not proven
@@ -33,7 +33,7 @@ class LuthierError(Exception):
 
 
 class UserError(LuthierError, ValueError):
-    """A mistake that the user can mend. ``hint`` is the way out, printed on a line of its own.
+    """A mistake that the user can fix. ``hint`` is the way out, printed on a line of its own.
 
     ``key`` is the key of the run description whose value is at fault ("train.max_steps"), if one is; ``where`` is the
     place of that key ("run.yaml:12"), which is filled in by those who have read the file (`Draft.place`).
@@ -78,7 +78,7 @@ UNPLACED = "run"  # the place of a problem that was found where the file's lines
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One fault of a run description: where it stands, which key, what is wrong, and how to mend it."""
+    """One fault of a run description: where it stands, which key, what is wrong, and how to fix it."""
 
     where: str  # "run.yaml:12", "override a.b=1" for a command-line override, or `UNPLACED`
     key: str  # dotted, "train.learning_rate"

@@ -38,7 +38,7 @@ app = typer.Typer(
            luthier plan run.yaml   [dim]what it costs: packs, steps, padding[/]
 [bold]Train[/]      luthier train run.yaml
 
-[bold]Exit code[/]  0 done · 1 a bug · 2 yours to mend · 3 the answer is no · 130 Ctrl-C · 143 terminated""",
+[bold]Exit code[/]  0 done · 1 a bug · 2 yours to fix · 3 the answer is no · 130 Ctrl-C · 143 terminated""",
 )
 
 
@@ -119,7 +119,7 @@ def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class _Guarded(io.TextIOWrapper):
-    """Standard output, whose failures (a full disk, a pipe that was closed) are mistakes that a user can mend."""
+    """Standard output, whose failures (a full disk, a pipe that was closed) are mistakes that a user can fix."""
 
     def write(self, text: str) -> int:
         try:

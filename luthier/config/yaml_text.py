@@ -87,7 +87,7 @@ def number_meant(text: str) -> str | None:
 # Syntax errors of YAML and JSON in plain words, each with the way out.
 
 
-MAX_TAB_LINES = 10  # as many as help; a file full of tabs is mended in one go anyway
+MAX_TAB_LINES = 10  # as many as help; a file full of tabs is fixed in one go anyway
 LONGEST_KEY = 1024  # of a mapping that writes no question mark: what YAML itself sets
 
 

@@ -1,7 +1,7 @@
 """Text becomes ids in one flat array, by two libraries behind one protocol.
 
 `HuggingFaceEncoder` (the library ``tokenizers``) knows every kind of tokenizer and is the reference. `FastokensEncoder`
-knows byte-level BPE and some of its kin, and is forty times as fast or more (Qwen, Llama; Gemma: seven times). Neither
+knows byte-level BPE and some relatives, and is forty times as fast or more (Qwen, Llama; Gemma: seven times). Neither
 is given a control token; both give the ids of the whole tokenizer.
 """
 

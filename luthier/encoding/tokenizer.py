@@ -296,7 +296,7 @@ def _id_of(tokenizer: tokenizers.Tokenizer, token: str) -> int:
 
 
 def _special_tokens(config: dict[str, object]) -> dict[str, str]:
-    """The variables that chat templates get from the tokenizer: ``bos_token`` and its kin."""
+    """The variables that chat templates get from the tokenizer: ``bos_token`` and the like."""
     names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
     extra = config.get("extra_special_tokens")
     values = {name: config.get(name) for name in names} | (extra if isinstance(extra, dict) else {})

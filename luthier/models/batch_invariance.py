@@ -21,11 +21,11 @@ from luthier.media.families.family import FrameMarks, OwnFrames, SharedSlots
 from luthier.models.submodules import decoder_family, families_of
 
 # --------------------------------------------------------------------------------------------------------------------
-# Encoders of sounds to which the filling of a batch is not hidden: hooks let them hear a sound as if it were alone.
+# Audio encoders that do not mask padding, so that batching changes their output: hooks run each sound as if alone.
 #
-# transformers' Phi-4 adds its mask to the scores of attention as 0 and 1, so frames that fill up a shorter sound are
-# heard like others; Nemotron Omni keeps a token more than its encoder masks; the encoder of Granite Speech has no mask.
-# Such an encoder runs on the sounds of one length at a time, without any filling.
+# transformers' Phi-4 adds its mask to the scores of attention as 0 and 1, so padding of a shorter sound is attended to
+# like its frames; Nemotron Omni keeps a token more than its encoder masks; the encoder of Granite Speech has no mask.
+# Such an encoder runs on the sounds of one length at a time, without any padding.
 #
 # N sounds, F frames, C numbers of a frame, E frames of the output.
 
@@ -114,7 +114,7 @@ def _is_whole(module: nn.Module) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Models that look at pictures across (Llama 3.2 Vision): a row sees its own pictures and no filling of its batch.
+# Models that look at pictures across (Llama 3.2 Vision): a row sees its own pictures and no padding of its batch.
 #
 # transformers' layer shows a token that has no picture yet *all* vision tokens of its row, unmasked (only its MLP is
 # left out), blank pictures included, which fill the row up to the most pictures of the batch; and of a row without

@@ -1,4 +1,4 @@
-"""The file of lost rows: one JSON object a line, enough to find each row, mend it, and add it again."""
+"""The file of lost rows: one JSON object a line, enough to find each row, fix it, and add it again."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ TEMPLATES = (
     NamedTemplate(name="zephyr", models="Zephyr, any base model"),
     NamedTemplate(name="default", models="any base model"),
     NamedTemplate(name="plain", models="any base model", system=SystemPrompt.BARE),
-    # ------------------------------------------------------------------------------------- ChatML's kin
+    # ------------------------------------------------------------------------------------- related to ChatML
     NamedTemplate(
         name="qwen",
         aliases=("qwen2", "qwen2_5"),

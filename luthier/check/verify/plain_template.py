@@ -218,7 +218,7 @@ class HuggingFace:
         from transformers.utils import logging
 
         level = logging.get_verbosity()
-        logging.set_verbosity_error()  # it warns of model types and missing weights; neither is ours to mend
+        logging.set_verbosity_error()  # it warns of model types and missing weights; neither is ours to fix
         try:
             loaded: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
             if added or added_special:  # numbered behind the file's own, before any that the configuration names
@@ -338,7 +338,7 @@ class ReferenceFiles:
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """What templates get from the tokenizer: ``bos_token`` and its kin."""
+        """What templates get from the tokenizer: ``bos_token`` and the like."""
         config = {**self._read("special_tokens_map.json"), **self._config}
         more = config.get("extra_special_tokens")
         named = {name: config.get(name) for name in TOKEN_NAMES} | (more if isinstance(more, dict) else {})

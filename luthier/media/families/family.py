@@ -208,11 +208,11 @@ class Modules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnFrames:
-    """An encoder of sounds to which the filling of a batch is not hidden: in training it hears sounds of one length at
-    a time (`models.batch_invariance`).
+    """An audio encoder that does not mask padding, so that batching changes its output. In training it therefore runs
+    on sounds of one length at a time (`models.batch_invariance`).
 
     module          its name in the model
-    features, mask  its arguments: frames, and which of them are the sound's; no mask: what fills up is 0
+    features, mask  its arguments: frames, and which of them are the sound's; no mask: padding is 0
     beyond          frames that a sound alone has beyond those that its mask counts
     """
 

@@ -117,7 +117,7 @@ def _jpeg_segments(content: Content, start: bytes) -> Iterator[tuple[int, int, i
         marker = head[1]
         if head[0] != 0xFF or marker == _JPEG_END:
             raise RowError("media_broken", f"{content.name}: no JPEG segment at byte {at}")
-        if marker == 0xFF:  # filling
+        if marker == 0xFF:  # padding
             at += 1
         elif marker in _JPEG_ALONE:
             at += 2

@@ -1,4 +1,4 @@
-"""``dpo`` and its kin: the chosen answer of a pair likelier than the rejected one.
+"""``dpo`` and related losses make the chosen answer of a pair likelier than the rejected one.
 
 Some of these losses compare a pair with the whole step. They look at its micro-batches once before, without gradients;
 the reference is asked then, and not again. S segments, P pairs of a micro-batch, M pairs of the step on all ranks.

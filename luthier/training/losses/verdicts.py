@@ -1,4 +1,4 @@
-"""``kto`` and its kin: good answers likelier, bad ones less likely than the reference has them. S segments, R rows.
+"""``kto`` and related losses make good answers likelier than the reference has them, bad ones less. S segments, R rows.
 
 KTO estimates KL(policy, reference) over the whole step before its losses, from answers under prompts that they do not
 belong to. Each answer goes through the policy once: these beforehand, without gradients, and the rows' own when their
