@@ -132,7 +132,7 @@ def _try_to_lock(path: Path, how: int, *, create: bool) -> tuple[int | None, boo
     for _ in range(MOST_TRIES):
         descriptor = _open_for_lock(path, create=create)
         if descriptor is None:
-            break
+            continue  # its folder was removed after we had made it, or nothing may be written there
         try:
             fcntl.flock(descriptor, how | fcntl.LOCK_NB)
         except BlockingIOError:

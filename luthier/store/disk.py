@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from luthier.errors import StoreError
-from luthier.locks import NO_LOCKS, SharedLock, lock_file
+from luthier.locks import MOST_TRIES, NO_LOCKS, SharedLock, lock_file
 from luthier.writing import rename, write_whole
 
 if TYPE_CHECKING:
@@ -34,7 +34,13 @@ class Disk:
         """Create a folder and its parents. Raises `StoreError`."""
         with reported(folder):
             self.before("mkdir", folder)
-            folder.mkdir(parents=True, exist_ok=True)
+            for _ in range(MOST_TRIES):
+                try:
+                    return folder.mkdir(parents=True, exist_ok=True)
+                except FileExistsError:
+                    if folder.exists():  # something that is no folder
+                        raise
+            folder.mkdir(parents=True)  # another process has removed it each time
 
     def publish(self, path: Path, chunks: Iterable[bytes], *, durable: bool = True) -> None:
         """Write a file under a temporary name, then give it its name. Raises `StoreError`, caused by

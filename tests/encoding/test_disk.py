@@ -89,6 +89,31 @@ def test_a_store_that_may_only_be_read_is_read(tmp_path):
         tmp_path.chmod(0o755)
 
 
+def test_a_folder_that_others_remove_while_it_is_made_is_made_and_locked(tmp_path, monkeypatch):
+    """As when a process takes part in shared work while the last of the others leaves."""
+    opened, made, failures = os.open, os.mkdir, []
+
+    def fails_twice(call, code):
+        def do(path, *arguments, **options):
+            if str(path).startswith(str(tmp_path)) and failures.count(code) < 2:
+                failures.append(code)
+                raise OSError(code, os.strerror(code))
+            return call(path, *arguments, **options)
+
+        return do
+
+    monkeypatch.setattr(os, "mkdir", fails_twice(made, errno.EEXIST))
+    Disk().make_folder(tmp_path / "work")
+    assert (tmp_path / "work").is_dir() and failures == [errno.EEXIST] * 2
+    monkeypatch.setattr(os, "open", fails_twice(opened, errno.ENOENT))
+    users = SharedLock(tmp_path / "work" / "users")
+    assert users.held and failures[2:] == [errno.ENOENT] * 2
+    with only_user(tmp_path / "work" / "users") as alone:
+        assert not alone
+    with pytest.raises(StoreError, match="File exists"):  # control: what is in the way is no folder
+        Disk().make_folder(tmp_path / "work" / "users")
+
+
 def test_a_rename_between_file_systems_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_module.os, "replace", lacks(errno.EXDEV))
     with pytest.raises(StoreError, match="cross-device") as caught:
