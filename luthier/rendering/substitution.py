@@ -183,13 +183,23 @@ class Given:
 
 
 def other_strings(strings: Sequence[str]) -> Iterator[list[str]]:
-    """Words in the places of a row's strings: for each its own, then for equal ones the same. Blank ones stay.
+    """Words in the places of a row's strings, ever more like these: for each its own, then for equal ones the same;
+    bare, then between the white space at the string's ends, then with blank strings left.
 
     They are two, as one in brackets would look like a tag.
     """
     numbers = {text: number for number, text in enumerate(dict.fromkeys(strings))}
-    for chosen in (range(len(strings)), [numbers[text] for text in strings]):
-        yield [f"{_word(n)} so" if text.strip() else text for n, text in zip(chosen, strings, strict=True)]
+    ends = [
+        (text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :] * bool(text.strip())) for text in strings
+    ]
+    for keeps_space, keeps_blank in ((False, False), (True, False), (True, True)):
+        for chosen in (range(len(strings)), [numbers[text] for text in strings]):
+            words = [f"{_word(number)} so" for number in chosen]
+            if keeps_space:
+                words = [f"{lead}{word}{trail}" for word, (lead, trail) in zip(words, ends, strict=True)]
+            if keeps_blank:
+                words = [word if text.strip() else text for word, text in zip(words, strings, strict=True)]
+            yield words
 
 
 def _word(number: int) -> str:

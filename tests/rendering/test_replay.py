@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.errors import RowError, TemplateError
 from luthier.presets import tokenizer_folder
+from luthier.presets.named_templates import named_template
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
 from luthier.rendering.blueprint import build_blueprint
 from luthier.rendering.control import ControlTokens
@@ -77,6 +79,66 @@ def test_replayed_rows_are_what_the_template_prints_for_them(name: str, rows_of_
     running = Renderer(template, CONTROL, TargetPolicy(), replay=False)
     for texts in rows_of_texts:
         assert outcome(replaying, rows(texts)) == outcome(running, rows(texts))
+
+
+ODD_WORDS = [
+    *("Yes.", "ok", "OK", "in", "name", "arguments", "</think>", "<think>a</think>b", "assistant\n", "<|im_end|>", "{"),
+    *("1", "null", " ", "\nx", "x ", "\n\n", "", "San Francisco", "San Francisco is nice", "tool_call", "<tool_call>"),
+]
+SPOILING = {
+    "prints a thought behind the answer": "{{ m.content }}<think>{{ m.reasoning_content }}</think>",
+    "prints answers twice beside calls": "{{ m.content }}{% if m.tool_calls %}{{ m.content }}{% endif %}",
+    "adds words": "{{ 'Sure! ' if m.role == 'assistant' and m.content }}{{ m.content }}",
+    "lower case": "{{ m.content | lower }}",
+    "prints no blank answers": "{{ m.content if m.content.strip() else 'nothing' }}",
+}
+
+
+def odd_rows(number: int, seed: int) -> list[Conversation]:
+    rng = random.Random(seed)
+
+    def word() -> str:
+        return rng.choice(ODD_WORDS)
+
+    def row(kind: int) -> Conversation:
+        thoughts = [Thinking(text=word())] if kind == 1 else []
+        if kind < 2:
+            return conversation(user(word()), assistant(*thoughts, word()))
+        call = ToolCall(name="find", arguments={"what": word(), "of": [word(), 1]})
+        return conversation(user(word()), assistant(word(), call), message("tool", word()), assistant(word()))
+
+    return [row(rng.randrange(3)) for _ in range(number)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "hermes", "llama3", *SPOILING])
+def test_what_comes_of_a_row_does_not_depend_on_the_rows_before_it(name: str) -> None:
+    if name in SPOILING:
+        calls = "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+        source = (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n" + SPOILING[name] + calls + "<|im_end|>\n{% endfor %}"
+        )
+        source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    else:
+        source = named_template(name) or ""
+        source = source.replace("<|eot_id|>", "<|im_end|>").replace("<|eom_id|>", "<|im_end|>")
+
+    def became(one: Renderer, row: Conversation) -> object:
+        try:
+            return one.render(row).paths
+        except RowError as error:
+            return error.reason
+
+    template, rows = ChatTemplate(source), odd_rows(60, seed=len(name))
+
+    def together(several: list[Conversation]) -> list[object]:
+        one = Renderer(template, CONTROL, TargetPolicy())
+        return [became(one, row) for row in several]
+
+    alone = [became(Renderer(template, CONTROL, TargetPolicy()), row) for row in rows]
+    assert together(rows) == alone
+    assert together(rows[::-1]) == alone[::-1]
+    num_refused = sum(isinstance(what, str) for what in alone)
+    assert num_refused > 0 if name in SPOILING else num_refused < len(rows)
 
 
 @pytest.mark.parametrize("name", ["embedded", "looks at the last one", "strips what it joined"])
