@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,6 +101,15 @@ def fit_data(
         return _fit(config, tokenizer, data, tuple(callbacks), on_event, not_followed)
 
 
+def idle_gpus(num_processes: int, num_gpus: int) -> Iterator[str]:
+    """That a single process uses one GPU of several, and how to use all."""
+    if num_processes == 1 and num_gpus > 1:
+        yield (
+            f"one GPU of {num_gpus} is used, as one process was started; all are with "
+            f"torchrun --nproc-per-node {num_gpus} -m luthier train …"
+        )
+
+
 def _fit(
     config: RunConfig,
     tokenizer: Tokenizer,
@@ -118,6 +127,9 @@ def _fit(
     try:
         if not_followed:
             tell(Note(text=f"ignored, because the run description decides: {', '.join(not_followed)}"))
+        num_gpus = torch.cuda.device_count() if run_device(config) == "cuda" else 0
+        for note in idle_gpus(world.size, num_gpus):
+            tell(Note(text=note))
         config = _as_packed(config, tokenizer, tell)
         with StopSignals() as signals, naming_lost_ranks(config.output.dir, world):
             found = data if isinstance(data, RunData) else _open(data)

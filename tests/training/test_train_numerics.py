@@ -15,6 +15,7 @@ from tiny_runs import make_config, make_data, make_segments
 
 from luthier.config.schema import Precision
 from luthier.errors import UserError
+from luthier.training.fit import idle_gpus
 from luthier.training.folder.artifacts import model_card
 from luthier.training.numerics import check_in_force, own_numerics
 from luthier.training.report.events import Note
@@ -41,6 +42,12 @@ def test_the_environment_changes_no_number_and_is_told(train: Train, monkeypatch
     assert asked.model.precision == "fp32"
     assert any("ACCELERATE_MIXED_PRECISION=bf16" in note and "ignored" in note for note in notes)
     assert {name: os.environ[name] for name in ASKED} == ASKED, "it is given back"
+
+
+@pytest.mark.parametrize("processes, gpus, told", [(1, 4, 1), (1, 1, 0), (1, 0, 0), (4, 4, 0), (2, 4, 0)])
+def test_a_run_says_that_gpus_are_idle(processes: int, gpus: int, told: int) -> None:
+    notes = list(idle_gpus(processes, gpus))
+    assert len(notes) == told and all(f"--nproc-per-node {gpus} " in note for note in notes)
 
 
 def test_control_another_precision_does_change_numbers_and_is_told(train: Train) -> None:
