@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import math
 import os
@@ -29,6 +30,7 @@ BYTES_WORTH_WORKERS = 300_000_000
 BYTES_HERE = 48_000_000  # are encoded before anyone asks what is left: the first rows come soonest from here
 SECONDS_BETWEEN_LOOKS = 0.5  # for the parent
 CHUNKS_AHEAD = 3  # per worker: enough that none waits, few enough that memory stays small
+LONGEST_CHUNK = 3600.0  # seconds for the rows of one chunk, long videos among them; then the worker hangs
 MOST_WORKERS = 16  # one process reads and writes for all; beyond this it is what they wait for
 
 # When Python looks for cycles: rows make few, and looking through all that is alive costs a tenth of the time.
@@ -85,7 +87,8 @@ def encode_chunks(
     ``workers`` 0 encodes here; ``auto`` starts processes once `BYTES_HERE` were encoded here, if `BYTES_WORTH_WORKERS`
     are then left (``bytes_left``, as far as anyone knows).
     A `RowError` is an outcome; everything else that an encoder raises is raised, with a note that names the row.
-    Raises `UserError` if a worker dies. Close the generator to stop the workers.
+    Raises `UserError` if a worker dies, or hangs and is ended after `LONGEST_CHUNK`. Close the generator to stop the
+    workers.
     """
     with _few_collections():
         if workers == "auto":
@@ -175,7 +178,7 @@ def _encode_elsewhere(
         num_workers,
         mp_context=get_context("spawn"),
         initializer=_start_worker,
-        initargs=(encoder, readers, os.getpid()),
+        initargs=(encoder, readers, os.getpid(), LONGEST_CHUNK),
     )
     under_way: deque[tuple[Chunk[Tag], Future[list[Outcome]] | None]] = deque()
     try:
@@ -209,25 +212,26 @@ def _next_done(under_way: deque[tuple[Chunk[Tag], Future[list[Outcome]] | None]]
 def _worker_died(chunk: Chunk[Tag]) -> UserError:
     near = chunk.rows[0].address if chunk.rows else "the first rows"
     return UserError(
-        f"a process that encodes rows died, at or after {near}",
-        hint="if memory ran out, set data.workers lower (0: no processes). A script that calls Luthier needs "
-        "`if __name__ == '__main__':` around the call, because workers import it",
+        f"a process that encodes rows died or hung, at or after {near}",
+        hint="where it hung is printed above; if memory ran out, set data.workers lower (0: no processes). A script that "
+        "calls Luthier needs `if __name__ == '__main__':` around the call, because workers import it",
     )
 
 
 _worker_encoder: RowEncoder
 _worker_readers: Sequence[RowReader]
+_worker_limit: float
 
 
-def _start_worker(encoder: RowEncoder, readers: Sequence[RowReader], parent: int) -> None:
-    """Get ready, and end when the parent does, however it ends."""
-    global _worker_encoder, _worker_readers
+def _start_worker(encoder: RowEncoder, readers: Sequence[RowReader], parent: int, limit: float) -> None:
+    """Get ready, and end when the parent does, however it ends. ``limit``: seconds for a chunk."""
+    global _worker_encoder, _worker_readers, _worker_limit
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     gc.freeze()
     gc.set_threshold(*RARELY)
-    _worker_encoder, _worker_readers = encoder, readers
+    _worker_encoder, _worker_readers, _worker_limit = encoder, readers, limit
     encoder.expect_many_rows()
 
 
@@ -238,4 +242,8 @@ def _end_with(parent: int) -> None:
 
 
 def _encode_in_worker(rows: Sequence[RowBytes], source_ids: Sequence[int]) -> list[Outcome]:
-    return encode_rows(_worker_encoder, _worker_readers, rows, source_ids)
+    faulthandler.dump_traceback_later(_worker_limit, exit=True)  # the parent waits for us
+    try:
+        return encode_rows(_worker_encoder, _worker_readers, rows, source_ids)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

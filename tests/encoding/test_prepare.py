@@ -1,5 +1,6 @@
 import json
 import os
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +50,8 @@ class LetterEncoder:
                 raise MemoryError("no room")
             case "%":
                 os._exit(9)  # what the system does to a process when memory runs out
+            case "~":
+                time.sleep(600)  # a picture that its decoder never ends with
         target = [False] * len(question) + [question[0] != "-"] * len(answer)
         return Sample(
             input_ids=np.array([ord(letter) for letter in question + answer], dtype=np.int32),
@@ -346,6 +349,16 @@ def test_a_worker_that_dies_is_reported_with_the_rows_it_was_at(tmp_path, make_c
     rows = write(tmp_path / "rows.jsonl", [line("a"), line("%b")])
     with refused(UserError, "rows.jsonl:1", "data.workers"):
         prepare(make_config(rows, workers=1), LetterEncoder())
+
+
+def test_a_worker_that_hangs_is_ended_and_reported(tmp_path, make_config, monkeypatch, capfd):
+    monkeypatch.setattr(workers, "LONGEST_CHUNK", 1.0)
+    rows = write(tmp_path / "rows.jsonl", [line("a"), line("~b")])
+    begun = time.monotonic()
+    with refused(UserError, "rows.jsonl:1", "hung"):
+        prepare(make_config(rows, workers=1), LetterEncoder())
+    assert time.monotonic() - begun < 60
+    assert "in encode" in capfd.readouterr().err  # where it was
 
 
 # ----------------------------------------------------------------------------------------------------- progress
