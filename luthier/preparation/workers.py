@@ -213,8 +213,8 @@ def _worker_died(chunk: Chunk[Tag]) -> UserError:
     near = chunk.rows[0].address if chunk.rows else "the first rows"
     return UserError(
         f"a process that encodes rows died or hung, at or after {near}",
-        hint="where it hung is printed above; if memory ran out, set data.workers lower (0: no processes). A script that "
-        "calls Luthier needs `if __name__ == '__main__':` around the call, because workers import it",
+        hint="where it hung is printed above; if memory ran out, set data.workers lower (0: no processes). A script "
+        "that calls Luthier needs `if __name__ == '__main__':` around the call, because workers import it",
     )
 
 
