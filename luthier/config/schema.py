@@ -261,6 +261,9 @@ class RuntimeConfig(Section):
     sharding: Annotated[Sharding, as_enum(Sharding)] = Sharding.NONE
     """What several processes hold of the model: ``none``, all of it each; ``fsdp``, a share of weights, gradients and
     optimizer state ([packing.md](packing.md), section 8)."""
+    rank_timeout: Positive = 1800.0
+    """Seconds that a rank waits for the others, one of which may save or answer questions meanwhile, before it gives
+    them up and names the one that hangs."""
 
 
 class RunConfig(Section):

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ from luthier.training.generate import Question, answer_all, choose_questions
 from luthier.training.hooks import Hooks, StopAgreement
 from luthier.training.numerics import own_numerics
 from luthier.training.outcome import Run, result_of
-from luthier.training.ranks import LONGEST_COLLECTIVE, naming_lost_ranks
+from luthier.training.ranks import naming_lost_ranks
 from luthier.training.report.events import Event, EventListener, Finished, Note, tell_all
 from luthier.training.report.journal import LogFile
 from luthier.training.report.progress import ProgressBar, make_view
@@ -169,7 +169,7 @@ def _set_up_process(config: RunConfig) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # of weights being loaded
     # joins the other ranks, under torchrun; nobody waits longer for another, on any device
-    PartialState(cpu=run_device(config) == "cpu", timeout=LONGEST_COLLECTIVE)
+    PartialState(cpu=run_device(config) == "cpu", timeout=timedelta(seconds=config.runtime.rank_timeout))
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)  # after accelerate, which gives each rank a share of the cores
 

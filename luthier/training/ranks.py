@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from luthier.training.streams import World
 from luthier.writing import write_whole
 
 FOLDER = ".ranks"
-# One rank may answer questions, merge or save while the others wait; one that is stuck or cut off is given up after it.
-LONGEST_COLLECTIVE = timedelta(minutes=30)
 GONE = ("", "Z", "X")  # one that has ended and whom nobody has asked for its exit code is there as well
 STOPPED = ("T", "t")
 SECONDS_FOR_SIGNS = 5.0  # a rank that fails writes so at once; its neighbours may be told of it earlier

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ranks import SECONDS, exit_codes, start_ranks
 from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.training import fit
 from luthier.training.fit import fit_data
 from luthier.training.ranks import lost_ranks
 from luthier.training.report.result import RunResult
@@ -109,6 +111,15 @@ def test_a_rank_that_hangs_is_given_up_and_named_by_the_other(ended: dict[str, E
     assert hung.codes == [1, -signal.SIGKILL], hung.errors
     (told,) = [line for line in hung.errors.splitlines() if "luthier.errors.TrainingError: " in line]
     assert "rank 0 has lost rank 1 (process " in told and "is stopped" in told and "Timed out" in told
+
+
+def test_ranks_wait_as_long_as_the_run_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(fit, "PartialState", lambda **settings: given.update(settings))
+    fit._set_up_process(make_config(tmp_path))
+    assert given["timeout"] == timedelta(minutes=30)
+    fit._set_up_process(make_config(tmp_path, runtime__rank_timeout=90))
+    assert given["timeout"] == timedelta(seconds=90)
 
 
 def test_a_rank_is_lost_that_said_so_or_whose_process_is_gone(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def kill_while_saving(event: Event) -> None:
 
 # A machine that is switched off, or a process that has taken too much memory; and a process that hangs.
 ENDS_OF_RANK_1 = {"lose_rank_1": signal.SIGKILL, "hang_rank_1": signal.SIGSTOP}
-LONGEST_WAIT = timedelta(seconds=8)  # for a rank that hangs, in place of `LONGEST_COLLECTIVE`
+LONGEST_WAIT = timedelta(seconds=8)  # for a rank that hangs, in place of `runtime.rank_timeout`
 
 
 def end_after_step_2(on_step_end: Any, sent: signal.Signals) -> Any:
