@@ -96,7 +96,7 @@ ANSWERS = [
     ("load_in_4bit: true", "adapter: lora and model.dtype: bfloat16"),
     ("adapter: qlora", "adapter: lora and model.dtype: bfloat16"),
     ("plot_loss: true", "loss.png"),
-    ("ddp_timeout: 180000000", "bound"),
+    ("ddp_timeout: 180000000", "runtime.rank_timeout"),
     ("use_galore: true", "adapter: lora"),
     ("pref_bco_weight: 0.5", "objective.bco_share"),
     ("group_by_length: true", "train.packing"),
