@@ -81,7 +81,7 @@ def test_plan_packs_pairs_and_draws_answers_for_feedback(files: dict[str, Path])
     shown = run("plan", files["dpo"])
     assert "packed, 128 tokens each" in shown and "the two continuations of each row" in shown
     shown = run("plan", files["kto"])
-    assert "another row's answer to the same prompt" in shown and "rows 8 " in shown
+    assert "another row's answer to that prompt" in shown and "rows 8 " in shown
 
 
 def test_show_names_continuations_and_verdicts(files: dict[str, Path]) -> None:
