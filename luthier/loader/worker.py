@@ -7,11 +7,9 @@ its socket closes, or, should it be busy then, when it finds that it has another
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,9 +30,8 @@ from luthier.loader.protocol import (
 )
 from luthier.loader.reader import BatchReader
 from luthier.loader.shared_arrays import SharedArrays
+from luthier.preparation.workers import end_with_parent
 from luthier.store.store import SampleStore
-
-SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def main() -> None:
@@ -50,7 +47,7 @@ def _serve(connection: socket.socket) -> None:
     messages = _messages(connection)
     setup = next(messages)
     assert isinstance(setup, Setup), setup
-    threading.Thread(target=_end_with, args=(setup.parent,), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(setup.parent,), daemon=True).start()
     reader = _reader(setup)
     connection.sendall(frame(reader if isinstance(reader, Failed) else Ready()))
     if isinstance(reader, Failed):
@@ -91,12 +88,6 @@ def _failed(error: Exception) -> Failed:
         hint=None if told is None else told.hint,
         traceback=traceback.format_exc(),
     )
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -213,8 +213,8 @@ def _worker_died(chunk: Chunk[Tag]) -> UserError:
     near = chunk.rows[0].address if chunk.rows else "the first rows"
     return UserError(
         f"a process that encodes rows died or hung, at or after {near}",
-        hint="where it hung is printed above; if memory ran out, set data.workers lower (0: no processes). A script "
-        "that calls Luthier needs `if __name__ == '__main__':` around the call, because workers import it",
+        hint="if it hung, the line is printed above; if memory ran out, set data.workers lower (0: no processes). A "
+        "script that calls Luthier needs `if __name__ == '__main__':` around the call, because workers import it",
     )
 
 
@@ -227,7 +227,7 @@ def _start_worker(encoder: RowEncoder, readers: Sequence[RowReader], parent: int
     """Get ready, and end when the parent does, however it ends. ``limit``: seconds for a chunk."""
     global _worker_encoder, _worker_readers, _worker_limit
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     gc.freeze()
     gc.set_threshold(*RARELY)
@@ -235,7 +235,8 @@ def _start_worker(encoder: RowEncoder, readers: Sequence[RowReader], parent: int
     encoder.expect_many_rows()
 
 
-def _end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
+    """End this process, which ``parent`` started, when that one has ended, however it did."""
     while os.getppid() == parent:
         time.sleep(SECONDS_BETWEEN_LOOKS)
     os._exit(1)

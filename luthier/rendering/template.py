@@ -389,9 +389,11 @@ class ChatTemplate:
             text = str.__str__(output)
             at = len(filled_in(output._sketch[:index], trace.value))
         around = text[max(0, at - 3) : at + 1]
-        printed = [
-            (len(what), line) for line, what in trace.prints if str.__contains__(what, around[-1:]) and str.strip(what)
-        ]
+        told = [(str.__str__(what), line) for line, what in trace.prints if str.strip(what)]
+        # a block's filter may write what was printed in it otherwise
+        same = [each for each in told if around[-1:] in each[0]]
+        alike = [each for each in told if around[-1:].casefold() in each[0].casefold()]
+        printed = [(len(what), line) for what, line in same or alike or told]
         close = [(length, line) for length, line in printed if length >= len(around)] or printed
         return expression_at(self.source, min(close)[1], ()) if close else ""
 

@@ -21,6 +21,7 @@ from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import Alphabet
 from luthier.rendering.tracked import own_text
+from luthier.templating.limits import OverLimit
 from tests.conftest import examples, reason_is, refused
 
 TOKENS = ("<|im_start|>", "<|im_end|>", "<eos>")
@@ -74,8 +75,16 @@ def try_out(source: str, findings: Findings, renderer: Renderer | None = None) -
             alone: str | None = template.render(each.messages, each.tools)
         except RowError:
             alone = None
+        except TemplateError as error:
+            assert isinstance(error.__cause__, OverLimit), error
+            findings.rows["over the limits of templates"] += 1
+            return
         try:
             path = one.render(each).paths[-1]
+        except TemplateError as error:
+            assert isinstance(error.__cause__, OverLimit), error
+            findings.rows["over the limits of templates"] += 1
+            return
         except RowError as error:
             findings.rows["refused" if alone is not None else "refused by the template"] += 1
             findings.reasons[error.reason] += alone is not None

@@ -31,11 +31,6 @@ MARKS = re.compile(r"zq([be])([a-j]{5})qz|7391(\d{5})")
 SPACE = re.compile(r"(\s*)(.*?)(\s*)", re.DOTALL)
 
 
-def uniform_weights(policy: TurnPolicy, ids: Ids) -> WeightArray:
-    """The weight of each token, float32[T], of an answer whose parts count the same."""
-    return np.full(len(ids), policy.scaffold, dtype=np.float32)
-
-
 def answer_weights(
     policy: TurnPolicy,
     ids: Ids,
@@ -50,7 +45,7 @@ def answer_weights(
     ``owned``: whose its characters are; without it, the parts are looked for in the text.
     """
     if policy.uniform:
-        return uniform_weights(policy, ids)
+        return np.full(len(ids), policy.scaffold, dtype=np.float32)
     return token_weights(text, tokenizer.continued_spans(text, forged=forged), policy, owned)
 
 
