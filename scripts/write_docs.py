@@ -11,6 +11,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
+from luthier.config.optimizers import optimizer_table
 from luthier.config.words import config_reference
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.media.families.documented import family_table
@@ -28,11 +29,13 @@ def main() -> None:
     templates.write_text(_with_table(templates.read_text(encoding="utf-8"), templates_table()), encoding="utf-8")
     objectives = ROOT / "docs" / "objectives.md"
     objectives.write_text(_with_table(objectives.read_text(encoding="utf-8"), loss_table()), encoding="utf-8")
+    optimizers = ROOT / "docs" / "optimizers.md"
+    optimizers.write_text(_with_table(optimizers.read_text(encoding="utf-8"), optimizer_table()), encoding="utf-8")
     families = ROOT / "docs" / "families.md"
     families.write_text(_with_table(families.read_text(encoding="utf-8"), family_table()), encoding="utf-8")
     (ROOT / "docs" / "support_matrix.md").write_text(_support_page(), encoding="utf-8")
     print("wrote docs/config.md, docs/support_matrix.md, luthier/cli/quickstart*.yaml")
-    print("and the tables of docs/templates.md, docs/objectives.md and docs/families.md")
+    print("and the tables of docs/templates.md, docs/objectives.md, docs/optimizers.md and docs/families.md")
 
 
 def _support_page() -> str:

@@ -37,12 +37,11 @@ def keys_in_force(adapter: AdapterConfig) -> frozenset[str]:
 
 
 def check_adapter(draft: Draft) -> Iterator[Problem]:
-    """Problems between the keys of ``adapter``, and with the optimizer."""
+    """Problems between the keys of ``adapter``."""
     yield from _foreign_keys(draft)
     yield from _decided_before(draft)
     yield from _nothing_trained(draft)
     yield from _pissa_with_dora(draft)
-    yield from _loraplus_optimizer(draft)
 
 
 def _foreign_keys(draft: Draft) -> Iterator[Problem]:
@@ -88,14 +87,6 @@ def _pissa_with_dora(draft: Draft) -> Iterator[Problem]:
             f"{draft.cite('adapter.use_dora')}"
         )
         yield draft.problem("adapter.init_lora_weights", what, "keep one: use_dora: false, or init_lora_weights: true")
-
-
-def _loraplus_optimizer(draft: Draft) -> Iterator[Problem]:
-    adapter, optim = draft.config.adapter, str(draft.config.train.optim)
-    if adapter.loraplus_lr_ratio is not None and optim in ("lomo", "adalomo"):
-        # they update inside the backward pass and know one learning rate for all weights
-        what = f"LoRA+ gives B another learning rate, and {draft.cite('train.optim')}, {optim}, has one for all weights"
-        yield draft.problem("adapter.loraplus_lr_ratio", what, "set train.optim: adamw_torch")
 
 
 def check_features(draft: Draft) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -214,17 +214,6 @@ SCHEDULERS = (
     "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
 )  # fmt: skip
 
-OPTIMIZERS = (
-    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor", "adamw_anyprecision",
-    "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "sgd", "adagrad", "adamw_bnb_8bit", "adamw_8bit",
-    "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit",
-    "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit",
-    "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise",
-    "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo", "grokadamw",
-    "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "apollo_adamw", "apollo_adamw_layerwise",
-    "stable_adamw",
-)  # fmt: skip
-
 TRACKERS = (
     "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow", "neptune",
     "swanlab", "tensorboard", "trackio", "wandb",
@@ -315,6 +304,30 @@ def as_enum(kind: type[StrEnum]) -> BeforeValidator:
     """Let the text of an enum's member stand for the member, under strict typing."""
     return BeforeValidator(lambda value: kind(value) if isinstance(value, str) and value in list(kind) else value)
 
+
+def _as_settings(value: object) -> object:
+    """``rank=16,proj_type=std``, as other tools write settings -> ``{"rank": 16, "proj_type": "std"}``."""
+    if not isinstance(value, str):
+        return value
+    found: dict[str, object] = {}
+    for entry in value.replace(" ", "").split(","):
+        name, mark, text = entry.partition("=")
+        if not (name and mark and text):
+            raise ValueError("is neither a mapping nor written as key=value,key=value")
+        found[name] = _as_scalar(text)
+    return found
+
+
+def _as_scalar(text: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+OptimizerSettings = Annotated[dict[str, Any], BeforeValidator(_as_settings)]
 
 # Bounds stand before the converters, so that they reach the JSON schema as minimum and maximum.
 Positive = Annotated[float, Field(gt=0), _at_most(LARGEST_NUMBER), BeforeValidator(_int_as_float)]

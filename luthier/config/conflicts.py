@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from luthier.config.adapters import check_adapter, check_features
 from luthier.config.choices import (
+    AdapterType,
     MixtureBy,
     MixtureStop,
     Packing,
@@ -29,6 +30,7 @@ from luthier.config.losses import (
     is_compared,
 )
 from luthier.config.objective import OBJECTIVES
+from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import Format
 from luthier.errors import Problem
 
@@ -273,10 +275,25 @@ def _schedule(draft: Draft) -> Iterator[Problem]:
 
 
 def _optimizer(draft: Draft) -> Iterator[Problem]:
-    optim: str = draft.config.train.optim
-    if optim.startswith(("galore_", "apollo_")):
-        what = f"{optim} projects the gradients of modules that have to be named, and there is no key for them here"
-        yield draft.problem("train.optim", what, "choose adamw_torch, or adapter.type: lora for little memory")
+    train, adapter = draft.config.train, draft.config.adapter
+    row, cited = OPTIMIZERS[train.optim], f"{draft.cite('train.optim')} is {train.optim}"
+    for name, what, hint in row.faults(train.optim_args):
+        yield draft.problem(f"train.optim_args.{name}", what, hint)
+    if row.whole_weights and adapter.type in (AdapterType.LORA, AdapterType.OFT):
+        what = f"{cited}, made for whole weights, and {draft.cite('adapter.type')} trains small matrices beside them"
+        yield draft.problem("train.optim", what, "set train.optim: adamw_torch, or adapter.type: full")
+    if not row.in_backward:
+        return
+    several = f"{cited}, which changes weights in each backward pass: a step of several would be several steps"
+    if train.gradient_accumulation_steps > 1:
+        hint = "set train.gradient_accumulation_steps: 1 and a larger train.per_device_train_batch_size"
+        yield draft.problem("train.gradient_accumulation_steps", several, hint)
+    if train.tokens_per_step is not None:
+        hint = "remove it, and set train.per_device_train_batch_size"
+        yield draft.problem("train.tokens_per_step", several, hint)
+    if train.precision is Precision.FP16:
+        what = f"fp16 scales the loss and looks at all gradients before a step, and {cited}, which keeps none of them"
+        yield draft.problem("train.precision", what, "set train.precision: bf16 or fp32")
 
 
 def _on_cpu(draft: Draft) -> Iterator[Problem]:
@@ -366,7 +383,7 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("data.mixture",), _mixture),
     (("data.mixture", "data.train"), _weights),
     (("train.lr_scheduler_type", "train.lr_scheduler_kwargs", "train.learning_rate", "train.max_steps"), _schedule),
-    (("train.optim",), _optimizer),
+    (("train", "adapter.type"), _optimizer),
     (("runtime.device", "train.precision", "model"), _on_cpu),
     (("output.resume", "output.overwrite", "output.save_only_model"), _resumption),
     (("data.train", "data.use", "template.train_on", "template.targets", "objective.name"), _something_to_learn),
@@ -377,7 +394,7 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("objective", "train.packing", "data.overflow", "data.prepare"), check_compared),
     (("objective", "train.shared_prompts", "train.packing", "model.attn_implementation"), check_shared),
     (("train.head_kernel", "runtime.device", "objective"), check_head_kernel),
-    (("adapter", "train.optim"), check_adapter),
+    (("adapter",), check_adapter),
     (("runtime.sharding", "train.torch_compile", "train.precision", "train.optim", "adapter"), check_sharding),
     (("media.cache", "adapter", "data.prepare", "objective"), check_features),
 )

@@ -22,6 +22,7 @@ from luthier.config.choices import DATA_PRESETS, MODEL_PRESETS
 from luthier.config.draft import Draft
 from luthier.config.explain import nearest
 from luthier.config.inputs import SourceConfig
+from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import HeadKernel, Precision
 from luthier.errors import Problem
 
@@ -211,7 +212,7 @@ EXTRA = "pip install -e '.[{extra}]' in a clone of Luthier"
 TRAINING = {"torch": "torch", "transformers": "transformers", "peft": "peft", "accelerate": "accelerate"}
 LEAST_FREE_BYTES = 50_000_000  # of an output folder's disk: less does not hold a tiny model with its optimizer
 
-# Name of a tracker or optimizer -> the module that it needs, and the package that brings it.
+# Name of a tracker -> the module that it needs, and the package that brings it.
 TRACKER_PACKAGES: dict[str, tuple[str, str]] = {
     "azure_ml": ("azureml", "azureml-mlflow"),
     "comet_ml": ("comet_ml", "comet-ml"),
@@ -222,22 +223,6 @@ TRACKER_PACKAGES: dict[str, tuple[str, str]] = {
         for name in ("clearml", "codecarbon", "dagshub", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb")
     },
 }
-OPTIMIZER_PACKAGES: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (("adamw_torch_4bit", "adamw_torch_8bit"), "torchao", "torchao"),
-    (("lomo", "adalomo"), "lomo_optim", "lomo-optim"),
-    (("grokadamw",), "grokadamw", "grokadamw"),
-    (("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), "schedulefree", "schedulefree"),
-    (("stable_adamw",), "optimi", "torch-optimi"),
-    (
-        (
-            "adamw_bnb_8bit", "adamw_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit",
-            "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit",
-            "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
-        ),
-        "bitsandbytes",
-        "bitsandbytes",
-    ),
-)  # fmt: skip
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", "flash-attn"),
     "flash_attention_3": ("flash_attn_3", "flash-attn-3"),
@@ -322,11 +307,10 @@ def _trackers(draft: Draft) -> Iterator[Problem]:
 
 
 def _optimizer(draft: Draft) -> Iterator[Problem]:
-    optim = str(draft.config.train.optim)
-    for names, module, package in OPTIMIZER_PACKAGES:
-        if optim in names and not is_installed(module):
-            hint = f"pip install {package}; or set train.optim: adamw_torch"
-            yield draft.problem("train.optim", f"{optim} needs {package}, not installed here", hint)
+    row = OPTIMIZERS[draft.config.train.optim]
+    if missing := [package for module, package in row.needs if not is_installed(module)]:
+        hint = f"pip install {' '.join(missing)}; or set train.optim: adamw_torch"
+        yield draft.problem("train.optim", f"{row.name} needs {' and '.join(missing)}, not installed here", hint)
 
 
 def _kernels(draft: Draft) -> Iterator[Problem]:
@@ -376,12 +360,16 @@ def _device(draft: Draft) -> Iterator[Problem]:
 
 
 def _compiler(draft: Draft) -> Iterator[Problem]:
-    on_cpu = draft.config.runtime.device == "cpu" or gpu_is_absent() is not None
-    if draft.config.train.torch_compile and on_cpu:
-        compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
-        if not any(shutil.which(name) for name in compilers if name):
-            what = "layers are compiled for a CPU by a C++ compiler, and none is installed here"
-            yield draft.problem("train.torch_compile", what, "install g++, or set train.torch_compile: false")
+    train, on_cpu = draft.config.train, draft.config.runtime.device == "cpu" or gpu_is_absent() is not None
+    compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    if not on_cpu or any(shutil.which(name) for name in compilers if name):
+        return
+    if train.torch_compile:
+        what = "layers are compiled for a CPU by a C++ compiler, and none is installed here"
+        yield draft.problem("train.torch_compile", what, "install g++, or set train.torch_compile: false")
+    if any(module == "torchao" for module, _ in OPTIMIZERS[train.optim].needs):
+        what = f"updates of {train.optim} are compiled for a CPU by a C++ compiler, and none is installed here"
+        yield draft.problem("train.optim", what, "install g++, or set train.optim: adamw_torch")
 
 
 def _folders(draft: Draft) -> Iterator[Problem]:

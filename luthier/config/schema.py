@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from luthier.config.choices import (
-    OPTIMIZERS,
     SCHEDULERS,
     TRACKERS,
     AdapterType,
@@ -27,6 +26,7 @@ from luthier.config.choices import (
     Natural,
     NonEmpty,
     NonNegative,
+    OptimizerSettings,
     Overflow,
     Packing,
     Parts,
@@ -52,6 +52,7 @@ from luthier.config.choices import (
 from luthier.config.inputs import DataConfig, ModelConfig, Section, SourceConfig, TargetRuleConfig, TemplateConfig
 from luthier.config.media import MediaConfig
 from luthier.config.objective import ObjectiveConfig
+from luthier.config.optimizers import OPTIMIZERS
 
 __all__ = [
     "OPTIMIZERS",
@@ -159,10 +160,11 @@ class TrainConfig(Section):
     """Further settings of the schedule, such as ``{min_lr_rate: 0.1}``."""
     warmup_steps: ShareOrCount = 0.03
     """Steps over which the learning rate rises: a share of all steps below 1, else a number of steps."""
-    optim: Literal[OPTIMIZERS] = "adamw_torch"  # type: ignore[valid-type]
-    """An optimizer by transformers' name."""
-    optim_args: NonEmpty | None = None
-    """Further settings of the optimizer, as ``key=value,key=value``."""
+    optim: Literal[tuple(OPTIMIZERS)] = "adamw_torch"  # type: ignore[valid-type]
+    """An optimizer by transformers' name, or ``muon``, ``badam``, ``adam_mini`` ([optimizers.md](optimizers.md))."""
+    optim_args: OptimizerSettings = {}
+    """Settings of this optimizer alone, such as ``{rank: 64}`` of ``galore_adamw``; ``rank=64,scale=0.5`` can be
+    written too ([optimizers.md](optimizers.md))."""
     weight_decay: NonNegative = 0.0
     """Decay of all weights but biases and norms."""
     adam_beta1: Share = 0.9

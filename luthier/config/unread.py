@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from luthier.config.choices import MixtureBy, Packing, Strategy
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
+from luthier.config.optimizers import OPTIMIZERS
 
 _TABLES = re.compile(r"\.(jsonl?|parquet|arrow|ya?ml)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
 _LINES = re.compile(r"\.(txt|md|text)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
@@ -15,7 +16,6 @@ _CELLS = re.compile(r"\.(csv|tsv)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
 _OF_THE_HUB = ("subset", "revision", "streaming")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
-_HAS_NO_ADAM = ("sgd", "adagrad", "adafactor")
 
 
 def unread_settings(draft: Draft) -> list[str]:
@@ -79,10 +79,10 @@ def _schedule(draft: Draft) -> Iterator[tuple[str, str]]:
 
 
 def _optimizer(draft: Draft) -> Iterator[tuple[str, str]]:
-    optim = str(draft.config.train.optim)
-    if optim in _HAS_NO_ADAM:
+    row = OPTIMIZERS[draft.config.train.optim]
+    if not row.has_betas:
         for key in _ADAM:
-            yield f"train.{key}", f"{draft.cite('train.optim')} is {optim}, which is not Adam"
+            yield f"train.{key}", f"{draft.cite('train.optim')} is {row.name}, which is not Adam"
 
 
 def _model(draft: Draft) -> Iterator[tuple[str, str]]:

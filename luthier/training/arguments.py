@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
+from transformers.training_args import OptimizerNames
 
 from luthier.config.schema import Precision, RunConfig, TrainConfig
 from luthier.errors import UNPLACED, ConfigError, Problem
@@ -71,8 +72,9 @@ def optimization(train: TrainConfig, *, warmup_steps: int) -> dict[str, object]:
         "lr_scheduler_type": train.lr_scheduler_type,
         "lr_scheduler_kwargs": dict(train.lr_scheduler_kwargs) or None,
         "warmup_steps": warmup_steps,
-        "optim": train.optim,
-        "optim_args": train.optim_args,
+        # of an optimizer that is not transformers' own it knows the name of its default
+        "optim": train.optim if train.optim in list(OptimizerNames) else OptimizerNames.ADAMW_TORCH.value,
+        "optim_args": ",".join(f"{name}={value}" for name, value in train.optim_args.items()) or None,
         "weight_decay": train.weight_decay,
         "adam_beta1": train.adam_beta1,
         "adam_beta2": train.adam_beta2,

@@ -156,15 +156,13 @@ def make_trainer(
             write_json(folder / OBJECTIVE_STATE, state)
 
     parts = TrainerParts(
+        config=config,
         stream=stream,
         eval_stream=_eval_stream(config, data, run_model, collating, world, lost=lost),
         sources=data.sources,
         eval_sources=data.eval_sources,
         losses=losses,
         eval_losses=eval_losses,
-        loraplus_lr_ratio=config.adapter.loraplus_lr_ratio if config.adapter.type is AdapterType.LORA else None,
-        save_total_limit=config.output.save_total_limit,
-        keep_best=config.eval.load_best_model_at_end,
         meter=meter,
         processing_class=artifacts.transformers_tokenizer(tokenizer) if hooks.callbacks else None,
         # a checkpoint holds the adapter as it is trained; the conversion is for the final one

@@ -13,7 +13,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from luthier.config.schema import EvalConfig, RunConfig, Strategy
 from luthier.loader.plan import StreamPlan
 from luthier.training.losses.mean_losses import by_source
-from luthier.training.optimizer import UPDATES_IN_BACKWARD
 from luthier.training.report.events import EventListener, Note, Saved, Started, StepDone
 from luthier.training.report.result import EvalRecord, StepRecord
 
@@ -130,7 +129,7 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         """A logging step, or an evaluation; other logs of the trainer are its own affair."""
         logs = logs or {}
         if "loss" in logs:
-            self.tell(self._step_record(state, logs, has_norm=args.optim not in UPDATES_IN_BACKWARD))
+            self.tell(self._step_record(state, logs))
         elif "eval_loss" in logs:
             self.tell(eval_record(state, logs, self.measured))
 
@@ -138,9 +137,9 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         """A checkpoint stands."""
         self.tell(Saved(step=state.global_step, name=f"checkpoint-{state.global_step}"))
 
-    def _step_record(self, state: TrainerState, logs: dict[str, Any], *, has_norm: bool = True) -> StepRecord:
+    def _step_record(self, state: TrainerState, logs: dict[str, Any]) -> StepRecord:
         tokens, targets, seconds = self.meter.drain()
-        norm = logs.get("grad_norm") if has_norm else None
+        norm = logs.get("grad_norm")
         return StepRecord(
             step=state.global_step,
             epoch=round(state.epoch, 6),

@@ -1,59 +1,197 @@
-"""Optimizers and learning-rate schedules, by transformers' names and made by its public functions."""
+"""Optimizers and learning-rate schedules. Most optimizers that transformers names are made by its public functions.
+
+Not those of GaLore and APOLLO, whose modules it wants named, nor those that update weights during the backward pass,
+whose gradients it does not measure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import Adafactor, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.optimization import GreedyLR
+from transformers.pytorch_utils import Conv1D
 from transformers.trainer_pt_utils import get_parameter_names
 
+from luthier.config.optimizers import OPTIMIZERS
+from luthier.config.schema import RunConfig, TrainConfig
+from luthier.errors import ModelError
 from luthier.loader.plan import StreamPlan
 from luthier.models import sharding
-from luthier.models.adapters import split_loraplus_groups
+from luthier.models.adapters import decoder_layers, split_loraplus_groups
+from luthier.training.updates import BlockAdamW, Group, MuonWithAdamW, tell_projectors
 
 NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """Weight decay leaves parameters of these names as they are, and those of `nn.LayerNorm`."""
-
-UPDATES_IN_BACKWARD = ("lomo", "adalomo")
-"""Optimizers that change each weight as soon as its gradient is there: they are told the rate before the backward pass,
-and leave no gradient to be measured."""
 
 ON_METRIC = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 """Schedules that take their step after an evaluation, by its metric."""
 
 
-def make_optimizer(
-    model: nn.Module, args: TrainingArguments, *, loraplus_lr_ratio: float | None
-) -> torch.optim.Optimizer:
-    """The optimizer ``args.optim`` over the trained parameters, with LoRA+ groups if a ratio is given.
+def make_optimizer(model: nn.Module, args: TrainingArguments, config: RunConfig) -> torch.optim.Optimizer:
+    """The optimizer ``train.optim`` over the trained parameters, with LoRA+ groups if a ratio is given. ``args`` are
+    the run in transformers' words.
 
-    Raises ``ValueError`` or ``ImportError`` for what transformers cannot make here.
+    Raises `ModelError`, ``ValueError`` or ``ImportError`` for what cannot be made here.
     """
-    kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    # some optimizers ask for the model, or come with groups of their own
-    given = [settings.pop(name) for name in ("params", "model", "optimizer_dict") if name in settings]
-    optimizer: torch.optim.Optimizer = kind(given[-1] if given else _groups(model, args.weight_decay), **settings)
-    if kind.__module__.startswith("bitsandbytes") and settings.get("optim_bits") == 8:
-        _keep_embeddings_in_32_bits(model)
-    if loraplus_lr_ratio is not None:
-        split_loraplus_groups(optimizer, model, loraplus_lr_ratio)
+    optimizer, ratio = _made(model, args, config.train), config.adapter.loraplus_lr_ratio
+    if ratio is not None:
+        split_loraplus_groups(optimizer, model, ratio)
     if sharding.is_sharded(model):
         sharding.load_in_parts(optimizer)
     return optimizer
 
 
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """The trained parameters: first those that decay, then the others."""
+def _made(model: nn.Module, args: TrainingArguments, train: TrainConfig) -> torch.optim.Optimizer:
+    own = {name: default for name, default in OPTIMIZERS[train.optim].settings.items() if not isinstance(default, type)}
+    own = {name: default[0] if isinstance(default, tuple) else default for name, default in own.items()}
+    own |= train.optim_args
+    adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    match train.optim.removesuffix("_layerwise"):
+        case "muon":
+            return _muon(model, args, own, adam)
+        case "badam":
+            return _badam(model, args, own, adam)
+        case "adam_mini":
+            return _adam_mini(model, args, adam)
+        case "galore_adamw" | "galore_adamw_8bit" | "galore_adafactor" | "apollo_adamw":
+            return _low_rank(model, args, own, adam, name=train.optim)
+        case "lomo":
+            return torch.optim.SGD(_groups(model, args.weight_decay), lr=args.learning_rate)
+        case "adalomo":
+            groups = _groups(model, args.weight_decay)
+            found: torch.optim.Optimizer = Adafactor(
+                groups, lr=args.learning_rate, scale_parameter=True, relative_step=False
+            )
+            return found
+        case _:
+            return _transformers_own(model, args, train)
+
+
+def _transformers_own(model: nn.Module, args: TrainingArguments, train: TrainConfig) -> torch.optim.Optimizer:
+    kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    # transformers reads settings from a text, and leaves some of them texts
+    settings |= {name: value for name, value in train.optim_args.items() if type(value) is not str and name in settings}
+    if train.optim == "stable_adamw" and not torch.cuda.is_available():
+        settings["triton"] = False
+    optimizer: torch.optim.Optimizer = kind(_groups(model, args.weight_decay), **settings)
+    if kind.__module__.startswith("bitsandbytes") and settings.get("optim_bits") == 8:
+        _keep_embeddings_in_32_bits(model)
+    return optimizer
+
+
+def _groups(
+    model: nn.Module, weight_decay: float, only: Callable[[nn.Parameter], bool] = lambda _: True, **more: object
+) -> list[Group]:
+    """The trained parameters: first those that decay, then the others. ``more`` stands in both groups."""
     names = set(get_parameter_names(model, [nn.LayerNorm], NOT_DECAYED))
-    trained = [(name in names, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return [
-        {"params": [parameter for decays, parameter in trained if decays], "weight_decay": weight_decay},
-        {"params": [parameter for decays, parameter in trained if not decays], "weight_decay": 0.0},
+    trained = [
+        (name in names, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and only(parameter)
     ]
+    return [
+        {"params": [parameter for decays, parameter in trained if decays], "weight_decay": weight_decay, **more},
+        {"params": [parameter for decays, parameter in trained if not decays], "weight_decay": 0.0, **more},
+    ]
+
+
+def hidden_matrices(model: nn.Module) -> set[int]:
+    """``id`` of each matrix that takes hidden states to hidden states: of linear layers but the output layer."""
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    ends: Iterable[nn.Module | None] = ()
+    if isinstance(plain, PreTrainedModel):
+        ends = (plain.get_input_embeddings(), plain.get_output_embeddings())
+    outer = {id(weight) for end in ends if end is not None for weight in end.parameters()}
+    found = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | Conv1D)}
+    return found - outer
+
+
+def _muon(model: nn.Module, args: TrainingArguments, own: dict[str, Any], adam: Group) -> torch.optim.Optimizer:
+    hidden, decay = hidden_matrices(model), args.weight_decay
+    return MuonWithAdamW(
+        _groups(model, decay, lambda weight: id(weight) in hidden),
+        _groups(model, decay, lambda weight: id(weight) not in hidden),
+        muon={"lr": args.learning_rate, **own},
+        adamw=adam,
+    )
+
+
+def _badam(model: nn.Module, args: TrainingArguments, own: dict[str, Any], adam: Group) -> torch.optim.Optimizer:
+    layers = decoder_layers(model) if isinstance(model, PreTrainedModel) else [model]
+    if layers is None:
+        raise ModelError(f"{type(model).__name__} has no list of decoder layers, which badam takes one by one")
+    places = {id(weight): number for number, layer in enumerate(layers) for weight in layer.parameters()}
+    ends = own.pop("ends")
+    if not ends:
+        for weight in model.parameters():
+            weight.requires_grad_(weight.requires_grad and id(weight) in places)
+    blocks = [
+        _groups(model, args.weight_decay, partial(_is_in_block, places, number))
+        for number in [*range(len(layers)), *([None] if ends else [])]
+    ]
+    trained = [block for block in blocks if any(group["params"] for group in block)]
+    if not trained:
+        raise ModelError("badam trains decoder layers, and none is trained", hint="set train.optim: adamw_torch")
+    return BlockAdamW(trained, seed=args.seed, **own, **adam)
+
+
+def _is_in_block(places: dict[int, int], number: int | None, weight: nn.Parameter) -> bool:
+    return places.get(id(weight)) == number
+
+
+def _adam_mini(model: nn.Module, args: TrainingArguments, adam: Group) -> torch.optim.Optimizer:
+    from adam_mini import Adam_mini
+
+    decays = set(get_parameter_names(model, [nn.LayerNorm], NOT_DECAYED))
+    named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    optimizer: Any = Adam_mini(named, weight_decay=args.weight_decay, dim=1, n_heads=1, verbose=False, **adam)
+    if isinstance(model, PreTrainedModel):
+        text = model.config.get_text_config()
+        heads = text.num_attention_heads
+        # it would take the width of a head for that of the model over their number, which not every model has
+        optimizer.head_numel = text.hidden_size * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    for (name, weight), group in zip(named, optimizer.param_groups, strict=True):
+        group["weight_decay"] = args.weight_decay if name in decays else 0.0
+        is_by_head = any(each in group["name"] for each in optimizer.wqk_names) and "bias" not in group["name"]
+        if is_by_head and weight.numel() % optimizer.head_numel:
+            raise ModelError(
+                f"adam_mini: {name} has {weight.numel():,} numbers, which are no whole heads of "
+                f"{optimizer.head_numel:,}",
+                hint="set train.optim: adamw_torch",
+            )
+    found: torch.optim.Optimizer = optimizer
+    return found
+
+
+def _low_rank(
+    model: nn.Module, args: TrainingArguments, own: dict[str, Any], adam: Group, *, name: str
+) -> torch.optim.Optimizer:
+    hidden, decay = hidden_matrices(model), args.weight_decay
+    groups = [
+        *_groups(model, decay, lambda weight: id(weight) not in hidden),
+        *_groups(model, decay, lambda weight: id(weight) in hidden, **own),
+    ]
+    kinds = {
+        "galore_adamw": ("galore_torch", "GaLoreAdamW", {**adam, "no_deprecation_warning": True}),
+        "galore_adamw_8bit": ("galore_torch", "GaLoreAdamW8bit", adam),
+        "galore_adafactor": (
+            "galore_torch",
+            "GaLoreAdafactor",
+            {"lr": args.learning_rate, "scale_parameter": False, "relative_step": False},
+        ),
+        "apollo_adamw": ("apollo_torch", "APOLLOAdamW", adam),
+    }
+    package, kind, settings = kinds[name.removesuffix("_layerwise")]
+    optimizer: torch.optim.Optimizer = getattr(import_module(package), kind)(groups, **settings)
+    tell_projectors(optimizer)
+    return optimizer
 
 
 def _keep_embeddings_in_32_bits(model: nn.Module) -> None:

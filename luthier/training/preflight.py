@@ -13,16 +13,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel, Trainer, get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 
 from luthier.config.draft import Draft
 from luthier.config.machine import EXTRA, is_installed
 from luthier.config.media import MediaCache
-from luthier.config.schema import AdapterType, Precision, RunConfig, Sharding, Strategy
+from luthier.config.optimizers import OPTIMIZERS
+from luthier.config.schema import AdapterConfig, AdapterType, Precision, RunConfig, Sharding, Strategy
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, SourceError, UserError
@@ -44,9 +46,10 @@ from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.folder.state import check_writable
 from luthier.training.losses.reference_choice import check_reference
 from luthier.training.losses.tower_features import readable_media
-from luthier.training.optimizer import UPDATES_IN_BACKWARD
+from luthier.training.optimizer import make_optimizer
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
+ONE_PROCESS = ("badam",)  # what is trained changes on the way, which other processes would have to be told
 COUNTED_BYTES = 32_000_000  # of text files: the rows of more are counted when they are read
 FOLLOWS_MEASURE = ("reduce_lr_on_plateau", "greedy")
 TAKES_NOTHING = ("constant", "constant_with_warmup")
@@ -207,24 +210,24 @@ def _data(draft: Draft) -> Iterator[Problem]:
 
 def _optimizer(draft: Draft) -> Iterator[Problem]:
     """The optimizer takes a step on a small matrix, on the device of the run."""
-    train = draft.config.train
-    given = SimpleNamespace(**optimization(train, warmup_steps=0), optim_target_modules=None)
+    train, row = draft.config.train, OPTIMIZERS[draft.config.train.optim]
+    ranks = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    if ranks > 1 and (row.in_backward or row.name in ONE_PROCESS):
+        what = f"{row.name} changes weights without waiting for other processes, and {ranks} are started"
+        yield draft.problem("train.optim", what, "set train.optim: adamw_torch, or start one process")
+        return
+    given = SimpleNamespace(**optimization(train, warmup_steps=0), seed=0)
     try:
         matrix = nn.Linear(TRIAL_WIDTH, TRIAL_WIDTH, device=_device_of(draft.config))
-        kind, settings = Trainer.get_optimizer_cls_and_kwargs(given, matrix)
-        if (unread := _unread_arguments(given, matrix, settings)) and train.optim_args:
-            what = f"{train.optim} does not read {', '.join(unread)}"
-            hint = "leave it out; rate, decay and betas have keys of their own in train"
-            yield draft.problem("train.optim_args", what, hint)
-            return
-        if train.optim in UPDATES_IN_BACKWARD:
-            return
-        optimizer = kind(matrix.parameters(), **settings)
+        optimizer: Any = make_optimizer(matrix, given, draft.config.model_copy(update={"adapter": AdapterConfig()}))
         if hasattr(optimizer, "train"):  # schedule-free ones want to be told
             optimizer.train()
         for parameter in matrix.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
-        optimizer.step()
+        # one step is not worth a compilation, and what some packages have to say of themselves helps nobody
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
         output = draft.config.output
         if output.save_strategy is not Strategy.NO and not output.save_only_model:
             check_writable("optimizer", optimizer.state_dict())
@@ -234,20 +237,8 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
         key = "train.optim_args" if train.optim_args and not isinstance(error, ImportError) else "train.optim"
         with_what = f" with {train.optim_args}" if key == "train.optim_args" else ""
         what = f"{train.optim}{with_what} takes no step on this machine: {_first_line(error)}"
-        by_name = "as key=value,key=value, by the optimizer's own names"
+        by_name = f"it reads {', '.join(row.settings)}"
         yield draft.problem(key, what, by_name if key == "train.optim_args" else "set train.optim: adamw_torch")
-
-
-def _unread_arguments(given: SimpleNamespace, matrix: nn.Module, settings: dict[str, object]) -> list[str]:
-    """Names of ``optim_args`` without which the optimizer would be made with the same settings."""
-    arguments = [text for text in str(given.optim_args or "").replace(" ", "").split(",") if text]
-    unread = []
-    for left_out in arguments:
-        others = ",".join(text for text in arguments if text != left_out) or None
-        fewer = SimpleNamespace(**{**vars(given), "optim_args": others})
-        if Trainer.get_optimizer_cls_and_kwargs(fewer, matrix)[1] == settings:
-            unread.append(left_out.partition("=")[0])
-    return unread
 
 
 def _encoder(draft: Draft) -> tuple[Encoder | None, list[Problem]]:

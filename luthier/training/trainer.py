@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import speed_metrics, validate_quantization_for_training
 
+from luthier.config.optimizers import OPTIMIZERS
+from luthier.config.schema import RunConfig
 from luthier.errors import TrainingError, UserError
 from luthier.models import sharding
 from luthier.models.sharding import restore_weights
@@ -51,11 +54,12 @@ from luthier.training.folder.state import (
 )
 from luthier.training.losses.mean_losses import LossSums, MeanLosses
 from luthier.training.losses.router_balance import RouterBalance
-from luthier.training.losses.step_losses import ACCURACY, StepLosses, learned_from
+from luthier.training.losses.step_losses import ACCURACY, MicroLoss, StepLosses, learned_from
 from luthier.training.numerics import check_finite
-from luthier.training.optimizer import ON_METRIC, UPDATES_IN_BACKWARD, learning_rate, make_optimizer, make_scheduler
+from luthier.training.optimizer import ON_METRIC, learning_rate, make_optimizer, make_scheduler
 from luthier.training.report.result import ACCURACIES
 from luthier.training.streams import EvalStream, TrainStream
+from luthier.training.updates import BackwardUpdates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,15 +74,13 @@ class TrainerParts:
     save_state    adds the loader's state and the run description to a checkpoint's folder
     """
 
+    config: RunConfig
     stream: TrainStream
     eval_stream: EvalStream | None
     sources: tuple[str, ...]
     eval_sources: tuple[str, ...]
     losses: StepLosses
     eval_losses: StepLosses
-    loraplus_lr_ratio: float | None
-    save_total_limit: int | None
-    keep_best: bool
     meter: Meter
     processing_class: PreTrainedTokenizerBase | None
     save_model: Callable[[Path, dict[str, torch.Tensor] | None], None]
@@ -113,6 +115,7 @@ class Trainer:
         self._interval = LossSums(parts.sources, parts.losses.measured, args.device)
         self._last_logged = 0
         self._last_update: dict[str, Any] = {}
+        self.in_backward: BackwardUpdates | None = None
         self._loss_of_run = torch.zeros((), dtype=torch.float64, device=args.device)
         # our callbacks come first: trackers are to see the epoch that `Flow` counts
         trackers = get_reporting_integration_callbacks(args.report_to)
@@ -185,13 +188,15 @@ class Trainer:
             with taking_over(resume, "weights"):
                 restore_weights(self.model, resume)
             self._take_over_history(resume)
-        optimizer = make_optimizer(self.model, args, loraplus_lr_ratio=self.parts.loraplus_lr_ratio)
+        optimizer = make_optimizer(self.model, args, self.parts.config)
         # a sharded model adds up gradients by itself, so it is not wrapped
         divided = sharding.is_sharded(self.model)
         self.wrapped: nn.Module = self.accelerator.prepare_model(
             self.model, device_placement=False if divided else None, evaluation_mode=divided
         )
         self.optimizer: AcceleratedOptimizer = self.accelerator.prepare_optimizer(optimizer)
+        if OPTIMIZERS[self.parts.config.train.optim].in_backward:
+            self.in_backward = BackwardUpdates(self.model, self.optimizer.step)
         self.lr_scheduler = make_scheduler(self.optimizer, args, self.parts.stream.schedule)
         if resume is not None:
             self._take_over_training_state(resume)
@@ -257,38 +262,55 @@ class Trainer:
         return learned
 
     def _learn(self, batch: Batch) -> None:
-        """Forward and backward pass of a micro-batch. Its part of the step's loss comes times W, since DDP averages
-        gradients over W ranks."""
-        with self.balance.counting():
-            sums = self.parts.losses.loss(self.wrapped, batch)
+        """Forward and backward pass of a micro-batch. Where weights change during the latter it waits for `update`."""
+        if self.in_backward is not None and self.args.max_grad_norm > 0:
+            self._measure(batch, self.in_backward)
+        sums, loss = self._loss(batch)
         self._interval.add(sums)
-        ranks = self.accelerator.num_processes
-        loss: torch.Tensor = sums.loss_sum * (ranks / self._units.clamp(min=1)) + self.balance.loss() * ranks
         self._step_losses.append((loss.detach(), batch.addresses))
         self._loss_of_run += loss.detach()
-        told = {"learning_rate": self._rate()} if self.args.optim in UPDATES_IN_BACKWARD else {}
-        self.accelerator.backward(loss, **told)
+        if self.in_backward is None:
+            self.accelerator.backward(loss)
+        else:
+            self.in_backward.waiting = partial(self.accelerator.backward, loss)
+
+    def _loss(self, batch: Batch) -> tuple[MicroLoss, torch.Tensor]:
+        """A micro-batch's part of the step's loss. It comes times W, since DDP averages gradients over W ranks."""
+        with self.balance.counting():
+            sums = self.parts.losses.loss(self.wrapped, batch)
+        ranks = self.accelerator.num_processes
+        return sums, sums.loss_sum * (ranks / self._units.clamp(min=1)) + self.balance.loss() * ranks
+
+    def _measure(self, batch: Batch, in_backward: BackwardUpdates) -> None:
+        """Compute a step's only micro-batch once more, with the same random numbers, for the norm of its gradient: what
+        a loss keeps for its backward pass is gone after it."""
+        before = random_state()
+        in_backward.measure(partial(self.accelerator.backward, self._loss(batch)[1]))
+        set_random_state(before)
+        self.parts.losses.begin_step(self.model, [batch], self._sum_of_ranks)
 
     def update(self) -> None:
         """Clip the gradient and change the weights by it. Raises `TrainingError` before if its norm or a loss is not
         finite."""
         limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
-        norm = sharding.whole_gradient_norm(self.accelerator.clip_grad_norm_(self.wrapped.parameters(), limit))
+        own, clip = self.in_backward, self.accelerator.clip_grad_norm_
+        norm = own.norm if own else sharding.whole_gradient_norm(clip(self.wrapped.parameters(), limit))
         # under fp16 the loss scaler skips steps whose gradients overflow, which is no fault
         checked = norm if self.accelerator.scaler is None else None
         check_finite(self._step_losses, checked, step=self.state.global_step + 1)
         self.parts.losses.end_step(self._sum_of_ranks)
         self._tell(self.callback_handler.on_pre_optimizer_step)
         self.accelerator.sync_gradients = True  # another Accelerator of this process may have switched it off
-        self.optimizer.step()
+        if own is None:
+            self.optimizer.step()
+        else:
+            norm = own.update(limit)
+            check_finite(self._step_losses, norm, step=self.state.global_step + 1)
         self._tell(self.callback_handler.on_optimizer_step)
-        self._last_update = {"grad_norm": norm, "learning_rate": self._rate()}
+        self._last_update = {"grad_norm": norm, "learning_rate": learning_rate(self.optimizer, self.lr_scheduler)}
         if not self.optimizer.step_was_skipped and not isinstance(self.lr_scheduler, ON_METRIC):
             self.lr_scheduler.step()
         self.wrapped.zero_grad()
-
-    def _rate(self) -> float:
-        return learning_rate(self.optimizer, self.lr_scheduler)
 
     def _sum_of_ranks(self, sums: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = self.accelerator.reduce(sums, reduction="sum")
@@ -302,15 +324,8 @@ class Trainer:
             self._last_logged = self.state.global_step
             found = self._interval.drain(self._sum_of_ranks)
             of_update = {name: float(value) for name, value in self._last_update.items()}
-            self._log(
-                {
-                    "loss": found.loss,
-                    **of_update,
-                    **found.to_logs("loss", "targets"),
-                    **found.measures,
-                    **self.balance.drain(),
-                }
-            )
+            measured = {**found.to_logs("loss", "targets"), **found.measures, **self.balance.drain()}
+            self._log({"loss": found.loss, **of_update, **measured})
         if self.control.should_evaluate:
             self._note_best(self.evaluate())
         if self.control.should_save:
@@ -378,7 +393,7 @@ class Trainer:
         best = worst if best is None else best
         if value > best if self.args.greater_is_better else value < best:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
-            self.control.should_save = self.control.should_save or self.parts.keep_best
+            self.control.should_save = self.control.should_save or self.parts.config.eval.load_best_model_at_end
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -393,7 +408,7 @@ class Trainer:
             if self.args.should_save:
                 checkpoints.seal(staging)
         if self.args.should_save:
-            checkpoints.rotate(run, self.parts.save_total_limit, best)
+            checkpoints.rotate(run, self.parts.config.output.save_total_limit, best)
         self.accelerator.wait_for_everyone()
         self.parts.meter.paused += time.perf_counter() - begun
 

@@ -184,7 +184,7 @@ VALUES = [
     ),
     _with("enum_far", "adapter: qqq", ("run.yaml:3 adapter.type: ", "full, freeze, lora, oft")),
     _with("bool_for_enum", "train: {packing: true}", ("run.yaml:3 train.packing: ", "none, best_fit")),
-    _with("optim", "train: {optim: adamw}", ("run.yaml:3 train.optim: ", "did you mean adamw_torch?", "41")),
+    _with("optim", "train: {optim: adamw}", ("run.yaml:3 train.optim: ", "did you mean adamw_torch?", "44")),
     _with(
         "scheduler",
         "train: {lr_scheduler_type: cosin}",

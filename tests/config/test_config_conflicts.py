@@ -157,7 +157,16 @@ CONFLICTS = [
         "",
         ("run.yaml:4 train.lr_scheduler_type: ", "num_decay_steps"),
     ),
-    ("train: {optim: galore_adamw}", "", ("run.yaml:4 train.optim: ", "galore_adamw", "adamw_torch")),
+    (
+        "train: {optim: galore_adamw}\nadapter: lora",
+        "",
+        ("run.yaml:4 train.optim: ", "galore_adamw", "adapter.type (line 5)", "adamw_torch"),
+    ),
+    (
+        "train: {optim: lomo, gradient_accumulation_steps: 2}",
+        "",
+        ("run.yaml:4 train.gradient_accumulation_steps: ", "train.optim (line 4)", "lomo"),
+    ),
     (
         "runtime: {device: cpu}\ntrain: {precision: fp16}",
         "",
@@ -187,11 +196,6 @@ CONFLICTS = [
         "adapter:\n  type: lora\n  init_lora_weights: pissa\n  use_dora: true",
         "",
         ("run.yaml:6 adapter.init_lora_weights: ", "adapter.use_dora (line 7)"),
-    ),
-    (
-        "adapter: {type: lora, loraplus_lr_ratio: 16}\ntrain: {optim: lomo}",
-        "",
-        ("run.yaml:4 adapter.loraplus_lr_ratio: ", "train.optim (line 5)", "lomo"),
     ),
     (
         "output:\n  overwrite: true\n  resume: ./checkpoint",

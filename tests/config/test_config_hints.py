@@ -97,7 +97,7 @@ ANSWERS = [
     ("adapter: qlora", "adapter: lora and model.dtype: bfloat16"),
     ("plot_loss: true", "loss.png"),
     ("ddp_timeout: 180000000", "runtime.rank_timeout"),
-    ("use_galore: true", "adapter: lora"),
+    ("use_galore: true", "train.optim: galore_adamw"),
     ("pref_bco_weight: 0.5", "objective.bco_share"),
     ("group_by_length: true", "train.packing"),
     ("train: {lr_scheduler_type: wsd}", "write train.lr_scheduler_type: warmup_stable_decay"),

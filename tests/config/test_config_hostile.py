@@ -105,7 +105,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "dotted_key": (GOOD + b"train.max_steps: 5\n", "train.max_steps"),
     "beta_one": (GOOD + b"train: {adam_beta1: 1}\n", "train.adam_beta1"),
     "optimizer_unknown": (GOOD + b"train: {optim: rocket}\n", "train.optim"),
-    "optimizer_not_offered": (GOOD + b"train: {optim: galore_adamw}\n", "train.optim"),
+    "optimizer_not_offered": (GOOD + b"train: {optim: galore_adamw}\nadapter: oft\n", "train.optim"),
     "scheduler_without_its_setting": (
         GOOD + b"train: {lr_scheduler_type: warmup_stable_decay}\n",
         "train.lr_scheduler_type",

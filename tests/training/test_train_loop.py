@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainerState, TrainingArguments
 
 import luthier
-from luthier.config.choices import OPTIMIZERS, SCHEDULERS
-from luthier.config.machine import OPTIMIZER_PACKAGES
+from luthier.config.choices import SCHEDULERS
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
 from luthier.presets import model_folder
 from luthier.records import Batch
-from luthier.training.arguments import training_arguments
 from luthier.training.fit import fit_data
-from luthier.training.optimizer import make_optimizer
 from luthier.training.report.result import Ended, RunResult
 from luthier.training.streams import TrainStream
 
@@ -299,52 +295,7 @@ def test_mlflow_gets_every_loss_and_the_run_ends_there(tmp_path: Path) -> None:
     assert len(told["losses"]) == 4 and told["losses"] == pytest.approx(told["expected"])
 
 
-# ------------------------------------------------------------------------------------------ optimizers and schedules
-
-REFUSED = [name for name in OPTIMIZERS if name.startswith(("galore_", "apollo_"))]  # there is no key for their modules
-ON_GPU_ALONE = {"adalomo", "stable_adamw"}
-ELSEWHERE = {"adamw_torch_xla": "torch_xla", "adamw_torch_npu_fused": "torch_npu", "adamw_anyprecision": "torchdistx"}
-
-
-def _require(optim: str) -> None:
-    """Skip where the optimizer's package is not installed, or cannot run."""
-    packages = [module for names, module, _ in OPTIMIZER_PACKAGES if optim in names]
-    for module in [*packages, *([ELSEWHERE[optim]] if optim in ELSEWHERE else [])]:
-        if find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
-    if optim in ON_GPU_ALONE and not torch.cuda.is_available():
-        pytest.skip(f"the kernels of {optim} are a GPU's")
-
-
-def _described(optimizer: Any) -> tuple[Any, ...]:
-    """Class, settings, and which weights of the model are in which group."""
-    return type(optimizer), [
-        ({name: value for name, value in group.items() if name != "params"}, [id(weight) for weight in group["params"]])
-        for group in optimizer.param_groups
-    ]
-
-
-@pytest.mark.parametrize("optim", [name for name in OPTIMIZERS if name not in REFUSED])
-def test_every_optimizer_is_the_one_that_transformers_trainer_makes_and_trains(
-    run: Run, tmp_path: Path, optim: str
-) -> None:
-    _require(optim)
-    schedule = "constant" if optim.startswith("schedule_free") else "linear"
-    changes = {"train__optim": optim, "train__weight_decay": 0.1, "train__lr_scheduler_type": schedule}
-    if optim == "schedule_free_radam":
-        changes["train__max_steps"] = 12  # it waits for a few steps before it changes a weight
-    config = make_config(tmp_path / "run", **{**RUN, **changes})
-    arguments = training_arguments(config, max_steps=4, evaluates=False, evaluates_first=False)
-    model = _model()
-    theirs = transformers.Trainer(model, arguments).create_optimizer()
-    ours = make_optimizer(model, arguments, loraplus_lr_ratio=None)
-    assert _described(ours) == _described(theirs)
-    result = run(
-        **changes, output__save_strategy="no"
-    )  # the state of some cannot be saved, and is refused before a run
-    assert result.optimizer["name"].endswith(type(theirs).__qualname__)
-    assert result.steps[-1].loss != result.steps[0].loss
-
+# -------------------------------------------------------------------------------------------------------- schedules
 
 NEEDS = {
     "cosine_with_min_lr": {"min_lr_rate": 0.1}, "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},

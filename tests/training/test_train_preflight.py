@@ -15,9 +15,10 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from luthier.config import machine
-from luthier.config.choices import OPTIMIZERS, SCHEDULERS, TRACKERS
+from luthier.config.choices import SCHEDULERS, TRACKERS
 from luthier.config.draft import Draft
 from luthier.config.loading import load_draft
+from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import load_tokenizer
@@ -35,7 +36,8 @@ model: {name_or_path: preset:tiny-qwen3}
 data: {train: preset:skills#20}
 output: {dir: out}
 """
-RUNS = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"}  # with torch and nothing else
+RUNS = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "lomo", "adalomo",
+        "muon", "badam"}  # fmt: skip  # with torch and nothing else
 
 
 @pytest.fixture
@@ -76,18 +78,20 @@ def test_every_optimizer_takes_a_step_or_is_refused_at_its_key(optim: str, descr
     assert all(problem.hint and "bug" not in str(problem) for problem in found)
     if optim in RUNS:
         assert found == []
-    missing = [package for names, module, package in machine.OPTIMIZER_PACKAGES if optim in names
-               if not machine.is_installed(module)]  # fmt: skip
-    for package in missing:
-        assert f"pip install {package}" in str(found[0].hint)
 
 
-def test_every_optimizer_that_needs_a_package_has_one_named() -> None:
-    named = {name for names, _, _ in machine.OPTIMIZER_PACKAGES for name in names}
-    assert named <= set(OPTIMIZERS)
-    # refused for other reasons
-    foreign = ("galore", "apollo", "adamw_torch_xla", "adamw_torch_npu", "adamw_anyprecision")
-    assert {name for name in OPTIMIZERS if not name.startswith(foreign)} - named == RUNS
+@pytest.mark.parametrize("optim", [name for name, row in OPTIMIZERS.items() if row.needs])
+def test_every_optimizer_whose_package_is_missing_is_told_with_what_to_install(
+    optim: str, described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "is_installed", lambda module: module in machine.TRAINING)
+    (problem,) = [each for each in problems_of(lambda: described(f"train.optim={optim}")) if "needs" in each.what]
+    packages = " ".join(package for _, package in OPTIMIZERS[optim].needs)
+    assert problem.key == "train.optim" and (problem.hint or "").startswith(f"pip install {packages};")
+
+
+def test_an_optimizer_that_no_package_is_named_for_needs_none() -> None:
+    assert {name for name, row in OPTIMIZERS.items() if not row.needs} == RUNS
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
@@ -122,7 +126,8 @@ WRONG = {
     "adapter.freeze_trainable_modules": ["adapter.type=freeze", "adapter.freeze_trainable_modules=[nothing*]"],
     "adapter.train_parts": ["adapter.train_parts=[tower]"],
     "model.config_overrides.no_such_entry": ["model.config_overrides={no_such_entry: 1}"],
-    "train.optim_args": ["train.optim_args=no_such_argument=1"],
+    "train.optim_args": ["train.optim=sgd", "train.optim_args={nesterov: true}"],
+    "train.optim_args.no_such_argument": ["train.optim_args=no_such_argument=1"],
     "train.lr_scheduler_kwargs": ["train.lr_scheduler_kwargs={no_such: 1}"],
     "template.chat_template": ["template.chat_template=no_such_template"],
     "adapter.r": ["adapter={type: lora, r: 65536}"],
@@ -410,9 +415,9 @@ def started(folder: Path, *overrides: str, before: str = "") -> subprocess.Compl
 
 
 def test_a_mistake_in_the_description_is_told_without_torch(tmp_path: Path) -> None:
-    done = started(tmp_path, "tracking.report_to=[neptune]", "train.optim=grokadamw", "train.max_steps=many")
+    done = started(tmp_path, "tracking.report_to=[neptune]", "train.optim=adamw_anyprecision", "train.max_steps=many")
     assert done.returncode == 2, done.stderr
-    assert "pip install neptune" in done.stderr and "pip install grokadamw" in done.stderr
+    assert "pip install neptune" in done.stderr and "pip install git+" in done.stderr
     assert "train.max_steps" in done.stderr
 
 
@@ -519,8 +524,7 @@ def test_an_optimizer_whose_state_no_checkpoint_can_hold_is_told_before_a_row_is
     described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(preflight._optimizer(described("train.optim=sgd"))) == []
-    chosen = staticmethod(lambda given, model: (KeepsItsOwnKind, {"lr": 0.1}))
-    monkeypatch.setattr(preflight.Trainer, "get_optimizer_cls_and_kwargs", chosen)
+    monkeypatch.setattr(preflight, "make_optimizer", lambda model, *_, **__: KeepsItsOwnKind(model.parameters(), 0.1))
     (problem,) = preflight._optimizer(described("train.optim=sgd"))
     assert problem.key == "train.optim" and "Unwritable" in problem.what and problem.hint
     for lifted in ("output.save_only_model=true", "output.save_strategy=no"):

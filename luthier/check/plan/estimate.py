@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import AdapterType, Packing, Precision, RunConfig
 from luthier.errors import ModelError, UserError
 from luthier.packing import EpochPlan, SegmentTable
@@ -38,7 +39,10 @@ LOSS_CHUNK_BYTES = 1 << 26  # what the loss copies to float32 at a time
 Ints = NDArray[np.int64]
 
 # Bytes of optimizer state for each byte (of weights) or number (of 8-bit and 4-bit ones) that is trained.
-_STATES = {"adam": 2.0, "ademamix": 3.0, "lion": 1.0, "adagrad": 1.0, "rmsprop": 1.0, "radam": 2.0}
+_STATES = {
+    "adam_mini": 1.0, "muon": 1.0, "adam": 2.0, "ademamix": 3.0, "lion": 1.0, "adagrad": 1.0, "rmsprop": 1.0,
+    "radam": 2.0,
+}  # fmt: skip
 _NEARLY_STATELESS = ("adafactor", "sgd", "lomo", "adalomo", "galore", "apollo")
 
 
@@ -183,7 +187,7 @@ def memory_of(shape: ModelShape, work: EpochWork, config: RunConfig, *, on_gpu: 
     return Memory(
         weights=shape.weight_bytes,
         casts=2 * shape.trainable if in_16_bits and _is_single(shape) else 0,
-        gradients=shape.gradient_bytes,
+        gradients=0 if OPTIMIZERS[config.train.optim].in_backward else shape.gradient_bytes,
         optimizer=round(optimizer_bytes(config.train.optim, shape)),
         activations=_activation_bytes(shape, work.largest_tokens, config, in_16_bits=in_16_bits),
         logits=2 * (2 if in_16_bits else 4) * work.largest_targets * shape.vocabulary + LOSS_CHUNK_BYTES,

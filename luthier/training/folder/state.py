@@ -16,6 +16,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,9 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 # -------------------------------------------------------------------------------------------------------- encoding
 
+QUANTIZED_STATES = {"OptimState8bit": "torchao.optim.subclass_8bit", "OptimState4bit": "torchao.optim.subclass_4bit"}
+"""Optimizer states of few bits that are tensors of a kind of their own: plain tensors and numbers make them."""
+
 
 def _encoded(value: object, name: str, at: str, tensors: dict[str, torch.Tensor]) -> Any:
     match value:
@@ -118,6 +122,12 @@ def _encoded(value: object, name: str, at: str, tensors: dict[str, torch.Tensor]
             key = at or "value"
             tensors[key] = value.detach().contiguous()
             return {"tensor": key}
+        case torch.Tensor() if type(value).__name__ in QUANTIZED_STATES:
+            of_kind: Any = value
+            parts, settings = of_kind.__tensor_flatten__()
+            inner = {part: getattr(value, part) for part in parts}
+            content = {"kind": type(value).__name__, "parts": inner, "settings": list(settings)}
+            return {"quantized": _encoded(content, name, at, tensors)}
         case np.ndarray() if value.dtype.kind in "biuf":
             return {"array": [value.dtype.str, list(value.shape), value.reshape(-1).tolist()]}
         case np.generic() if value.dtype.kind in "biuf":
@@ -171,6 +181,10 @@ def _decoded(found: object, tensor: Callable[[str], torch.Tensor]) -> object:
         case "array":
             dtype, shape, values = content
             return np.array(values, dtype=np.dtype(dtype)).reshape(shape)
+        case "quantized":
+            state: Any = _decoded(content, tensor)
+            quantized = getattr(import_module(QUANTIZED_STATES[state["kind"]]), state["kind"])
+            return quantized.__tensor_unflatten__(state["parts"], state["settings"])
         case "dtype":
             return _named_dtype(content)
         case "tuple":
@@ -292,9 +306,10 @@ def put_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
         if len(theirs["params"]) != len(ours["params"]):
             raise ValueError(f"{len(theirs['params'])} weights in a group, this optimizer has {len(ours['params'])}")
     order = [number for group in saved["param_groups"] for number in group["params"]]
+    lower = {number for group in saved["param_groups"] if "rank" in group for number in group["params"]}  # GaLore's
     for number, weight in zip(order, weights, strict=True):
         for name, value in saved["state"].get(number, {}).items():
-            if name in OF_WEIGHTS_SHAPE and value is not None and value.shape != weight.shape:
+            if number not in lower and name in OF_WEIGHTS_SHAPE and value is not None and value.shape != weight.shape:
                 there, here = tuple(value.shape), tuple(weight.shape)
                 raise ValueError(f"{name} of weight {number} has {there}, the weight {here}")
     plain.load_state_dict(saved)
@@ -319,7 +334,8 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any], order:
 
 
 def _settings(group: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    # "step" is no setting: some optimizers count their updates there, from the first one on
+    return {name: value for name, value in group.items() if name not in ("params", "param_names", "step")}
 
 
 def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -1,0 +1,191 @@
+"""Optimizers that torch has no class for: two kinds of update in one, one block of weights at a time, updates during
+the backward pass; and the states of other packages' optimizers as plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+Group = dict[str, Any]
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for hidden matrices and AdamW for other weights, both torch's own, with one list of groups and one state.
+
+    Muon is defined for matrices alone; its authors leave embeddings and the output layer to AdamW
+    (https://kellerjordan.github.io/posts/muon/).
+    """
+
+    def __init__(
+        self, hidden: list[Group], others: list[Group], *, muon: Mapping[str, Any], adamw: Mapping[str, Any]
+    ) -> None:
+        self._parts: dict[str, torch.optim.Optimizer] = {
+            "muon": torch.optim.Muon(hidden, **muon),
+            "adamw": torch.optim.AdamW(others, **adamw),
+        }
+        groups = [{**group, "kind": kind} for kind, part in self._parts.items() for group in part.param_groups]
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Both updates. A closure is not called."""
+        for kind, part in self._parts.items():
+            part.param_groups = [group for group in self.param_groups if group["kind"] == kind]
+            part.state = self.state
+            part.step()
+
+
+class BlockAdamW(torch.optim.AdamW):
+    """AdamW on one block of weights, then on the next (BAdam, arXiv:2404.02827): all others need neither gradients nor
+    states. States begin anew with each block.
+
+    ``blocks``: of each, its groups. After ``switch_every`` updates comes the next, in ``switch_mode`` order: ``random``
+    goes through all of them in an order of its own each time, which ``seed`` decides. The number of updates is kept in
+    the groups, so that a state that is loaded goes on with the same block.
+    """
+
+    def __init__(
+        self, blocks: Sequence[list[Group]], *, switch_every: int, switch_mode: str, seed: int, **settings: Any
+    ) -> None:
+        self.num_blocks, self.switch_every, self.switch_mode, self.seed = len(blocks), switch_every, switch_mode, seed
+        groups = [{**group, "block": number, "updates": 0} for number, block in enumerate(blocks) for group in block]
+        super().__init__(groups, **settings)
+        self.register_load_state_dict_post_hook(lambda _: self._activate())
+        self._activate()
+
+    @property
+    def block(self) -> int:
+        """The number of the block that the next update changes."""
+        done, place = divmod(int(self.param_groups[0]["updates"]) // self.switch_every, self.num_blocks)
+        match self.switch_mode:
+            case "ascending":
+                return place
+            case "descending":
+                return self.num_blocks - 1 - place
+            case "random":
+                return int(np.random.default_rng([self.seed, done]).permutation(self.num_blocks)[place])
+            case _:
+                raise AssertionError(self.switch_mode)
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the block, and go to the next when it is time."""
+        loss = super().step(closure)
+        before = self.block
+        for group in self.param_groups:
+            group["updates"] += 1
+        if self.block != before:
+            self._activate()
+        return loss
+
+    def _activate(self) -> None:
+        active = self.block
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.requires_grad_(group["block"] == active)
+                if group["block"] != active:
+                    weight.grad = None
+                    self.state.pop(weight, None)
+
+
+class BackwardUpdates:
+    """Updates during the backward pass: each weight is changed as soon as its gradient is there, and the gradient's
+    memory is given back (LOMO, arXiv:2306.09782).
+
+    The norm of the whole gradient is known only when no part of it is left. So where gradients are clipped a pass
+    before measures the norm and changes nothing. ``waiting`` is the backward pass that `update` is to do, ``norm`` what
+    was measured for it.
+    """
+
+    def __init__(self, model: nn.Module, step: Callable[[], None]) -> None:
+        self.waiting: Callable[[], None] | None = None
+        self.norm: torch.Tensor | None = None
+        self._step, self._is_measuring, self._scale = step, False, 1.0
+        self._squares: list[torch.Tensor] = []
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self._take)
+
+    def measure(self, backward: Callable[[], None]) -> None:
+        """Find the norm of the gradient by a backward pass that changes nothing."""
+        self._is_measuring = True
+        try:
+            backward()
+        finally:
+            self._is_measuring = False
+        self.norm = self._drained()
+
+    def update(self, limit: float) -> torch.Tensor:
+        """Change all weights, by gradients that are scaled down to ``limit`` if their norm was measured and is higher.
+        Gives the norm of the gradient as it was."""
+        assert self.waiting is not None
+        self._scale = 1.0 if self.norm is None else min(1.0, limit / (float(self.norm) + 1e-6))
+        self.waiting()
+        self.waiting = self.norm = None
+        return self._drained()
+
+    def _drained(self) -> torch.Tensor:
+        norm = torch.stack(self._squares).sum().sqrt() if self._squares else torch.zeros(())
+        self._squares.clear()
+        return norm
+
+    def _take(self, weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        square = weight.grad.float().square().sum()
+        self._squares.append(square)
+        if not self._is_measuring and bool(torch.isfinite(square)):  # else the trainer stops the run by the norm
+            if self._scale != 1.0:
+                weight.grad.mul_(self._scale)
+            self._step()
+        weight.grad = None
+
+
+# ---------------------------------------------------------------------------------------------------- states as data
+
+_PROJECTORS = {
+    "galore_torch": ("galore_torch.galore_projector", "GaLoreProjector"),
+    "random": ("apollo_torch.random_projector", "GradientProjector"),
+    "svd": ("apollo_torch.svd_projector", "GaLoreProjector"),
+}
+
+
+def tell_projectors(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer's state say what its projectors are in plain data, and take such a state.
+
+    GaLore and APOLLO keep an object for each weight, which holds the matrix that gradients are projected by.
+    """
+    optimizer.register_state_dict_post_hook(_with_data)
+    optimizer.register_load_state_dict_post_hook(_with_projectors)
+
+
+def _with_data(_: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+    # the dicts of single weights are those of the optimizer itself
+    state = {
+        number: {name: _plain(value) if name == "projector" else value for name, value in values.items()}
+        for number, values in found["state"].items()
+    }
+    return {**found, "state": state}
+
+
+def _plain(projector: object) -> dict[str, Any]:
+    # torch cannot load texts inside of a state; the only one stands in the group, too
+    return {name: value for name, value in vars(projector).items() if not isinstance(value, str)}
+
+
+def _with_projectors(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if "rank" not in group:
+            continue
+        package, name = _PROJECTORS[group.get("proj", "galore_torch")]
+        kind = getattr(import_module(package), name)
+        for weight in group["params"]:
+            values = optimizer.state.get(weight, {})
+            if isinstance(values.get("projector"), dict):
+                projector = kind(group["rank"], proj_type=group["proj_type"])
+                vars(projector).update(values["projector"])
+                values["projector"] = projector

@@ -1,0 +1,323 @@
+"""Every optimizer learns, goes on from its saved state to the last bit, and reads the settings that its row lists."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_runs import TINY, make_config, make_data, make_segments
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from luthier.config.loading import load_config_text
+from luthier.config.machine import is_installed
+from luthier.config.optimizers import OPTIMIZERS, optimizer_table
+from luthier.config.schema import TrainConfig
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import CheckpointError, ConfigError
+from luthier.models.adapters import decoder_layers
+from luthier.presets import model_folder
+from luthier.training.arguments import training_arguments
+from luthier.training.fit import fit_data
+from luthier.training.folder.state import optimizer_state, put_optimizer_state, read_state, write_state
+from luthier.training.optimizer import make_optimizer
+from luthier.training.report.result import RunResult
+from luthier.training.updates import BackwardUpdates
+
+ELSEWHERE = {"adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"}
+ON_GPU_ALONE = {"galore_adamw_8bit", "galore_adamw_8bit_layerwise"}
+OURS = {"muon", "badam", "adam_mini", "lomo", "adalomo"}  # made here, as those of GaLore and APOLLO
+HERE = [name for name in OPTIMIZERS if name not in ELSEWHERE | ON_GPU_ALONE]
+THEIRS = [name for name in HERE if name not in OURS and not name.startswith(("galore", "apollo"))]
+DATA = make_data(make_segments(4))
+FAST = {"sgd": 0.5, "lomo": 0.5, "schedule_free_sgd": 2.0, "adagrad": 1e-2, "adalomo": 1e-1}
+SLOW = {"schedule_free_radam": 12}  # it waits for a few steps before it changes a weight
+Run = Callable[..., RunResult]
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these packages have to say of a CPU and of themselves
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Any:
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its updates, which takes longer than a run
+        yield
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer: Tokenizer) -> Run:
+    def train(optim: str, *, folder: str = "run", **changes: Any) -> RunResult:
+        changes = {"train__learning_rate": FAST.get(optim, 1e-2), "train__lr_scheduler_type": "constant", **changes}
+        config = make_config(tmp_path / folder, train__optim=optim, train__per_device_train_batch_size=4, **changes)
+        return fit_data(config, tokenizer, DATA)
+
+    return train
+
+
+def _require(optim: str) -> None:
+    for module, package in OPTIMIZERS[optim].needs:
+        if not is_installed(module):
+            pytest.skip(f"{package} is not installed")
+
+
+def _model(**sizes: Any) -> Any:
+    """The matrices are as large as states of 8 bits want them."""
+    torch.manual_seed(1)
+    sizes = {**TINY, "vocab_size": 256, "pad_token_id": 0, "intermediate_size": 128, **sizes}
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder("tiny-qwen3"), **sizes))
+
+
+def _made(model: Any, optim: str, **settings: Any) -> Any:
+    train = TrainConfig(optim=optim, learning_rate=1e-2, weight_decay=0.1, optim_args=settings)
+    config = make_config(Path("nowhere"), train=train.model_dump())
+    arguments = training_arguments(config, max_steps=4, evaluates=False, evaluates_first=False)
+    optimizer: Any = make_optimizer(model, arguments, config)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return optimizer
+
+
+def _steps(model: Any, optimizer: Any, numbers: range) -> None:
+    for number in numbers:
+        ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(number))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------------------------------------------------- all
+
+
+@pytest.mark.parametrize("optim", HERE)
+def test_every_optimizer_learns(run: Run, optim: str) -> None:
+    _require(optim)
+    result = run(optim, train__max_steps=SLOW.get(optim, 6))
+    assert result.steps[-1].loss < 0.97 * result.steps[0].loss
+    assert all(step.grad_norm is not None and step.grad_norm > 0 for step in result.steps)
+
+
+def _described(optimizer: Any) -> tuple[Any, ...]:
+    """Class, settings, and which weights of the model are in which group."""
+    return type(optimizer), [
+        ({name: value for name, value in group.items() if name != "params"}, [id(weight) for weight in group["params"]])
+        for group in optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("optim", THEIRS)
+def test_what_transformers_makes_is_made_as_its_trainer_does(tmp_path: Path, optim: str) -> None:
+    _require(optim)
+    config = make_config(tmp_path, train__optim=optim, train__weight_decay=0.1)
+    arguments = training_arguments(config, max_steps=4, evaluates=False, evaluates_first=False)
+    model = _model()
+    theirs = transformers.Trainer(model, arguments).create_optimizer()
+    if optim == "stable_adamw":
+        theirs.param_groups = [{**group, "triton": False} for group in theirs.param_groups]
+    ours = make_optimizer(model, arguments, config)
+    assert _described(ours) == _described(theirs)
+
+
+@pytest.mark.parametrize("optim", HERE)
+def test_a_saved_state_goes_on_to_the_last_bit_or_is_refused(tmp_path: Path, optim: str) -> None:
+    _require(optim)
+    whole, optimizer = _model(), None
+    optimizer = _made(whole, optim, **({"switch_every": 2} if optim == "badam" else {}))
+    _steps(whole, optimizer, range(3))
+    if optim == "grokadamw":  # it keeps its state in its settings, under the weights themselves
+        with pytest.raises(CheckpointError):
+            write_state(tmp_path, "optimizer", optimizer_state(optimizer, None, sharded=False, keep=True))
+        return
+    two_points = hasattr(optimizer, "eval")
+    trained = [weight.detach().clone() for group in optimizer.param_groups for weight in group["params"]]
+    state = optimizer_state(optimizer, trained if two_points else None, sharded=False, keep=True)
+    write_state(tmp_path, "optimizer", state)
+    resumed = copy.deepcopy(whole)
+    again = _made(resumed.requires_grad_(True), optim, **({"switch_every": 2} if optim == "badam" else {}))
+    put_optimizer_state(again, read_state(tmp_path, "optimizer"))
+    _steps(whole, optimizer, range(3, 6))
+    _steps(resumed, again, range(3, 6))
+    for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+OTHER = {float: 0.5, bool: True, int: 3}
+
+
+@pytest.mark.parametrize("optim", [name for name in HERE if OPTIMIZERS[name].settings])
+def test_every_setting_of_the_row_changes_the_optimizer(optim: str) -> None:
+    _require(optim)
+    model = _model()
+    usual = _described_wholly(_made(model, optim))
+    for name, default in OPTIMIZERS[optim].settings.items():
+        match default:
+            case tuple():
+                other: Any = default[-1]
+            case type():
+                other = OTHER[default]
+            case bool():
+                other = not default
+            case _:
+                other = default / 2 or 0.5
+                other = type(default)(other)
+        more = {"momentum": 0.5} if name == "nesterov" else {}
+        model.requires_grad_(True)
+        assert _described_wholly(_made(model, optim, **more, **{name: other})) != usual, name
+
+
+def _described_wholly(optimizer: Any) -> Any:
+    own = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float | str | bool)}
+    return _described(optimizer), own
+
+
+# ------------------------------------------------------------------------------------------------------------ muon
+
+
+def test_muon_updates_hidden_matrices_and_adamw_all_other_weights_as_torch_does() -> None:
+    model, expected = _model(), _model()
+    hidden = [
+        weight for name, weight in expected.named_parameters() if weight.dim() == 2 and "embed" not in name
+    ]  # the output layer is the embedding
+    rest = [weight for weight in expected.parameters() if not any(weight is each for each in hidden)]
+    ids = {id(weight) for weight in hidden}
+    by_hand = [
+        torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([weight for weight in rest if weight.dim() == 2], lr=1e-2, weight_decay=0.1),
+        torch.optim.AdamW([weight for weight in rest if weight.dim() == 1], lr=1e-2, weight_decay=0.0),
+    ]
+    assert len(ids) == 14  # seven in each of two layers
+
+    class Three:
+        def step(self) -> None:
+            for each in by_hand:
+                each.step()
+
+        def zero_grad(self) -> None:
+            expected.zero_grad()
+
+    _steps(model, _made(model, "muon"), range(3))
+    _steps(expected, Three(), range(3))
+    for (name, one), other in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.equal(one, other[1]), name
+
+
+def test_the_output_layer_of_an_untied_model_is_not_muons() -> None:
+    model = _model(tie_word_embeddings=False)
+    optimizer = _made(model, "muon")
+    of_muon = {id(weight) for group in optimizer.param_groups if group["kind"] == "muon" for weight in group["params"]}
+    assert id(model.lm_head.weight) not in of_muon and id(model.model.layers[0].mlp.up_proj.weight) in of_muon
+
+
+# ----------------------------------------------------------------------------------------------------------- badam
+
+
+def test_badam_trains_one_layer_at_a_time_as_adamw_that_begins_anew() -> None:
+    model, expected = _model(), _model()
+    optimizer = _made(model, "badam", switch_every=2, switch_mode="descending")
+    first, second = (list(layer.parameters()) for layer in decoder_layers(expected) or ())
+    for steps, weights in ((range(2), second), (range(2, 4), first), (range(4, 6), second)):
+        groups = [
+            {"params": [weight for weight in weights if weight.dim() == 2], "weight_decay": 0.1},
+            {"params": [weight for weight in weights if weight.dim() == 1], "weight_decay": 0.0},
+        ]
+        _steps(model, optimizer, steps)
+        _steps(expected, torch.optim.AdamW(groups, lr=1e-2), steps)
+        expected.zero_grad()
+    for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert [weight.requires_grad for weight in model.model.layers[0].parameters()] == [True] * 11
+    assert not any(weight.requires_grad for weight in model.model.layers[1].parameters())
+
+
+def test_badam_trains_the_rest_as_a_block_of_its_own_where_that_is_asked_for() -> None:
+    model = _model()
+    before = model.model.embed_tokens.weight.clone()
+    _steps(model, _made(model, "badam", switch_every=1, ends=True), range(3))
+    assert not torch.equal(before, model.model.embed_tokens.weight)
+
+
+# ------------------------------------------------------------------------------------------- in the backward pass
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+def test_updates_in_the_backward_pass_are_those_after_it(run: Run, limit: float) -> None:
+    """The norm is that of the whole gradient, before clipping; no micro-batch is computed twice for it without need."""
+    after = run("sgd", folder="after", train__max_grad_norm=limit, train__gradient_checkpointing=True)
+    during = run("lomo", folder="during", train__max_grad_norm=limit, train__gradient_checkpointing=True)
+    assert [step.loss for step in during.steps] == pytest.approx([step.loss for step in after.steps], rel=1e-6)
+    norms = [step.grad_norm for step in after.steps]
+    assert [step.grad_norm for step in during.steps] == pytest.approx(norms, rel=1e-5)
+    assert limit == 0.0 or any(norm is not None and norm > limit for norm in norms)
+
+
+@pytest.mark.parametrize("optim", ["lomo", "adalomo"])
+def test_updates_in_the_backward_pass_are_those_of_their_authors(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = pytest.importorskip("lomo_optim")
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)  # AdaLomo puts its states on a GPU
+    expected, model = _model(), _model()
+    kind = theirs.AdaLomo if optim == "adalomo" else theirs.Lomo
+    by_authors = kind(expected, lr=1e-2)
+    optimizer = _made(model, optim)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    updates = BackwardUpdates(model, optimizer.step)
+    for number in range(3):
+        ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(number))
+        updates.waiting = model(input_ids=ids, labels=ids).loss.backward
+        updates.update(torch.inf)
+        by_authors.fused_backward(expected(input_ids=ids, labels=ids).loss, 1e-2)
+    for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7, msg=name)
+        assert one.grad is None
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight_in_the_backward_pass() -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    before = model.weight.detach().clone()
+    updates = BackwardUpdates(model, torch.optim.SGD(model.parameters(), lr=1.0).step)
+    updates.waiting = (model(torch.ones(1, 2)) * torch.inf).sum().backward
+    assert not torch.isfinite(updates.update(torch.inf))
+    assert torch.equal(model.weight, before)
+
+
+# -------------------------------------------------------------------------------------------------------- settings
+
+GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills#20}\n"
+
+
+@pytest.mark.parametrize(
+    ("train", "adapter", "key"),
+    [
+        ("{optim: muon, optim_args: {momentun: 0.9}}", "full", "train.optim_args.momentun"),
+        ("{optim: galore_adamw, optim_args: 'rank=0'}", "full", "train.optim_args.rank"),
+        ("{optim: galore_adamw, optim_args: {proj_type: up}}", "full", "train.optim_args.proj_type"),
+        ("{optim: adamw_torch, optim_args: {rank: 8}}", "full", "train.optim_args.rank"),
+        ("{optim: muon, optim_args: {nesterov: 1}}", "full", "train.optim_args.nesterov"),
+        ("{optim: muon, optim_args: 'momentum'}", "full", "train.optim_args"),
+        ("{optim: lomo, gradient_accumulation_steps: 2}", "full", "train.gradient_accumulation_steps"),
+        ("{optim: galore_adamw_layerwise, tokens_per_step: 64}", "full", "train.tokens_per_step"),
+        ("{optim: adalomo, precision: fp16}", "full", "train.precision"),
+        ("{optim: badam}", "lora", "train.optim"),
+        ("{optim: galore_adamw}", "oft", "train.optim"),
+    ],
+)
+def test_what_an_optimizer_cannot_do_is_refused_at_its_key(train: str, adapter: str, key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config_text(f"{GOOD}train: {train}\nadapter: {adapter}\n")
+    (problem,) = raised.value.problems
+    assert (problem.key, problem.where.rpartition(":")[2]) == (key, "3")
+
+
+def test_settings_are_written_as_a_mapping_or_as_other_tools_write_them() -> None:
+    asked = [
+        load_config_text(f"{GOOD}train: {{optim: galore_adamw, optim_args: {args}}}\n").train.optim_args
+        for args in ("{rank: 16, scale: 0.5, proj_type: right}", "'rank=16, scale=0.5, proj_type=right'")
+    ]
+    assert asked[0] == asked[1] == {"rank": 16, "scale": 0.5, "proj_type": "right"}
+
+
+def test_the_page_has_every_optimizer_with_what_it_reads() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
+    assert optimizer_table() in page.read_text(encoding="utf-8"), "run `make docs`"
