@@ -13,17 +13,21 @@ from luthier.config.words import known_keys
 from luthier.errors import Problem
 
 _PARTS = frozenset({"train_parts"})
-_SHARED = _PARTS | {"target_modules", "modules_to_save", "name_or_path", "merge"}
-_LORA = frozenset(
-    {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "loraplus_lr_ratio"}
-)
+_MERGED = frozenset({"merge_first"})
+_SHARED = _PARTS | _MERGED | {"target_modules", "modules_to_save", "name_or_path", "merge"}
+_VERA = frozenset({"r", "lora_dropout"})
+_LORA = _VERA | {
+    "lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "loraplus_lr_ratio", "target_parameters",
+    "rank_pattern", "alpha_pattern",
+}  # fmt: skip
 
 # A key that does not belong to the chosen type is an error: ``adapter: {r: 8}`` without a type would train all weights.
 KEYS_OF_TYPE: dict[AdapterType, frozenset[str]] = {
-    AdapterType.FULL: _PARTS,
-    AdapterType.FREEZE: frozenset({"freeze_trainable_layers", "freeze_trainable_modules"}),
+    AdapterType.FULL: _PARTS | _MERGED,
+    AdapterType.FREEZE: _MERGED | {"freeze_trainable_layers", "freeze_trainable_modules"},
     AdapterType.LORA: _SHARED | _LORA,
     AdapterType.OFT: _SHARED | {"oft_block_size"},
+    AdapterType.VERA: _SHARED | _VERA,
 }
 
 # What an adapter that is gone on from has decided already, in its own adapter_config.json.
@@ -48,7 +52,7 @@ def _foreign_keys(draft: Draft) -> Iterator[Problem]:
     chosen = draft.config.adapter.type
     for name in known_keys(("adapter",)):
         node = get(draft.tree, ("adapter", name))
-        if name == "type" or name in KEYS_OF_TYPE[chosen] or node is None or plain(node) in (None, False, []):
+        if name == "type" or name in KEYS_OF_TYPE[chosen] or node is None or plain(node) in (None, False, [], {}):
             continue
         owners = [kind.value for kind in AdapterType if name in KEYS_OF_TYPE[kind]]
         what = f"this belongs to adapter.type {' or '.join(owners)}, and {draft.cite('adapter.type')} is {chosen}"

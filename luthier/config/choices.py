@@ -161,6 +161,12 @@ class AdapterType(StrEnum):
     FREEZE = "freeze"
     LORA = "lora"
     OFT = "oft"
+    VERA = "vera"
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether what is trained stands beside the model's own weights, in files of its own (PEFT)."""
+        return self not in (AdapterType.FULL, AdapterType.FREEZE)
 
 
 class ModelPart(StrEnum):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 from luthier.config.adapters import check_adapter, check_features
 from luthier.config.choices import (
-    AdapterType,
     MixtureBy,
     MixtureStop,
     Packing,
@@ -279,7 +278,7 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
     row, cited = OPTIMIZERS[train.optim], f"{draft.cite('train.optim')} is {train.optim}"
     for name, what, hint in row.faults(train.optim_args):
         yield draft.problem(f"train.optim_args.{name}", what, hint)
-    if row.whole_weights and adapter.type in (AdapterType.LORA, AdapterType.OFT):
+    if row.whole_weights and adapter.type.is_beside:
         what = f"{cited}, made for whole weights, and {draft.cite('adapter.type')} trains small matrices beside them"
         yield draft.problem("train.optim", what, "set train.optim: adamw_torch, or adapter.type: full")
     if not row.in_backward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from luthier.config.choices import AdapterType, Format, HeadKernel, Overflow, Packing, RowKind
+from luthier.config.choices import Format, HeadKernel, Overflow, Packing, RowKind
 from luthier.config.draft import Draft
 from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, ReferenceSource
 from luthier.errors import Problem
@@ -158,7 +158,7 @@ def _reference(draft: Draft) -> Iterator[Problem]:
         case ReferenceSource.AUTO | ReferenceSource.MODEL:
             return
         case ReferenceSource.BASE:
-            if adapter.type not in (AdapterType.LORA, AdapterType.OFT):
+            if not adapter.type.is_beside:
                 what = f"the base under an adapter, and {draft.cite('adapter.type')} is {adapter.type}, which has none"
                 hint = "set objective.reference: precomputed, or train an adapter"
                 yield draft.problem("objective.reference.source", what, hint)

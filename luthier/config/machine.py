@@ -52,6 +52,8 @@ def check_files(draft: Draft) -> list[Problem]:
     problems += _model(draft, "model.name_or_path", model.name_or_path)
     problems += _model(draft, "model.tokenizer_name_or_path", model.tokenizer_name_or_path)
     problems += _model(draft, "adapter.name_or_path", draft.config.adapter.name_or_path)
+    for index, name in enumerate(draft.config.adapter.merge_first):
+        problems += _model(draft, f"adapter.merge_first[{index}]", name)
     problems += _model(draft, "objective.reference.name_or_path", draft.config.objective.reference.name_or_path)
     problems += _adapter_for_model(draft, model.name_or_path)
     problems += _template(draft, draft.config.template.chat_template)

@@ -93,7 +93,8 @@ class AdapterConfig(Section):
     shorthand = "type"
 
     type: Annotated[AdapterType, as_enum(AdapterType)] = AdapterType.FULL
-    """``full``: all weights; ``freeze``: some layers; ``lora``, ``oft``: small matrices beside frozen weights."""
+    """``full``: all weights; ``freeze``: some layers; ``lora``, ``oft``: small matrices beside frozen weights;
+    ``vera``: two vectors for each weight, with random matrices that all weights share ([adapters.md](adapters.md))."""
     train_parts: Parts = [ModelPart.LANGUAGE_MODEL]
     """Of a model that sees or hears: ``language_model``, ``projector`` (what takes features to it), ``tower`` (what
     sees or hears). The others keep their weights; the matrices of LoRA and OFT stand in these parts only. ``freeze``
@@ -103,13 +104,20 @@ class AdapterConfig(Section):
     freeze_trainable_modules: Texts = []
     """``freeze``: patterns (``fnmatch`` on parameter names) of what is trained besides, such as ``*lm_head*``."""
     r: Size = 16
-    """Rank of LoRA's matrices."""
+    """Rank of LoRA's and VeRA's matrices; VeRA wants some hundreds."""
     lora_alpha: Positive | None = None
     """Scale of LoRA's update; default twice the rank."""
     lora_dropout: Share = 0.0
-    """Share of LoRA's inputs that is dropped in training."""
+    """Share of LoRA's and VeRA's inputs that is dropped in training."""
     target_modules: Texts = ["all-linear"]
     """``all-linear``, or patterns of module names."""
+    target_parameters: Texts = []
+    """LoRA on parameters that are in no linear layer of their own, such as the fused experts
+    ``mlp.experts.gate_up_proj``: ends of their names."""
+    rank_pattern: dict[NonEmpty, Size] = {}
+    """LoRA: another rank for modules whose names end so, such as ``{down_proj: 64}``."""
+    alpha_pattern: dict[NonEmpty, Positive] = {}
+    """LoRA: another ``lora_alpha`` for such modules."""
     modules_to_save: Texts = []
     """Modules trained in full and saved with the adapter, such as ``lm_head``."""
     use_rslora: bool = False
@@ -124,6 +132,8 @@ class AdapterConfig(Section):
     """``oft``: size of the orthogonal blocks."""
     name_or_path: NonEmpty | None = None
     """An existing adapter to go on from."""
+    merge_first: Texts = []
+    """Existing adapters that are merged into the model before, in this order; any that PEFT can merge."""
     merge: bool = False
     """Also save the model with the adapter merged in, in ``merged/``."""
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-import shutil
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from peft import LoraConfig, OFTConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from peft import (
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    VeraConfig,
+    get_peft_model,
+)
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
 from luthier.errors import ModelError
+from luthier.models.adapter_files import continue_adapter, quiet_peft
 from luthier.models.model import REWARD_HEAD
 from luthier.models.submodules import ModelParts, find_parts
 
@@ -29,8 +31,6 @@ _ALWAYS_TOLD = ("r", "lora_alpha")
 _TOLD_FIRST = ("peft_type", *_ALWAYS_TOLD, "target_modules")
 _NO_FACTS = ("base_model_name_or_path", "auto_mapping", "inference_mode", "peft_version", "revision", "task_type")
 ALL_LINEAR = "all-linear"
-_IS_OF_ADAPTER = re.compile(r"\.(lora|oft)_")  # not a module that is saved whole, nor an embedding beside the adapter
-MUTATING = ("pissa", "olora")  # initialisations that move a part of the base weights into the adapter
 
 
 def apply_adapter(
@@ -57,9 +57,9 @@ def apply_adapter(
         case AdapterType.FREEZE:
             _freeze(model, section)
             return model
-        case AdapterType.LORA | AdapterType.OFT:
+        case AdapterType.LORA | AdapterType.OFT | AdapterType.VERA:
             if section.name_or_path is not None:
-                return _continue_adapter(model, section, section.name_or_path)
+                return continue_adapter(model, section, section.name_or_path)
             return _new_adapter(model, section, parts, new_ids)
         case _:
             raise AssertionError(section.type)
@@ -125,60 +125,6 @@ def adapter_facts(model: nn.Module) -> dict[str, object]:
     return {**first, **dict(sorted(found.items()))}
 
 
-def mutates_base(section: AdapterConfig) -> bool:
-    """Whether the adapter's initialisation changed the base weights, so that saving needs a conversion."""
-    initial = section.init_lora_weights
-    return (
-        section.type is AdapterType.LORA
-        and section.name_or_path is None
-        and isinstance(initial, str)
-        and initial.startswith(MUTATING)
-    )
-
-
-def keep_initial_adapter(model: PeftModel, folder: Path) -> None:
-    """Save the adapter as it was initialised: `save_adapter` subtracts it again. For `mutates_base` only."""
-    settings = model.peft_config["default"]
-    named, settings.init_lora_weights = settings.init_lora_weights, True
-    model.save_pretrained(str(folder))
-    settings.init_lora_weights = named
-
-
-def saves_embeddings(model: PeftModel) -> bool | str:
-    """What PEFT calls ``save_embedding_layers``: a table that has grown is saved whole, unless the adapter has the rows
-    of new tokens by themselves."""
-    settings = model.peft_config[model.active_adapter]
-    return "auto" if getattr(settings, "trainable_token_indices", None) is None else False
-
-
-def save_adapter(
-    model: PeftModel, folder: Path, *, initial: Path | None = None, weights: dict[str, torch.Tensor] | None = None
-) -> None:
-    """Write the adapter in PEFT's format, loadable on the untouched base model.
-
-    With ``initial`` (PiSSA, OLoRA) it becomes a plain LoRA of twice the rank, since ``B A - B0 A0`` is what was learned
-    (Meng et al. 2024, appendix C of arXiv:2404.02948).
-    """
-    if initial is None:
-        model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=saves_embeddings(model))
-        return
-    settings = model.peft_config["default"]
-    before = (settings.init_lora_weights, settings.r, settings.lora_alpha)
-    # PEFT rewrites the settings of the folder it compares with, so it gets a copy; its name is to have no dots
-    scratch = folder / "initial_adapter"
-    shutil.copytree(initial, scratch, dirs_exist_ok=True)
-    try:
-        with _quiet_peft():
-            model.save_pretrained(
-                str(folder),
-                path_initial_model_for_weight_conversion=str(scratch),
-                save_embedding_layers=saves_embeddings(model),
-            )
-    finally:
-        settings.init_lora_weights, settings.r, settings.lora_alpha = before
-        shutil.rmtree(scratch)
-
-
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """The stack of decoder layers: the module list as long as the config says; None where there is none."""
     depth = model.config.get_text_config().num_hidden_layers
@@ -186,11 +132,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
     return None
-
-
-def merge_adapter(model: PeftModel) -> PreTrainedModel:
-    """The base model with the adapter added to its weights. The adapter is gone afterwards."""
-    return model.merge_and_unload(safe_merge=True)
 
 
 def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ratio: float) -> None:
@@ -272,24 +213,72 @@ def _new_adapter(
         "modules_to_save": list(section.modules_to_save) or None,
         "exclude_modules": parts.outside(model, section.train_parts),
     }
-    if section.type is AdapterType.OFT:
-        settings: PeftConfig = OFTConfig(r=0, oft_block_size=section.oft_block_size, **common)
-    else:
-        settings = LoraConfig(
-            r=section.r,
-            lora_alpha=section.lora_alpha if section.lora_alpha is not None else 2 * section.r,
-            lora_dropout=section.lora_dropout,
-            use_rslora=section.use_rslora,
-            use_dora=section.use_dora,
-            init_lora_weights=section.init_lora_weights,
-            trainable_token_indices=_trainable_rows(model, section, targets, new_ids) or None,
-            **common,
-        )
+    match section.type:
+        case AdapterType.OFT:
+            settings: PeftConfig = OFTConfig(r=0, oft_block_size=section.oft_block_size, **common)
+        case AdapterType.VERA:
+            if (outside := common.pop("exclude_modules")) is not None:  # it can only be told what to adapt
+                common["target_modules"] = _inside(model, targets, str(outside))
+            settings = VeraConfig(r=section.r, vera_dropout=section.lora_dropout, **common)
+        case _:
+            rows = _trainable_rows(model, section, targets, new_ids) or None
+            settings = _lora_config(model, section, trainable_token_indices=rows, **common)
     try:
-        with _quiet_peft():
-            return get_peft_model(model, settings)
+        with quiet_peft():
+            adapted = get_peft_model(model, settings)
+        _check_patterns(adapted, section)
+        return adapted
     except (ValueError, AssertionError) as error:  # ranks and block sizes that the layers do not allow
         raise ModelError(f"adapter.type {section.type}: {error}") from error
+
+
+def _inside(model: PreTrainedModel, targets: str | list[str], outside: str) -> list[str]:
+    """The full names of the targets that a regular expression leaves."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not any(module is end for end in ends)
+        and (targets == ALL_LINEAR or any(name == each or name.endswith(f".{each}") for each in targets))
+        and not re.fullmatch(outside, name)
+    ]
+
+
+def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: Any) -> LoraConfig:
+    names = [name for name, _ in model.named_parameters()]
+    for wanted in section.target_parameters:
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
+            raise ModelError(
+                f"adapter.target_parameters: the model has no parameter {wanted!r}",
+                hint=f"there are {', '.join(_collapse(names))}",
+            )
+    return LoraConfig(
+        r=section.r,
+        lora_alpha=section.lora_alpha if section.lora_alpha is not None else 2 * section.r,
+        lora_dropout=section.lora_dropout,
+        use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
+        init_lora_weights=section.init_lora_weights,
+        target_parameters=list(section.target_parameters) or None,
+        rank_pattern=dict(section.rank_pattern),
+        alpha_pattern=dict(section.alpha_pattern),
+        **common,
+    )
+
+
+def _check_patterns(adapted: PeftModel, section: AdapterConfig) -> None:
+    """Raise `ModelError` for a pattern of ranks or scales that is the end of no adapted module's name: PEFT passes it
+    over."""
+    tuner: Any = adapted.base_model
+    names = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(section, key):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+                raise ModelError(
+                    f"adapter.{key}: no module that is adapted has a name that ends with {pattern!r}",
+                    hint=f"there are {', '.join(_collapse(names))}",
+                )
 
 
 def _trainable_rows(
@@ -313,105 +302,6 @@ def _trainable_rows(
             )
         found[name] = list(new_ids)
     return found
-
-
-@contextmanager
-def _quiet_peft() -> Iterator[None]:
-    """Silence three warnings of PEFT: of a property that transformers has renamed, though both names say the same; of
-    mutated base weights, given while PEFT itself does the conversion that the warning advises; and of its own settings
-    for fused experts, which it applies, but looks for among modules only."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The following .*_pattern keys did not", category=RuntimeWarning)
-        warnings.filterwarnings("ignore", message=".* changes the base weights of the model", category=UserWarning)
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-        yield
-
-
-def check_existing(section: AdapterConfig, source: str) -> PeftConfig:
-    """The settings of an adapter to go on from; raises `ModelError` where none is there, or one of another type."""
-    try:
-        found = PeftConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"adapter.name_or_path {source!r} is not an adapter: {error}", hint="name a folder with adapter_config.json"
-        ) from error
-    kind = found.peft_type.value.lower()
-    if kind != section.type.value:
-        raise ModelError(
-            f"adapter.name_or_path {source!r} is of type {kind}, adapter.type is {section.type.value}",
-            hint=f"set adapter.type: {kind}",
-        )
-    return found
-
-
-def _continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str) -> PeftModel:
-    check_existing(section, source)
-    try:
-        with _quiet_peft():
-            adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"adapter.name_or_path {source!r} does not fit the model: {error}") from error
-    _check_fit(adapted, source)
-    return adapted
-
-
-def shape_existing(model: PreTrainedModel, section: AdapterConfig, source: str) -> PeftModel:
-    """The model with matrices of the sizes of an adapter's, and not its weights, which may be larger than the memory.
-
-    Raises `ModelError` where the adapter is missing, is of another type, or does not fit the model.
-    """
-    settings = check_existing(section, source)
-    settings.inference_mode, settings.base_model_name_or_path = False, None
-    if isinstance(settings, LoraConfig):
-        settings.init_lora_weights = True  # an initialisation that reads the weights has none to read
-    try:
-        with _quiet_peft():
-            adapted = get_peft_model(model, settings)
-    except (ValueError, AssertionError, RuntimeError) as error:
-        raise _misfit(source, str(error).splitlines()[0]) from error
-    _check_fit(adapted, source)
-    return adapted
-
-
-def _check_fit(adapted: PeftModel, source: str) -> None:
-    """Compare names and shapes of an adapter's file with those that the model wants; PEFT passes over what is left.
-
-    Raises `ModelError` for a matrix of another shape, one that is missing, or one that has no place in the model.
-    Adapters of the Hub, and those that are no safetensors file, are left to PEFT.
-    """
-    folder = Path(source).expanduser()
-    file = folder / SAFETENSORS_WEIGHTS_NAME
-    if not file.is_file():
-        if folder.is_dir() and not (folder / WEIGHTS_NAME).is_file():
-            raise _misfit(source, f"its weights, {SAFETENSORS_WEIGHTS_NAME}, are not there")
-        return
-    try:
-        with safe_open(file, framework="pt") as weights:
-            found = {name: list(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _misfit(source, f"{file.name} cannot be read: {error}") from error
-    with _quiet_peft():
-        state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    wanted = {name: list(weight.shape) for name, weight in state.items()}
-    for name in sorted(wanted.keys() & found.keys()):
-        if found[name] != wanted[name]:
-            raise _misfit(source, f"{name} is {found[name]}, and the model wants {wanted[name]}")
-    missing = sorted(name for name in wanted.keys() - found.keys() if _IS_OF_ADAPTER.search(name))
-    homeless = sorted(name for name in found.keys() - wanted.keys() if _IS_OF_ADAPTER.search(name))
-    for names, of, what in (
-        (homeless, found, "have no place in the model"),
-        (missing, wanted, "that the model wants are not in it"),
-    ):
-        if names:
-            raise _misfit(source, f"{len(names)} of {len(of)} matrices {what}, the first: {names[0]}")
-
-
-def _misfit(source: str, why: str) -> ModelError:
-    return ModelError(
-        f"adapter.name_or_path {source!r} does not fit the model: {why}",
-        hint="name the model that the adapter was trained on in model.name_or_path (base_model_name_or_path in its "
-        "adapter_config.json), or another adapter",
-    )
 
 
 def _linear_modules(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> list[str]:

@@ -23,7 +23,7 @@ from transformers.conversion_mapping import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from luthier.config.objective import OBJECTIVES
-from luthier.config.schema import AdapterType, ModelConfig, RunConfig
+from luthier.config.schema import ModelConfig, RunConfig
 from luthier.errors import ModelError
 from luthier.media.families.family import Attention
 from luthier.models.attention import SEGMENTS, register_attention
@@ -236,7 +236,7 @@ def _dtype(config: RunConfig, model_config: PretrainedConfig, notes: list[str]) 
     asked = config.model.dtype
     if asked != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[asked]
-    if config.adapter.type in (AdapterType.FULL, AdapterType.FREEZE):
+    if not config.adapter.type.is_beside:
         notes.append("weights in float32: the optimizer's updates are too small for 16 bits")
         return torch.float32
     stored = model_config.dtype

@@ -30,7 +30,8 @@ from transformers import PreTrainedModel
 
 from luthier.config.schema import Sharding
 from luthier.errors import CheckpointError, ModelError, UserError
-from luthier.models.adapters import decoder_layers, saves_embeddings
+from luthier.models.adapter_files import saves_embeddings
+from luthier.models.adapters import decoder_layers
 from luthier.models.submodules import is_multimodal
 
 # What accelerate's launcher sets where somebody else is to divide the work; none of it is followed here.

@@ -11,11 +11,11 @@ from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from luthier.collation import CollateSettings, MediaInputs
-from luthier.config.schema import AdapterType, RunConfig, Strategy
+from luthier.config.schema import RunConfig, Strategy
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.plan import StreamPlan
 from luthier.loader.run_settings import eval_settings, media_of, shares_prompts, units_of
-from luthier.models import adapters
+from luthier.models import adapter_files, adapters
 from luthier.models.model import LoadedModel, load_model
 from luthier.models.sharding import give_up_gathered, place, unsharded_class
 from luthier.models.submodules import text_attention
@@ -84,13 +84,16 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Even
     for note in _standing_notes(config, loaded):
         tell(Note(text=f"model: {note}"))
     use_cache = bool(loaded.model.config.get_text_config().use_cache)
-    is_adapter = config.adapter.type in (AdapterType.LORA, AdapterType.OFT)
-    if is_adapter and loaded.random_weights:
+    is_adapter = config.adapter.type.is_beside
+    merged = config.adapter.merge_first
+    loaded = replace(loaded, model=adapter_files.merge_first(loaded.model, config.adapter))
+    if is_adapter and (loaded.random_weights or merged):
         base = (config.output.dir / BASE_FOLDER).resolve()
         if world.is_main:
             artifacts.save_model(loaded.model, base, tokenizer)
         loaded.model.name_or_path = str(base)  # what the adapter will name as its base
-        tell(Note(text=f"model: the random base weights are saved in {BASE_FOLDER}/, for the adapter to be used with"))
+        what = f"with {len(merged)} adapters merged" if merged else "of random weights"
+        tell(Note(text=f"model: the base {what} is saved in {BASE_FOLDER}/, for the adapter to be used with"))
     loaded.model.config.get_text_config().use_cache = False  # from here on: a cache would be a graph for each layer
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
@@ -100,10 +103,10 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Even
     if left := adapters.parts_left_out(loaded.model, config.adapter):
         tell(Note(text=f"model: {' and '.join(left)} keep their weights; adapter.train_parts names what is trained"))
     initial = None
-    if adapters.mutates_base(config.adapter) and isinstance(model, PeftModel):
+    if adapter_files.mutates_base(config.adapter) and isinstance(model, PeftModel):
         initial = config.output.dir / run_folder.INITIAL_ADAPTER
         if world.is_main:
-            adapters.keep_initial_adapter(model, initial)
+            adapter_files.keep_initial_adapter(model, initial)
     total, trainable = adapters.count_parameters(model)
     tell(Note(text=f"model: {trainable:,} of {total:,} parameters are trained ({trainable / total:.2%})"))
     return RunModel(

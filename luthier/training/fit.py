@@ -24,7 +24,7 @@ from luthier.loader.feed import FeedReader
 from luthier.loader.run_settings import media_of
 from luthier.loader.stream_state import LoaderState
 from luthier.media.families.family import PackingSupport
-from luthier.models import adapters
+from luthier.models import adapter_files
 from luthier.models.model import run_device
 from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
 from luthier.models.submodules import decoder_family
@@ -326,7 +326,7 @@ def _save(run: Run) -> None:
     with replacing(folder / run_folder.MODEL_FOLDER) as staging:
         run.run_model.save(staging, run.tokenizer, weights)
     if run.config.adapter.merge and isinstance(run.run_model.model, PeftModel):
-        merged = adapters.merge_adapter(run.run_model.model)
+        merged = adapter_files.merge_adapter(run.run_model.model)
         merged.config.get_text_config().use_cache = run.run_model.use_cache
         with replacing(folder / run_folder.MERGED_FOLDER) as staging:
             artifacts.save_model(merged, staging, run.tokenizer)

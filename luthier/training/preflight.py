@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,8 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, SourceError, UserError
 from luthier.loader.run_settings import media_of, mixture_of
 from luthier.media import MediaSource
-from luthier.models.adapters import apply_adapter, shape_existing
+from luthier.models.adapter_files import check_mergeable, shape_existing
+from luthier.models.adapters import apply_adapter
 from luthier.models.compiled import compilable_layers
 from luthier.models.model import build_weightless, check_choices, run_device
 from luthier.models.routers import balanced_routers
@@ -293,6 +295,9 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
     if config.media.cache is not MediaCache.NONE:
         media = media_of(config, tokenizer.files.folder)
         yield from _told(draft, "media.cache", lambda: readable_media(media, model))
+    for index, first in enumerate(config.adapter.merge_first):
+        key = f"adapter.merge_first[{index}]"
+        yield from _told(draft, key, partial(check_mergeable, model, first, key))
     adapted: list[PreTrainedModel | PeftModel] = []
     if (existing := config.adapter.name_or_path) is not None:
         shaped = lambda: adapted.append(shape_existing(model, config.adapter, existing))  # noqa: E731

@@ -286,6 +286,7 @@ def test_every_adapter_key_belongs_to_a_type_and_is_refused_for_the_others() -> 
     owned_by = {
         AdapterType.LORA: {"r", "use_dora", "target_modules", "merge"},
         AdapterType.OFT: {"oft_block_size", "target_modules", "merge"},
+        AdapterType.VERA: {"r", "target_modules", "merge"},
     }
     for kind, (key, value) in itertools.product(AdapterType, values.items()):
         owned = key in owned_by.get(kind, set())
@@ -309,11 +310,12 @@ VALUES = {
     "train_parts": "[language_model]",
     "r": "16", "lora_alpha": "8", "lora_dropout": "0.0", "target_modules": "[q_proj]",
     "modules_to_save": "[lm_head]", "use_rslora": "false", "use_dora": "false", "init_lora_weights": "true",
-    "oft_block_size": "32", "loraplus_lr_ratio": "16", "merge": "true",
+    "oft_block_size": "32", "loraplus_lr_ratio": "16", "merge": "true", "target_parameters": "[experts.down_proj]",
+    "rank_pattern": "{q_proj: 4}", "alpha_pattern": "{q_proj: 4}", "merge_first": "[x]",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["lora", "oft"])
+@pytest.mark.parametrize("kind", ["lora", "oft", "vera"])
 @pytest.mark.parametrize("name", VALUES)
 def test_beside_an_adapter_that_is_there_a_key_decides_something_or_is_refused_where_it_stands(
     kind: str, name: str
@@ -321,7 +323,7 @@ def test_beside_an_adapter_that_is_there_a_key_decides_something_or_is_refused_w
     of_type = name in KEYS_OF_TYPE[AdapterType(kind)]
     alone = told(f"adapter:\n  type: {kind}\n  {name}: {VALUES[name]}")
     beside = told(f"adapter:\n  type: {kind}\n  name_or_path: x\n  {name}: {VALUES[name]}")
-    if name in ("merge", "loraplus_lr_ratio") and of_type:
+    if name in ("merge", "merge_first", "loraplus_lr_ratio") and of_type:
         assert alone == beside == []
     elif of_type:
         assert alone == [] and len(beside) == 1
@@ -330,7 +332,7 @@ def test_beside_an_adapter_that_is_there_a_key_decides_something_or_is_refused_w
 
 
 def test_every_key_of_the_adapter_is_in_force_or_decided_before() -> None:
-    for kind in (AdapterType.LORA, AdapterType.OFT):
+    for kind in (each for each in AdapterType if each.is_beside):
         keys = keys_in_force(AdapterConfig(type=kind, name_or_path="x"))
         assert keys | DECIDED_BEFORE >= KEYS_OF_TYPE[kind] and not keys & DECIDED_BEFORE
 

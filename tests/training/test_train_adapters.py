@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
+from tiny_models import MODELS
 from tiny_runs import make_config, make_data, make_segments
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from luthier.config.schema import AdapterConfig, AdapterType
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
-from luthier.models import adapters
+from luthier.models import adapter_files, adapters
 from luthier.training import fit as fit_module
 from luthier.training.fit import fit_data
 from luthier.training.report.result import RunResult
@@ -94,7 +95,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olora": {"init_lora_weights": "olora"},
     "loraplus": {"loraplus_lr_ratio": 8.0},
     "saved_head": {"modules_to_save": ["lm_head"]},
+    "patterns": {"rank_pattern": {"q_proj": 8, r"layers\.1\.mlp\.up_proj": 2}, "alpha_pattern": {"q_proj": 32}},
     "oft": {"type": "oft", "oft_block_size": 8},
+    "vera": {"type": "vera", "r": 64},
 }
 
 
@@ -111,7 +114,8 @@ def test_every_variant_learns_and_gives_the_same_logits_when_loaded_and_when_mer
         real(run)
 
     monkeypatch.setattr(fit_module, "_save", look)
-    keys = {"type": "lora", "r": 4, "merge": True, **VARIANTS[variant]}
+    keys = {"type": "lora", "merge": True, **VARIANTS[variant]}
+    keys |= {"r": 4} if keys["type"] == "lora" else {}
     untied = {"model__config_overrides": {**make_config(tmp_path).model.config_overrides, "tie_word_embeddings": False}}
     config = make_config(
         tmp_path,
@@ -181,6 +185,12 @@ def test_targets_are_suffixes_or_patterns() -> None:
         ({"target_modules": ["all-linear", "q_proj"]}, "stands alone"),
         ({"modules_to_save": ["head"]}, "no module 'head'"),
         ({"name_or_path": "nowhere/at/all"}, "is not an adapter"),
+        (
+            {"target_parameters": ["experts.up"]},
+            "no parameter 'experts.up'(.|\n)*model.layers.N.self_attn.q_proj.weight",
+        ),
+        ({"rank_pattern": {"q_porj": 8}}, "ends with 'q_porj'(.|\n)*model.layers.N.self_attn.q_proj"),
+        ({"alpha_pattern": {"lm_head": 8.0}}, "ends with 'lm_head'"),  # it is not adapted
     ],
 )
 def test_adapters_that_cannot_be_are_refused_with_the_names_there_are(keys: dict[str, Any], said: str) -> None:
@@ -198,3 +208,93 @@ def test_an_existing_adapter_is_gone_on_from(train: Train, tmp_path: Path) -> No
     assert again.model.trainable_parameters == first.model.trainable_parameters
     with pytest.raises(ModelError, match=r"is of type lora, adapter.type is oft"):
         train(DATA, folder="other", adapter__type="oft", adapter__name_or_path=adapter)
+
+
+def test_ranks_and_scales_by_pattern_are_those_of_peft() -> None:
+    keys = VARIANTS["patterns"]
+    model = adapters.apply_adapter(_model(), AdapterConfig(type=AdapterType.LORA, r=4, **keys))
+    layers = model.base_model.model.model.layers
+    assert [layers[1].self_attn.q_proj.r["default"], layers[1].self_attn.q_proj.scaling["default"]] == [8, 4.0]
+    assert [layer.mlp.up_proj.r["default"] for layer in layers] == [4, 2, 4]
+    assert layers[0].mlp.up_proj.scaling["default"] == 2.0
+
+
+# -------------------------------------------------------------------------------------------------------- experts
+
+
+def test_fused_experts_learn_beside_their_frozen_weights(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MODELS["qwen3_moe"]().config.save_pretrained(tmp_path / "moe")
+    keys = {"type": "lora", "r": 2, "target_modules": ["q_proj"], "merge": True}
+    keys["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = {"name_or_path": str(tmp_path / "moe"), "random_init": True, "config_overrides": {"vocab_size": 2048}}
+    config = make_config(tmp_path / "run", model=model, adapter=keys, train__max_steps=6, train__learning_rate=1e-2)
+    fit_data(config, tokenizer, DATA)
+    saved = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    learned = [name for name, tensor in saved.items() if "experts" in name and "lora_B" in name and tensor.any()]
+    assert len(learned) == 2 * result_layers(tmp_path / "run" / "base")
+    base = load_file(tmp_path / "run" / "base" / "model.safetensors")
+    merged = load_file(tmp_path / "run" / "merged" / "model.safetensors")
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed and all("experts" in name or "q_proj" in name for name in changed)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, whole(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+def result_layers(folder: Path) -> int:
+    count: int = AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers
+    return count
+
+
+# --------------------------------------------------------------------------------------------- merged before a run
+
+
+def test_adapters_are_merged_in_their_order_before_a_new_one_is_trained(
+    train: Train, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    base, names = tmp_path / "first" / "base", ["first", "second"]
+    fast = {"adapter__type": "lora", "adapter__r": 4, "train__learning_rate": 5e-2}
+    train(DATA, folder="first", **fast)
+    # the norms of DoRA make the order of two adapters matter
+    train(DATA, folder="second", model={"name_or_path": str(base)}, adapter__use_dora=True, **fast)
+    expected = {}
+    for order in (names, names[::-1]):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        for name in order:
+            model = PeftModel.from_pretrained(model, tmp_path / name / "model").merge_and_unload()
+        expected[order[0]] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    folders = [str(tmp_path / name / "model") for name in names]
+    keys = {"adapter__type": "lora", "adapter__merge_first": folders, "adapter__r": 2}
+    train(DATA, folder="third", model={"name_or_path": str(base)}, train__learning_rate=1e-2, **keys)
+    saved = load_file(tmp_path / "third" / "base" / "model.safetensors")
+    assert all(torch.equal(tensor, expected["first"][name]) for name, tensor in saved.items())
+    assert any(not torch.equal(tensor, expected["second"][name]) for name, tensor in saved.items())
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "third" / "model")
+    assert loaded.peft_config["default"].base_model_name_or_path == str((tmp_path / "third" / "base").resolve())
+
+
+def test_what_is_merged_first_is_trained_on_whole_too(train: Train, tmp_path: Path) -> None:
+    train(DATA, folder="first", adapter__type="lora", adapter__r=4, train__learning_rate=5e-2)
+    base, first = str(tmp_path / "first" / "base"), str(tmp_path / "first" / "model")
+    on = train(DATA, folder="on", model={"name_or_path": base}, adapter__type="lora", adapter__name_or_path=first)
+    whole = train(DATA, folder="whole", model={"name_or_path": base}, adapter__merge_first=[first])
+    assert whole.steps[0].loss == pytest.approx(on.steps[0].loss, rel=1e-5)
+    assert whole.model.trainable_parameters == whole.model.parameters
+    assert not (tmp_path / "whole" / "base").exists()  # a whole model needs none
+
+
+def test_what_cannot_be_merged_first_is_refused_with_its_place(tmp_path: Path) -> None:
+    model = _model()
+    for merge in (lambda: adapter_files.merge_first(model, AdapterConfig(merge_first=[str(tmp_path)])),
+                  lambda: adapter_files.check_mergeable(model, str(tmp_path), "adapter.merge_first[0]")):  # fmt: skip
+        with pytest.raises(ModelError, match=r"adapter\.merge_first\[0\]"):
+            merge()
+    other = adapters.apply_adapter(Qwen3ForCausalLM(Qwen3Config(**{**_model().config.to_dict(), "hidden_size": 64})),
+                                   AdapterConfig(type=AdapterType.LORA, r=4))  # fmt: skip
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelError, match=r"adapter\.merge_first\[0\](.|\n)*the model wants"):
+        adapter_files.check_mergeable(model, str(tmp_path / "other"), "adapter.merge_first[0]")
+    assert not any("lora" in name for name, _ in model.named_modules())

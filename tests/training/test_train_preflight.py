@@ -23,7 +23,8 @@ from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ConfigError, ModelError, Problem
-from luthier.models.adapters import apply_adapter, shape_existing
+from luthier.models.adapter_files import shape_existing
+from luthier.models.adapters import apply_adapter
 from luthier.models.model import build_weightless
 from luthier.models.vocabulary import Vocabulary
 from luthier.presets import model_folder

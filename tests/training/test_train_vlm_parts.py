@@ -18,7 +18,7 @@ from transformers import AutoModelForMultimodalLM, CLIPImageProcessor, LlavaProc
 from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
 from luthier.errors import ModelError
 from luthier.media import MediaProcessor
-from luthier.models import adapters
+from luthier.models import adapter_files, adapters
 from luthier.models.blank_media import blank_features, needed_blanks, run_blanks
 from luthier.models.model import LoadedModel, load_model
 from luthier.models.submodules import (
@@ -130,6 +130,16 @@ def test_lora_stands_in_the_parts_that_are_trained(name: str, targets: list[str]
 
 
 @pytest.mark.filterwarnings(PEFT_NOISE)
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj"]])
+def test_vera_stands_in_the_parts_that_are_trained(targets: list[str]) -> None:
+    section = AdapterConfig(type=AdapterType.VERA, r=4, target_modules=targets)
+    names = {
+        key.removeprefix("base_model.model.") for key in trained(adapters.apply_adapter(tiny_vlm("llava"), section))
+    }
+    assert names and names == under(names, "model.language_model")
+
+
+@pytest.mark.filterwarnings(PEFT_NOISE)
 def test_lora_in_the_tower_is_there_alone_and_patterns_that_match_elsewhere_are_refused() -> None:
     tower = AdapterConfig(**LORA, train_parts=[ModelPart.TOWER])
     model = adapters.apply_adapter(tiny_vlm("qwen2_5_vl"), tower)
@@ -196,7 +206,7 @@ def test_an_adapter_of_a_model_that_sees_gives_the_same_when_loaded_on_the_base_
     for key, parameter in model.named_parameters():
         if ".lora_B." in key:
             parameter.data.normal_(generator=generator)
-    adapters.save_adapter(model, tmp_path / "adapter")
+    adapter_files.save_adapter(model, tmp_path / "adapter")
     inputs = alone_inputs(name, seen(name, 4, 5, seed=1))
     base = AutoModelForMultimodalLM.from_pretrained(tmp_path / "base")
     again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()

@@ -11,11 +11,11 @@ from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from luthier.config.objective import LOSSES, OBJECTIVES
-from luthier.config.schema import AdapterType, RunConfig
+from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import TokenizerError
 from luthier.media import PROCESSOR_FILES
-from luthier.models.adapters import save_adapter
+from luthier.models.adapter_files import save_adapter
 from luthier.training.report.result import RunResult
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -95,7 +95,7 @@ def write_model_card(result: RunResult, config: RunConfig, folder: Path) -> None
 
 def model_card(result: RunResult, config: RunConfig) -> str:
     """The text of the card, with the Hub's metadata block."""
-    is_adapter = config.adapter.type in (AdapterType.LORA, AdapterType.OFT)
+    is_adapter = config.adapter.type.is_beside
     base = config.model.name_or_path
     title = result.path.resolve().name
     library = "peft" if is_adapter else "transformers"

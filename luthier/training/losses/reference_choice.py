@@ -13,7 +13,8 @@ from luthier.config.objective import OBJECTIVES, ReferenceSource
 from luthier.config.schema import AdapterConfig, AdapterType, ModelConfig, RunConfig
 from luthier.encoding.tokenizer_files import find_files
 from luthier.errors import ModelError, RowError, TokenizerError
-from luthier.models.adapters import apply_adapter, mutates_base
+from luthier.models.adapter_files import merge_first, mutates_base
+from luthier.models.adapters import apply_adapter
 from luthier.models.head_tap import find_head, prove_head
 from luthier.models.mixers import part_mixers
 from luthier.models.model import load_model
@@ -108,7 +109,7 @@ def _source(config: RunConfig) -> ReferenceSource:
 def _begins_at_base(config: RunConfig) -> bool:
     """Whether the model without its adapter is the one that training begins with."""
     adapter = config.adapter
-    is_adapter = adapter.type in (AdapterType.LORA, AdapterType.OFT)
+    is_adapter = adapter.type.is_beside
     return is_adapter and adapter.name_or_path is None and not mutates_base(adapter)
 
 
@@ -150,7 +151,12 @@ def _named(
     adapter = named_adapter(parts.config, named)
     try:
         section = named_model(parts.config, named)
-        model: PreTrainedModel | PeftModel = _loaded(parts.config.model_copy(update={"model": section}), parts, forward)
+        # another model is taken as it is; the run's own is the one that its adapter began on
+        own = (
+            parts.config.adapter if adapter is not None else parts.config.adapter.model_copy(update={"merge_first": []})
+        )
+        config = parts.config.model_copy(update={"model": section, "adapter": own})
+        model: PreTrainedModel | PeftModel = _loaded(config, parts, forward)
         model = model if adapter is None else apply_adapter(model, adapter)
     except ModelError as error:
         raise named_fault(named, error) from error
@@ -160,7 +166,7 @@ def _named(
 
 
 def _loaded(config: RunConfig, parts: ObjectiveParts, forward: ModelPass) -> PreTrainedModel:
-    model = load_model(config, parts.vocabulary).model
+    model = merge_first(load_model(config, parts.vocabulary).model, config.adapter)
     model.config.get_text_config().use_cache = False  # it would hold keys and values of all layers for nothing
     set_text_attention(model, forward.isolation.attention)
     part_mixers(model)
@@ -191,9 +197,10 @@ def named_adapter(config: RunConfig, named: str) -> AdapterConfig | None:
     kind = _adapter_type(named)
     if kind is None:
         return None
-    if kind not in (AdapterType.LORA.value, AdapterType.OFT.value):
+    known = [kind.value for kind in AdapterType if kind.is_beside]
+    if kind not in known:
         raise ModelError(
-            f"{KEY} {named!r} is an adapter of type {kind!r}, and only lora and oft can be put on a model here",
+            f"{KEY} {named!r} is an adapter of type {kind!r}, and only {', '.join(known)} can be put on a model here",
             hint="merge it into its base, and name the folder that this gives",
         )
     return config.adapter.model_copy(update={"type": AdapterType(kind), "name_or_path": named})

@@ -1,0 +1,218 @@
+"""Adapters in files: going on from one, merging some before a run, saving and merging one after it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from luthier.config.schema import AdapterConfig, AdapterType
+from luthier.errors import ModelError
+
+_IS_OF_ADAPTER = re.compile(r"\.(lora|oft|vera)_")  # not a module that is saved whole, nor an embedding beside it
+MUTATING = ("pissa", "olora")  # initialisations that move a part of the base weights into the adapter
+
+
+def existing_settings(source: str, key: str) -> PeftConfig:
+    """The settings of an adapter that is there; raises `ModelError` where none is."""
+    try:
+        return PeftConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        hint = "name a folder with adapter_config.json"
+        raise ModelError(f"{key} {source!r} is not an adapter: {error}", hint=hint) from error
+
+
+def check_existing(section: AdapterConfig, source: str) -> PeftConfig:
+    """The settings of an adapter to go on from; raises `ModelError` where none is there, or one of another type."""
+    found = existing_settings(source, "adapter.name_or_path")
+    kind = found.peft_type.value.lower()
+    if kind != section.type.value:
+        raise ModelError(
+            f"adapter.name_or_path {source!r} is of type {kind}, adapter.type is {section.type.value}",
+            hint=f"set adapter.type: {kind}",
+        )
+    return found
+
+
+def continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str) -> PeftModel:
+    check_existing(section, source)
+    try:
+        with quiet_peft():
+            adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"adapter.name_or_path {source!r} does not fit the model: {error}") from error
+    _check_fit(adapted, source)
+    return adapted
+
+
+def shape_existing(model: PreTrainedModel, section: AdapterConfig, source: str) -> PeftModel:
+    """The model with matrices of the sizes of an adapter's, and not its weights, which may be larger than the memory.
+
+    Raises `ModelError` where the adapter is missing, is of another type, or does not fit the model.
+    """
+    settings = check_existing(section, source)
+    settings.inference_mode, settings.base_model_name_or_path = False, None
+    if isinstance(settings, LoraConfig):
+        settings.init_lora_weights = True  # an initialisation that reads the weights has none to read
+    try:
+        with quiet_peft():
+            adapted = get_peft_model(model, settings)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise _misfit(source, str(error).splitlines()[0]) from error
+    _check_fit(adapted, source)
+    return adapted
+
+
+def merge_first(model: PreTrainedModel, section: AdapterConfig) -> PreTrainedModel:
+    """The model with the adapters of ``adapter.merge_first`` merged into its weights, in their order.
+
+    Raises `ModelError` for one that is missing, does not fit the model, or cannot be merged.
+    """
+    for index, source in enumerate(section.merge_first):
+        key = f"adapter.merge_first[{index}]"
+        try:
+            with quiet_peft():
+                adapted = PeftModel.from_pretrained(model, source)
+            _check_fit(adapted, source, key)
+            model = merge_adapter(adapted)
+        except (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+            raise ModelError(f"{key} {source!r} cannot be merged: {error}") from error
+    return model
+
+
+def check_mergeable(model: PreTrainedModel, source: str, key: str) -> None:
+    """Raise `ModelError` where an adapter is missing or does not fit a model, which may be without weights."""
+    settings = existing_settings(source, key)
+    settings.inference_mode, settings.base_model_name_or_path = True, None
+    if isinstance(settings, LoraConfig):
+        settings.init_lora_weights = True
+    try:
+        with quiet_peft():
+            adapted = get_peft_model(model, settings)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise _misfit(source, str(error).splitlines()[0], key) from error
+    try:
+        _check_fit(adapted, source, key)
+    finally:
+        adapted.unload()
+
+
+def merge_adapter(model: PeftModel) -> PreTrainedModel:
+    """The base model with the adapter added to its weights. The adapter is gone afterwards."""
+    return model.merge_and_unload(safe_merge=True)
+
+
+def mutates_base(section: AdapterConfig) -> bool:
+    """Whether the adapter's initialisation changed the base weights, so that saving needs a conversion."""
+    initial = section.init_lora_weights
+    return (
+        section.type is AdapterType.LORA
+        and section.name_or_path is None
+        and isinstance(initial, str)
+        and initial.startswith(MUTATING)
+    )
+
+
+def keep_initial_adapter(model: PeftModel, folder: Path) -> None:
+    """Save the adapter as it was initialised: `save_adapter` subtracts it again. For `mutates_base` only."""
+    settings = model.peft_config["default"]
+    named, settings.init_lora_weights = settings.init_lora_weights, True
+    model.save_pretrained(str(folder))
+    settings.init_lora_weights = named
+
+
+def saves_embeddings(model: PeftModel) -> bool | str:
+    """What PEFT calls ``save_embedding_layers``: a table that has grown is saved whole, unless the adapter has the rows
+    of new tokens by themselves."""
+    settings = model.peft_config[model.active_adapter]
+    return "auto" if getattr(settings, "trainable_token_indices", None) is None else False
+
+
+def save_adapter(
+    model: PeftModel, folder: Path, *, initial: Path | None = None, weights: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write the adapter in PEFT's format, loadable on the untouched base model.
+
+    With ``initial`` (PiSSA, OLoRA) it becomes a plain LoRA of twice the rank, since ``B A - B0 A0`` is what was learned
+    (Meng et al. 2024, appendix C of arXiv:2404.02948).
+    """
+    if initial is None:
+        model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=saves_embeddings(model))
+        return
+    settings = model.peft_config["default"]
+    before = (settings.init_lora_weights, settings.r, settings.lora_alpha)
+    # PEFT rewrites the settings of the folder it compares with, so it gets a copy; its name is to have no dots
+    scratch = folder / "initial_adapter"
+    shutil.copytree(initial, scratch, dirs_exist_ok=True)
+    try:
+        with quiet_peft():
+            model.save_pretrained(
+                str(folder),
+                path_initial_model_for_weight_conversion=str(scratch),
+                save_embedding_layers=saves_embeddings(model),
+            )
+    finally:
+        settings.init_lora_weights, settings.r, settings.lora_alpha = before
+        shutil.rmtree(scratch)
+
+
+def _check_fit(adapted: PeftModel, source: str, key: str = "adapter.name_or_path") -> None:
+    """Compare names and shapes of an adapter's file with those that the model wants; PEFT passes over what is left.
+
+    Raises `ModelError` for a matrix of another shape, one that is missing, or one that has no place in the model.
+    Adapters of the Hub, and those that are no safetensors file, are left to PEFT.
+    """
+    folder = Path(source).expanduser()
+    file = folder / SAFETENSORS_WEIGHTS_NAME
+    if not file.is_file():
+        if folder.is_dir() and not (folder / WEIGHTS_NAME).is_file():
+            raise _misfit(source, f"its weights, {SAFETENSORS_WEIGHTS_NAME}, are not there", key)
+        return
+    try:
+        with safe_open(file, framework="pt") as weights:
+            found = {name: list(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _misfit(source, f"{file.name} cannot be read: {error}", key) from error
+    with quiet_peft():
+        state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    wanted = {name: list(weight.shape) for name, weight in state.items()}
+    for name in sorted(wanted.keys() & found.keys()):
+        if found[name] != wanted[name]:
+            raise _misfit(source, f"{name} is {found[name]}, and the model wants {wanted[name]}", key)
+    missing = sorted(name for name in wanted.keys() - found.keys() if _IS_OF_ADAPTER.search(name))
+    homeless = sorted(name for name in found.keys() - wanted.keys() if _IS_OF_ADAPTER.search(name))
+    for names, of, what in (
+        (homeless, found, "have no place in the model"),
+        (missing, wanted, "that the model wants are not in it"),
+    ):
+        if names:
+            raise _misfit(source, f"{len(names)} of {len(of)} matrices {what}, the first: {names[0]}", key)
+
+
+def _misfit(source: str, why: str, key: str = "adapter.name_or_path") -> ModelError:
+    return ModelError(
+        f"{key} {source!r} does not fit the model: {why}",
+        hint="name the model that the adapter was trained on in model.name_or_path (base_model_name_or_path in its "
+        "adapter_config.json), or another adapter",
+    )
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Silence three warnings of PEFT: of a property that transformers has renamed, though both names say the same; of
+    mutated base weights, given while PEFT itself does the conversion that the warning advises; and of its own settings
+    for fused experts, which it applies, but looks for among modules only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following .*_pattern keys did not", category=RuntimeWarning)
+        warnings.filterwarnings("ignore", message=".* changes the base weights of the model", category=UserWarning)
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        yield
