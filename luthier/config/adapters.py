@@ -13,8 +13,8 @@ from luthier.config.words import known_keys
 from luthier.errors import Problem
 
 _PARTS = frozenset({"train_parts"})
-_MERGED = frozenset({"merge_first"})
-_SHARED = _PARTS | _MERGED | {"target_modules", "modules_to_save", "name_or_path", "merge"}
+_MODEL = frozenset({"merge_first", "train_routers"})
+_SHARED = _PARTS | _MODEL | {"target_modules", "modules_to_save", "name_or_path", "merge"}
 _VERA = frozenset({"r", "lora_dropout"})
 _LORA = _VERA | {
     "lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "loraplus_lr_ratio", "target_parameters",
@@ -23,15 +23,17 @@ _LORA = _VERA | {
 
 # A key that does not belong to the chosen type is an error: ``adapter: {r: 8}`` without a type would train all weights.
 KEYS_OF_TYPE: dict[AdapterType, frozenset[str]] = {
-    AdapterType.FULL: _PARTS | _MERGED,
-    AdapterType.FREEZE: _MERGED | {"freeze_trainable_layers", "freeze_trainable_modules"},
+    AdapterType.FULL: _PARTS | _MODEL,
+    AdapterType.FREEZE: _MODEL | {"freeze_trainable_layers", "freeze_trainable_modules"},
     AdapterType.LORA: _SHARED | _LORA,
     AdapterType.OFT: _SHARED | {"oft_block_size"},
     AdapterType.VERA: _SHARED | _VERA,
 }
 
 # What an adapter that is gone on from has decided already, in its own adapter_config.json.
-DECIDED_BEFORE = (_LORA - {"loraplus_lr_ratio"}) | _PARTS | {"target_modules", "modules_to_save", "oft_block_size"}
+DECIDED_BEFORE = (
+    (_LORA - {"loraplus_lr_ratio"}) | _PARTS | {"target_modules", "modules_to_save", "oft_block_size", "train_routers"}
+)
 
 
 def keys_in_force(adapter: AdapterConfig) -> frozenset[str]:

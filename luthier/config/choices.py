@@ -177,6 +177,16 @@ class ModelPart(StrEnum):
     TOWER = "tower"
 
 
+class RatePart(StrEnum):
+    """What may have a learning rate of its own."""
+
+    EMBEDDING = "embedding"
+    OUTPUT_LAYER = "output_layer"
+    ROUTER = "router"
+    PROJECTOR = "projector"
+    TOWER = "tower"
+
+
 class Strategy(StrEnum):
     """When something periodic happens (Hugging Face's names)."""
 
@@ -340,6 +350,7 @@ Positive = Annotated[float, Field(gt=0), _at_most(LARGEST_NUMBER), BeforeValidat
 NonNegative = Annotated[float, Field(ge=0), _at_most(LARGEST_NUMBER), BeforeValidator(_int_as_float)]
 Epochs = Annotated[float, Field(gt=0), _at_most(LARGEST_COUNT), BeforeValidator(_int_as_float)]
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_int_as_float)]
+Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(_int_as_float)]
 Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_int_as_float)]
 ShareOrCount = Annotated[
     Annotated[float, Field(ge=0), _at_most(LARGEST_COUNT)] | Annotated[int, Field(ge=0), _at_most(LARGEST_COUNT)],

@@ -20,6 +20,7 @@ from luthier.config.choices import (
     Count,
     Epochs,
     Format,
+    Fraction,
     HeadKernel,
     HistoryRendering,
     ModelPart,
@@ -35,6 +36,7 @@ from luthier.config.choices import (
     Precision,
     Processes,
     Rate,
+    RatePart,
     Seed,
     Sharding,
     Share,
@@ -99,6 +101,8 @@ class AdapterConfig(Section):
     """Of a model that sees or hears: ``language_model``, ``projector`` (what takes features to it), ``tower`` (what
     sees or hears). The others keep their weights; the matrices of LoRA and OFT stand in these parts only. ``freeze``
     names its layers and modules itself."""
+    train_routers: bool = True
+    """Whether what chooses the experts of a token is trained, where its weights are."""
     freeze_trainable_layers: Whole | None = None
     """``freeze``: train the last n layers (negative: the first n)."""
     freeze_trainable_modules: Texts = []
@@ -164,6 +168,11 @@ class TrainConfig(Section):
     """Instead: a step goes on until it has at least this many tokens, on all devices together."""
     learning_rate: Rate = 2e-5
     """Highest learning rate of the schedule. LoRA usually wants about ten times the rate of full training."""
+    learning_rates: dict[Annotated[RatePart, as_enum(RatePart)], Rate] = {}
+    """Another highest rate for parts of the model: ``embedding``, ``output_layer``, ``router`` (of experts),
+    ``projector``, ``tower``; ``adapter.loraplus_lr_ratio`` is that of LoRA's B ([optimizers.md](optimizers.md))."""
+    layer_decay: Fraction = 1.0
+    """Below 1: each decoder layer has this much of the rate of the layer above it, and the embedding of the first."""
     lr_scheduler_type: Literal[SCHEDULERS] = "cosine"  # type: ignore[valid-type]
     """How the learning rate falls after the warmup."""
     lr_scheduler_kwargs: dict[str, Any] = {}

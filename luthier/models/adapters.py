@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from peft import (
     LoraConfig,
     OFTConfig,
@@ -25,6 +24,7 @@ from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
 from luthier.errors import ModelError
 from luthier.models.adapter_files import continue_adapter, quiet_peft
 from luthier.models.model import REWARD_HEAD
+from luthier.models.routers import router_names
 from luthier.models.submodules import ModelParts, find_parts
 
 _ALWAYS_TOLD = ("r", "lora_alpha")
@@ -48,14 +48,17 @@ def apply_adapter(
     where an adapter to go on from is of another type.
     """
     parts = find_parts(model) if parts is None else parts
+    routers = [] if section.train_routers else _frozen_routers(model)
     match section.type:
-        case AdapterType.FULL:
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(parts.of(name) in section.train_parts)
+        case AdapterType.FULL | AdapterType.FREEZE:
+            if section.type is AdapterType.FREEZE:
+                _freeze(model, section)
+            else:
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(parts.of(name) in section.train_parts)
+            for name in routers:
+                model.get_submodule(name).requires_grad_(False)
             _check_some_trained(model, section, parts)
-            return model
-        case AdapterType.FREEZE:
-            _freeze(model, section)
             return model
         case AdapterType.LORA | AdapterType.OFT | AdapterType.VERA:
             if section.name_or_path is not None:
@@ -68,7 +71,7 @@ def apply_adapter(
 def rows_left_out(model: PreTrainedModel | PeftModel, new_ids: Sequence[int]) -> list[str]:
     """Names of the embedding and the output layer, where rows of new tokens are not trained."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    return [name for name, end in _ends(plain).items() if new_ids and not _learns(end, new_ids)]
+    return [name for name, end in ends_of(plain).items() if new_ids and not _learns(end, new_ids)]
 
 
 def _learns(end: nn.Module, new_ids: Sequence[int]) -> bool:
@@ -78,7 +81,7 @@ def _learns(end: nn.Module, new_ids: Sequence[int]) -> bool:
     return any(parameter.requires_grad for parameter in end.parameters())
 
 
-def _ends(model: PreTrainedModel) -> dict[str, nn.Module]:
+def ends_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The embedding, and the output layer if it has weights of its own, by their full names."""
     names = {id(module): name for name, module in model.named_modules()}
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
@@ -132,22 +135,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
     return None
-
-
-def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ratio: float) -> None:
-    """Give LoRA's B matrices ``ratio`` times the learning rate (LoRA+, arXiv:2402.12354), in groups of their own."""
-    is_b = {id(p) for name, p in model.named_parameters() if ".lora_B." in name or ".lora_embedding_B." in name}
-    if not is_b:
-        raise ModelError(
-            "adapter.loraplus_lr_ratio is set, but the adapter has no lora_B", hint="use adapter.type: lora"
-        )
-    for group in list(optimizer.param_groups):
-        mine = [p for p in group["params"] if id(p) in is_b]
-        if not mine:
-            continue
-        group["params"] = [p for p in group["params"] if id(p) not in is_b]
-        settings = {key: value for key, value in group.items() if key != "params"}
-        optimizer.add_param_group({**settings, "params": mine, "lr": settings["lr"] * ratio})
 
 
 def _check_some_trained(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> None:
@@ -211,7 +198,7 @@ def _new_adapter(
         "task_type": "CAUSAL_LM" if model.can_generate() else "SEQ_CLS",
         "target_modules": targets,
         "modules_to_save": list(section.modules_to_save) or None,
-        "exclude_modules": parts.outside(model, section.train_parts),
+        "exclude_modules": _excluded(model, section, parts),
     }
     match section.type:
         case AdapterType.OFT:
@@ -243,6 +230,23 @@ def _inside(model: PreTrainedModel, targets: str | list[str], outside: str) -> l
         and (targets == ALL_LINEAR or any(name == each or name.endswith(f".{each}") for each in targets))
         and not re.fullmatch(outside, name)
     ]
+
+
+def _frozen_routers(model: PreTrainedModel) -> list[str]:
+    if found := router_names(model):
+        return found
+    raise ModelError(
+        f"adapter.train_routers is false, and {type(model).__name__} has no experts to choose among",
+        hint="remove the key",
+    )
+
+
+def _excluded(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> str | None:
+    """A regular expression for the names of modules that get no adapter; None: there are none."""
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    routers = [] if section.train_routers else [re.escape(name) for name in _frozen_routers(model) if name in linear]
+    outside = parts.outside(model, section.train_parts)
+    return "|".join([*([] if outside is None else [outside]), *routers]) or None
 
 
 def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: Any) -> LoraConfig:
@@ -292,7 +296,7 @@ def _trainable_rows(
         return {}
     trained = [*section.modules_to_save, *(targets if isinstance(targets, list) else ())]
     found = {}
-    for name, end in _ends(model).items():
+    for name, end in ends_of(model).items():
         if any(name == each or name.endswith(f".{each}") for each in trained):
             continue
         if not isinstance(end, nn.Embedding) and (type(end) is not nn.Linear or end.bias is not None):

@@ -119,6 +119,16 @@ class Routers:
         return (weights_E * own.probability_E).sum()
 
 
+def router_names(model: nn.Module) -> list[str]:
+    """The names of the modules that choose experts: beside a layer's ``experts`` they are ``gate`` or ``router``."""
+    return [
+        f"{name}.{child}"
+        for name, module in model.named_modules()
+        for child, _ in module.named_children()
+        if child in ("gate", "router") and hasattr(module, "experts")
+    ]
+
+
 def loads_of(logits_NE: torch.Tensor, times_N: torch.Tensor, top_k: int) -> Loads:
     """The loads of one layer. ``times_N`` says how often each token counts, which is 0 for padding."""
     probabilities_NE = logits_NE.softmax(dim=-1)

@@ -19,12 +19,15 @@ from transformers.optimization import GreedyLR
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer_pt_utils import get_parameter_names
 
+from luthier.config.choices import RatePart
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import RunConfig, TrainConfig
 from luthier.errors import ModelError
 from luthier.loader.plan import StreamPlan
 from luthier.models import sharding
-from luthier.models.adapters import decoder_layers, split_loraplus_groups
+from luthier.models.adapters import decoder_layers, ends_of
+from luthier.models.routers import router_names
+from luthier.models.submodules import find_parts
 from luthier.training.updates import BlockAdamW, Group, MuonWithAdamW, tell_projectors
 
 NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
@@ -35,14 +38,14 @@ ON_METRIC = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 
 
 def make_optimizer(model: nn.Module, args: TrainingArguments, config: RunConfig) -> torch.optim.Optimizer:
-    """The optimizer ``train.optim`` over the trained parameters, with LoRA+ groups if a ratio is given. ``args`` are
-    the run in transformers' words.
+    """The optimizer ``train.optim`` over the trained parameters, with groups for those that have a rate of their own.
+    ``args`` are the run in transformers' words.
 
     Raises `ModelError`, ``ValueError`` or ``ImportError`` for what cannot be made here.
     """
-    optimizer, ratio = _made(model, args, config.train), config.adapter.loraplus_lr_ratio
-    if ratio is not None:
-        split_loraplus_groups(optimizer, model, ratio)
+    factors = rate_factors(model, config)  # before an optimizer of single blocks freezes the others
+    optimizer = _made(model, args, config.train)
+    split_by_rate(optimizer, factors)
     if sharding.is_sharded(model):
         sharding.load_in_parts(optimizer)
     return optimizer
@@ -104,7 +107,7 @@ def _groups(
 
 def hidden_matrices(model: nn.Module) -> set[int]:
     """``id`` of each matrix that takes hidden states to hidden states: of linear layers but the output layer."""
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    plain = _plain(model)
     ends: Iterable[nn.Module | None] = ()
     if isinstance(plain, PreTrainedModel):
         ends = (plain.get_input_embeddings(), plain.get_output_embeddings())
@@ -192,6 +195,69 @@ def _low_rank(
     optimizer: torch.optim.Optimizer = getattr(import_module(package), kind)(groups, **settings)
     tell_projectors(optimizer)
     return optimizer
+
+
+def rate_factors(model: nn.Module, config: RunConfig) -> dict[int, float]:
+    """By ``id``: how many times ``train.learning_rate`` the rate of a parameter is, where it is not that rate.
+
+    With ``train.layer_decay`` d and L decoder layers it is d for the last layer, d^L for the first and d^(L+1) for the
+    embedding (arXiv:2106.08254); a part that has its own rate does not decay. LoRA+ (arXiv:2402.12354) multiplies that
+    of B. Raises `ModelError` for a part that the model lacks or that is not trained.
+    """
+    train, ratio = config.train, config.adapter.loraplus_lr_ratio
+    factors: dict[int, float] = {}
+    if train.layer_decay < 1.0:
+        plain = _plain(model)
+        layers = decoder_layers(plain)
+        if layers is None:
+            raise ModelError(f"train.layer_decay: {type(plain).__name__} has no list of decoder layers")
+        stack = [plain.get_input_embeddings(), *layers]
+        for below, module in enumerate(reversed(stack), start=1):
+            factors |= {id(weight): train.layer_decay**below for weight in module.parameters()}
+    for part, rate in train.learning_rates.items():
+        factors |= dict.fromkeys(_trained_of(model, part), rate / train.learning_rate)
+    if ratio is not None:
+        of_b = [id(p) for name, p in model.named_parameters() if ".lora_B." in name or ".lora_embedding_B." in name]
+        if not of_b:
+            raise ModelError("adapter.loraplus_lr_ratio is set, but the adapter has no lora_B", hint="remove the key")
+        factors |= {weight: factors.get(weight, 1.0) * ratio for weight in of_b}
+    return factors
+
+
+def _plain(model: nn.Module) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _trained_of(model: nn.Module, part: RatePart) -> list[int]:
+    plain = _plain(model)
+    match part:
+        case RatePart.EMBEDDING | RatePart.OUTPUT_LAYER:
+            ends = list(ends_of(plain).values())
+            if part is RatePart.OUTPUT_LAYER and len(ends) == 1:
+                what = f"{type(plain).__name__} has no output layer but its embedding"
+                raise ModelError(f"train.learning_rates: {what}", hint="name embedding instead")
+            weights = list(ends[part is RatePart.OUTPUT_LAYER].parameters())
+        case RatePart.ROUTER:
+            weights = [weight for name in router_names(plain) for weight in plain.get_submodule(name).parameters()]
+        case RatePart.PROJECTOR | RatePart.TOWER:
+            parts = find_parts(plain)
+            weights = [weight for name, weight in plain.named_parameters() if parts.of(name).value == part.value]
+    if found := [id(weight) for weight in weights if weight.requires_grad]:
+        return found
+    what = f"no weight of the {part} of {type(plain).__name__} is trained"
+    raise ModelError(f"train.learning_rates: {what}", hint=f"remove {part}, or train it (adapter)")
+
+
+def split_by_rate(optimizer: torch.optim.Optimizer, factors: dict[int, float]) -> None:
+    """Move weights that have another rate into groups of their own, behind those that are there."""
+    for group in list(optimizer.param_groups):
+        by_factor: dict[float, list[nn.Parameter]] = {}
+        for weight in group["params"]:
+            by_factor.setdefault(factors.get(id(weight), 1.0), []).append(weight)
+        group["params"] = by_factor.pop(1.0, [])
+        settings = {name: value for name, value in group.items() if name != "params"}
+        for factor, weights in by_factor.items():
+            optimizer.add_param_group({**settings, "params": weights, "lr": settings["lr"] * factor})
 
 
 def _keep_embeddings_in_32_bits(model: nn.Module) -> None:

@@ -48,7 +48,7 @@ from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.folder.state import check_writable
 from luthier.training.losses.reference_choice import check_reference
 from luthier.training.losses.tower_features import readable_media
-from luthier.training.optimizer import make_optimizer
+from luthier.training.optimizer import make_optimizer, rate_factors
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
 ONE_PROCESS = ("badam",)  # what is trained changes on the way, which other processes would have to be told
@@ -221,7 +221,7 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
     given = SimpleNamespace(**optimization(train, warmup_steps=0), seed=0)
     try:
         matrix = nn.Linear(TRIAL_WIDTH, TRIAL_WIDTH, device=_device_of(draft.config))
-        optimizer: Any = make_optimizer(matrix, given, draft.config.model_copy(update={"adapter": AdapterConfig()}))
+        optimizer: Any = make_optimizer(matrix, given, _with_one_rate(draft.config))
         if hasattr(optimizer, "train"):  # schedule-free ones want to be told
             optimizer.train()
         for parameter in matrix.parameters():
@@ -241,6 +241,11 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
         what = f"{train.optim}{with_what} takes no step on this machine: {_first_line(error)}"
         by_name = f"it reads {', '.join(row.settings)}"
         yield draft.problem(key, what, by_name if key == "train.optim_args" else "set train.optim: adamw_torch")
+
+
+def _with_one_rate(config: RunConfig) -> RunConfig:
+    train = config.train.model_copy(update={"learning_rates": {}, "layer_decay": 1.0})
+    return config.model_copy(update={"adapter": AdapterConfig(), "train": train})
 
 
 def _encoder(draft: Draft) -> tuple[Encoder | None, list[Problem]]:
@@ -305,6 +310,8 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
     else:
         new_ids = vocabulary.new_ids
         yield from _told(draft, "adapter.type", lambda: adapted.append(apply_adapter(model, fresh, new_ids=new_ids)))
+    if adapted:
+        yield from _told(draft, "train.learning_rates", lambda: rate_factors(adapted[0], config))
     if config.runtime.sharding is Sharding.FSDP and adapted:
         yield from _told(draft, "runtime.sharding", lambda: divisible_layers(adapted[0]))
 

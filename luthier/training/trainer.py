@@ -195,9 +195,10 @@ class Trainer:
             self.model, device_placement=False if divided else None, evaluation_mode=divided
         )
         self.optimizer: AcceleratedOptimizer = self.accelerator.prepare_optimizer(optimizer)
-        if OPTIMIZERS[self.parts.config.train.optim].in_backward:
-            self.in_backward = BackwardUpdates(self.model, self.optimizer.step)
         self.lr_scheduler = make_scheduler(self.optimizer, args, self.parts.stream.schedule)
+        if OPTIMIZERS[self.parts.config.train.optim].in_backward:
+            # the schedule has put a method of its own around that of the optimizer
+            self.in_backward = BackwardUpdates(self.model, self.optimizer.step)
         if resume is not None:
             self._take_over_training_state(resume)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler

@@ -156,17 +156,6 @@ def test_lora_resumes_exactly_with_pissa_too(train: Train, tmp_path: Path) -> No
     assert [s.loss for s in again.steps] == pytest.approx([s.loss for s in whole.steps], rel=1e-6)
 
 
-def test_loraplus_gives_b_its_own_learning_rate() -> None:
-    model = adapters.apply_adapter(_model(), AdapterConfig(type=AdapterType.LORA, r=4))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    adapters.split_loraplus_groups(optimizer, model, 16.0)
-    named = {id(p): name for name, p in model.named_parameters()}
-    rates = {named[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    assert set(rates) == _trained(model)
-    assert {rate for name, rate in rates.items() if "lora_B" in name} == {1.6e-2}
-    assert {rate for name, rate in rates.items() if "lora_A" in name} == {1e-3}
-
-
 def test_targets_are_suffixes_or_patterns() -> None:
     def targets(*patterns: str) -> set[str]:
         section = AdapterConfig(type=AdapterType.LORA, target_modules=list(patterns))

@@ -287,7 +287,16 @@ def test_what_is_no_data_is_refused_by_its_place(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------- exact resume
 
-OPTIMIZERS = ["adamw_torch", "sgd", "adafactor", "rmsprop", "schedule_free_adamw"]
+OPTIMIZERS = [
+    "adamw_torch",
+    "sgd",
+    "adafactor",
+    "rmsprop",
+    "schedule_free_adamw",
+    "muon",
+    "badam",
+    "apollo_adamw_layerwise",
+]
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
@@ -295,6 +304,13 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path, tokenizer: Tokeniz
     changes = {"train__optim": optim, "train__precision": "bf16" if optim == "adafactor" else "fp32"}
     if optim.startswith("schedule_free"):
         changes |= {"train__lr_scheduler_type": "constant", "adapter__type": "lora", "adapter__lora_dropout": 0.2}
+    if optim == "muon":
+        changes["train__layer_decay"] = 0.5
+    if optim == "badam":
+        changes["train__optim_args"] = {"switch_every": 3}
+    if optim.endswith("_layerwise"):
+        pytest.importorskip("apollo_torch")
+        changes |= {"train__gradient_accumulation_steps": 1, "train__optim_args": {"rank": 2, "update_proj_gap": 3}}
     whole = _run(tmp_path / "whole", tokenizer, **changes)
     _killed(tmp_path / "killed", tokenizer, **changes)
     resumed = _run(tmp_path / "killed", tokenizer, **changes)

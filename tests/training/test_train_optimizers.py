@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_models import MODELS
 from tiny_runs import TINY, make_config, make_data, make_segments
+from tiny_vlms import tiny_vlm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luthier.config.loading import load_config_text
 from luthier.config.machine import is_installed
 from luthier.config.optimizers import OPTIMIZERS, optimizer_table
-from luthier.config.schema import TrainConfig
+from luthier.config.schema import AdapterConfig, AdapterType, ModelPart, TrainConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.errors import CheckpointError, ConfigError
-from luthier.models.adapters import decoder_layers
+from luthier.errors import CheckpointError, ConfigError, ModelError
+from luthier.models.adapters import apply_adapter, decoder_layers
 from luthier.presets import model_folder
 from luthier.training.arguments import training_arguments
 from luthier.training.fit import fit_data
@@ -280,6 +282,80 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_in_the_backward_pass() 
     updates.waiting = (model(torch.ones(1, 2)) * torch.inf).sum().backward
     assert not torch.isfinite(updates.update(torch.inf))
     assert torch.equal(model.weight, before)
+
+
+# ------------------------------------------------------------------------------------------------ rates of their own
+
+
+def _rates(model: Any, train: dict[str, Any] | None = None, adapter: AdapterConfig | None = None) -> dict[str, float]:
+    """The rate of each trained parameter, by name."""
+    config = make_config(Path("nowhere"), train={"learning_rate": 1e-3, "weight_decay": 0.1, **(train or {})})
+    config = config.model_copy(update={"adapter": adapter or AdapterConfig()})
+    arguments = training_arguments(config, max_steps=4, evaluates=False, evaluates_first=False)
+    optimizer = make_optimizer(model, arguments, config)
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    assert optimizer.param_groups[0]["lr"] == 1e-3  # what is logged
+    return {names[id(weight)]: group["lr"] for group in optimizer.param_groups for weight in group["params"]}
+
+
+def test_loraplus_gives_b_its_own_learning_rate() -> None:
+    section = AdapterConfig(type=AdapterType.LORA, r=4, loraplus_lr_ratio=16.0)
+    model = apply_adapter(_model(), section)
+    rates = _rates(model, adapter=section)
+    assert set(rates) == {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert {rate for name, rate in rates.items() if "lora_B" in name} == {1.6e-2}
+    assert {rate for name, rate in rates.items() if "lora_A" in name} == {1e-3}
+    section = AdapterConfig(type=AdapterType.OFT, oft_block_size=8, loraplus_lr_ratio=16.0)
+    with pytest.raises(ModelError, match="no lora_B"):
+        _rates(apply_adapter(_model(), section), adapter=section)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "muon", "adam_mini"])
+def test_layers_further_down_have_lower_rates_and_parts_their_own(optim: str) -> None:
+    _require(optim)
+    train = {"layer_decay": 0.5, "learning_rates": {"output_layer": 3e-3}, "optim": optim}
+    model = _model(tie_word_embeddings=False)
+    rates = _rates(model, train)
+    expected = {"model.layers.1.": 5e-4, "model.layers.0.": 2.5e-4, "model.embed": 1.25e-4, "model.norm": 1e-3}
+    for prefix, rate in {**expected, "lm_head": 3e-3}.items():
+        assert {value for name, value in rates.items() if name.startswith(prefix)} == {rate}, prefix
+    assert set(rates) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_layer_decays_with_its_adapter() -> None:
+    section = AdapterConfig(type=AdapterType.LORA, r=4, loraplus_lr_ratio=4.0)
+    rates = _rates(apply_adapter(_model(), section), {"layer_decay": 0.5}, section)
+    assert {rate for name, rate in rates.items() if "layers.0" in name and "lora_B" in name} == {1e-3}
+    assert {rate for name, rate in rates.items() if "layers.0" in name and "lora_A" in name} == {2.5e-4}
+
+
+def test_parts_of_a_model_that_sees_and_routers_have_rates_of_their_own() -> None:
+    model = tiny_vlm("llava")
+    section = AdapterConfig(train_parts=list(ModelPart))
+    rates = _rates(apply_adapter(model, section), {"learning_rates": {"tower": 1e-5, "projector": 1e-2}}, section)
+    assert {rate for name, rate in rates.items() if "vision_tower" in name} == {1e-5}
+    assert {rate for name, rate in rates.items() if "multi_modal_projector" in name} == {1e-2}
+    assert {rate for name, rate in rates.items() if "language_model" in name} == {1e-3}
+    rates = _rates(MODELS["qwen3_moe"](), {"learning_rates": {"router": 1e-5, "embedding": 1e-4}})
+    assert {name for name, rate in rates.items() if rate == 1e-5} == {name for name in rates if ".gate.weight" in name}
+    assert [name for name, rate in rates.items() if rate == 1e-4] == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("part", ["output_layer", "router", "tower", "projector"])
+def test_a_part_that_is_not_there_or_not_trained_is_refused(part: str) -> None:
+    with pytest.raises(ModelError, match=r"train\.learning_rates"):
+        _rates(_model(), {"learning_rates": {part: 1e-4}})
+    with pytest.raises(ModelError, match="tower"):
+        _rates(apply_adapter(tiny_vlm("llava"), AdapterConfig()), {"learning_rates": {"tower": 1e-4}})
+
+
+def test_routers_are_frozen_where_that_is_asked_for() -> None:
+    section = AdapterConfig(train_routers=False)
+    frozen = [name for name, weight in apply_adapter(MODELS["qwen3_moe"](), section).named_parameters()
+              if not weight.requires_grad]  # fmt: skip
+    assert frozen and all(name.endswith(".gate.weight") for name in frozen)
+    with pytest.raises(ModelError, match="train_routers"):
+        apply_adapter(_model(), section)
 
 
 # -------------------------------------------------------------------------------------------------------- settings
