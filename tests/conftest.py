@@ -64,10 +64,17 @@ def pytest_collection_finish() -> None:
     _leave_to_the_end()
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores: tests of programs wait for them."""
+    return len(os.sched_getaffinity(0)) + 1 if sys.platform == "linux" else (os.cpu_count() or 1)
+
+
 def _leave_to_the_end() -> None:
-    """Python's collector need not look again at what is there now."""
+    """Python's collector need not look again at what is there now, and seldom at all: a process of tests holds
+    gigabytes."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="session")

@@ -193,6 +193,10 @@ def is_reference(char: str) -> bool:
 
 def filled_in(sketch: str, value: Callable[[str], str]) -> str:
     """A sketch with the text of each of its references in its place."""
+    if sketch.isascii():
+        return sketch
+    if len(sketch) == 1:  # what guards ask about, most often
+        return value(sketch) if is_reference(sketch) else sketch
     return exchanged(sketch, {char: value(char) for char in references_in(sketch)})
 
 
