@@ -1,6 +1,6 @@
 """The records that flow through Luthier, in the order in which they flow.
 
-    raw row (dict) -> Conversation | Document | Preference | Feedback     sources
+    raw row (dict) -> Conversation | Document | Preference | Feedback     sources (Tokenized: goes on as a Sample)
                    -> Rendered (paths of Pieces)                          rendering
                    -> Sample (a token tree)                               encoding
                    -> Segment -> Pack                                     layout, packing
@@ -307,7 +307,22 @@ class Feedback:
     notes: tuple[tuple[str, int], ...] = ()  # as a conversation's
 
 
-Row = Conversation | Document | Preference | Feedback
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tokenized:
+    """Token ids that another program made, without padding. They are trained as they are: nothing is rendered, and no
+    begin or end token is added.
+
+    input_ids  int64[T], not yet compared with a vocabulary
+    target     bool[T], which of them are learned; ``weight`` multiplies their loss
+    """
+
+    input_ids: NDArray[np.int64]
+    target: NDArray[np.bool_]
+    address: Address = NOWHERE
+    weight: float = 1.0
+
+
+Row = Conversation | Document | Preference | Feedback | Tokenized
 
 
 # ---------------------------------------------------------------------------------------------------- rendered

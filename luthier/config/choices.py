@@ -220,6 +220,7 @@ class Format(StrEnum):
     TEXT = "text"
     PREFERENCE = "preference"
     FEEDBACK = "feedback"
+    TOKENS = "tokens"
 
 
 # Every format by its name, plugins' too; what a format is stands in `sources.formats.table`.

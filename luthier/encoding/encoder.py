@@ -21,15 +21,26 @@ from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.layout import prompt_tree
 from luthier.media import MediaAccess, MediaSource, decoder_of
-from luthier.records import SAMPLES_VERSION, ControlPiece, MediaItem, MediaPiece, Rendered, Row, Sample
+from luthier.records import (
+    SAMPLES_VERSION,
+    Branch,
+    ControlPiece,
+    MediaItem,
+    MediaPiece,
+    Rendered,
+    Row,
+    Sample,
+    Tokenized,
+)
 from luthier.rendering.blueprint import Expansion, Filled, PreferenceData
-from luthier.rendering.render import Renderer
+from luthier.rendering.render import Renderer, refuse
 from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.store.manifest import BLOBS, default_root
 from luthier.templating.limits import TemplateSettings
 
 BATCH_CHARACTERS = 250_000  # about so many are encoded in one call
 BATCH_ROWS = 1_000
+GIVEN_AS_IDS = "given as token ids, whose prompt is not proven to be inference's"  # a note on rows
 
 
 @dataclass(frozen=True)
@@ -184,13 +195,16 @@ def encode_rows(
     rows: Iterable[Row | RowError], renderer: Renderer, assembler: Assembler, measurer: Measurer
 ) -> Iterator[Sample | RowError]:
     """One outcome per row, in order. Rows that are errors already stay so."""
-    batch: list[Filled | RowError] = []
+    batch: list[Filled | Sample | RowError] = []
     size = 0
     for row in rows:
         if isinstance(row, RowError):
             batch.append(row)
             continue
         try:
+            if isinstance(row, Tokenized):
+                batch.append(_as_given(row, renderer, assembler.tokenizer, measurer))
+                continue
             filled = measurer.measure(renderer.fill(row))
             batch.append(filled)
             size += sum(map(len, filled.values)) + 1
@@ -202,12 +216,39 @@ def encode_rows(
     yield from _assembled(batch, assembler)
 
 
-def _assembled(batch: Sequence[Filled | RowError], assembler: Assembler) -> Iterator[Sample | RowError]:
+def _as_given(row: Tokenized, renderer: Renderer, tokenizer: Tokenizer, measurer: Measurer) -> Sample:
+    """The sample of a row of ids. Raises `RowError` for ids that the tokenizer does not have, and slots of media."""
+    if renderer.policy.kind is not RowKind.ANSWER:
+        refuse(row, renderer.policy.kind)
+    if not row.weight or not row.target.any():
+        raise RowDropped("no_target", "no token of this row is trained")
+    unknown = ~tokenizer.knows(row.input_ids)
+    if unknown.any():
+        place = int(unknown.argmax())
+        what = f"token {place} has id {row.input_ids[place]}, which names no token of this tokenizer's vocabulary of "
+        what += f"{tokenizer.vocab_size} ({int(unknown.sum())} such ids): another tokenizer made these ids"
+        raise RowError("not_in_vocabulary", what, field="input_ids")
+    for kind, token in measurer.slots().tokens.items():
+        slots = tokenizer.encode_whole(token)
+        if len(slots) == 1 and (row.input_ids == slots[0]).any():
+            what = f"the ids hold {token}, the place of an item ({kind}), and a row of ids has no media"
+            raise RowError("media_count", what, field="input_ids")
+    return Sample(
+        input_ids=row.input_ids.astype(np.int32),
+        target=row.target,
+        weight=None if row.weight == 1 else np.full(len(row.target), row.weight, dtype=np.float32),
+        branches=(Branch(parent=-1, length=len(row.input_ids)),),
+        notes=((GIVEN_AS_IDS, 1),),
+        address=row.address,
+    )
+
+
+def _assembled(batch: Sequence[Filled | Sample | RowError], assembler: Assembler) -> Iterator[Sample | RowError]:
     tokenizer = assembler.tokenizer
     outcomes = iter(assembler.assemble([part for item in batch if isinstance(item, Filled) for part in parts_of(item)]))
     control_ids = np.array([tokenizer.control_id(token) for token in tokenizer.control.tokens], dtype=np.int32)
     for item in batch:
-        yield item if isinstance(item, RowError) else join(item, [next(outcomes) for _ in parts_of(item)], control_ids)
+        yield join(item, [next(outcomes) for _ in parts_of(item)], control_ids) if isinstance(item, Filled) else item
 
 
 # --------------------------------------------------------------------------------------------------------------------

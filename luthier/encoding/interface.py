@@ -23,7 +23,7 @@ from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, MediaProcessor, decoder_of
-from luthier.records import Address, Conversation, Document, Feedback, Preference, Row, Sample
+from luthier.records import Address, Document, Row, Sample, Tokenized
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.rendering.template import ChatTemplate
@@ -189,13 +189,13 @@ def _records(
             except RowError as error:
                 yield error
                 continue
-        elif isinstance(row, Conversation | Document | Feedback | Preference):
+        elif isinstance(row, Row):
             record = row
         else:
             raise TypeError(
                 f"row {number} is a {type(row).__name__}; a row is a dict, or a record such as Conversation"
             )
-        if tools and not isinstance(record, Document) and not record.tools:
+        if tools and not isinstance(record, Document | Tokenized) and not record.tools:
             record = replace(record, tools=tools)
         yield record
 

@@ -234,6 +234,17 @@ class Tokenizer:
         """Text of ids, control tokens included."""
         return str(self._whole.decode([int(i) for i in ids], skip_special_tokens=False))
 
+    def knows(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of some ids name a token, bool[T]."""
+        is_inside = (ids >= 0) & (ids < self.vocab_size)
+        return np.asarray(is_inside & self._named_ids[np.where(is_inside, ids, 0)])
+
+    @cached_property
+    def _named_ids(self) -> NDArray[np.bool_]:
+        named = np.zeros(self.vocab_size, dtype=np.bool_)
+        named[list(self._whole.get_vocab(with_added_tokens=True).values())] = True
+        return named
+
     def token(self, token_id: int) -> str:
         """The vocabulary's own name of an id (``Ġthe``); `decode` gives text."""
         token = self._whole.id_to_token(token_id)

@@ -29,6 +29,7 @@ from luthier.records import (
     Row,
     Text,
     Thinking,
+    Tokenized,
 )
 from luthier.rendering.answers import require_answer, tags_in
 from luthier.rendering.blueprint import CONTROL_STRING, UNASKED, Blueprint, Filled, build_blueprint
@@ -61,7 +62,7 @@ from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, traine
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
 
-__all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]
+__all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer", "refuse"]
 
 # The note of a row with a thought in tags that the template does not know though the tokenizer has them.
 THOUGHT_IN_LETTERS = "thought tags learned as letters (template.control makes them tokens)"
@@ -119,7 +120,7 @@ class Renderer:
             case (Preference() as compared, RowKind.PAIR) | (Feedback() as compared, RowKind.VERDICT):
                 return self._compared(compared)
             case _:
-                _refuse(row, self.policy.kind)
+                refuse(row, self.policy.kind)
 
     def _document(self, document: Document) -> Filled:
         document = apply_rules(document, self.policy.rules)
@@ -457,18 +458,17 @@ def _refuse_too_many(row: Conversation, num_turns: int, history: HistoryRenderin
     )
 
 
-def _refuse(row: Row, kind: RowKind) -> Never:
-    """A row of a kind that the run's objective cannot learn from."""
+def refuse(row: Row, kind: RowKind) -> Never:
+    """Raise `RowError` for a row of a kind that the run's objective cannot learn from."""
     match row:
-        case Conversation() | Document():
+        case Conversation() | Document() | Tokenized():
             fits = "it teaches an answer: train it with objective sft or pt"
         case Preference():
             fits = "it prefers one answer to another: train it with objective dpo or rm"
         case Feedback():
             fits = "it says how good one answer is: train it with objective kto"
+    needs = "this run's objective learns answers (sft, pt)"
     match kind:
-        case RowKind.ANSWER:
-            needs = "this run's objective learns answers (sft, pt)"
         case RowKind.PAIR:
             needs = "this run's objective compares pairs (dpo, rm), so rows need chosen and rejected"
         case RowKind.VERDICT:

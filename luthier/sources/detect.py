@@ -37,6 +37,8 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
         kind = _detect_format(config.path, rows, seen, given_columns, given_tags)
     if kind is Format.TEXT and "prompt" in given_columns:  # how registries call the column of plain text
         given_columns = {"text": given_columns["prompt"], **given_columns}
+    if kind is Format.TOKENS:
+        _check_tokens(config)
     rule = FORMATS[kind]
     columns = _resolve_columns(rule, given_columns, seen)
     role, content = rule.role_key, rule.content_key
@@ -98,12 +100,12 @@ def _detect_format(
             "role_tag" not in given_tags and _is_from_value(rows, [column])
         )
         return Format.SHAREGPT if is_sharegpt else Format.MESSAGES
-    for kind in (Format.ALPACA, Format.PROMPT_COMPLETION, Format.TEXT):
+    for kind in (Format.ALPACA, Format.PROMPT_COMPLETION, Format.TEXT, Format.TOKENS):
         if fits(kind):
             return kind
     if set(given_columns) == {"prompt"} and given_columns["prompt"] in seen:
         return Format.TEXT
-    raise _tokenized(path, seen) if "input_ids" in seen else _unrecognised(path, seen)
+    raise _unlabelled(path) if "input_ids" in seen else _unrecognised(path, seen)
 
 
 def _resolve_columns(rule: FormatRule, given: Mapping[str, str], seen: Iterable[str]) -> dict[str, str]:
@@ -184,15 +186,20 @@ def _known(
     return resolved
 
 
-def _tokenized(path: str, seen: Iterable[str]) -> SourceError:
-    columns = ", ".join(name for name in ("input_ids", "labels", "attention_mask", "loss_mask") if name in seen)
+def _check_tokens(config: SourceConfig) -> None:
+    """Raises `SourceError` for keys of a data set that say something of texts or messages, where there are only ids."""
+    keys = ("targets", "train_on", "rendered", "tags")
+    said = [key for key in keys if getattr(config, key) not in (None, False, [], {})]
+    if said:
+        what = f"{config.path}: the rows hold token ids, so {', '.join(said)} of the data set changes nothing"
+        raise SourceError(what, hint=f"remove {said[0]}: what is learned is said by the column labels or loss_mask")
+
+
+def _unlabelled(path: str) -> SourceError:
+    what = f"{path}: the rows hold token ids (input_ids), and neither labels nor loss_mask says which are learned"
     hint = (
-        "give the rows that the ids were made of: messages, or a prompt and its completion, or text. Where only the "
-        "ids are left, decode them with their own tokenizer into a column text, and set rendered: true"
-    )
-    what = (
-        f"{path}: the rows hold token ids ({columns}). Which text they are, whether this model's tokenizer made them, "
-        "and whether inference would see the same cannot be proven, so they are not trained"
+        "set format: tokens if every token is learned, as of plain text; better, give the rows that the ids were made "
+        "of (messages, a prompt and its completion, text), which can be proven to be what inference sees"
     )
     return SourceError(what, hint=hint)
 

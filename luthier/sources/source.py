@@ -20,7 +20,19 @@ from numpy.typing import NDArray
 
 from luthier.config.schema import SourceConfig
 from luthier.errors import RowError, SourceError
-from luthier.records import Conversation, Document, Feedback, Message, Part, Preference, Row, Text, Thinking, ToolCall
+from luthier.records import (
+    Conversation,
+    Document,
+    Feedback,
+    Message,
+    Part,
+    Preference,
+    Row,
+    Text,
+    Thinking,
+    Tokenized,
+    ToolCall,
+)
 from luthier.sources.detect import NUM_ROWS_SEEN, detect_layout
 from luthier.sources.files import FileKind
 from luthier.sources.formats.layout import Layout
@@ -286,6 +298,8 @@ def _lengths(row: Row) -> Iterator[tuple[str, int]]:
     match row:
         case Document():
             yield "text", _length(row.parts, Text)
+        case Tokenized():
+            yield "input_ids", len(row.input_ids)
         case Conversation():
             yield from _of_messages("messages", row.messages)
         case Preference():

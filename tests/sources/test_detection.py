@@ -41,6 +41,8 @@ def messages_of(source: Source) -> list[Any]:
         ({"prompt": "Hi", "chosen": "a", "rejected": "b"}, Format.PREFERENCE),
         ({"prompt": "Hi", "completion": "Hello", "label": True}, Format.FEEDBACK),
         ({"text": "Once", "label": 1}, Format.TEXT),
+        ({"input_ids": [1, 2], "labels": [-100, 2]}, Format.TOKENS),
+        ({"input_ids": [1, 2], "loss_mask": [0, 1], "attention_mask": [1, 1]}, Format.TOKENS),
     ],
 )
 def test_the_format_is_seen_in_the_rows(tmp_path: Path, row: dict[str, Any], expected: Format) -> None:
@@ -103,11 +105,13 @@ def test_pairs_without_any_question_are_refused(tmp_path: Path, side: str) -> No
     assert refused.value.reason in {"missing_column", "no_common_prompt", "not_an_answer", "empty_prompt"}
 
 
-@pytest.mark.parametrize("more", [{}, {"labels": [-100, 2]}, {"attention_mask": [1, 1], "length": 2}])
-def test_rows_of_token_ids_are_refused_with_the_reason_and_the_way_out(tmp_path: Path, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("more", [{}, {"attention_mask": [1, 1], "length": 2}])
+def test_rows_of_token_ids_that_do_not_say_what_is_learned_are_refused_with_the_way_out(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
     with pytest.raises(SourceError, match="token ids") as refused:
         pair_of(tmp_path, {"input_ids": [1, 2], **more})
-    assert refused.value.hint is not None
+    assert refused.value.hint is not None and "format: tokens" in refused.value.hint
 
 
 def test_ids_beside_a_text_are_left_alone(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from luthier.records import (
     Row,
     Sample,
     TextPiece,
+    Tokenized,
 )
 from luthier.sources import RowBytes, Source
 from luthier.sources.origins import LocalFiles, Origin
@@ -140,6 +141,9 @@ def _origins(sample: Sample, row: Row | RowError | None, encoder: Encoder) -> li
             raise SourceError(f"{sample.address}: the row is not in its file any more")
         if isinstance(row, RowError):
             raise row
+        if isinstance(row, Tokenized):
+            _check_same(sample, row, encoder)
+            return [replace(run, owners=(TokenOrigin(field=GIVEN),) * run.run_tokens) for run in runs]
         pieces = _checked_pieces(sample, row, encoder)
     except (RowError, SourceError, StoreError) as error:
         return [replace(run, finding=f"owners are not known: {error}") for run in runs]
@@ -159,15 +163,20 @@ def _continuation(sample: Sample, run: int) -> str | None:
 
 
 def _checked_pieces(sample: Sample, row: Row, encoder: Encoder) -> list[list[Piece]]:
-    """The pieces of each run. Raises `StoreError` if the sample is not what the row is encoded to now."""
-    difference = sample_difference(sample, encoder.encode(row), encoder.tokenizer)
-    if difference is not None:
-        what = "what the store holds of this row is not what rendering and encoding give now"
-        raise StoreError(f"{sample.address}: {what}: {difference}", hint=AGAIN)
+    """The pieces of each run. Raises `StoreError` as `_check_same`."""
+    _check_same(sample, row, encoder)
     allowed = encoder.renderer.policy.allowed
     texts = [expansion.text for expansion in encoder.expansions(row)] if sample.media else []
     owned = token_owners(encoder.render(row), encoder.tokenizer, allowed=allowed, expansions=texts)
     return leaf_owners(sample, owned)
+
+
+def _check_same(sample: Sample, row: Row, encoder: Encoder) -> None:
+    """Raises `StoreError` if the sample is not what the row is encoded to now."""
+    difference = sample_difference(sample, encoder.encode(row), encoder.tokenizer)
+    if difference is not None:
+        what = "what the store holds of this row is not what rendering and encoding give now"
+        raise StoreError(f"{sample.address}: {what}: {difference}", hint=AGAIN)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -177,6 +186,7 @@ def _checked_pieces(sample: Sample, row: Row, encoder: Encoder) -> list[list[Pie
 TEMPLATE = "template"
 TOOLS = "tools"
 MEDIA = "media"
+GIVEN = "input_ids"
 PROMPT = "template (prompt)"
 STOP = "stop"
 
@@ -186,9 +196,9 @@ class TokenOrigin:
     """Whose a token is. ``message`` counts from 0, as ``messages[3]`` in error messages does.
 
     ``field`` is a field of the message (``content``, ``tool_calls``, ``media`` …), ``tools`` for the declarations of
-    a conversation, ``text`` of a document; or the template's own: ``template``, ``template (prompt)`` for what
-    inference puts before the model's turn, ``stop`` for the token that ends it. ``message`` None with a role is the
-    system message that the run itself supplies (``template.default_system``).
+    a conversation, ``text`` of a document, ``input_ids`` of a row that is token ids already; or the template's own:
+    ``template``, ``template (prompt)`` for what inference puts before the model's turn, ``stop`` for the token that
+    ends it. ``message`` None with a role is the system message that the run supplies (``template.default_system``).
     """
 
     message: int | None = None
@@ -203,7 +213,9 @@ class TokenOrigin:
     @property
     def voice(self) -> str:
         """Whose words they are: a role, ``tools``, ``text`` or ``media`` of a document, or ``template`` for its own."""
-        return TEMPLATE if self.field in (TEMPLATE, PROMPT, STOP) else self.role or self.field
+        if self.field in (TEMPLATE, PROMPT, STOP):
+            return TEMPLATE
+        return self.role or ("text" if self.field == GIVEN else self.field)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +233,7 @@ def speakers_of(row: Row, *, default_system: str | None) -> list[Speaker]:
             said = [Speaker(message=number, role=message.role) for number, message in enumerate(_messages(row))]
             is_supplied = default_system is not None and not (said and said[0].role == "system")
             return [Speaker(message=None, role="system"), *said] if is_supplied else said
-        case Document():
+        case Document() | Tokenized():
             return []
         case _:
             raise AssertionError(f"unknown kind of row {row!r}")

@@ -72,6 +72,7 @@ class Method(StrEnum):
     NEUTRALISED = "neutralised"
     READ_BY_TEMPLATE = "read_by_template"
     DOCUMENT = "document"
+    GIVEN = "given"
     STRUCTURE_ONLY = "structure_only"
 
 
@@ -80,6 +81,7 @@ METHOD_MEANING: Mapping[Method, str] = {
     Method.NEUTRALISED: "the same, with control strings in the row's own text held apart as text",
     Method.READ_BY_TEMPLATE: "the same, where the template itself reads such strings (<think> in an answer)",
     Method.DOCUMENT: "plain text, tokenized as one",
+    Method.GIVEN: "given as token ids, so that their prompts cannot be proven to be what inference shows",
     Method.STRUCTURE_ONLY: "only what needs no rendering: this kind of row is not recomputed yet",
 }
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from luthier.check.verify.expected import ExpectedRow, ExpectedTurn, expected_row
 from luthier.check.verify.findings import Check, Method, RowVerdict, Violation
+from luthier.check.verify.given_ids import verify_given
 from luthier.check.verify.learned import Home, Runs, find_home, supplied_faults, turn_faults
 from luthier.check.verify.media_items import expected_document, media_faults, processor_faults
 from luthier.check.verify.media_slots import MediaReader, media_of, media_of_messages
@@ -45,6 +46,7 @@ from luthier.records import (
     Segment,
     Text,
     Thinking,
+    Tokenized,
     ToolCall,
 )
 from luthier.templating.limits import TemplateSettings
@@ -116,6 +118,8 @@ class RowVerifier:
                 return self._verify(row, sample, self.policy)
             case Preference() | Feedback():
                 return self._verify_compared(row, sample)
+            case Tokenized():
+                return verify_given(row, sample, self.tokenizer)
 
     @cached_property
     def _reader(self) -> MediaReader:

@@ -24,6 +24,7 @@ from luthier.check.verify.findings import (
     VerifyReport,
     Violation,
 )
+from luthier.check.verify.given_ids import NOT_PROVEN, learned_text
 from luthier.check.verify.plain_template import PlainTemplate
 from luthier.check.verify.reference_tokenizer import same_sample, tree_faults
 from luthier.check.verify.row import RowVerifier, answers_of
@@ -42,7 +43,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError, RowForbidden
 from luthier.ledger import Ledger
 from luthier.preparation.prepare import prepare
-from luthier.records import Conversation, Document, Row, Sample
+from luthier.records import Conversation, Document, Row, Sample, Tokenized
 from luthier.templating.limits import TemplateSettings
 
 ROWS_PER_REPORT = 50  # between two reports of progress
@@ -170,6 +171,7 @@ class _Account:
         self.methods: Counter[Method] = Counter()
         self.control_strings: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
+        self.given: list[str] = []  # what the first rows of token ids teach
 
     @property
     def progress(self) -> VerifyProgress:
@@ -227,6 +229,8 @@ class _Account:
             warnings.append(f"nothing was verified: {self.ledger.read} rows were read, none of them can be trained on")
         doubt = None if stopped_early else self.training.close(num_rows=num_rows)
         warnings += [doubt] if doubt else []
+        if self.given:
+            warnings.append(f"{self.methods[Method.GIVEN]:,} {NOT_PROVEN}; they teach {', '.join(self.given)}, …")
         if self.training.refusal is not None:
             warnings.append(f"training would not begin: {self.training.refusal}")
         return VerifyReport(
@@ -252,6 +256,8 @@ class _Account:
 
     def _count(self, verdict: RowVerdict, sample: Sample) -> None:
         self.methods[verdict.method] += 1
+        if verdict.method is Method.GIVEN and verdict.num_turns and len(self.given) < MAX_EXAMPLES:
+            self.given.append(learned_text(sample, self.verifier.tokenizer))
         self.control_strings.update(verdict.control_strings)
         self.notes.update(verdict.notes)
         self.num_turns += verdict.num_turns
@@ -329,7 +335,7 @@ class KwargsUse:
 
     def see(self, row: Row) -> None:
         """Look at one more row."""
-        if not self._without or isinstance(row, Document) or self._num_seen >= MAX_ROWS_SEEN:
+        if not self._without or isinstance(row, Document | Tokenized) or self._num_seen >= MAX_ROWS_SEEN:
             return
         if not isinstance(row, Conversation):
             row = Conversation(messages=(*row.prompt, *answers_of(row)[0]), tools=row.tools)

@@ -40,6 +40,10 @@ _NOTES = {
     "decoded": "sequences whose media were decoded and given, with their text, to the model's processor",
     "marks_vllm_drops": "rows with videos whose outer marks (<|vision_start|> …) transformers leaves and vLLM takes "
     "away: training is transformers' inference there, not vLLM's (docs/media.md)",
+    "given_runs": "runs of targets in rows of token ids",
+    "given_open_runs": "of these end in no token on which inference stops",
+    "given_control": "control tokens in rows of token ids: whether the template or a text wrote them cannot be told",
+    "given_otherwise": "rows whose ids are not those that the tokenizer gives their text: another may have made them",
     "media_not_asked": "rows with media, which are not compared with the server",
     "not_asked": "rows not compared with the server: it cannot tell their control strings from the template's",
 }

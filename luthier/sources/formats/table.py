@@ -11,6 +11,7 @@ from luthier.plugins import Table
 from luthier.records import Conversation, Document, Feedback, Message, Preference, Row, Text
 from luthier.sources.formats.reading import Reading
 from luthier.sources.formats.targets import mark_spans, read_spans
+from luthier.sources.formats.token_ids import convert_tokens
 
 # --------------------------------------------------------------------------------------------------------------------
 # The converters: one row, seen through its layout, becomes one record. Each stands in a line of the table below.
@@ -251,6 +252,18 @@ _ROWS: Mapping[str, FormatRule] = {
     ),
     Format.TEXT: FormatRule(
         columns={"text": ("text",), "spans": ("spans",), **_WEIGHT, **_MEDIA}, needs=(("text",),), convert=convert_text
+    ),
+    Format.TOKENS: FormatRule(
+        columns={
+            "input_ids": ("input_ids",),
+            "labels": ("labels",),
+            "loss_mask": ("loss_mask", "completion_mask", "assistant_masks"),
+            "attention_mask": ("attention_mask",),
+            "position_ids": ("position_ids",),
+            **_WEIGHT,
+        },
+        needs=(("input_ids", "labels"), ("input_ids", "loss_mask")),
+        convert=convert_tokens,
     ),
 }
 
