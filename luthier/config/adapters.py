@@ -25,6 +25,7 @@ _LORA = _VERA | {
 KEYS_OF_TYPE: dict[AdapterType, frozenset[str]] = {
     AdapterType.FULL: _PARTS | _MODEL,
     AdapterType.FREEZE: _MODEL | {"freeze_trainable_layers", "freeze_trainable_modules"},
+    AdapterType.LLAMA_PRO: _MODEL | {"expand_layers"},
     AdapterType.LORA: _SHARED | _LORA,
     AdapterType.OFT: _SHARED | {"oft_block_size"},
     AdapterType.VERA: _SHARED | _VERA,
@@ -77,6 +78,9 @@ def _decided_before(draft: Draft) -> Iterator[Problem]:
 
 def _nothing_trained(draft: Draft) -> Iterator[Problem]:
     adapter = draft.config.adapter
+    if adapter.type is AdapterType.LLAMA_PRO and adapter.expand_layers is None:
+        what = f"{draft.cite('adapter.expand_layers')} is missing: how many new layers there are"
+        yield draft.problem("adapter.type", what, "for example expand_layers: 4")
     if adapter.type is not AdapterType.FREEZE:
         return
     if not adapter.freeze_trainable_layers and not adapter.freeze_trainable_modules:

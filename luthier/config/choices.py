@@ -162,11 +162,12 @@ class AdapterType(StrEnum):
     LORA = "lora"
     OFT = "oft"
     VERA = "vera"
+    LLAMA_PRO = "llama_pro"
 
     @property
     def is_beside(self) -> bool:
         """Whether what is trained stands beside the model's own weights, in files of its own (PEFT)."""
-        return self not in (AdapterType.FULL, AdapterType.FREEZE)
+        return self in (AdapterType.LORA, AdapterType.OFT, AdapterType.VERA)
 
 
 class ModelPart(StrEnum):

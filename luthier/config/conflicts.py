@@ -82,6 +82,18 @@ def check_conflicts(draft: Draft) -> list[Problem]:
     return [problem for keys, check in _RULES if draft.sound(*keys) for problem in check(draft)]
 
 
+def _new_tokens(draft: Draft) -> Iterator[Problem]:
+    model = draft.config.model
+    added = {*model.add_tokens, *model.add_special_tokens}
+    for token in model.token_descriptions:
+        if token not in added:
+            what = f"{token} is described, and neither model.add_tokens nor model.add_special_tokens adds it"
+            yield draft.problem(f"model.token_descriptions.{token}", what, "add it, or remove its description")
+    if model.new_token_noise and not added:
+        what = "no token is added whose row could have noise"
+        yield draft.problem("model.new_token_noise", what, "add tokens by model.add_tokens, or remove the key")
+
+
 def _training_data(draft: Draft) -> Iterator[Problem]:
     data = draft.config.data
     if not data.train and not data.use:
@@ -366,6 +378,7 @@ def _media(draft: Draft) -> Iterator[Problem]:
 
 
 _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
+    (("model",), _new_tokens),
     (("data.train", "data.use"), _training_data),
     (("data.registry", "data.use", "data.eval_use"), _registry),
     (("data.eval_split", "data.eval", "data.eval_use"), _eval_split),

@@ -121,6 +121,12 @@ class ModelConfig(Section):
     """Ordinary tokens to add to the vocabulary; embeddings are resized."""
     add_special_tokens: Texts = []
     """Control tokens to add to the vocabulary; embeddings are resized."""
+    token_descriptions: dict[NonEmpty, NonEmpty] = {}
+    """What added tokens mean, such as ``{"<tool>": begins a tool call}``: the row of such a token starts as the mean of
+    the rows of these words, that of any other as the mean of all rows."""
+    new_token_noise: NonNegative = 0.0
+    """Random numbers added to the rows of new tokens, so that they do not start alike: their size beside the spread of
+    the old rows, such as 0.1."""
     use_liger_kernel: bool | Literal["auto"] = "auto"
     """Liger's fused kernels; ``auto``: on a GPU where the package is installed."""
 

@@ -95,14 +95,16 @@ class AdapterConfig(Section):
     shorthand = "type"
 
     type: Annotated[AdapterType, as_enum(AdapterType)] = AdapterType.FULL
-    """``full``: all weights; ``freeze``: some layers; ``lora``, ``oft``: small matrices beside frozen weights;
-    ``vera``: two vectors for each weight, with random matrices that all weights share ([adapters.md](adapters.md))."""
+    """``full``: all weights; ``freeze``: some layers; ``llama_pro``: new layers between the old; ``lora``, ``oft``:
+    small matrices beside frozen weights; ``vera``: two vectors for each weight ([adapters.md](adapters.md))."""
     train_parts: Parts = [ModelPart.LANGUAGE_MODEL]
     """Of a model that sees or hears: ``language_model``, ``projector`` (what takes features to it), ``tower`` (what
     sees or hears). The others keep their weights; the matrices of LoRA and OFT stand in these parts only. ``freeze``
     names its layers and modules itself."""
     train_routers: bool = True
     """Whether what chooses the experts of a token is trained, where its weights are."""
+    expand_layers: Size | None = None
+    """``llama_pro``: how many decoder layers are put between those that are there, evenly; they alone are trained."""
     freeze_trainable_layers: Whole | None = None
     """``freeze``: train the last n layers (negative: the first n)."""
     freeze_trainable_modules: Texts = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from peft import (
     LoraConfig,
     OFTConfig,
@@ -50,9 +52,11 @@ def apply_adapter(
     parts = find_parts(model) if parts is None else parts
     routers = [] if section.train_routers else _frozen_routers(model)
     match section.type:
-        case AdapterType.FULL | AdapterType.FREEZE:
+        case AdapterType.FULL | AdapterType.FREEZE | AdapterType.LLAMA_PRO:
             if section.type is AdapterType.FREEZE:
                 _freeze(model, section)
+            elif section.type is AdapterType.LLAMA_PRO:
+                _train_new_layers(model, section.expand_layers or 1)
             else:
                 for name, parameter in model.named_parameters():
                     parameter.requires_grad_(parts.of(name) in section.train_parts)
@@ -97,7 +101,7 @@ def _plain_weight(end: nn.Module) -> object:
 
 def parts_left_out(model: PreTrainedModel, section: AdapterConfig) -> tuple[ModelPart, ...]:
     """The parts of a model that sees or hears whose weights stay as they are, by ``adapter.train_parts``."""
-    if section.type is AdapterType.FREEZE:
+    if section.type in (AdapterType.FREEZE, AdapterType.LLAMA_PRO):
         return ()
     parts = find_parts(model)
     there = {parts.of(name) for name, _ in model.named_parameters()}
@@ -182,6 +186,95 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
             "adapter.type freeze leaves nothing to train",
             hint="set adapter.freeze_trainable_layers (2: the last two) or adapter.freeze_trainable_modules",
         )
+
+
+# -------------------------------------------------------------------------------------------------- new layers
+
+
+_WRITES = re.compile(  # parameters by which a layer adds to the hidden states, in the names of transformers' models
+    r"(^|\.)(o_proj|out_proj|down_proj|c_proj|dense|dense_4h_to_h|fc2|w2|wo|output_linear)(\.weight|\.bias|_bias)?$"
+)
+
+
+def _train_new_layers(model: PreTrainedModel, count: int) -> None:
+    """Put ``count`` new decoder layers between those that are there, evenly, and train them alone (LLaMA Pro,
+    arXiv:2401.02415). Each is a copy of the one below it whose outputs are 0, so the model computes what it did.
+
+    Raises `ModelError` where there is no list of layers, fewer of them than new ones, or where the new ones would do
+    something, or would not be where transformers' own class of the model has them.
+    """
+    layers, config = decoder_layers(model), model.config.get_text_config()
+    name = type(model).__name__
+    if layers is None or count > len(layers):
+        there = "no list of decoder layers" if layers is None else f"{len(layers)} decoder layers"
+        raise ModelError(f"adapter.expand_layers is {count}, and {name} has {there}", hint="expand it by fewer layers")
+    depth = len(layers)
+    copied = [(number + 1) * depth // count - 1 for number in range(count)]  # 6 by 2 -> after layers 2 and 5
+    before = _first_logits(model)
+    expanded: list[nn.Module] = []
+    new: list[nn.Module] = []
+    for number, layer in enumerate(layers):
+        expanded.append(layer)
+        if number in copied:
+            new.append(_silent_copy(layer, model))
+            expanded.append(new[-1])
+    for key, value in list(config.to_dict().items()):
+        if isinstance(value, list) and len(value) == depth:  # such as the kind of attention of each layer
+            longer = [[each, each] if number in copied else [each] for number, each in enumerate(value)]
+            setattr(config, key, [each for part in longer for each in part])
+    config.num_hidden_layers = len(expanded)
+    layers.extend(new)  # as many as there will be; then all of them in their order
+    for number, layer in enumerate(expanded):
+        layers[number] = layer
+        for module in layer.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx = number  # type: ignore[assignment]
+    _check_expanded(model, before)
+    model.requires_grad_(False)
+    for module in [*new, *([model.get_submodule(REWARD_HEAD)] if hasattr(model, REWARD_HEAD) else [])]:
+        module.requires_grad_(True)
+
+
+def _silent_copy(layer: nn.Module, model: PreTrainedModel) -> nn.Module:
+    shared = {id(config): config for config in (model.config, model.config.get_text_config())}
+    copied = copy.deepcopy(layer, shared)
+    with torch.no_grad():
+        for name, parameter in copied.named_parameters():
+            if _WRITES.search(name):
+                parameter.zero_()
+    return copied
+
+
+def _check_expanded(model: PreTrainedModel, before: torch.Tensor | None) -> None:
+    name = type(model).__name__
+    with torch.device("meta"):
+        again = type(model)(copy.deepcopy(model.config))
+    ours = {key: value.shape for key, value in model.state_dict().items()}
+    if ours != {key: value.shape for key, value in again.state_dict().items()}:
+        raise ModelError(
+            f"adapter.type llama_pro: {name} of {model.config.get_text_config().num_hidden_layers} layers has others "
+            "than copies of those that are there",
+            hint="set adapter.type: lora or freeze",
+        )
+    after = _first_logits(model)
+    if before is not None and after is not None and not torch.equal(before, after):
+        raise ModelError(
+            f"adapter.type llama_pro: a new layer of {name} changes what the model computes, as it writes to the "
+            "hidden states by weights that are not known here",
+            hint="set adapter.type: lora or freeze",
+        )
+
+
+def _first_logits(model: PreTrainedModel) -> torch.Tensor | None:
+    """What the model makes of a few tokens; None without weights."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    training = model.training
+    ids = torch.arange(8, device=model.device)[None]
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=ids).logits
+    model.train(training)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------- PEFT

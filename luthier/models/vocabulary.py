@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from luthier.config.schema import ModelConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.errors import ModelError
+from luthier.errors import ModelError, RowError
 
 VOCABULARY_MULTIPLE = 64  # round sizes multiply faster
 
@@ -24,17 +25,35 @@ class Vocabulary:
     pad_token_id: int
     stop_token_ids: tuple[int, ...] = ()  # all that end a turn
     new_ids: tuple[int, ...] = ()
+    described: tuple[tuple[int, tuple[int, ...]], ...] = ()  # new ids with those of the words that describe them
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
-        """All of it, as a run takes it from its tokenizer."""
+    def of(cls, tokenizer: Tokenizer, descriptions: Mapping[str, str] | None = None) -> Vocabulary:
+        """All of it, as a run takes it from its tokenizer; ``descriptions``: of new tokens. Raises `ModelError` for a
+        description that no old token is in."""
         return cls(
+            described=tuple(_described(tokenizer, token, text) for token, text in (descriptions or {}).items()),
             size=tokenizer.vocab_size,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
             stop_token_ids=tokenizer.stop_token_ids,
             new_ids=tokenizer.new_ids,
         )
+
+
+def _described(tokenizer: Tokenizer, token: str, text: str) -> tuple[int, tuple[int, ...]]:
+    number = next((number for number in tokenizer.new_ids if tokenizer.token(number) == token), None)
+    if number is None:
+        what = f"model.token_descriptions: {token} is not new, the model's tokenizer has it"
+        raise ModelError(what, hint="remove its description")
+    try:
+        words = tuple(int(word) for word in tokenizer.encode_runs([text])[0] if int(word) not in tokenizer.new_ids)
+    except RowError as error:
+        raise ModelError(f"model.token_descriptions: {token}: {error}", hint="describe it in words") from error
+    if not words:
+        what = f"model.token_descriptions: no token that the model knows is in the description of {token}"
+        raise ModelError(what, hint="describe it in words")
+    return number, words
 
 
 def fit_unborn(model_config: PretrainedConfig, vocabulary: Vocabulary, notes: list[str]) -> None:
@@ -62,11 +81,14 @@ def check_padding(model_config: PretrainedConfig, section: ModelConfig) -> None:
 
 def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Vocabulary, notes: list[str]) -> None:
     """Give the embedding a row for each added token: a new one, or one that it has had to spare. Rows of new tokens
-    start as the mean of the old ones. Raises `ModelError` if the tokenizer has others that it lacks."""
+    start as the mean of the old ones, or of those that describe them, with noise if that is asked for.
+
+    Raises `ModelError` if the tokenizer has others that it lacks."""
     rows = model.get_input_embeddings().weight.shape[0]
     spare = [number for number in vocabulary.new_ids if number < rows]
+    old = min(spare, default=rows)
     if vocabulary.size <= rows:
-        _begin_as_mean(model, spare, old=min(spare, default=rows))
+        _begin(model, spare, vocabulary, old=old, noise=section.new_token_noise)
         return  # more rows than ids is usual: tables are padded to round sizes
     if not (section.add_tokens or section.add_special_tokens):
         raise ModelError(
@@ -74,12 +96,20 @@ def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Voc
             hint="name the model's own tokenizer, or add tokens through model.add_tokens, which resizes the embedding",
         )
     model.resize_token_embeddings(vocabulary.size, mean_resizing=False)
-    _begin_as_mean(model, [*spare, *range(rows, vocabulary.size)], old=min(spare, default=rows))
-    notes.append(f"embedding resized from {rows} to {vocabulary.size} rows; each new one is the mean of the old ones")
+    new = [*spare, *range(rows, vocabulary.size)]
+    _begin(model, new, vocabulary, old=old, noise=section.new_token_noise)
+    described = f"{len(vocabulary.described)} of them as the mean of their descriptions, the others "
+    noise = f", with noise of {section.new_token_noise:g} times the spread" if section.new_token_noise else ""
+    begun = described if vocabulary.described else ""
+    start = f"the new ones start {begun}as the mean of the old ones{noise}"
+    notes.append(f"embedding resized from {rows} to {vocabulary.size} rows; {start}")
 
 
-def _begin_as_mean(model: PreTrainedModel, numbers: list[int], *, old: int) -> None:
-    """Give these rows of the embedding and of the output layer the mean of the first ``old``."""
+def _begin(model: PreTrainedModel, numbers: list[int], vocabulary: Vocabulary, *, old: int, noise: float) -> None:
+    """Give these rows of the embedding and of the output layer their first values, by the first ``old`` rows.
+
+    The noise of a row depends on its id alone, so all ranks and each start of the run give it the same.
+    """
     tables = {
         id(module.weight): module.weight
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -88,6 +118,14 @@ def _begin_as_mean(model: PreTrainedModel, numbers: list[int], *, old: int) -> N
     with torch.no_grad():
         for table in tables.values():  # one, where they are tied
             table[numbers] = table[:old].mean(dim=0)
+            for number, words in vocabulary.described:
+                table[number] = table[list(words)].mean(dim=0)
+            if noise and numbers:
+                spread = table[:old].float().std(dim=0).cpu()
+                for number in numbers:
+                    generator = torch.Generator().manual_seed(number)
+                    shift = torch.randn(table.shape[1], generator=generator) * spread * noise
+                    table[number] += shift.to(table)
 
 
 def fit_generation(model: PreTrainedModel, vocabulary: Vocabulary, notes: list[str]) -> None:

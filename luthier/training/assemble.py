@@ -79,7 +79,7 @@ class RunModel:
 
 def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: EventListener) -> RunModel:
     """Load the model, put the adapter on, and say what was decided; the same weights on all ranks, at every start."""
-    vocabulary = Vocabulary.of(tokenizer)
+    vocabulary = Vocabulary.of(tokenizer, config.model.token_descriptions)
     loaded = load_model(config, vocabulary)
     for note in _standing_notes(config, loaded):
         tell(Note(text=f"model: {note}"))
@@ -99,7 +99,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Even
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
     if frozen := adapters.rows_left_out(model, vocabulary.new_ids):
         rows = f"the rows of {len(vocabulary.new_ids)} new tokens in {' and '.join(frozen)}"
-        tell(Note(text=f"model: {rows} keep their first values, the mean of the others, as those layers are frozen"))
+        tell(Note(text=f"model: {rows} keep their first values, as those layers are frozen"))
     if left := adapters.parts_left_out(loaded.model, config.adapter):
         tell(Note(text=f"model: {' and '.join(left)} keep their weights; adapter.train_parts names what is trained"))
     initial = None

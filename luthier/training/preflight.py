@@ -279,7 +279,8 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
     config, tokenizer = draft.config, encoder.tokenizer
     choices = list(_told(draft, "model.attn_implementation", lambda: check_choices(config)))
     yield from choices
-    vocabulary = Vocabulary.of(tokenizer)
+    vocabulary, descriptions = Vocabulary.of(tokenizer), config.model.token_descriptions
+    yield from _told(draft, "model.token_descriptions", lambda: Vocabulary.of(tokenizer, descriptions))
     try:
         model = build_weightless(config, vocabulary)
     except UserError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from tiny_models import MODELS
+from tiny_recurrent import RECURRENT_MODELS
 from tiny_runs import make_config, make_data, make_segments
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -236,6 +238,76 @@ def test_fused_experts_learn_beside_their_frozen_weights(
 def result_layers(folder: Path) -> int:
     count: int = AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers
     return count
+
+
+# ----------------------------------------------------------------------------------------------------- new layers
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "qwen3_moe", "mistral", "gpt_oss", "qwen3_next"])
+def test_new_layers_change_nothing_at_first_and_are_trained_alone(family: str) -> None:
+    model: Any = {**MODELS, **RECURRENT_MODELS}[family]().eval()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    depth = len(adapters.decoder_layers(model) or ())
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        expected = model(ids).logits
+    adapters.apply_adapter(model, AdapterConfig(type=AdapterType.LLAMA_PRO, expand_layers=2))
+    layers = adapters.decoder_layers(model) or ()
+    assert len(layers) == model.config.get_text_config().num_hidden_layers == depth + 2
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, expected)
+    new = [number for number, layer in enumerate(layers) if any(weight.requires_grad for weight in layer.parameters())]
+    assert len(new) == 2 and new[-1] == depth + 1  # the last is behind the last
+    stack = next(name for name, module in model.named_modules() if module is layers)
+    assert _trained(model) == {name for name, _ in model.named_parameters()
+                               if any(name.startswith(f"{stack}.{number}.") for number in new)}  # fmt: skip
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    assert sum(weight.numel() for weight in frozen.values()) == sum(weight.numel() for weight in _own(before, model))
+    model.train()(ids, labels=ids).loss.backward()
+    assert all(any(weight.grad.any() for weight in layers[n].parameters() if weight.grad is not None) for n in new)
+
+
+def _own(state: dict[str, torch.Tensor], model: Any) -> list[torch.Tensor]:
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    return [
+        weight
+        for name, weight in state.items()
+        if not (tied and name.startswith("lm_head")) and name.rpartition(".")[2] not in buffers
+    ]
+
+
+def test_a_model_with_new_layers_learns_resumes_and_loads_in_transformers(train: Train, tmp_path: Path) -> None:
+    train(DATA, folder="start", train__learning_rate=1e-30, train__max_steps=1)
+    keys = {"adapter": {"type": "llama_pro", "expand_layers": 2}, "train__learning_rate": 1e-2, "train__max_steps": 6,
+            "model": {"name_or_path": str(tmp_path / "start" / "model")}}  # fmt: skip
+    keys |= {"output__save_strategy": "steps", "output__save_steps": 3, "train__per_device_train_batch_size": 12}
+    whole = train(DATA, folder="whole", **keys)
+    assert whole.steps[-1].loss < whole.steps[0].loss - 0.01
+    expanded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "start" / "model")
+    assert expanded.config.num_hidden_layers == 4 == len(expanded.config.layer_types)
+    for new, old in ((0, 0), (2, 1)):  # the second and the fourth are new
+        for one, other in zip(
+            expanded.model.layers[new].parameters(), start.model.layers[old].parameters(), strict=True
+        ):
+            assert torch.equal(one, other)
+    train(DATA, folder="part", **keys)
+    for name in ("checkpoint-6", "model"):
+        (tmp_path / "part" / name).rename(tmp_path / name)
+    (tmp_path / "part" / "result.json").unlink()
+    resumed = train(DATA, folder="part", **keys)
+    assert resumed.resumed_from == "checkpoint-3"
+    assert [step.loss for step in resumed.steps] == [step.loss for step in whole.steps]
+
+
+def test_new_layers_that_would_do_something_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = AdapterConfig(type=AdapterType.LLAMA_PRO, expand_layers=1)
+    with pytest.raises(ModelError, match=r"expand_layers is 9, and .* has 3 decoder layers"):
+        adapters.apply_adapter(_model(), section.model_copy(update={"expand_layers": 9}))
+    monkeypatch.setattr(adapters, "_WRITES", re.compile(r"\.o_proj\.weight$"))
+    with pytest.raises(ModelError, match="changes what the model computes"):
+        adapters.apply_adapter(_model(), section)
 
 
 # --------------------------------------------------------------------------------------------- merged before a run

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from tiny_runs import TINY, make_config, make_data, make_segments
 from transformers import AutoModelForCausalLM
 
+from luthier.config.loading import load_config_text
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
-from luthier.errors import ModelError
+from luthier.errors import ConfigError, ModelError
 from luthier.models.adapters import apply_adapter, rows_left_out
 from luthier.models.head_tap import find_head, score_targets
 from luthier.models.model import load_model
@@ -271,3 +272,54 @@ def test_an_output_layer_whose_rows_cannot_be_trained_is_refused(tmp_path: Path,
     plain.lm_head = torch.nn.Linear(plain.config.hidden_size, OLD)  # with a bias, which PEFT would leave out
     with pytest.raises(ModelError, match="cannot be trained"):
         apply_adapter(plain, make_config(tmp_path, adapter=LORA).adapter, new_ids=[OLD - 1])
+
+
+# ------------------------------------------------------------------------------------------------------ first values
+
+
+def _begun(base: Path, folder: Path, added: Tokenizer, **section: Any) -> list[torch.Tensor]:
+    """The new rows of the embedding, and of the output layer, as a run finds them."""
+    model = {"name_or_path": str(base), "add_tokens": ["zorkmid"], "add_special_tokens": ["<|act|>"], **section}
+    config = make_config(folder, model=model)
+    loaded = load_model(config, Vocabulary.of(added, config.model.token_descriptions)).model
+    return [end.weight[NEW].detach() for end in (loaded.get_input_embeddings(), loaded.get_output_embeddings())]
+
+
+def test_a_described_token_begins_as_the_mean_of_its_words_and_others_as_that_of_all(
+    tmp_path: Path, base: Path, added: Tokenizer
+) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    words = [int(word) for word in added.encode_runs(["begins a tool call"])[0]]
+    assert len(words) > 1
+    begun = _begun(base, tmp_path, added, token_descriptions={"<|act|>": "begins a tool call"})
+    for rows, end in zip(begun, (plain.get_input_embeddings(), plain.get_output_embeddings()), strict=True):
+        torch.testing.assert_close(rows[0], end.weight[:OLD].mean(dim=0))
+        torch.testing.assert_close(rows[1], end.weight[words].mean(dim=0))
+        assert not torch.allclose(rows[0], rows[1], atol=1e-3)
+
+
+def test_noise_keeps_new_tokens_apart_and_is_the_same_at_every_start(
+    tmp_path: Path, base: Path, added: Tokenizer
+) -> None:
+    table = AutoModelForCausalLM.from_pretrained(base).get_input_embeddings().weight
+    first, again = (_begun(base, tmp_path, added, new_token_noise=0.5)[0] for _ in range(2))
+    assert torch.equal(first, again) and not torch.allclose(first[0], first[1])
+    shift = (first - table.mean(dim=0)) / table.std(dim=0)
+    assert 0.3 < shift.std() < 0.7
+    assert torch.equal(*_begun(base, tmp_path, added)[0])  # without it they begin alike
+
+
+def test_a_description_without_known_words_is_refused(added: Tokenizer) -> None:
+    with pytest.raises(ModelError, match=r"model\.token_descriptions"):
+        Vocabulary.of(added, {"<|act|>": "zorkmid"})  # which is new itself
+    with pytest.raises(ModelError, match="is not new"):
+        Vocabulary.of(added, {"the": "an article"})
+
+
+@pytest.mark.parametrize("keys", ["token_descriptions: {b: words}", "new_token_noise: 0.1"])
+def test_first_values_of_tokens_that_are_not_added_are_refused(keys: str) -> None:
+    added = "add_tokens: [a], " if "descriptions" in keys else ""
+    with pytest.raises(ConfigError) as raised:
+        model = f"{{name_or_path: preset:tiny-qwen3, {added}{keys}}}"
+        load_config_text(f"model: {model}\ndata: {{train: preset:skills#9}}\n")
+    assert raised.value.problems[0].key.startswith(f"model.{keys.partition(':')[0]}")
