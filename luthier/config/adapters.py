@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from luthier.config.choices import AdapterType, ModelPart
+from luthier.config.choices import AdapterType, ModelPart, Sharding
 from luthier.config.draft import Draft
 from luthier.config.media import MediaCache
 from luthier.config.schema import AdapterConfig
@@ -49,6 +49,7 @@ def check_adapter(draft: Draft) -> Iterator[Problem]:
     yield from _decided_before(draft)
     yield from _nothing_trained(draft)
     yield from _pissa_with_dora(draft)
+    yield from _eva(draft)
 
 
 def _foreign_keys(draft: Draft) -> Iterator[Problem]:
@@ -97,6 +98,22 @@ def _pissa_with_dora(draft: Draft) -> Iterator[Problem]:
             f"{draft.cite('adapter.use_dora')}"
         )
         yield draft.problem("adapter.init_lora_weights", what, "keep one: use_dora: false, or init_lora_weights: true")
+
+
+def _eva(draft: Draft) -> Iterator[Problem]:
+    config, adapter = draft.config, draft.config.adapter
+    if adapter.init_lora_weights != "eva" or adapter.type is not AdapterType.LORA:
+        return
+    key, way = "adapter.init_lora_weights", "set adapter.init_lora_weights: true"
+    if adapter.target_parameters:
+        what = f"eva looks at the inputs of linear layers, and {draft.cite('adapter.target_parameters')} are in none"
+        yield draft.problem(key, what, way)
+    if config.data.prepare == "meanwhile":
+        what = f"eva looks at the first rows before training, and {draft.cite('data.prepare')} is meanwhile"
+        yield draft.problem(key, what, f"set data.prepare: before, or {way}")
+    if config.runtime.sharding is not Sharding.NONE:
+        what = f"eva wants whole matrices, and {draft.cite('runtime.sharding')} is {config.runtime.sharding}"
+        yield draft.problem(key, what, way)
 
 
 def check_features(draft: Draft) -> Iterator[Problem]:

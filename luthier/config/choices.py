@@ -178,6 +178,13 @@ class ModelPart(StrEnum):
     TOWER = "tower"
 
 
+class Offload(StrEnum):
+    """What a run keeps in the memory of the CPU, not of the GPU."""
+
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+
+
 class RatePart(StrEnum):
     """What may have a learning rate of its own."""
 

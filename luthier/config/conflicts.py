@@ -11,6 +11,7 @@ from luthier.config.adapters import check_adapter, check_features
 from luthier.config.choices import (
     MixtureBy,
     MixtureStop,
+    Offload,
     Packing,
     Precision,
     Sharding,
@@ -307,6 +308,31 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.precision", what, "set train.precision: bf16 or fp32")
 
 
+def _offload(draft: Draft) -> Iterator[Problem]:
+    train, row = draft.config.train, OPTIMIZERS[draft.config.train.optim]
+    if not train.offload:
+        return
+    key, cited = "train.offload", f"{draft.cite('train.optim')} is {row.name}"
+    if draft.config.runtime.sharding is not Sharding.NONE:
+        sharded = (
+            f"{draft.cite('runtime.sharding')} is {draft.config.runtime.sharding}, which divides the states instead"
+        )
+        yield draft.problem(key, sharded, "keep one: remove train.offload, or set runtime.sharding: none")
+    if Offload.OPTIMIZER in train.offload and not row.offloads:
+        names = ", ".join(name for name, each in OPTIMIZERS.items() if each.offloads)
+        yield draft.problem(key, f"{cited}, whose states and updates stay where the weights are", f"choose {names}")
+    if Offload.OPTIMIZER in train.offload and train.precision is Precision.FP16:
+        what = f"{draft.cite('train.precision')} is fp16, whose loss scaler wants optimizer and weights on one device"
+        yield draft.problem(key, what, "set train.precision: bf16")
+    if Offload.ACTIVATIONS in train.offload:
+        recomputed = f"{draft.cite('train.gradient_checkpointing')} is true: activations are computed again, not kept"
+        if train.gradient_checkpointing:
+            yield draft.problem(key, recomputed, "keep one of the two")
+        if train.torch_compile:
+            what = f"{draft.cite('train.torch_compile')} is true, and compiled layers keep activations by themselves"
+            yield draft.problem(key, what, "keep one of the two")
+
+
 def _on_cpu(draft: Draft) -> Iterator[Problem]:
     config = draft.config
     if config.runtime.device != "cpu":
@@ -396,6 +422,7 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("data.mixture", "data.train"), _weights),
     (("train.lr_scheduler_type", "train.lr_scheduler_kwargs", "train.learning_rate", "train.max_steps"), _schedule),
     (("train", "adapter.type"), _optimizer),
+    (("train", "runtime.sharding"), _offload),
     (("runtime.device", "train.precision", "model"), _on_cpu),
     (("output.resume", "output.overwrite", "output.save_only_model"), _resumption),
     (("data.train", "data.use", "template.train_on", "template.targets", "objective.name"), _something_to_learn),
@@ -406,7 +433,7 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("objective", "train.packing", "data.overflow", "data.prepare"), check_compared),
     (("objective", "train.shared_prompts", "train.packing", "model.attn_implementation"), check_shared),
     (("train.head_kernel", "runtime.device", "objective"), check_head_kernel),
-    (("adapter",), check_adapter),
+    (("adapter", "data.prepare", "runtime.sharding"), check_adapter),
     (("runtime.sharding", "train.torch_compile", "train.precision", "train.optim", "adapter"), check_sharding),
     (("media.cache", "adapter", "data.prepare", "objective"), check_features),
 )

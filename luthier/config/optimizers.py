@@ -38,6 +38,11 @@ class OptimizerRow:
     paper: str = ""
     says: str = ""
 
+    @property
+    def offloads(self) -> bool:
+        """Whether its states and updates may be on the CPU, by ``train.offload``: torch's and transformers' own."""
+        return not (self.needs or self.in_backward or self.name == "badam")
+
     def faults(self, given: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:
         """Of each setting that is no setting of this optimizer: its name, what is wrong, and the way out."""
         for name, value in given.items():

@@ -27,6 +27,7 @@ from luthier.config.choices import (
     Natural,
     NonEmpty,
     NonNegative,
+    Offload,
     OptimizerSettings,
     Overflow,
     Packing,
@@ -130,8 +131,9 @@ class AdapterConfig(Section):
     """Scale by alpha over the root of the rank (rank-stabilized LoRA)."""
     use_dora: bool = False
     """Train the norm of each weight apart from its direction (DoRA)."""
-    init_lora_weights: bool | Literal["gaussian", "pissa", "pissa_niter_16", "olora", "orthogonal"] = True
-    """``pissa`` starts from the principal singular directions; converted to a plain LoRA when saved."""
+    init_lora_weights: bool | Literal["gaussian", "pissa", "pissa_niter_16", "olora", "orthogonal", "eva"] = True
+    """``pissa`` starts from the principal singular directions; converted to a plain LoRA when saved; ``eva`` from
+    the directions in which the inputs of each layer vary most, over the first rows."""
     loraplus_lr_ratio: Positive | None = None
     """LoRA+: learning rate of B over that of A."""
     oft_block_size: Size = 32
@@ -186,6 +188,9 @@ class TrainConfig(Section):
     optim_args: OptimizerSettings = {}
     """Settings of this optimizer alone, such as ``{rank: 64}`` of ``galore_adamw``; ``rank=64,scale=0.5`` can be
     written too ([optimizers.md](optimizers.md))."""
+    offload: Annotated[list[Annotated[Offload, as_enum(Offload)]], BeforeValidator(as_list)] = []
+    """What is kept in the CPU's memory: ``optimizer`` (states and updates), ``activations`` (what the backward pass
+    needs). Less memory of the GPU and more time; the numbers stay the same."""
     weight_decay: NonNegative = 0.0
     """Decay of all weights but biases and norms."""
     adam_beta1: Share = 0.9

@@ -208,11 +208,12 @@ def _misfit(source: str, why: str, key: str = "adapter.name_or_path") -> ModelEr
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence three warnings of PEFT: of a property that transformers has renamed, though both names say the same; of
-    mutated base weights, given while PEFT itself does the conversion that the warning advises; and of its own settings
-    for fused experts, which it applies, but looks for among modules only."""
+    """Silence four warnings of PEFT: of how EVA could need less memory; of a property that transformers has renamed,
+    though both names say the same; of mutated base weights, given while PEFT does the conversion that the warning
+    advises; and of its own settings for fused experts, which it applies, but looks for among modules only."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The following .*_pattern keys did not", category=RuntimeWarning)
+        warnings.filterwarnings("ignore", message="lora with eva initialization used with", category=UserWarning)
         warnings.filterwarnings("ignore", message=".* changes the base weights of the model", category=UserWarning)
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         yield

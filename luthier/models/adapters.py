@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import (
+    EvaConfig,
     LoraConfig,
     OFTConfig,
     PeftConfig,
@@ -358,6 +359,7 @@ def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: Any) 
         use_dora=section.use_dora,
         init_lora_weights=section.init_lora_weights,
         target_parameters=list(section.target_parameters) or None,
+        eva_config=EvaConfig(rho=1.0) if section.init_lora_weights == "eva" else None,  # the ranks stay as asked
         rank_pattern=dict(section.rank_pattern),
         alpha_pattern=dict(section.alpha_pattern),
         **common,

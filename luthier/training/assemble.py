@@ -28,6 +28,7 @@ from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, write_json
 from luthier.training.folder.lost_rows import LostRows
 from luthier.training.hooks import Hooks
+from luthier.training.initial_adapter import begin_by_activations
 from luthier.training.losses.kernels import kernel_name
 from luthier.training.losses.objective import make_losses, model_pass
 from luthier.training.losses.parts import ObjectiveParts
@@ -148,6 +149,8 @@ def make_trainer(
     losses, eval_losses = _losses(
         config, data, run_model, schedule, collating, shared=shared, device=arguments.device, hooks=hooks
     )
+    if first_step is None and config.adapter.init_lora_weights == "eva" and isinstance(run_model.model, PeftModel):
+        begin_by_activations(run_model.model, losses.forward, data.train, collating, run_model.media)
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
     stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees))
     callbacks = _callbacks(config, schedule, losses, meter, hooks, evaluates=evaluates)

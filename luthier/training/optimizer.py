@@ -19,7 +19,7 @@ from transformers.optimization import GreedyLR
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer_pt_utils import get_parameter_names
 
-from luthier.config.choices import RatePart
+from luthier.config.choices import Offload, RatePart
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import RunConfig, TrainConfig
 from luthier.errors import ModelError
@@ -28,7 +28,7 @@ from luthier.models import sharding
 from luthier.models.adapters import decoder_layers, ends_of
 from luthier.models.routers import router_names
 from luthier.models.submodules import find_parts
-from luthier.training.updates import BlockAdamW, Group, MuonWithAdamW, tell_projectors
+from luthier.training.updates import BlockAdamW, Group, MuonWithAdamW, OffloadedOptimizer, tell_projectors
 
 NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """Weight decay leaves parameters of these names as they are, and those of `nn.LayerNorm`."""
@@ -46,6 +46,8 @@ def make_optimizer(model: nn.Module, args: TrainingArguments, config: RunConfig)
     factors = rate_factors(model, config)  # before an optimizer of single blocks freezes the others
     optimizer = _made(model, args, config.train)
     split_by_rate(optimizer, factors)
+    if Offload.OPTIMIZER in config.train.offload:
+        optimizer = OffloadedOptimizer(optimizer)
     if sharding.is_sharded(model):
         sharding.load_in_parts(optimizer)
     return optimizer

@@ -263,6 +263,8 @@ def _of_no_use(draft: Draft, encoder: Encoder) -> Iterator[str]:
     tokenizer, config = encoder.tokenizer, draft.config
     if draft.given("template.now") and (tokenizer.template is None or tokenizer.template.clock_note is None):
         yield f"{draft.cite('template.now')} is not read: the chat template does not ask for the time"
+    if config.train.offload and _device_of(config) == "cpu":
+        yield f"{draft.cite('train.offload')} gains nothing on a CPU, in whose memory everything is"
     if media_of(config, tokenizer.files.folder) is None:
         for name in type(config.media).model_fields:
             if name != "cache" and draft.given(f"media.{name}"):

@@ -59,7 +59,7 @@ from luthier.training.numerics import check_finite
 from luthier.training.optimizer import ON_METRIC, learning_rate, make_optimizer, make_scheduler
 from luthier.training.report.result import ACCURACIES
 from luthier.training.streams import EvalStream, TrainStream
-from luthier.training.updates import BackwardUpdates
+from luthier.training.updates import BackwardUpdates, activations_kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +277,7 @@ class Trainer:
 
     def _loss(self, batch: Batch) -> tuple[MicroLoss, torch.Tensor]:
         """A micro-batch's part of the step's loss. It comes times W, since DDP averages gradients over W ranks."""
-        with self.balance.counting():
+        with self.balance.counting(), activations_kept(self.model, self.parts.config.train.offload):
             sums = self.parts.losses.loss(self.wrapped, batch)
         ranks = self.accelerator.num_processes
         return sums, sums.loss_sum * (ranks / self._units.clamp(min=1)) + self.balance.loss() * ranks

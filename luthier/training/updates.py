@@ -4,13 +4,16 @@ the backward pass; and the states of other packages' optimizers as plain data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from luthier.config.choices import Offload
 
 Group = dict[str, Any]
 
@@ -143,6 +146,65 @@ class BackwardUpdates:
                 weight.grad.mul_(self._scale)
             self._step()
         weight.grad = None
+
+
+# ---------------------------------------------------------------------------------------------------------- offload
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """An optimizer over copies of the weights in the CPU's memory: its states and its updates are there. Each step
+    fetches the gradients and brings the weights back. On a CPU it computes the same and saves nothing.
+
+    ``inner`` has made no step yet. Its groups list the copies from here on.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = inner
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for group in inner.param_groups:
+            copies = [weight.detach().to("cpu", copy=True) for weight in group["params"]]
+            self._pairs += zip(group["params"], copies, strict=True)
+            group["params"] = copies
+        super().__init__(inner.param_groups, inner.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update. A closure is not called."""
+        for weight, copied in self._pairs:
+            copied.grad = None if weight.grad is None else weight.grad.to("cpu", copy=True)
+        # a state that was loaded has put others in their place
+        self._inner.param_groups, self._inner.state = self.param_groups, self.state
+        self._inner.step()
+        for weight, copied in self._pairs:
+            if copied.grad is not None:
+                weight.copy_(copied)
+                copied.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the weights."""
+        for weight, _ in self._pairs:
+            weight.grad = None
+
+
+@contextmanager
+def activations_kept(model: nn.Module, offload: Sequence[Offload]) -> Iterator[None]:
+    """Where activations are offloaded, what forward passes within it keep for their backward pass is in the CPU's
+    memory until then; weights stay where they are. On a CPU that computes the same and saves nothing."""
+    if Offload.ACTIVATIONS not in offload:
+        yield
+        return
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        is_weight = tensor.untyped_storage().data_ptr() in weights
+        return tensor.device, tensor if is_weight or tensor.is_sparse else tensor.to("cpu", copy=True)
+
+    def unpack(kept: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        device, tensor = kept
+        return tensor.to(device)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 # ---------------------------------------------------------------------------------------------------- states as data

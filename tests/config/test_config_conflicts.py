@@ -183,6 +183,17 @@ CONFLICTS = [
         ("run.yaml:5 adapter.r: ", "lora", "adapter.type (default) is full", "adapter.type: lora"),
     ),
     ("adapter: {type: full, lora_alpha: 8}", "", ("run.yaml:4 adapter.lora_alpha: ", "adapter.type (line 4) is full")),
+    (
+        "adapter: {type: lora, init_lora_weights: eva, target_parameters: [experts.down_proj]}",
+        "",
+        ("run.yaml:4 adapter.init_lora_weights: ", "adapter.target_parameters (line 4)"),
+    ),
+    (
+        "adapter: {type: lora, init_lora_weights: eva}\nruntime: {sharding: fsdp}",
+        "",
+        ("run.yaml:4 adapter.init_lora_weights: ", "runtime.sharding (line 5)"),
+    ),
+    ("adapter: {type: llama_pro}", "", ("run.yaml:4 adapter.type: ", "adapter.expand_layers", "expand_layers: 4")),
     ("adapter: {type: oft, r: 8}", "", ("run.yaml:4 adapter.r: ", "is oft")),
     ("adapter: {type: oft, loraplus_lr_ratio: 8}", "", ("run.yaml:4 adapter.loraplus_lr_ratio: ", "lora", "is oft")),
     (

@@ -97,6 +97,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olora": {"init_lora_weights": "olora"},
     "loraplus": {"loraplus_lr_ratio": 8.0},
     "saved_head": {"modules_to_save": ["lm_head"]},
+    "eva": {"init_lora_weights": "eva"},
     "patterns": {"rank_pattern": {"q_proj": 8, r"layers\.1\.mlp\.up_proj": 2}, "alpha_pattern": {"q_proj": 32}},
     "oft": {"type": "oft", "oft_block_size": 8},
     "vera": {"type": "vera", "r": 64},
@@ -208,6 +209,46 @@ def test_ranks_and_scales_by_pattern_are_those_of_peft() -> None:
     assert [layers[1].self_attn.q_proj.r["default"], layers[1].self_attn.q_proj.scaling["default"]] == [8, 4.0]
     assert [layer.mlp.up_proj.r["default"] for layer in layers] == [4, 2, 4]
     assert layers[0].mlp.up_proj.scaling["default"] == 2.0
+
+
+# ------------------------------------------------------------------------------------------------------------- EVA
+
+
+def test_eva_begins_with_the_main_directions_of_each_layers_inputs_and_padding_counts_nowhere(
+    tmp_path: Path, tokenizer: Tokenizer, train: Train
+) -> None:
+    keys = {"adapter__type": "lora", "adapter__r": 3, "adapter__init_lora_weights": "eva"}
+    train(DATA, folder="eva", train__max_steps=1, train__learning_rate=1e-30, **keys)
+    loaded = load_file(tmp_path / "eva" / "model" / "adapter_model.safetensors")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "eva" / "base").eval()
+    inputs: list[torch.Tensor] = []
+    projection = base.model.layers[1].mlp.down_proj
+    hook = projection.register_forward_pre_hook(
+        lambda _, given: inputs.append(given[0].reshape(-1, given[0].shape[-1]))
+    )
+    with torch.no_grad():
+        for segment in DATA.train[:8]:  # one batch, which is what 12 rows make
+            base(torch.from_numpy(segment.input_ids.astype(np.int64))[None])
+    hook.remove()
+    rows = torch.cat(inputs)
+    directions = torch.linalg.svd(rows - rows.mean(dim=0), full_matrices=False).Vh[:3]
+    ours = loaded["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"]
+    alike = (torch.nn.functional.normalize(ours, dim=1) * directions).sum(dim=1).abs()
+    assert alike.min() > 0.98
+    assert not any(tensor.abs().max() > 1e-20 for name, tensor in loaded.items() if "lora_B" in name)
+    assert '"eva_config": null' in (tmp_path / "eva" / "model" / "adapter_config.json").read_text()
+
+
+def test_eva_resumes_exactly_and_wants_as_many_tokens_as_its_rank(train: Train, tmp_path: Path) -> None:
+    keys = {"adapter__type": "lora", "adapter__r": 4, "adapter__init_lora_weights": "eva", "train__max_steps": 4}
+    whole = train(DATA, output__save_strategy="steps", output__save_steps=2, **keys)
+    (tmp_path / "run" / "checkpoint-4" / "manifest.json").unlink()
+    again = train(DATA, output__save_strategy="steps", output__save_steps=2, **keys)
+    assert again.resumed_from == "checkpoint-2"
+    assert [step.loss for step in again.steps] == [step.loss for step in whole.steps]
+    few = make_data(make_segments(1, longest=8))
+    with pytest.raises(ModelError, match=r"fewer than adapter\.r, 32"):
+        train(few, folder="few", **{**keys, "adapter__r": 32})
 
 
 # -------------------------------------------------------------------------------------------------------- experts

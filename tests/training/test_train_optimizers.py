@@ -28,7 +28,7 @@ from luthier.training.fit import fit_data
 from luthier.training.folder.state import optimizer_state, put_optimizer_state, read_state, write_state
 from luthier.training.optimizer import make_optimizer
 from luthier.training.report.result import RunResult
-from luthier.training.updates import BackwardUpdates
+from luthier.training.updates import BackwardUpdates, OffloadedOptimizer
 
 ELSEWHERE = {"adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"}
 ON_GPU_ALONE = {"galore_adamw_8bit", "galore_adamw_8bit_layerwise"}
@@ -284,6 +284,51 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_in_the_backward_pass() 
     assert torch.equal(model.weight, before)
 
 
+# --------------------------------------------------------------------------------------------------------- offload
+
+
+@pytest.mark.parametrize("optim", [name for name in HERE if OPTIMIZERS[name].offloads])
+def test_an_offloaded_optimizer_takes_the_same_steps_and_goes_on_with_its_state(tmp_path: Path, optim: str) -> None:
+    whole, plain = _model(), _model()
+    offloaded = OffloadedOptimizer(_made(whole, optim))
+    ids = {id(weight) for weight in whole.parameters()}
+    assert not any(id(weight) in ids for group in offloaded.param_groups for weight in group["params"])
+    _steps(plain, _made(plain, optim), range(5))
+    _steps(whole, offloaded, range(3))
+    write_state(tmp_path, "optimizer", optimizer_state(offloaded, None, sharded=False, keep=True))
+    resumed = copy.deepcopy(whole)
+    again = OffloadedOptimizer(_made(resumed, optim))
+    put_optimizer_state(again, read_state(tmp_path, "optimizer"))
+    _steps(whole, offloaded, range(3, 5))
+    _steps(resumed, again, range(3, 5))
+    for one, other, third in zip(whole.parameters(), resumed.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other) and torch.equal(one, third)
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_a_run_that_offloads_takes_the_same_steps(run: Run, adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    real = torch.autograd.graph.saved_tensors_hooks
+
+    def counted(pack: Any, unpack: Any) -> Any:
+        def packing(tensor: torch.Tensor) -> Any:
+            found = pack(tensor)
+            packed.append(found[1].data_ptr() != tensor.data_ptr())
+            return found
+
+        return real(packing, unpack)
+
+    more = {"adapter": {"type": adapter}}
+    usual = run("muon", folder="usual", train__neftune_noise_alpha=5.0, **more)
+    monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", counted)
+    less = run(
+        "muon", folder="less", train__offload=["optimizer", "activations"], train__neftune_noise_alpha=5.0, **more
+    )
+    assert [step.loss for step in less.steps] == [step.loss for step in usual.steps]
+    assert [step.grad_norm for step in less.steps] == [step.grad_norm for step in usual.steps]
+    assert True in packed and False in packed  # activations are moved, weights stay
+
+
 # ------------------------------------------------------------------------------------------------ rates of their own
 
 
@@ -376,6 +421,10 @@ GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills#20}\n"
         ("{optim: galore_adamw_layerwise, tokens_per_step: 64}", "full", "train.tokens_per_step"),
         ("{optim: adalomo, precision: fp16}", "full", "train.precision"),
         ("{optim: badam}", "lora", "train.optim"),
+        ("{optim: lomo, offload: optimizer}", "full", "train.offload"),
+        ("{optim: adamw_8bit, offload: [optimizer]}", "full", "train.offload"),
+        ("{offload: activations, gradient_checkpointing: true}", "lora", "train.offload"),
+        ("{offload: activations, torch_compile: true}", "lora", "train.offload"),
         ("{optim: galore_adamw}", "oft", "train.optim"),
     ],
 )

@@ -537,6 +537,7 @@ NO_USE = {
     "media.max_pixels": ["media.max_pixels=1000"],
     "train.warmup_steps": ["train.lr_scheduler_type=constant", "train.warmup_steps=2"],
     "data.train[1]": ["data.train=[preset:skills#20, preset:skills#20]"],
+    "train.offload": ["train.offload=[optimizer, activations]", "runtime.device=cpu"],
 }
 
 
