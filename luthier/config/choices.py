@@ -27,6 +27,7 @@ class Overflow(StrEnum):
     DROP = "drop"
     TRUNCATE = "truncate"
     SPLIT = "split"
+    KEEP_ANSWER = "keep_answer"
 
 
 class TokenizerBackend(StrEnum):

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 
 from luthier.config.adapters import check_adapter, check_features
 from luthier.config.choices import (
+    HistoryRendering,
     MixtureBy,
     MixtureStop,
     Offload,
+    Overflow,
     Packing,
     Precision,
     Sharding,
@@ -241,6 +243,17 @@ def _splitting(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.packing", what, "set train.packing: best_fit, or objective: pt")
 
 
+def _shortening(draft: Draft) -> Iterator[Problem]:
+    """``data.overflow: keep_answer`` gives every answer a prompt of its own length."""
+    template = draft.config.template
+    if draft.config.data.overflow is not Overflow.KEEP_ANSWER:
+        return
+    if template.history is HistoryRendering.ONE_RENDERING:
+        what = f"answers that are too long get shorter prompts, each its own, and {draft.cite('template.history')} is "
+        what += "one_rendering, where all stand in one text"
+        yield draft.problem("data.overflow", what, "set template.history: inference, or data.overflow: drop")
+
+
 def _mixture(draft: Draft) -> Iterator[Problem]:
     mixture = draft.config.data.mixture
     if mixture.by is not MixtureBy.EPOCHS:
@@ -418,6 +431,7 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("train.weight_decay", "train.learning_rate"), _decay),
     (("train.tokens_per_step", "train.gradient_accumulation_steps"), _step_size),
     (("train.packing", "objective.name"), _splitting),
+    (("data.overflow", "template.history"), _shortening),
     (("data.mixture",), _mixture),
     (("data.mixture", "data.train"), _weights),
     (("train.lr_scheduler_type", "train.lr_scheduler_kwargs", "train.learning_rate", "train.max_steps"), _schedule),

@@ -269,7 +269,9 @@ class DataConfig(Section):
     """Longest sequence in tokens, and the capacity of a pack. One token alone has nothing to predict."""
     overflow: Annotated[Overflow, as_enum(Overflow)] = Overflow.DROP
     """Sequences over ``max_length``: ``error`` stops, ``drop`` leaves them out, ``truncate`` cuts the end off,
-    ``split`` cuts them into several at ends of turns. All are counted."""
+    ``split`` cuts them into several at ends of turns; ``keep_answer`` leaves out the oldest turns of prompts, never the
+    system message, the tools or an answer ([data_formats.md](data_formats.md#rows-that-are-too-long)). All are
+    counted."""
     max_drop: ShareOrCount = 0.05
     """Most rows that may be dropped or quarantined before the run stops: a share below 1, or a number of rows."""
     same_role: Annotated[SameRole, as_enum(SameRole)] = SameRole.KEEP

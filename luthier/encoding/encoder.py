@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import RowKind
 from luthier.config.objective import kind_of
-from luthier.config.schema import MediaConfig, ModelConfig, RunConfig, TemplateConfig
+from luthier.config.schema import MediaConfig, ModelConfig, Overflow, RunConfig, TemplateConfig
 from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
+from luthier.encoding.shortening import Shortener, ShorterRow, side_by_side
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.layout import prompt_tree
@@ -52,6 +53,7 @@ class Encoder:
     kind: RowKind = RowKind.ANSWER  # of rows that the run's objective learns from
     media: MediaConfig = field(default_factory=MediaConfig)
     blobs: Path | None = None  # a folder for media that rows hold themselves
+    keep_answer_within: int | None = None  # the limit of `data.overflow: keep_answer`, tokens
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Encoder:
@@ -62,6 +64,7 @@ class Encoder:
             kind_of(config.objective.name),
             config.media,
             (config.data.store or default_root()) / BLOBS,
+            config.data.max_length if config.data.overflow is Overflow.KEEP_ANSWER else None,
         )
         encoder.renderer  # noqa: B018  build it now: errors belong to the start of a run
         return encoder
@@ -118,6 +121,7 @@ class Encoder:
         """Hex digest of all that decides a sample beside the row: files, options, kind of row, version of the code."""
         options = self.options.model_dump_json(exclude={"chat_template"})
         parts = [str(SAMPLES_VERSION), self.tokenizer.fingerprint, options, self.kind, self.media_source.fingerprint]
+        parts += [] if self.keep_answer_within is None else [f"keep_answer {self.keep_answer_within}"]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
@@ -148,16 +152,23 @@ class Encoder:
         return Assembler(self.tokenizer)
 
     def render(self, row: Row) -> Rendered:
-        """The pieces of a row. Raises `RowError` with the row's address."""
+        """The pieces of a row as it is encoded: where it was shortened those that are left, their messages numbered as
+        in the whole row. Raises `RowError` with the row's address."""
         try:
-            return self.renderer.render(row)
+            if not (contexts := self._contexts(row)):
+                return self.renderer.render(row)
+            rendered = [self._renderer_under(shorter.policy).render(shorter.row) for shorter in contexts]
+            return side_by_side(rendered, [shorter.kept for shorter in contexts])
         except RowError as error:
             raise error.at(row.address) from error
 
     def expansions(self, row: Row) -> tuple[Expansion, ...]:
         """What stands for each of the row's media. Raises `RowError` with the row's address."""
         try:
-            return self.measurer.measure(self.renderer.fill(row)).expansions
+            if not (contexts := self._contexts(row)):
+                return self.measurer.measure(self.renderer.fill(row)).expansions
+            filled = (self._renderer_under(shorter.policy).fill(shorter.row) for shorter in contexts)
+            return tuple(expansion for one in filled for expansion in self.measurer.measure(one).expansions)
         except RowError as error:
             raise error.at(row.address) from error
 
@@ -172,12 +183,39 @@ class Encoder:
             raise outcome
         return outcome
 
-    def encode_many(self, rows: Iterable[Row]) -> Iterator[Sample | RowError]:
+    def encode_many(self, rows: Iterable[Row | RowError]) -> Iterator[Sample | RowError]:
         """One outcome per row, in order: its sample, or the `RowError` that `encode` would raise.
 
         Rows are encoded some at a time, which is far quicker than one by one.
         """
+        if self.shortener is not None:
+            return self.shortener.encode_all(rows)
         return encode_rows(rows, self.renderer, self.assembler, self.measurer)
+
+    @cached_property
+    def shortener(self) -> Shortener | None:
+        """What shortens prompts, if the run wants that."""
+        if self.keep_answer_within is None:
+            return None
+
+        def encode(rows: Iterable[Row], policy: TargetPolicy) -> Iterator[Sample | RowError]:
+            return encode_rows(rows, self._renderer_under(policy), self.assembler, self.measurer)
+
+        return Shortener(policy=self.renderer.policy, max_length=self.keep_answer_within, encode=encode)
+
+    def _renderer_under(self, policy: TargetPolicy) -> Renderer:
+        own = self.renderer
+        if policy not in self._renderers:
+            made = Renderer(own.template, own.control, policy, replay=own.replay, slots=self.measurer.slots)
+            self._renderers[policy] = made
+        return self._renderers[policy]
+
+    @cached_property
+    def _renderers(self) -> dict[TargetPolicy, Renderer]:
+        return {self.renderer.policy: self.renderer}
+
+    def _contexts(self, row: Row) -> list[ShorterRow]:
+        return [] if self.shortener is None else self.shortener.contexts(row)
 
     def media_change(self, media: Sequence[MediaItem]) -> bytes | None:
         """What tells a sample's media from those that are there now; None if they are the same."""
@@ -188,7 +226,9 @@ class Encoder:
         self.tokenizer.expect_much_text()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("model", "options", "kind", "media", "blobs")}
+        return {
+            name: getattr(self, name) for name in ("model", "options", "kind", "media", "blobs", "keep_answer_within")
+        }
 
 
 def encode_rows(

@@ -7,8 +7,9 @@ for input_ids, target in sample.unroll(): …
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, cast
 from weakref import WeakKeyDictionary
 
@@ -99,13 +100,13 @@ def encode_many(
             f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(EncodeOptions.__annotations__)}"
         )
     machinery = _of_options(tokenizer, options) if isinstance(tokenizer, Tokenizer) else _of_run(tokenizer, options)
-    for outcome in encode_rows(_records(rows, tuple(options.get("tools") or ())), *machinery):
+    for outcome in machinery(_records(rows, tuple(options.get("tools") or ()))):
         if isinstance(outcome, RowError) and errors == "raise":
             raise outcome
         yield outcome
 
 
-_Machinery = tuple[Renderer, Assembler, Measurer]
+_Machinery = Callable[[Iterable[Row | RowError]], Iterator[Sample | RowError]]
 _machines: WeakKeyDictionary[Tokenizer, dict[Any, _Machinery]] = WeakKeyDictionary()
 
 
@@ -117,8 +118,7 @@ def _of_run(description: RunDescription, options: EncodeOptions) -> _Machinery:
         )
     draft = load_draft(description)
     with draft.placing():
-        encoder = Encoder.from_config(draft.config)
-        return encoder.renderer, encoder.assembler, encoder.measurer
+        return Encoder.from_config(draft.config).encode_many
 
 
 def _of_options(tokenizer: Tokenizer, options: EncodeOptions) -> _Machinery:
@@ -161,7 +161,7 @@ def _machinery(
             one_each=decoder_of(tokenizer.files.processor_class) is not None,
         )
         renderer = Renderer(_template(tokenizer, kwargs), tokenizer.control, policy, slots=measurer.slots)
-        known[key] = renderer, Assembler(tokenizer), measurer
+        known[key] = partial(encode_rows, renderer=renderer, assembler=Assembler(tokenizer), measurer=measurer)
     return known[key]
 
 

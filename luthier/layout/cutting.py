@@ -58,7 +58,7 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
     before the item, and what follows is lost with it (truncate) or begins the next window (split; no window at all if
     an item alone is longer than ``max_length``, for what comes after it is about something that nobody sees).
 
-    Raises `RowDropped` (``too_long``) under ``Overflow.DROP`` and `UserError` under ``Overflow.ERROR``.
+    Raises `RowDropped` (``too_long``) under ``Overflow.DROP`` and ``KEEP_ANSWER``, `UserError` under ``ERROR``.
     """
     target, address = segment.target, segment.address
     assert max_length >= 1, f"max_length must be positive, got {max_length}"
@@ -70,7 +70,7 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
                 f"{address}: a sequence has {len(target)} tokens, data.max_length is {max_length}",
                 hint="raise data.max_length, or set data.overflow to drop, truncate or split",
             )
-        case Overflow.DROP:
+        case Overflow.DROP | Overflow.KEEP_ANSWER:  # of the latter what could be shortened was, when it was encoded
             raise RowDropped("too_long", f"{len(target)} tokens, data.max_length is {max_length}", address=address)
         case Overflow.TRUNCATE:
             stop = _before_media(segment.media, max_length)

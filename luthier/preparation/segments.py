@@ -292,7 +292,9 @@ class Cuts:
 def cut_leaves(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflow: Overflow) -> Cuts:
     """Each leaf on its own. Raises `UserError` under ``Overflow.ERROR`` for the first that is too long."""
     fits = leaves.lengths <= max_length
-    cuts = Cuts(whole=np.flatnonzero(fits & (leaves.num_targets > 0)), dropped=overflow is Overflow.DROP)
+    cuts = Cuts(
+        whole=np.flatnonzero(fits & (leaves.num_targets > 0)), dropped=overflow in (Overflow.DROP, Overflow.KEEP_ANSWER)
+    )
     for count, leaf in enumerate([] if cuts.dropped else np.flatnonzero(~fits).tolist(), start=1):
         if count % READ_AT_A_TIME == 0:
             prepared.store.release()
@@ -328,7 +330,7 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
                     f"{max_length}",
                     hint="raise data.max_length, or set data.overflow to drop or truncate",
                 )
-        case Overflow.DROP:
+        case Overflow.DROP | Overflow.KEEP_ANSWER:
             pass
         case Overflow.TRUNCATE:
             for count, row in enumerate(np.flatnonzero(too_long).tolist(), start=1):

@@ -78,7 +78,7 @@ def only_last(row: Conversation, count: int) -> Conversation:
     """The conversation with nothing to learn but the assistant's among its last ``count`` messages."""
     first = len(row.messages) - count
     messages = tuple(
-        message if index >= first and message.role == "assistant" else _unlearned(message)
+        message if index >= first and message.role == "assistant" else unlearned(message)
         for index, message in enumerate(row.messages)
     )
     return replace(row, messages=messages)
@@ -136,7 +136,8 @@ def _refuse_blank(row: ComparedRow) -> None:
             )
 
 
-def _unlearned(message: Message) -> Message:
+def unlearned(message: Message) -> Message:
+    """The message as context, whatever it or its parts say of their loss."""
     parts = tuple(
         replace(part, train=None) if isinstance(part, Text | Thinking | ToolCall) and part.train is not None else part
         for part in message.parts

@@ -124,6 +124,16 @@ def row_policy(row: Conversation, template: PlainTemplate, policy: RunPolicy) ->
     )
 
 
+def as_ruled(row: Conversation, template: PlainTemplate, policy: RunPolicy) -> Conversation:
+    """The conversation with the run's system message, and what is learned of it said by its messages alone."""
+    train_on = TrainOn(row.train_on) if row.train_on is not None else policy.train_on
+    added = as_rendered(row, template, policy).messages[: -len(row.messages)]
+    ruled = ruled_conversation(replace(row, messages=(*added, *row.messages)), policy.rules)
+    whole = _whole(ruled.messages, train_on)
+    messages = tuple(replace(one, train=place in whole) for place, one in enumerate(ruled.messages))
+    return replace(ruled, messages=messages, rules=(), train_on=TrainOn.ASSISTANT.value)
+
+
 def drawn_turns(indices: Sequence[int], *, seed: str) -> frozenset[int]:
     """The turns that are rendered: all, or of a long conversation two at each end and ``2 log2(n)`` by lot.
 

@@ -16,7 +16,7 @@ from luthier.check.verify.learned import Home, Runs, find_home, supplied_faults,
 from luthier.check.verify.media_items import expected_document, media_faults, processor_faults
 from luthier.check.verify.media_slots import MediaReader, media_of, media_of_messages
 from luthier.check.verify.plain_template import HuggingFace, PlainTemplate, ReferenceFiles, RunSections, hugging_face
-from luthier.check.verify.policy import RunPolicy, as_rendered, ruled_conversation
+from luthier.check.verify.policy import RunPolicy, as_rendered, as_ruled, row_policy, ruled_conversation
 from luthier.check.verify.reference_tokenizer import (
     ReferenceTokenizer,
     begin_faults,
@@ -25,6 +25,7 @@ from luthier.check.verify.reference_tokenizer import (
     tree_faults,
 )
 from luthier.check.verify.server import TokenServer
+from luthier.check.verify.shortened import LengthJudge, number_fault, only, shorter_prompts, trees_of
 from luthier.check.verify.token_runs import (
     asked_besides,
     besides_faults,
@@ -67,12 +68,21 @@ def verify_row(row: Row, sample: Sample, encoder: RunSections) -> list[Violation
 class RowVerifier:
     """Recomputes rows with plain renders and whole encodes, and compares samples with them."""
 
-    def __init__(self, encoder: RunSections, *, server: TokenServer | None = None, num_decoded: int = 0) -> None:
+    def __init__(
+        self,
+        encoder: RunSections,
+        *,
+        server: TokenServer | None = None,
+        num_decoded: int = 0,
+        keep_answer_within: int | None = None,
+    ) -> None:
         """Of ``encoder`` the files, the template and the options are used, never what it encodes.
 
         With a ``server``, each turn's context is also compared with the tokens that the server makes of it. The media
         of ``num_decoded`` rows, and of ever fewer after these, are decoded and given to the model's processor.
+        ``keep_answer_within``: prompts were shortened to so many tokens.
         """
+        self.keep_answer_within = keep_answer_within
         self.server = server
         self.num_decoded = num_decoded
         self.files = ReferenceFiles.of_run(encoder)
@@ -113,6 +123,10 @@ class RowVerifier:
 
     def verify(self, row: Row, sample: Sample) -> RowVerdict:
         """Compare a sample with its row. Raises `RowError` if the template refuses the row."""
+        if self.keep_answer_within is not None and not any(tree_faults(sample)):
+            shorter = self._verify_shorter(row, sample, self.keep_answer_within)
+            if shorter is not None:
+                return replace(shorter, notes={**shorter.notes, "shortened_rows": 1})
         match row:
             case Conversation() | Document():
                 return self._verify(row, sample, self.policy)
@@ -120,6 +134,39 @@ class RowVerifier:
                 return self._verify_compared(row, sample)
             case Tokenized():
                 return verify_given(row, sample, self.tokenizer)
+
+    def _verify_shorter(self, row: Row, sample: Sample, max_length: int) -> RowVerdict | None:
+        """A row whose prompts had to be shortened, as what is left of it; None if it fits as it is."""
+        runs = Runs(segments=sample.segments(), address=str(row.address), tokenizer=self.tokenizer, loosely=False)
+        ruled = replace(self.policy, rules=(), default_system=None)
+        judge = LengthJudge(expect=lambda one: self.expected(one, ruled), max_length=max_length, runs=runs)
+        match row:
+            case Preference() | Feedback():
+                whole = as_rendered(Conversation(messages=row.prompt), self._need_template(), self.policy).messages
+                prompt = (*whole[: -len(row.prompt)], *row.prompt)
+                for number, one in enumerate(shorter_prompts(prompt)):
+                    left = replace(row, prompt=one)
+                    sides = (as_conversation(left, a, self._need_template(), self.policy) for a in answers_of(row))
+                    if all(map(judge.fits, sides)):
+                        return self._verify_compared(left, sample) if number else None
+                return None
+            case Conversation():
+                said = row_policy(row, self._need_template(), self.policy)
+                answers = sorted({*said.turns, *said.passed})
+                conversation = as_ruled(row, self._need_template(), self.policy)
+                fit = (judge.fits(only(conversation, [answer])) for answer in answers)
+                if said.everything or said.asked or all(fit):
+                    return None
+                shorter, trees = judge.shorter_conversations(conversation, answers), trees_of(sample)
+                if len(shorter) != len(trees):
+                    fault = number_fault(row, len(shorter), len(trees))
+                    return RowVerdict(
+                        method=Method.STRUCTURE_ONLY, applied=frozenset(OF_STRUCTURE), violations=(fault,)
+                    )
+                found = [self._verify(one, tree, ruled) for one, tree in zip(shorter, trees, strict=True)]
+                return _together(found, (), frozenset([Check.BRANCHES]), sample)
+            case _:
+                return None
 
     @cached_property
     def _reader(self) -> MediaReader:

@@ -111,7 +111,12 @@ def verify(
     if options.stored:
         stored = StoredSamples.of_split(prepare(config, reference), config, options.split)
     account = _Account(
-        verifier=RowVerifier(reference, server=server, num_decoded=options.num_decoded),
+        verifier=RowVerifier(
+            reference,
+            server=server,
+            num_decoded=options.num_decoded,
+            keep_answer_within=reference.keep_answer_within,
+        ),
         encoder=encoder or reference,
         reference=reference,
         config=config,

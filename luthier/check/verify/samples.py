@@ -173,9 +173,10 @@ class TrainingAccount:
             prompt = sample.branches[0].length
             kept = cut_prompt(sample.prompt_turns, prompt, room=most - (longest - prompt))
             return too_long if kept is None else None
-        if self._units is not UnitKind.NONE and overflow is Overflow.DROP:
+        drops = overflow in (Overflow.DROP, Overflow.KEEP_ANSWER)
+        if self._units is not UnitKind.NONE and drops:
             return too_long
-        if overflow is Overflow.DROP:
+        if drops:
             return None if any(len(leaf) <= most for leaf in leaves) else too_long
         windows = [window for leaf in leaves for window in plan_windows(leaf, max_length=most, overflow=overflow)]
         if any(window.num_targets for window in windows):

@@ -36,6 +36,8 @@ _NOTES = {
     "drawn_answers": "answers of these that were rendered and judged token for token",
     "passed_answers": "answers of these that were not: they are learned once, whole and in order, their context is not "
     "compared",
+    "shortened_rows": "rows that are too long, verified as the shorter conversations that data.overflow: keep_answer "
+    "leaves of them; their messages are counted in these",
     "prompts_asked": "prompts compared with the server's",
     "decoded": "sequences whose media were decoded and given, with their text, to the model's processor",
     "marks_vllm_drops": "rows with videos whose outer marks (<|vision_start|> …) transformers leaves and vLLM takes "

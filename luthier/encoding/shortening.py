@@ -1,0 +1,268 @@
+"""``data.overflow: keep_answer``: rows that are too long lose the oldest turns of their prompts, and never an answer.
+
+    system | q1 a1 | q2 a2 | q3 a3      of which a1, a2 and a3 are learned, and three turns are too long
+    ->  system q1 a1 q2 a2              a1 and a2 fit as they are
+        system q2 a2 q3 a3              a3 has lost the first question, with its answer; a2 is context here
+
+Every learned answer has its own limit, and loses as few turns as will do. The conversation that is left is rendered and
+encoded like any other, so that its tokens are what inference shows of *it*. The system message and the tools stay. A
+turn is what the user says (with system messages that stand right before or behind it) and all that answers it, so no
+tool's result stands without its call. Of rows that are compared both answers have the one, shortened, prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, islice
+
+import numpy as np
+
+from luthier.config.schema import TrainOn
+from luthier.errors import RowDropped, RowError
+from luthier.layout import join_trees
+from luthier.records import (
+    Conversation,
+    Feedback,
+    Media,
+    MediaPiece,
+    Message,
+    Piece,
+    Preference,
+    Rendered,
+    Row,
+    Sample,
+    Text,
+)
+from luthier.rendering.other_rows import unlearned
+from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
+
+SHORTENED = "prompt shortened to keep the answer"  # notes on rows
+TOKENS_LEFT_OUT = "prompt tokens left out to keep the answer"
+ANSWERS_LEFT_OUT = "answers left out that are too long even with the shortest prompt"
+STILL_TOO_LONG = "still_too_long"  # the reason for which a row is dropped
+ROWS_AT_A_TIME = 1000
+
+EncodeRows = Callable[[Iterable[Row], TargetPolicy], Iterator[Sample | RowError]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShorterRow:
+    """A row without some of its messages. ``kept``: which of the messages are left, as they are numbered in the whole
+    row, the run's system message included. ``policy``: what it is encoded under."""
+
+    row: Conversation | Preference | Feedback
+    kept: tuple[int, ...]
+    policy: TargetPolicy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shortener:
+    """Encodes rows such that no learned run has more than ``max_length`` tokens."""
+
+    policy: TargetPolicy
+    max_length: int
+    encode: EncodeRows
+
+    def encode_all(self, rows: Iterable[Row | RowError]) -> Iterator[Sample | RowError]:
+        """One outcome per row, in order."""
+        left = iter(rows)
+        while some := list(islice(left, ROWS_AT_A_TIME)):
+            good = (row for row in some if not isinstance(row, RowError))
+            outcomes = iter(self.encode(good, self.policy))
+            for row in some:
+                outcome = row if isinstance(row, RowError) else next(outcomes)
+                if isinstance(row, RowError) or isinstance(outcome, RowError) or self._fits(outcome):
+                    yield outcome
+                    continue
+                try:
+                    yield self._joined(self._shorter(row, outcome), outcome)
+                except RowError as error:
+                    yield error.at(row.address)
+
+    def contexts(self, row: Row) -> list[ShorterRow]:
+        """The shorter rows that a row is encoded as; none, where it is encoded as it is. Raises `RowError`."""
+        whole = next(iter(self.encode([row], self.policy)))
+        if isinstance(whole, RowError):
+            raise whole
+        return [] if self._fits(whole) else [shorter for shorter, _ in self._shorter(row, whole).found]
+
+    def _fits(self, sample: Sample) -> bool:
+        return len(sample.input_ids) <= self.max_length or longest_learned(sample) <= self.max_length
+
+    def _shorter(self, row: Row, whole: Sample) -> _Found:
+        """Raises `RowDropped` (``still_too_long``) where nothing of the row can be kept."""
+        match row:
+            case Conversation():
+                return self._conversation(row)
+            case Preference() | Feedback():
+                return self._compared(row)
+            case _:
+                raise self._lost(longest_learned(whole), "it has no turns that could be left out")
+
+    def _compared(self, row: Preference | Feedback) -> _Found:
+        if any(rule.turn == "first" for rule in (*self.policy.rules, *row.rules)):
+            raise self._lost(None, "a targets rule speaks of its first turn")
+        row = replace(row, prompt=_with_system(row.prompt, self.policy.default_system))
+        head, starts = turn_starts(row.prompt)
+        end = len(row.prompt) + max(map(len, _continuations(row)))
+
+        def shorter(first: int) -> ShorterRow:
+            kept = (*range(head), *range(starts[first], end))
+            prompt = (*row.prompt[:head], *row.prompt[starts[first] :])
+            return ShorterRow(row=replace(row, prompt=prompt), kept=kept, policy=self.policy)
+
+        return _Found(found=[self._longest_that_fits(shorter, 0, len(starts) - 1)[1]])
+
+    def _conversation(self, row: Conversation) -> _Found:
+        train_on = self.policy.train_on if row.train_on is None else TrainOn(row.train_on)
+        row = replace(row, messages=_with_system(row.messages, self.policy.default_system))
+        row = replace(apply_rules(row, self.policy.rules), rules=())
+        weights = Weights(row.messages, self.policy, train_on=train_on, weight=row.weight)
+        if weights.supplied or train_on is TrainOn.ALL:
+            raise self._lost(None, "it teaches what inference supplies, which shortening would take away")
+        said = [replace(one, train=number in weights.whole) for number, one in enumerate(row.messages)]
+        row = replace(row, messages=tuple(said), train_on=TrainOn.ASSISTANT.value)
+        policy = replace(self.policy, rules=(), default_system=None)
+        head, starts = turn_starts(row.messages)
+        first, lost, refusal = 0, 0, None
+        chosen: list[tuple[int, int]] = []  # the first turn that is shown to an answer, and the answer
+        for answer in trained_turns(row, TrainOn.ASSISTANT):
+            own = max((turn for turn, start in enumerate(starts) if start <= answer), default=0)
+            try:
+                cut_at = partial(_cut, row, policy, head=head, answers=[answer], starts=starts)
+                first, _ = self._longest_that_fits(cut_at, first, own)
+                chosen.append((first, answer))
+            except RowDropped as error:
+                lost += error.reason == STILL_TOO_LONG  # else it is before any question, and nothing is learned of it
+                refusal = error
+        if not chosen:
+            assert refusal is not None, "the row has a learned run that is too long"
+            raise refusal
+        found = []
+        for turn, answers in groupby(chosen, key=lambda pair: pair[0]):
+            shorter = _cut(row, policy, turn, head=head, answers=[answer for _, answer in answers], starts=starts)
+            found.append((shorter, self._encoded(shorter)))
+        return _Found(found=found, answers_lost=lost)
+
+    def _longest_that_fits(
+        self, shorter: Callable[[int], ShorterRow], first: int, last: int
+    ) -> tuple[int, tuple[ShorterRow, Sample]]:
+        """The first turn from ``first`` to ``last`` from which the row fits, and the row from there, with its sample.
+
+        Raises `RowError` where it does not fit from ``last`` either, or cannot be rendered.
+        """
+        least = shorter(last)
+        best = (last, (least, self._encoded(least)))
+        if (length := longest_learned(best[1][1])) > self.max_length:
+            raise self._lost(length, "with the shortest prompt")
+        low, high = first, last
+        while low < high:  # a shorter prompt has fewer tokens
+            middle = (low + high) // 2
+            try:
+                tried = shorter(middle)
+                sample = self._encoded(tried)
+                fits = longest_learned(sample) <= self.max_length
+            except RowError:  # the template does not take a conversation that begins there
+                fits = False
+            if fits:
+                high, best = middle, (middle, (tried, sample))
+            else:
+                low = middle + 1
+        return best
+
+    def _encoded(self, shorter: ShorterRow) -> Sample:
+        outcome = next(iter(self.encode([shorter.row], shorter.policy)))
+        if isinstance(outcome, RowError):
+            raise outcome
+        return outcome
+
+    def _joined(self, shorter: _Found, whole: Sample) -> Sample:
+        """The samples of the shorter rows side by side, each a tree of its own."""
+        samples = [sample for _, sample in shorter.found]
+        starts = np.cumsum([0, *(len(sample.input_ids) for sample in samples)]).tolist()
+        left_out = longest_learned(whole) - max(map(longest_learned, samples))
+        counts = {SHORTENED: 1, TOKENS_LEFT_OUT: left_out, ANSWERS_LEFT_OUT: shorter.answers_lost}
+        is_weighted = any(sample.weight is not None for sample in samples)
+        weights = [np.ones(len(s.input_ids), np.float32) if s.weight is None else s.weight for s in samples]
+        return replace(
+            samples[0],
+            input_ids=np.concatenate([sample.input_ids for sample in samples]),
+            target=np.concatenate([sample.target for sample in samples]),
+            weight=np.concatenate(weights) if is_weighted else None,
+            branches=join_trees(sample.branches for sample in samples),
+            media=tuple(
+                replace(item, start=item.start + start)
+                for sample, start in zip(samples, starts, strict=False)
+                for item in sample.media
+            ),
+            notes=(*whole.notes, *((what, count) for what, count in counts.items() if count > 0)),
+            address=whole.address,
+        )
+
+    def _lost(self, length: int | None, why: str) -> RowDropped:
+        tokens = "more tokens than that" if length is None else f"{length} tokens"
+        return RowDropped(STILL_TOO_LONG, f"{tokens}, data.max_length is {self.max_length}: {why}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    found: list[tuple[ShorterRow, Sample]]
+    answers_lost: int = 0
+
+
+def side_by_side(rendered: Sequence[Rendered], kept: Sequence[Sequence[int]]) -> Rendered:
+    """The paths of shorter rows as those of one row, their messages numbered as in the whole one."""
+    paths: list[tuple[Piece, ...]] = []
+    media: list[Media] = []
+    for one, numbers in zip(rendered, kept, strict=True):
+        paths += [tuple(_renumbered(piece, numbers, len(media)) for piece in path) for path in one.paths]
+        media += one.media
+    return replace(rendered[0], paths=tuple(paths), media=tuple(media))
+
+
+def _renumbered(piece: Piece, numbers: Sequence[int], num_media: int) -> Piece:
+    message = None if piece.message is None else numbers[piece.message]
+    if isinstance(piece, MediaPiece):
+        return replace(piece, message=message, number=piece.number + num_media)
+    return replace(piece, message=message)
+
+
+def longest_learned(sample: Sample) -> int:
+    """Tokens of the longest run of a sample in which something is learned."""
+    return max((len(segment) for segment in sample.segments() if segment.target.any()), default=0)
+
+
+def turn_starts(messages: Sequence[Message]) -> tuple[int, list[int]]:
+    """How many system messages a conversation begins with, and where its turns begin: at each message of the user, or
+    of the system, that stands behind an answer.
+
+    ``system user assistant tool assistant user assistant -> 1, [1, 5]``
+    """
+    head = next((number for number, message in enumerate(messages) if message.role != "system"), len(messages))
+    asks = [message.role in ("user", "system") for message in messages]
+    return head, [n for n in range(head, len(messages)) if n == head or (asks[n] and not asks[n - 1])]
+
+
+def _cut(
+    row: Conversation, policy: TargetPolicy, turn: int, *, head: int, answers: Sequence[int], starts: Sequence[int]
+) -> ShorterRow:
+    """The conversation from a turn on, up to the last of ``answers``, which alone are learned."""
+    kept = (*range(head), *range(starts[turn], answers[-1] + 1))
+    messages = [row.messages[n] if n in answers else unlearned(row.messages[n]) for n in kept]
+    is_last = answers[-1] == len(row.messages) - 1
+    shorter = replace(
+        row, messages=tuple(messages), continue_final_message=row.continue_final_message and is_last, notes=()
+    )
+    return ShorterRow(row=shorter, kept=kept, policy=policy)
+
+
+def _with_system(messages: tuple[Message, ...], default: str | None) -> tuple[Message, ...]:
+    if default is None or (messages and messages[0].role == "system"):
+        return messages
+    return (Message(role="system", parts=(Text(text=default),), train=False), *messages)
+
+
+def _continuations(row: Preference | Feedback) -> tuple[tuple[Message, ...], ...]:
+    return (row.chosen, row.rejected) if isinstance(row, Preference) else (row.completion,)
