@@ -11,7 +11,6 @@ import numpy as np
 
 from luthier.check.verify.expected import ExpectedRow, ExpectedTurn, expected_row
 from luthier.check.verify.findings import Check, Method, RowVerdict, Violation
-from luthier.check.verify.given_ids import verify_given
 from luthier.check.verify.learned import Home, Runs, find_home, supplied_faults, turn_faults
 from luthier.check.verify.media_items import expected_document, media_faults, processor_faults
 from luthier.check.verify.media_slots import MediaReader, media_of, media_of_messages
@@ -23,6 +22,7 @@ from luthier.check.verify.reference_tokenizer import (
     first_difference,
     token_faults,
     tree_faults,
+    verify_given,
 )
 from luthier.check.verify.server import TokenServer
 from luthier.check.verify.shortened import LengthJudge, number_fault, only, shorter_prompts, trees_of

@@ -24,9 +24,8 @@ from luthier.check.verify.findings import (
     VerifyReport,
     Violation,
 )
-from luthier.check.verify.given_ids import NOT_PROVEN, learned_text
 from luthier.check.verify.plain_template import PlainTemplate
-from luthier.check.verify.reference_tokenizer import same_sample, tree_faults
+from luthier.check.verify.reference_tokenizer import NOT_PROVEN, learned_text, same_sample, tree_faults
 from luthier.check.verify.row import RowVerifier, answers_of
 from luthier.check.verify.samples import (
     SampleMaker,
