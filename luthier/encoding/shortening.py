@@ -91,7 +91,7 @@ class Shortener:
     def _fits(self, sample: Sample) -> bool:
         return len(sample.input_ids) <= self.max_length or longest_learned(sample) <= self.max_length
 
-    def _shorter(self, row: Row, whole: Sample) -> _Found:
+    def _shorter(self, row: Row, whole: Sample) -> _ShorterSamples:
         """Raises `RowDropped` (``still_too_long``) where nothing of the row can be kept."""
         match row:
             case Conversation():
@@ -101,7 +101,7 @@ class Shortener:
             case _:
                 raise self._lost(longest_learned(whole), "it has no turns that could be left out")
 
-    def _compared(self, row: Preference | Feedback) -> _Found:
+    def _compared(self, row: Preference | Feedback) -> _ShorterSamples:
         if any(rule.turn == "first" for rule in (*self.policy.rules, *row.rules)):
             raise self._lost(None, "a targets rule speaks of its first turn")
         row = replace(row, prompt=_with_system(row.prompt, self.policy.default_system))
@@ -113,9 +113,9 @@ class Shortener:
             prompt = (*row.prompt[:head], *row.prompt[starts[first] :])
             return ShorterRow(row=replace(row, prompt=prompt), kept=kept, policy=self.policy)
 
-        return _Found(found=[self._longest_that_fits(shorter, 0, len(starts) - 1)[1]])
+        return _ShorterSamples(found=[self._longest_that_fits(shorter, 0, len(starts) - 1)[1]])
 
-    def _conversation(self, row: Conversation) -> _Found:
+    def _conversation(self, row: Conversation) -> _ShorterSamples:
         train_on = self.policy.train_on if row.train_on is None else TrainOn(row.train_on)
         row = replace(row, messages=_with_system(row.messages, self.policy.default_system))
         row = replace(apply_rules(row, self.policy.rules), rules=())
@@ -144,7 +144,7 @@ class Shortener:
         for turn, answers in groupby(chosen, key=lambda pair: pair[0]):
             shorter = _cut(row, policy, turn, head=head, answers=[answer for _, answer in answers], starts=starts)
             found.append((shorter, self._encoded(shorter)))
-        return _Found(found=found, answers_lost=lost)
+        return _ShorterSamples(found=found, answers_lost=lost)
 
     def _longest_that_fits(
         self, shorter: Callable[[int], ShorterRow], first: int, last: int
@@ -178,7 +178,7 @@ class Shortener:
             raise outcome
         return outcome
 
-    def _joined(self, shorter: _Found, whole: Sample) -> Sample:
+    def _joined(self, shorter: _ShorterSamples, whole: Sample) -> Sample:
         """The samples of the shorter rows side by side, each a tree of its own."""
         samples = [sample for _, sample in shorter.found]
         starts = np.cumsum([0, *(len(sample.input_ids) for sample in samples)]).tolist()
@@ -207,7 +207,7 @@ class Shortener:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
+class _ShorterSamples:
     found: list[tuple[ShorterRow, Sample]]
     answers_lost: int = 0
 
