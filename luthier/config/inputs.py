@@ -117,6 +117,9 @@ class ModelConfig(Section):
     segments apart on this model, luthier_segments before sdpa; for padded ones sdpa."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you say so."""
+    experts_implementation: Literal["auto", "eager", "batched_mm", "grouped_mm"] = "auto"
+    """What computes the experts of a layer: ``grouped_mm``, one product for all of them, ``batched_mm``, or ``eager``,
+    one after the other. ``auto``: transformers' choice, grouped where torch can."""
     add_tokens: Texts = []
     """Ordinary tokens to add to the vocabulary; embeddings are resized."""
     add_special_tokens: Texts = []

@@ -35,6 +35,7 @@ from luthier.models.batch_invariance import (
     see_own_pictures,
 )
 from luthier.models.overrides import check_computes, check_tokens, overridden
+from luthier.models.routers import choose_experts
 from luthier.models.submodules import decoder_family, families_of, is_multimodal, multimodal_class, text_attention
 from luthier.models.vocabulary import Vocabulary, check_padding, fit_generation, fit_unborn, fit_vocabulary
 from luthier.presets import model_folder
@@ -87,6 +88,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     else:
         model = _load(config, source, model_config, attention, dtype, notes)
     fit_vocabulary(model, section, vocabulary, notes)
+    choose_experts(model, section.experts_implementation)
     if is_reward_model(config):
         model.config.get_text_config().pad_token_id = vocabulary.pad_token_id  # as transformers finds the last token
     else:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from luthier.config.schema import TrainConfig
 from luthier.errors import ModelError
@@ -127,6 +128,22 @@ def router_names(model: nn.Module) -> list[str]:
         for child, _ in module.named_children()
         if child in ("gate", "router") and hasattr(module, "experts")
     ]
+
+
+def choose_experts(model: PreTrainedModel, asked: str) -> None:
+    """Set what computes the experts (``model.experts_implementation``). Raises `ModelError` where the model has no
+    experts, or cannot have them computed so."""
+    if asked == "auto":
+        return
+    name = type(model).__name__
+    if not router_names(model):
+        what = f"model.experts_implementation is {asked}, and {name} has no experts"
+        raise ModelError(what, hint="remove the key")
+    try:
+        model.set_experts_implementation(asked)
+    except (ValueError, ImportError, RuntimeError) as error:
+        what = f"model.experts_implementation {asked} cannot be had for {name}: {error}"
+        raise ModelError(what, hint="set model.experts_implementation: auto") from error
 
 
 def loads_of(logits_NE: torch.Tensor, times_N: torch.Tensor, top_k: int) -> Loads:

@@ -35,7 +35,7 @@ from luthier.models.adapter_files import check_mergeable, shape_existing
 from luthier.models.adapters import apply_adapter
 from luthier.models.compiled import compilable_layers
 from luthier.models.model import build_weightless, check_choices, run_device
-from luthier.models.routers import balanced_routers
+from luthier.models.routers import balanced_routers, choose_experts
 from luthier.models.sharding import divisible_layers, refuse_other_ways
 from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
@@ -289,6 +289,8 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         if not choices:  # it has been told already
             yield _at_its_key(draft, error, "model.name_or_path")
         return
+    chosen = config.model.experts_implementation
+    yield from _told(draft, "model.experts_implementation", lambda: choose_experts(model, chosen))
     yield from _weights(draft, model)
     yield from _positions(draft, model, notes)
     yield from _generation(draft, model)

@@ -10,6 +10,8 @@ import pytest
 import support_matrix as matrix
 from support_matrix import FAMILIES, LAYOUTS, OBJECTIVES, Cell, Outcome, Verdict
 
+from luthier.config.optimizers import OPTIMIZERS
+from luthier.config.schema import AdapterType
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.training import fit
 
@@ -19,6 +21,23 @@ Outcomes = dict[Cell, Outcome]
 
 def test_the_page_says_what_runs_say(outcomes: Outcomes) -> None:
     assert matrix.support_page(outcomes) == PAGE.read_text(encoding="utf-8"), "run make docs"
+
+
+@pytest.fixture(scope="module")
+def methods(root: Path, outcomes: Outcomes, tokenizer: Tokenizer) -> dict[str, tuple[float, float]]:
+    return matrix.support_methods(root, tokenizer)
+
+
+def test_every_method_of_the_page_learns(methods: dict[str, tuple[float, float]]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert [name for name in methods if f"| {name} | learns |" not in page] == []
+    assert {name: losses for name, losses in methods.items() if losses[1] > losses[0] - 0.005} == {}
+
+
+def test_every_optimizer_and_adapter_has_a_row() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert [name for name in OPTIMIZERS if f"| `train.optim: {name}` |" not in page] == []
+    assert [kind for kind in AdapterType if f"| `adapter.type: {kind}` |" not in page] == []
 
 
 def test_families_of_attention_are_trained_in_every_way_without_falling_back(outcomes: Outcomes) -> None:

@@ -21,6 +21,7 @@ from luthier.config.schema import AdapterConfig, AdapterType
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models import adapter_files, adapters
+from luthier.models.routers import choose_experts
 from luthier.training import fit as fit_module
 from luthier.training.fit import fit_data
 from luthier.training.report.result import RunResult
@@ -279,6 +280,20 @@ def test_fused_experts_learn_beside_their_frozen_weights(
 def result_layers(folder: Path) -> int:
     count: int = AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers
     return count
+
+
+def test_experts_are_computed_as_is_asked_for_and_give_the_same() -> None:
+    model: Any = MODELS["qwen3_moe"]().eval()
+    ids, found = torch.tensor([[5, 6, 7, 8, 9]]), []
+    for way in ("eager", "batched_mm", "grouped_mm"):
+        choose_experts(model, way)
+        assert model.config._experts_implementation == way
+        with torch.no_grad():
+            found.append(model(ids).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ModelError, match="has no experts"):
+        choose_experts(_model(), "eager")
 
 
 # ----------------------------------------------------------------------------------------------------- new layers

@@ -1,4 +1,5 @@
-"""Every optimizer learns, goes on from its saved state to the last bit, and reads the settings that its row lists."""
+"""Every optimizer goes on from its saved state to the last bit, and reads the settings that its row lists. That each
+learns is tried for the support matrix."""
 
 from __future__ import annotations
 
@@ -37,7 +38,6 @@ HERE = [name for name in OPTIMIZERS if name not in ELSEWHERE | ON_GPU_ALONE]
 THEIRS = [name for name in HERE if name not in OURS and not name.startswith(("galore", "apollo"))]
 DATA = make_data(make_segments(4))
 FAST = {"sgd": 0.5, "lomo": 0.5, "schedule_free_sgd": 2.0, "adagrad": 1e-2, "adalomo": 1e-1}
-SLOW = {"schedule_free_radam": 12}  # it waits for a few steps before it changes a weight
 Run = Callable[..., RunResult]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these packages have to say of a CPU and of themselves
@@ -91,14 +91,6 @@ def _steps(model: Any, optimizer: Any, numbers: range) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- all
-
-
-@pytest.mark.parametrize("optim", HERE)
-def test_every_optimizer_learns(run: Run, optim: str) -> None:
-    _require(optim)
-    result = run(optim, train__max_steps=SLOW.get(optim, 6))
-    assert result.steps[-1].loss < 0.97 * result.steps[0].loss
-    assert all(step.grad_norm is not None and step.grad_norm > 0 for step in result.steps)
 
 
 def _described(optimizer: Any) -> tuple[Any, ...]:

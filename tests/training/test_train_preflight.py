@@ -133,6 +133,7 @@ WRONG = {
     "template.chat_template": ["template.chat_template=no_such_template"],
     "adapter.r": ["adapter={type: lora, r: 65536}"],
     "eval.max_new_tokens": ["eval.max_new_tokens=16777216", "eval.generate_rows=2", "data.eval_split=2"],
+    "model.experts_implementation": ["model.experts_implementation=eager"],
     "train.router_aux_loss_coef": ["train.router_aux_loss_coef=0.1"],
     "data.eval_split": ["data.eval_split=1e9"],
     "runtime.sharding": ["runtime.sharding=fsdp", "adapter={type: freeze, freeze_trainable_modules: ['*embed*']}"],
