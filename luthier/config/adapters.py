@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from luthier.config.choices import AdapterType, ModelPart, Sharding
+from luthier.config.choices import AdapterType, ModelPart, QuantizationType, Sharding
 from luthier.config.draft import Draft
 from luthier.config.media import MediaCache
 from luthier.config.schema import AdapterConfig
@@ -50,6 +50,7 @@ def check_adapter(draft: Draft) -> Iterator[Problem]:
     yield from _nothing_trained(draft)
     yield from _pissa_with_dora(draft)
     yield from _eva(draft)
+    yield from _quantized(draft)
 
 
 def _foreign_keys(draft: Draft) -> Iterator[Problem]:
@@ -114,6 +115,42 @@ def _eva(draft: Draft) -> Iterator[Problem]:
     if config.runtime.sharding is not Sharding.NONE:
         what = f"eva wants whole matrices, and {draft.cite('runtime.sharding')} is {config.runtime.sharding}"
         yield draft.problem(key, what, way)
+
+
+def _quantized(draft: Draft) -> Iterator[Problem]:
+    """Quantized weights are not trained: an adapter beside them is."""
+    adapter, section, runtime = draft.config.adapter, draft.config.model.quantization, draft.config.runtime
+    if section.type is QuantizationType.NONE:
+        return
+    key, short = "model.quantization", f"weights in {section.type} are frozen"
+    if not adapter.type.is_beside:
+        what = f"{short}, and {draft.cite('adapter.type')} is {adapter.type}, which trains weights themselves"
+        yield draft.problem(key, what, "set adapter: lora (or another adapter), or remove model.quantization")
+    if str(adapter.init_lora_weights).startswith(("pissa", "olora")):
+        what = f"{adapter.init_lora_weights} moves a part of the base into the adapter, and {short} in few bits"
+        yield draft.problem("adapter.init_lora_weights", what, "set adapter.init_lora_weights: true")
+    if runtime.sharding is not Sharding.NONE:
+        what = f"{short}, and are not known to be the same when {draft.cite('runtime.sharding')} divides them"
+        yield draft.problem(key, what, "set runtime.sharding: none, with the whole quantized model on each device")
+
+
+def check_quantization(draft: Draft) -> Iterator[Problem]:
+    """Keys of quantization sections that say nothing under their type."""
+    for key, section in (
+        ("model.quantization", draft.config.model.quantization),
+        ("objective.reference.quantization", draft.config.objective.reference.quantization),
+    ):
+        usual = type(section).model_fields
+        for name in ("double_quantization", "compute_dtype"):
+            if getattr(section, name) != usual[name].default and not section.type.is_4bit:
+                what = f"this is of nf4 and fp4, and {draft.cite(f'{key}.type')} is {section.type}"
+                yield draft.problem(f"{key}.{name}", what, f"remove it, or set {key}.type: nf4")
+        if section.skip_modules and section.type is QuantizationType.NONE:
+            what = "no weights are quantized, so there are none to leave out"
+            yield draft.problem(f"{key}.skip_modules", what, f"set {key}.type: nf4, or remove the key")
+    if draft.config.model.quantization.type is QuantizationType.TORCHAO_INT4:
+        what = "PEFT and transformers train no adapters on torchao's int4 weights"
+        yield draft.problem("model.quantization", what, "set model.quantization: nf4, which takes as little memory")
 
 
 def check_features(draft: Draft) -> Iterator[Problem]:

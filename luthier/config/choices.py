@@ -38,6 +38,30 @@ class TokenizerBackend(StrEnum):
     TOKENIZERS = "tokenizers"
 
 
+class QuantizationType(StrEnum):
+    """How the frozen weights of linear layers are stored: which library, and how many bits."""
+
+    NONE = "none"
+    NF4 = "nf4"
+    FP4 = "fp4"
+    INT8 = "int8"
+    TORCHAO_INT8 = "torchao_int8"
+    TORCHAO_INT4 = "torchao_int4"
+    TORCHAO_FP8 = "torchao_fp8"
+
+    @property
+    def is_4bit(self) -> bool:
+        """Whether it is one of bitsandbytes' 4-bit formats, which have settings of their own."""
+        return self in (QuantizationType.NF4, QuantizationType.FP4)
+
+    @property
+    def library(self) -> str | None:
+        """The package that quantizes; None: nothing is quantized."""
+        if self is QuantizationType.NONE:
+            return None
+        return "torchao" if self.value.startswith("torchao_") else "bitsandbytes"
+
+
 class Packing(StrEnum):
     """How sequences share a row of a batch: all but ``none`` keep several in a row apart ([packing.md](packing.md))."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from luthier.config.adapters import check_adapter, check_features
+from luthier.config.adapters import check_adapter, check_features, check_quantization
 from luthier.config.choices import (
     HistoryRendering,
     MixtureBy,
@@ -444,10 +444,11 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("media",), _media),
     (("data.train", "data.eval", "objective.name"), check_rows),
     (("objective", "adapter.type"), check_objective),
+    (("model.quantization", "objective.reference.quantization"), check_quantization),
     (("objective", "train.packing", "data.overflow", "data.prepare"), check_compared),
     (("objective", "train.shared_prompts", "train.packing", "model.attn_implementation"), check_shared),
     (("train.head_kernel", "runtime.device", "objective"), check_head_kernel),
-    (("adapter", "data.prepare", "runtime.sharding"), check_adapter),
+    (("adapter", "model.quantization", "data.prepare", "runtime.sharding"), check_adapter),
     (("runtime.sharding", "train.torch_compile", "train.precision", "train.optim", "adapter"), check_sharding),
     (("media.cache", "adapter", "data.prepare", "objective"), check_features),
 )

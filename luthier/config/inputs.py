@@ -26,6 +26,7 @@ from luthier.config.choices import (
     PathLike,
     Positive,
     Processes,
+    QuantizationType,
     Role,
     SameRole,
     ShareOrCount,
@@ -86,6 +87,34 @@ class Section(BaseModel):
         return {cls.shorthand: value} if cls.shorthand is not None and isinstance(value, str) else value
 
 
+class QuantizationConfig(Section):
+    """Frozen weights in fewer bits, under an adapter. ``quantization: nf4`` is short for ``quantization: {type: nf4}``.
+
+    Linear layers are quantized while they are loaded; the embedding, the output layer and norms stay as they are. A
+    model whose weights are quantized already (GPTQ, AWQ, compressed-tensors, fp8) is loaded as its config says, with
+    ``type: none`` here.
+    """
+
+    shorthand = "type"
+
+    type: Annotated[QuantizationType, as_enum(QuantizationType)] = QuantizationType.NONE
+    """``nf4``, ``fp4``: 4 bits, ``int8``: 8 bits (LLM.int8), by bitsandbytes; ``torchao_int8``, ``torchao_fp8``: 8 bits
+    a weight, by torchao; ``torchao_int4``: 4 bits, for a reference model on a GPU only, as no library trains adapters
+    on it."""
+    double_quantization: bool = True
+    """``nf4``, ``fp4``: quantize the scales too, which saves 0.37 bits a weight (QLoRA)."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """``nf4``, ``fp4``: the type that weights are expanded to for a product. ``auto``: that of the computation
+    (``train.precision``)."""
+    skip_modules: Texts = []
+    """Names of modules that keep all their bits, beside the output layer, such as ``o_proj``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none(cls, value: object) -> object:
+        return {} if value is None else value
+
+
 class ModelConfig(Section):
     """The model and its tokenizer. ``model: NAME`` is short for ``model: {name_or_path: NAME}``."""
 
@@ -109,6 +138,8 @@ class ModelConfig(Section):
     """Values that replace entries of the model's own config, such as ``rope_parameters``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the stored weights. ``auto``: float32 for full training (optimizers need it), else the checkpoint's."""
+    quantization: QuantizationConfig = QuantizationConfig()
+    """Frozen weights in 4 or 8 bits, for training an adapter in little memory (QLoRA)."""
     attn_implementation: Literal[
         "auto", "luthier_segments", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "auto"

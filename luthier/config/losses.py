@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from luthier.config.choices import Format, HeadKernel, Overflow, Packing, RowKind
+from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind
 from luthier.config.draft import Draft
 from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, ReferenceSource
 from luthier.errors import Problem
@@ -143,14 +143,14 @@ def _reference(draft: Draft) -> Iterator[Problem]:
         for key, is_asked in (
             ("source", is_source),
             ("name_or_path", reference.name_or_path is not None),
-            ("quantization", reference.quantization is not None),
+            ("quantization", reference.quantization.type is not QuantizationType.NONE),
         ):
             if is_asked:
                 what = f"the loss {objective.loss_name} compares with no reference model"
                 yield draft.problem(f"objective.reference.{key}", what, "remove objective.reference")
         return
     is_second = reference.source in (ReferenceSource.AUTO, ReferenceSource.MODEL)
-    if reference.quantization is not None and not is_second:
+    if reference.quantization.type is not QuantizationType.NONE and not is_second:
         what = f"{draft.cite('objective.reference.source')} is {reference.source}, which holds no second model"
         hint = "remove the key, or set objective.reference.source: model"
         yield draft.problem("objective.reference.quantization", what, hint)

@@ -236,7 +236,7 @@ _DEVICE_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")  # NVIDIA's, on Te
 def check_machine(draft: Draft) -> list[Problem]:
     """All problems of a run that is to be trained here with what is installed and plugged in."""
     checks: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
-        _training_packages, _trackers, _optimizer, _kernels, _attention, _device, _compiler, _folders,
+        _training_packages, _trackers, _optimizer, _quantization, _kernels, _attention, _device, _compiler, _folders,
     )  # fmt: skip
     return [problem for check in checks for problem in check(draft)]
 
@@ -313,6 +313,17 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
     if missing := [package for module, package in row.needs if not is_installed(module)]:
         hint = f"pip install {' '.join(missing)}; or set train.optim: adamw_torch"
         yield draft.problem("train.optim", f"{row.name} needs {' and '.join(missing)}, not installed here", hint)
+
+
+def _quantization(draft: Draft) -> Iterator[Problem]:
+    for key, section in (
+        ("model.quantization", draft.config.model.quantization),
+        ("objective.reference.quantization", draft.config.objective.reference.quantization),
+    ):
+        package = section.type.library
+        if package is not None and not is_installed(package):
+            hint = f"pip install {package}; or remove {key}"
+            yield draft.problem(key, f"{section.type} needs {package}, not installed here", hint)
 
 
 def _kernels(draft: Draft) -> Iterator[Problem]:

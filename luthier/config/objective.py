@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from luthier.config import loss_rows
 from luthier.config.choices import NameOf, NonEmpty, NonNegative, Positive, Proportion, RowKind, Share, as_enum
-from luthier.config.inputs import Section
+from luthier.config.inputs import QuantizationConfig, Section
 from luthier.config.loss_rows import Loss
 from luthier.errors import PluginError, UserError
 from luthier.plugins import Table, resolve
@@ -29,13 +29,6 @@ class ReferenceSource(StrEnum):
     MODEL = "model"
     PRECOMPUTED = "precomputed"
     NONE = "none"
-
-
-class Quantization(StrEnum):
-    """How few bits a frozen model's weights have."""
-
-    INT8 = "int8"
-    NF4 = "nf4"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,9 +138,8 @@ class ReferenceConfig(Section):
     """Another model than the one that training starts from: a local folder or a Hub id."""
     revision: NonEmpty = "main"
     """Branch, tag or commit of that model on the Hub."""
-    quantization: Annotated[Quantization, as_enum(Quantization)] | None = None
-    """Of a second model (``source: model``, which ``auto`` is then): ``int8``, 8 bits a weight and a scale for each row
-    of a layer, or ``nf4``, 4 bits and a scale for 64 weights (QLoRA's format). Its linear layers only."""
+    quantization: QuantizationConfig = QuantizationConfig()
+    """Of a second model (``source: model``, which ``auto`` is then), as ``model.quantization``."""
 
 
 class ObjectiveConfig(Section):

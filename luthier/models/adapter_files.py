@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from luthier.config.schema import AdapterConfig, AdapterType
 from luthier.errors import ModelError
+from luthier.models.quantized import dequantized, is_quantized
 
 _IS_OF_ADAPTER = re.compile(r"\.(lora|oft|vera)_")  # not a module that is saved whole, nor an embedding beside it
 MUTATING = ("pissa", "olora")  # initialisations that move a part of the base weights into the adapter
@@ -107,7 +109,16 @@ def check_mergeable(model: PreTrainedModel, source: str, key: str) -> None:
 
 
 def merge_adapter(model: PeftModel) -> PreTrainedModel:
-    """The base model with the adapter added to its weights. The adapter is gone afterwards."""
+    """The base model with the adapter added to its weights. The adapter is gone afterwards.
+
+    A quantized base is dequantized before: a sum that was rounded to few bits again would not be what was trained.
+    Raises `ModelError` where transformers cannot dequantize it.
+    """
+    base = model.get_base_model()
+    if is_quantized(base):
+        with tempfile.TemporaryDirectory(prefix="luthier_adapter_") as folder, quiet_peft():
+            model.save_pretrained(folder, save_embedding_layers=saves_embeddings(model))
+            model = PeftModel.from_pretrained(dequantized(model.unload()), folder)
     return model.merge_and_unload(safe_merge=True)
 
 

@@ -27,6 +27,7 @@ from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
 from luthier.errors import ModelError
 from luthier.models.adapter_files import continue_adapter, quiet_peft
 from luthier.models.model import REWARD_HEAD
+from luthier.models.quantized import num_weights
 from luthier.models.routers import router_names
 from luthier.models.submodules import ModelParts, find_parts
 
@@ -112,7 +113,7 @@ def parts_left_out(model: PreTrainedModel, section: AdapterConfig) -> tuple[Mode
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """``(all, trainable)`` numbers of parameters; tied ones count once."""
     parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    return sum(map(num_weights, parameters)), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def adapter_facts(model: nn.Module) -> dict[str, object]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+import tempfile
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,9 @@ from transformers.conversion_mapping import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from luthier.config.choices import QuantizationType
 from luthier.config.objective import OBJECTIVES
-from luthier.config.schema import ModelConfig, RunConfig
+from luthier.config.schema import ModelConfig, Precision, RunConfig
 from luthier.errors import ModelError
 from luthier.media.families.family import Attention
 from luthier.models.attention import SEGMENTS, register_attention
@@ -35,6 +38,16 @@ from luthier.models.batch_invariance import (
     see_own_pictures,
 )
 from luthier.models.overrides import check_computes, check_tokens, overridden
+from luthier.models.quantized import (
+    check_stored,
+    is_quantized,
+    kept_modules,
+    layers_to_quantize,
+    loading_config,
+    quantization_note,
+    settle,
+    stored_method,
+)
 from luthier.models.routers import choose_experts
 from luthier.models.submodules import decoder_family, families_of, is_multimodal, multimodal_class, text_attention
 from luthier.models.vocabulary import Vocabulary, check_padding, fit_generation, fit_unborn, fit_vocabulary
@@ -43,6 +56,7 @@ from luthier.presets import model_folder
 PRESET = "preset:"
 FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
 FLASH_CAPABILITY = (8, 0)  # Ampere
+_PRODUCTS = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 REWARD_HEAD = "score"  # transformers' name for the module that makes a reward of a hidden state
 
 
@@ -77,6 +91,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     check_tokens(model_config, section, vocabulary, unborn=random_init)
     if is_reward_model(config):
         model_config.num_labels = 1
+    check_stored(model_config, section.quantization, merges=config.adapter.merge)
     attention = _attention(section, model_config, notes)
     dtype = _dtype(config, model_config, notes)
     if random_init:
@@ -93,13 +108,9 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
         model.config.get_text_config().pad_token_id = vocabulary.pad_token_id  # as transformers finds the last token
     else:
         fit_generation(model, vocabulary, notes)
-    if any(family.attention is Attention.CROSS for family in families_of(model_config)):
-        see_own_pictures(model)
-    hear_own_frames(model)
-    join_shared_slots(model)
-    merge_frames_by_chunk(model)
-    name_decoder_inputs(model)
-    model.train()
+    if is_quantized(model):
+        notes.append(quantization_note(model))
+    _mend(model)
     return LoadedModel(
         model=model,
         source=source,
@@ -107,6 +118,70 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
         random_weights=random_init,
         notes=tuple(notes),
     )
+
+
+def _mend(model: PreTrainedModel) -> None:
+    """What models of some families need before they compute a batch as its rows alone; then training mode."""
+    if any(family.attention is Attention.CROSS for family in families_of(model.config)):
+        see_own_pictures(model)
+    hear_own_frames(model)
+    join_shared_slots(model)
+    merge_frames_by_chunk(model)
+    name_decoder_inputs(model)
+    settle(model)
+    model.train()
+
+
+def quantize_whole(loaded: LoadedModel, config: RunConfig) -> LoadedModel:
+    """The model quantized as ``model.quantization`` says, where it was loaded whole: one of random weights, or one that
+    adapters were merged into. transformers quantizes what it reads, so the model goes through files beside the run's.
+    """
+    model = loaded.model
+    if config.model.quantization.type is QuantizationType.NONE or is_quantized(model):
+        return loaded
+    config.output.dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=config.output.dir, prefix=".whole_model_") as folder:
+        model.save_pretrained(folder)
+        quantized: PreTrainedModel = type(model).from_pretrained(
+            folder,
+            attn_implementation=model.config._attn_implementation,
+            dtype=model.dtype,
+            use_safetensors=True,
+            **_quantizing(config, model),
+        )
+    quantized.name_or_path = model.name_or_path
+    quantized.config.get_text_config().use_cache = model.config.get_text_config().use_cache
+    _mend(quantized)
+    return replace(loaded, model=quantized, notes=(*loaded.notes, quantization_note(quantized)))
+
+
+def check_quantized(config: RunConfig, weightless: PreTrainedModel) -> None:
+    """Raise `ModelError` where the model cannot be quantized as asked, or comes quantized in a way that cannot be
+    loaded or trained here."""
+    section = config.model.quantization
+    method = check_stored(weightless.config, section, merges=config.adapter.merge)
+    if method is not None and not config.adapter.type.is_beside:
+        raise ModelError(
+            f"adapter.type: the model comes quantized ({method}), and weights of few bits are not trained",
+            hint="set adapter: lora (or another adapter), or name the model with weights of 16 bits",
+        )
+    layers_to_quantize(weightless, section, config.adapter.modules_to_save)
+
+
+def _quantizing(config: RunConfig, weightless: PreTrainedModel) -> dict[str, object]:
+    """What ``from_pretrained`` is told so that it quantizes; ``weightless`` is the model, with weights or without.
+
+    Raises as `layers_to_quantize`.
+    """
+    section, trained = config.model.quantization, config.adapter.modules_to_save
+    layers_to_quantize(weightless, section, trained)
+    kept = kept_modules(weightless, section, trained)
+    how = loading_config(section, _PRODUCTS[run_precision(config)], kept)
+    return {"quantization_config": how, "device_map": _device_map(config)}
+
+
+def _device_map(config: RunConfig) -> dict[str, object]:
+    return {"": torch.cuda.current_device() if run_device(config) == "cuda" else "cpu"}
 
 
 def is_reward_model(config: RunConfig) -> bool:
@@ -154,6 +229,15 @@ def use_liger(section: ModelConfig) -> bool:
             return False
         case _:
             raise AssertionError(section.use_liger_kernel)
+
+
+def run_precision(config: RunConfig) -> Precision:
+    """What ``train.precision`` means on this machine; never ``auto``."""
+    asked = config.train.precision
+    if asked is not Precision.AUTO:
+        return asked
+    on_gpu = run_device(config) == "cuda"
+    return Precision.BF16 if on_gpu and torch.cuda.is_bf16_supported() else Precision.FP32
 
 
 def run_device(config: RunConfig) -> str:
@@ -282,6 +366,12 @@ def _load(
 ) -> PreTrainedModel:
     section = config.model
     check_padding(model_config, section)
+    quantizing: dict[str, object] = {}
+    if stored_method(model_config) is not None:
+        quantizing = {"device_map": _device_map(config)}
+    elif section.quantization.type is not QuantizationType.NONE and not config.adapter.merge_first:
+        with torch.device("meta"):
+            quantizing = _quantizing(config, _build(config, deepcopy(model_config), None, dtype))
     torch.manual_seed(config.runtime.seed)  # for a reward head that is not in the file
     model: PreTrainedModel
     try:
@@ -292,6 +382,7 @@ def _load(
             dtype=dtype,
             output_loading_info=True,
             use_safetensors=True,  # never a pickle
+            **quantizing,
             **_hub_arguments(section, source),
         )
     except (OSError, ValueError, ImportError, RuntimeError) as error:

@@ -1,155 +1,225 @@
-"""A frozen model in less memory: its linear layers keep 8 or 4 bits a weight, and make numbers of them when used.
+"""Frozen weights in 8 or 4 bits: how transformers is told to load them, what they take, and how they get whole again.
 
-Plain torch, the same on every device. Embeddings, norms, routers, adapters and the output layer stay as they are, and
-so do experts that a model keeps in one tensor. O outputs, I inputs, G blocks of a row.
+bitsandbytes and torchao do the work, through transformers; a model that comes quantized is loaded as its config says.
+The embedding, the output layer and norms keep all their bits, and so do experts that a model keeps in one tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from peft import PeftModel
 from torch import nn
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, TorchAoConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
-from luthier.config.objective import Quantization
+from luthier.config.choices import QuantizationType
+from luthier.config.inputs import QuantizationConfig
 from luthier.errors import ModelError
+from luthier.models.routers import router_names
 
-BLOCK = 64  # weights that share a scale under nf4, as in QLoRA
+PACKAGES = {
+    "awq": "gptqmodel",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "gptq": "gptqmodel optimum",
+    "torchao": "torchao",
+}
+"""What a model that comes quantized needs beside transformers, by the ``quant_method`` of its config."""
 
-# The 16 values of NormalFloat: quantiles of a normal distribution, scaled to [-1, 1] (arXiv:2305.14314, appendix E).
-_NORMAL_FLOAT = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-_ROUTERS = frozenset({"gate", "router"})  # a small error there sends a token to other experts
-_ADAPTERS = ("lora_", "oft_", "modules_to_save")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quantized:
-    """What became of a model: how many layers, which share of its numbers they hold, and bytes before and after."""
-
-    layers: int
-    share: float
-    before: int
-    after: int
+_INT4_GROUP = 128  # weights that share a scale in torchao's int4
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Int8Linear(nn.Module):
-    """int8, one scale for each output: the largest weight of a row is 127 (as vector-wise in arXiv:2208.07339)."""
-
-    codes_OI: torch.Tensor
-    scales_O: torch.Tensor
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        weight_OI = layer.weight.detach().float()
-        scales_O = weight_OI.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        self.register_buffer("codes_OI", (weight_OI / scales_O[:, None]).round().to(torch.int8))
-        self.register_buffer("scales_O", scales_O)
-        self.bias = layer.bias
-        self.out_features, self.in_features = weight_OI.shape
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """float32[O, I], made anew each time, for code that looks at it."""
-        return self._weight(torch.float32)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """As `nn.Linear`, in the type of ``inputs``."""
-        return F.linear(inputs, self._weight(inputs.dtype), self.bias)
-
-    def _weight(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.codes_OI.to(dtype) * self.scales_O.to(dtype)[:, None]
-
-
-class NF4Linear(nn.Module):
-    """4 bits, one of 16 values, times the largest weight of its block of 64 (NF4 of QLoRA, arXiv:2305.14314).
-
-    codes   uint8[O, G * 32], two weights a byte: the first in the low half
-    scales  bfloat16[O, G]
-    """
-
-    codes: torch.Tensor
-    scales_OG: torch.Tensor
-    pairs: torch.Tensor
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        weight_OI = layer.weight.detach().float()
-        self.out_features, self.in_features = weight_OI.shape
-        blocks_OGB = F.pad(weight_OI, (0, -self.in_features % BLOCK)).reshape(self.out_features, -1, BLOCK)
-        scales_OG = blocks_OGB.abs().amax(dim=2).clamp(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
-        values = torch.tensor(_NORMAL_FLOAT, device=weight_OI.device)
-        middles = (values[1:] + values[:-1]) / 2
-        nearest = torch.bucketize(blocks_OGB / scales_OG.float()[..., None], middles, out_int32=True).to(torch.uint8)
-        low, high = nearest.reshape(self.out_features, -1, 2).unbind(dim=2)
-        self.register_buffer("codes", low | high << 4)
-        self.register_buffer("scales_OG", scales_OG)
-        # a byte's two values: [256, 2], so that they are looked up at once
-        byte = torch.arange(256, device=weight_OI.device)
-        self.register_buffer("pairs", torch.stack([values[byte & 15], values[byte >> 4]], dim=1), persistent=False)
-        self.bias = layer.bias
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """float32[O, I], made anew each time, for code that looks at it."""
-        return self._weight(torch.float32)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """As `nn.Linear`, in the type of ``inputs``."""
-        return F.linear(inputs, self._weight(inputs.dtype), self.bias)
-
-    def _weight(self, dtype: torch.dtype) -> torch.Tensor:
-        blocks_OGB = F.embedding(self.codes.int(), self.pairs.to(dtype)).reshape(self.out_features, -1, BLOCK)
-        padded = (blocks_OGB * self.scales_OG.to(dtype)[..., None]).flatten(1)
-        return padded[:, : self.in_features]
-
-
-def quantize(model: nn.Module, how: Quantization) -> Quantized:
-    """Put quantized layers in the place of the linear ones of a model that is not trained, one after the other.
-
-    Raises `ModelError` where a model has none.
-    """
-    before, total = _bytes(model), sum(parameter.numel() for parameter in model.parameters())
-    layers = numbers = 0
-    for parent, name, layer in list(_layers(model)):
-        setattr(parent, name, _quantized(layer, how))
-        layers, numbers = layers + 1, numbers + layer.weight.numel()
-    if not layers:
-        raise ModelError(
-            f"objective.reference.quantization is {how}, and {type(model).__name__} has no linear layer beside its "
-            "output layer and routers",
-            hint="remove objective.reference.quantization, or set objective.reference: precomputed",
-        )
-    return Quantized(layers=layers, share=numbers / total, before=before, after=_bytes(model))
-
-
-def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    head = plain.get_output_embeddings()
-    for path, parent in model.named_modules():
-        for name, layer in parent.named_children():
-            whole = f"{path}.{name}"
-            is_adapter = any(part.startswith(_ADAPTERS) for part in whole.split("."))
-            if type(layer) is nn.Linear and layer is not head and name not in _ROUTERS and not is_adapter:
-                yield parent, name, layer
-
-
-def _quantized(layer: nn.Linear, how: Quantization) -> nn.Module:
-    match how:
-        case Quantization.INT8:
-            return Int8Linear(layer)
-        case Quantization.NF4:
-            return NF4Linear(layer)
+def loading_config(section: QuantizationConfig, computed_in: torch.dtype, kept: Iterable[str]) -> Any:
+    """What ``from_pretrained`` takes as ``quantization_config``. ``computed_in`` is what ``compute_dtype: auto`` means;
+    ``kept`` names all modules that keep their bits."""
+    skip = list(kept)
+    match section.type:
+        case QuantizationType.NF4 | QuantizationType.FP4:
+            return BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type=section.type.value,
+                bnb_4bit_use_double_quant=section.double_quantization,
+                bnb_4bit_compute_dtype=_DTYPES.get(section.compute_dtype, computed_in),
+                llm_int8_skip_modules=skip,
+            )
+        case QuantizationType.INT8:
+            return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
         case _:
-            raise AssertionError(how)
+            return TorchAoConfig(_torchao_config(section.type), modules_to_not_convert=skip)
 
 
-def _bytes(model: nn.Module) -> int:
-    return sum(tensor.nbytes for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
+def _torchao_config(kind: QuantizationType) -> Any:
+    from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
+
+    match kind:
+        case QuantizationType.TORCHAO_INT8:
+            return Int8WeightOnlyConfig()
+        case QuantizationType.TORCHAO_FP8:
+            return Float8WeightOnlyConfig()
+        case QuantizationType.TORCHAO_INT4:
+            return Int4WeightOnlyConfig(group_size=_INT4_GROUP, int4_packing_format="tile_packed_to_4d")
+        case _:
+            raise AssertionError(kind)
+
+
+def kept_modules(model: PreTrainedModel, section: QuantizationConfig, trained: Iterable[str] = ()) -> list[str]:
+    """Names of the modules that are not quantized: those that transformers keeps, routers, as a small error there sends
+    a token to other experts, those that the user names, and those that are ``trained`` as a whole."""
+    by_transformers = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    return list(
+        dict.fromkeys([*by_transformers, *router_names(model), *map(re.escape, section.skip_modules), *trained])
+    )
+
+
+def layers_to_quantize(
+    model: PreTrainedModel, section: QuantizationConfig, trained: Iterable[str] = ()
+) -> dict[str, nn.Module]:
+    """The linear layers of a model, which may have no weights, that ``section`` quantizes.
+
+    Raises `ModelError` where there are none, and where ``skip_modules`` names none of the model's.
+    """
+    if section.type is QuantizationType.NONE:
+        return {}
+    linear = {name: layer for name, layer in model.named_modules() if type(layer) in (nn.Linear, Conv1D)}
+    for wanted in map(re.escape, section.skip_modules):
+        if all(should_convert_module(name, [wanted]) for name in linear):
+            raise ModelError(
+                f"model.quantization.skip_modules: no linear layer of {type(model).__name__} is named by {wanted!r}",
+                hint="name modules by the ends of their names, such as o_proj",
+            )
+    kept = kept_modules(model, section, trained)
+    found = {name: layer for name, layer in linear.items() if should_convert_module(name, kept)}
+    if not found:
+        raise ModelError(
+            f"model.quantization is {section.type}, and {type(model).__name__} has no linear layer to quantize beside "
+            "its output layer and routers",
+            hint="remove model.quantization",
+        )
+    return found
+
+
+def stored_method(config: PretrainedConfig) -> str | None:
+    """The ``quant_method`` of a model that comes quantized, else None."""
+    stored: Any = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    said = stored if isinstance(stored, dict) else stored.to_dict()
+    return str(getattr(said.get("quant_method"), "value", said.get("quant_method") or "bitsandbytes"))
+
+
+def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merges: bool) -> str | None:
+    """Ask transformers whether a model that comes quantized can be loaded and trained under an adapter here; gives its
+    method, None where it is not quantized.
+
+    Raises `ModelError` where a package is missing, transformers does not train that method, or an adapter cannot be
+    merged into it.
+    """
+    method = stored_method(config)
+    if method is None:
+        return None
+    key = f"model.name_or_path: the model comes quantized ({method}), and "
+    hint = "name the model with weights of 16 bits, with model.quantization: nf4 for little memory"
+    if section.type is not QuantizationType.NONE:
+        what = f"model.quantization: {section.type} is asked for, but the model comes quantized ({method})"
+        raise ModelError(what, hint="remove model.quantization, or name the model with weights of 16 bits")
+    try:
+        quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+        quantizer.validate_environment(device_map=None)
+        trainable = bool(quantizer.is_trainable)
+    except (ImportError, ValueError, RuntimeError) as error:
+        package = PACKAGES.get(method)
+        install = f"pip install {package}; or {hint}" if package is not None else hint
+        raise ModelError(f"{key}it cannot be loaded here: {_first_line(error)}", hint=install) from error
+    if not trainable and not getattr(quantizer.quantization_config, "dequantize", False):
+        raise ModelError(f"{key}transformers trains no adapters on such weights", hint=hint)
+    if merges and not _is_dequantizable(quantizer):
+        what = "transformers does not turn such weights back into whole ones, which adapter.merge needs"
+        raise ModelError(f"{key}{what}", hint="set adapter.merge: false")
+    return method
+
+
+def _is_dequantizable(quantizer: HfQuantizer) -> bool:
+    known = type(quantizer)._dequantize is not HfQuantizer._dequantize
+    dequantized = getattr(quantizer.quantization_config, "dequantize", False)
+    return known or dequantized or quantizer.quantization_config.quant_method == "torchao"
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether transformers loaded some of its weights with fewer bits."""
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Keep bitsandbytes' layers in the format that has a backward pass: on some CPUs they change their weights, when
+    they first run in evaluation, into one that has none."""
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+
+
+def dequantized(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with whole weights in its own type, in place: the numbers that its quantized layers computed with.
+
+    Raises `ModelError` for a method that transformers cannot undo.
+    """
+    quantizer: Any = model.hf_quantizer
+    if quantizer.quantization_config.quant_method != "torchao":
+        try:
+            return quantizer.dequantize(model, dtype=model.config.dtype)
+        except NotImplementedError as error:
+            raise ModelError(f"weights of {type(model).__name__} cannot be made whole again: {error}") from error
+    for layer in model.modules():
+        for name, weight in list(layer.named_parameters(recurse=False)):
+            if hasattr(weight, "__tensor_flatten__"):
+                whole = weight.dequantize().to(model.config.dtype)
+                setattr(layer, name, nn.Parameter(whole, requires_grad=False))
+    quantizer.remove_quantization_config(model)
+    return model
+
+
+def num_weights(parameter: torch.Tensor) -> int:
+    """How many numbers a parameter stands for; one of 4 bits has two in a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
+
+
+def num_bytes(parameter: torch.Tensor) -> int:
+    """What a parameter takes, scales and code books of a quantized one included."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _held(parameter))
+
+
+def _held(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    if hasattr(parameter, "__tensor_flatten__"):  # torchao's: tensors in a tensor
+        for name in parameter.__tensor_flatten__()[0]:
+            yield from _held(getattr(parameter, name))
+        return
+    yield parameter.data
+    if (scales := getattr(parameter, "SCB", None)) is not None:
+        yield scales
+    state = getattr(parameter, "quant_state", None)
+    while state is not None:
+        yield from (tensor for tensor in (state.absmax, state.code, state.offset) if tensor is not None)
+        state = state.state2
+
+
+def quantization_note(model: PreTrainedModel) -> str:
+    """``14 linear layers quantized, 62% of the weights; all weights take 1.2 MiB instead of 4.0``."""
+    every = list(model.parameters())
+    whole = model.config.dtype.itemsize
+    quantized = [p for p in every if num_bytes(p) != p.numel() * p.element_size() or not p.is_floating_point()]
+    numbers = sum(map(num_weights, every))
+    share = sum(map(num_weights, quantized)) / max(1, numbers)
+    before, after = numbers * whole / 2**20, sum(map(num_bytes, every)) / 2**20
+    layers = f"{len(quantized)} linear layers quantized, {share:.0%} of the weights"
+    return f"{layers}; all weights take {after:,.1f} MiB instead of {before:,.1f}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

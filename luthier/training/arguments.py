@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.training_args import OptimizerNames
@@ -10,7 +9,7 @@ from transformers.training_args import OptimizerNames
 from luthier.config.schema import Precision, RunConfig, TrainConfig
 from luthier.errors import UNPLACED, ConfigError, Problem
 from luthier.loader.run_settings import warmup_steps
-from luthier.models.model import run_device, use_liger
+from luthier.models.model import run_device, run_precision, use_liger
 from luthier.training.callbacks import is_greater_better
 
 
@@ -99,12 +98,3 @@ def _check_trackers(names: list[str]) -> None:
                     )
                 ]
             )
-
-
-def run_precision(config: RunConfig) -> Precision:
-    """What ``train.precision`` means on this machine; never ``auto``."""
-    asked = config.train.precision
-    if asked is not Precision.AUTO:
-        return asked
-    on_gpu = run_device(config) == "cuda"
-    return Precision.BF16 if on_gpu and torch.cuda.is_bf16_supported() else Precision.FP32

@@ -16,12 +16,12 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.plan import StreamPlan
 from luthier.loader.run_settings import eval_settings, media_of, shares_prompts, units_of
 from luthier.models import adapter_files, adapters
-from luthier.models.model import LoadedModel, load_model
+from luthier.models.model import LoadedModel, load_model, quantize_whole, run_precision
 from luthier.models.sharding import give_up_gathered, place, unsharded_class
 from luthier.models.submodules import text_attention
 from luthier.models.vocabulary import Vocabulary
 from luthier.packing import Segments
-from luthier.training.arguments import run_precision, training_arguments
+from luthier.training.arguments import training_arguments
 from luthier.training.callbacks import EarlyStopping, Flow, Journal, Meter
 from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
@@ -82,8 +82,6 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Even
     """Load the model, put the adapter on, and say what was decided; the same weights on all ranks, at every start."""
     vocabulary = Vocabulary.of(tokenizer, config.model.token_descriptions)
     loaded = load_model(config, vocabulary)
-    for note in _standing_notes(config, loaded):
-        tell(Note(text=f"model: {note}"))
     use_cache = bool(loaded.model.config.get_text_config().use_cache)
     is_adapter = config.adapter.type.is_beside
     merged = config.adapter.merge_first
@@ -95,7 +93,10 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Even
         loaded.model.name_or_path = str(base)  # what the adapter will name as its base
         what = f"with {len(merged)} adapters merged" if merged else "of random weights"
         tell(Note(text=f"model: the base {what} is saved in {BASE_FOLDER}/, for the adapter to be used with"))
+    loaded = quantize_whole(loaded, config)
     loaded.model.config.get_text_config().use_cache = False  # from here on: a cache would be a graph for each layer
+    for note in _standing_notes(config, loaded):
+        tell(Note(text=f"model: {note}"))
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
     if frozen := adapters.rows_left_out(model, vocabulary.new_ids):

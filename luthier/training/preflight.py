@@ -34,7 +34,7 @@ from luthier.media import MediaSource
 from luthier.models.adapter_files import check_mergeable, shape_existing
 from luthier.models.adapters import apply_adapter
 from luthier.models.compiled import compilable_layers
-from luthier.models.model import build_weightless, check_choices, run_device
+from luthier.models.model import build_weightless, check_choices, check_quantized, run_device
 from luthier.models.routers import balanced_routers, choose_experts
 from luthier.models.sharding import divisible_layers, refuse_other_ways
 from luthier.models.submodules import decoder_family
@@ -291,6 +291,7 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         return
     chosen = config.model.experts_implementation
     yield from _told(draft, "model.experts_implementation", lambda: choose_experts(model, chosen))
+    yield from _told(draft, "model.quantization", lambda: check_quantized(config, model))
     yield from _weights(draft, model)
     yield from _positions(draft, model, notes)
     yield from _generation(draft, model)

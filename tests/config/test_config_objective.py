@@ -104,7 +104,7 @@ FAULTS = {
     ),
     "unknown quantization": (
         "objective: {name: dpo, reference: {quantization: int3}}",
-        ("run.yaml:3 objective.reference.quantization", "int8, nf4"),
+        ("run.yaml:3 objective.reference.quantization", "none, nf4, fp4, int8"),
     ),
     "unknown source": (
         "objective: {name: dpo, reference: copy}",

@@ -14,7 +14,8 @@ from tiny_runs import make_config
 
 from luthier.config.schema import Precision
 from luthier.errors import ConfigError, ModelError
-from luthier.training.arguments import run_precision, training_arguments
+from luthier.models.model import run_precision
+from luthier.training.arguments import training_arguments
 from luthier.training.callbacks import evaluations_without_gain
 from luthier.training.folder.run_folder import differences
 from luthier.training.report.events import Finished, Note, Saved, Started, StepDone

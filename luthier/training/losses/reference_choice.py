@@ -9,6 +9,7 @@ from pathlib import Path
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from luthier.config.choices import QuantizationType
 from luthier.config.objective import OBJECTIVES, ReferenceSource
 from luthier.config.schema import AdapterConfig, AdapterType, ModelConfig, RunConfig
 from luthier.encoding.tokenizer_files import find_files
@@ -17,9 +18,9 @@ from luthier.models.adapter_files import merge_first, mutates_base
 from luthier.models.adapters import apply_adapter
 from luthier.models.head_tap import find_head, prove_head
 from luthier.models.mixers import part_mixers
-from luthier.models.model import load_model
+from luthier.models.model import load_model, quantize_whole
 from luthier.models.passes import ModelPass, casting
-from luthier.models.quantized import quantize
+from luthier.models.quantized import is_quantized, quantization_note
 from luthier.models.submodules import set_text_attention
 from luthier.preparation.segments import SegmentIndex
 from luthier.sources.rows import decode_strict
@@ -96,7 +97,7 @@ def _source(config: RunConfig) -> ReferenceSource:
     objective = config.objective
     if objective.reference.source is not ReferenceSource.AUTO:
         return objective.reference.source
-    if objective.reference.quantization is not None:
+    if objective.reference.quantization.type is not QuantizationType.NONE:
         return ReferenceSource.MODEL
     if _begins_at_base(config) and objective.reference.name_or_path is None:
         return ReferenceSource.BASE
@@ -120,13 +121,9 @@ def _second_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str
     model.requires_grad_(False)
     model.eval()
     tell(f"reference: a second model, {config.model.name_or_path if named is None else named}")
-    how = config.objective.reference.quantization
-    if how is not None:
-        done = quantize(model, how)
-        tell(
-            f"reference: {done.layers} linear layers in {how}, {done.share:.0%} of its weights; "
-            f"{done.before / 2**20:,.1f} MiB are {done.after / 2**20:,.1f}"
-        )
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    if is_quantized(plain):
+        tell(f"reference: {quantization_note(plain)}")
     model.to(parts.device)
     inputs = first_inputs(parts, forward.isolation)
     with casting(parts.device, parts.autocast):
@@ -138,7 +135,7 @@ def _second_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str
 
 def _own_again(parts: ObjectiveParts, forward: ModelPass) -> PreTrainedModel | PeftModel:
     """The model that training begins with, with the adapter that it goes on from."""
-    model = _loaded(parts.config, parts, forward)
+    model = _loaded(_quantized_as_asked(parts.config), parts, forward)
     adapter = parts.config.adapter
     return model if adapter.name_or_path is None else apply_adapter(model, adapter)
 
@@ -155,7 +152,7 @@ def _named(
         own = (
             parts.config.adapter if adapter is not None else parts.config.adapter.model_copy(update={"merge_first": []})
         )
-        config = parts.config.model_copy(update={"model": section, "adapter": own})
+        config = _quantized_as_asked(parts.config.model_copy(update={"model": section, "adapter": own}))
         model: PreTrainedModel | PeftModel = _loaded(config, parts, forward)
         model = model if adapter is None else apply_adapter(model, adapter)
     except ModelError as error:
@@ -165,8 +162,18 @@ def _named(
     return model
 
 
+def _quantized_as_asked(config: RunConfig) -> RunConfig:
+    """The run with the quantization of its reference; the trained model, as a reference, keeps its own."""
+    asked = config.objective.reference.quantization
+    if asked.type is QuantizationType.NONE:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"quantization": asked})})
+
+
 def _loaded(config: RunConfig, parts: ObjectiveParts, forward: ModelPass) -> PreTrainedModel:
-    model = merge_first(load_model(config, parts.vocabulary).model, config.adapter)
+    loaded = load_model(config, parts.vocabulary)
+    loaded = replace(loaded, model=merge_first(loaded.model, config.adapter))
+    model = quantize_whole(loaded, config).model
     model.config.get_text_config().use_cache = False  # it would hold keys and values of all layers for nothing
     set_text_attention(model, forward.isolation.attention)
     part_mixers(model)
@@ -189,7 +196,8 @@ def named_model(config: RunConfig, named: str) -> ModelConfig:
     if _adapter_type(named) is not None:
         return config.model
     revision = config.objective.reference.revision
-    return config.model.model_copy(update={"name_or_path": named, "revision": revision, "random_init": False})
+    changes = {"name_or_path": named, "revision": revision, "random_init": False}
+    return config.model.model_copy(update={**changes, "quantization": config.objective.reference.quantization})
 
 
 def named_adapter(config: RunConfig, named: str) -> AdapterConfig | None:

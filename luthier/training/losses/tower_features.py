@@ -31,11 +31,11 @@ from luthier.loader.plan import StreamPlan
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, item_key
 from luthier.models.blank_media import blank_features
 from luthier.models.encoders import Encoders, with_encoder_outputs
+from luthier.models.model import run_precision
 from luthier.models.submodules import find_parts
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Media, MediaHeader, MediaItem, Pack, Segment
 from luthier.store.disk import Disk
-from luthier.training.arguments import run_precision
 from luthier.training.data import RunData
 from luthier.training.hooks import Hooks
 from luthier.training.losses.references import SAID_OF_FILES
