@@ -93,8 +93,8 @@ def hint_of(text: str) -> str:
 
 ANSWERS = [
     ("cutoff_len: 2048", "data.max_length"),
-    ("load_in_4bit: true", "adapter: lora and model.dtype: bfloat16"),
-    ("adapter: qlora", "adapter: lora and model.dtype: bfloat16"),
+    ("load_in_4bit: true", "model.quantization: nf4"),
+    ("adapter: qlora", "adapter: lora and model.quantization: nf4"),
     ("plot_loss: true", "loss.png"),
     ("ddp_timeout: 180000000", "runtime.rank_timeout"),
     ("use_galore: true", "train.optim: galore_adamw"),

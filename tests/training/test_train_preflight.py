@@ -15,7 +15,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from luthier.config import machine
-from luthier.config.choices import SCHEDULERS, TRACKERS
+from luthier.config.choices import SCHEDULERS, TRACKERS, QuantizationType
 from luthier.config.draft import Draft
 from luthier.config.loading import load_draft
 from luthier.config.optimizers import OPTIMIZERS
@@ -89,6 +89,76 @@ def test_every_optimizer_whose_package_is_missing_is_told_with_what_to_install(
     (problem,) = [each for each in problems_of(lambda: described(f"train.optim={optim}")) if "needs" in each.what]
     packages = " ".join(package for _, package in OPTIMIZERS[optim].needs)
     assert problem.key == "train.optim" and (problem.hint or "").startswith(f"pip install {packages};")
+
+
+@pytest.mark.parametrize("key", ["model.quantization", "objective.reference.quantization"])
+@pytest.mark.parametrize("how", [each for each in QuantizationType if each.library])
+def test_every_quantization_whose_package_is_missing_is_told_with_what_to_install(
+    key: str, how: QuantizationType, described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "is_installed", lambda module: module in machine.TRAINING)
+    objective = "objective={name: dpo, reference: {source: model}}"
+    found = problems_of(lambda: described("adapter=lora", objective, f"{key}={how}"))
+    (problem,) = [each for each in found if "needs" in each.what]
+    assert problem.key == key and (problem.hint or "").startswith(f"pip install {how.library};")
+
+
+QUANTIZED_FAULTS = {
+    "all weights": (["model.quantization=nf4"], "model.quantization"),
+    "some layers": (
+        ["model.quantization=int8", "adapter={type: freeze, freeze_trainable_layers: 1}"],
+        "model.quantization",
+    ),
+    "a base that changes": (
+        ["model.quantization=nf4", "adapter={type: lora, init_lora_weights: pissa}"],
+        "adapter.init_lora_weights",
+    ),
+    "sharded": (["model.quantization=nf4", "adapter=lora", "runtime.sharding=fsdp"], "model.quantization"),
+    "trained by no library": (["model.quantization=torchao_int4", "adapter=lora"], "model.quantization"),
+    "settings of 4 bits": (
+        ["model.quantization={type: int8, double_quantization: false}", "adapter=lora"],
+        "model.quantization.double_quantization",
+    ),
+    "nothing to leave out": (["model.quantization={skip_modules: [o_proj]}"], "model.quantization.skip_modules"),
+    "a name that no layer has": (
+        ["model.quantization={type: nf4, skip_modules: [o_prj]}", "adapter=lora"],
+        "model.quantization.skip_modules",
+    ),
+    "nothing left to quantize": (
+        ["model.quantization={type: nf4, skip_modules: [proj]}", "adapter=lora"],
+        "model.quantization",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", QUANTIZED_FAULTS)
+def test_quantized_weights_that_cannot_be_trained_so_are_told_at_their_key(
+    fault: str, described: Callable[..., Draft]
+) -> None:
+    overrides, key = QUANTIZED_FAULTS[fault]
+    found = problems_of(lambda: check_run(described(*overrides)))
+    assert [problem.key for problem in found] == [key] and found[0].hint
+
+
+def test_a_model_that_comes_quantized_is_told_what_it_lacks(described: Callable[..., Draft]) -> None:
+    folder = Path("quantized")
+    shutil.copytree(model_folder("tiny-qwen3"), folder)
+    written = json.loads((folder / "config.json").read_text())
+    named = [f"model.name_or_path={folder}", "model.tokenizer_name_or_path=preset:tiny-qwen3"]
+    for said, package in (
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptqmodel"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "gptqmodel"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}, "format": "pack-quantized"}, "compressed-tensors"),
+        ({"quant_method": "of tomorrow"}, "16 bits"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**written, "quantization_config": said}))
+        problems = problems_of(lambda: check_run(described(*named, "adapter=lora")))
+        assert [problem.key for problem in problems] == ["model.name_or_path"], said
+        assert package in (problems[0].hint or "") and str(said["quant_method"]) in problems[0].what
+
+
+def test_control_a_base_may_be_quantized_under_an_adapter(described: Callable[..., Draft]) -> None:
+    assert check_run(described("model.quantization=nf4", "adapter=lora")) == []
 
 
 def test_an_optimizer_that_no_package_is_named_for_needs_none() -> None:

@@ -31,7 +31,7 @@ from luthier.training.report.result import RunResult
 
 Train = Callable[..., RunResult]
 CHANCE = math.log(2)
-TRAINED = [QuantizationType.NF4, QuantizationType.FP4, QuantizationType.INT8]
+TRAINED = [each for each in QuantizationType if each not in (QuantizationType.NONE, QuantizationType.TORCHAO_INT4)]
 LORA: dict[str, Any] = {
     "type": "lora",
     "r": 4,
