@@ -151,6 +151,7 @@ def quantize_whole(loaded: LoadedModel, config: RunConfig) -> LoadedModel:
         )
     quantized.name_or_path = model.name_or_path
     quantized.config.get_text_config().use_cache = model.config.get_text_config().use_cache
+    choose_experts(quantized, config.model.experts_implementation)
     _mend(quantized)
     return replace(loaded, model=quantized, notes=(*loaded.notes, quantization_note(quantized)))
 
