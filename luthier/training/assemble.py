@@ -91,7 +91,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Even
         if world.is_main:
             artifacts.save_model(loaded.model, base, tokenizer)
         loaded.model.name_or_path = str(base)  # what the adapter will name as its base
-        what = f"with {len(merged)} adapters merged" if merged else "of random weights"
+        what = f"with {' and '.join(merged)} merged" if merged else "of random weights"
         tell(Note(text=f"model: the base {what} is saved in {BASE_FOLDER}/, for the adapter to be used with"))
     loaded = quantize_whole(loaded, config)
     loaded.model.config.get_text_config().use_cache = False  # from here on: a cache would be a graph for each layer

@@ -20,6 +20,7 @@ from luthier.check.plan.estimate import (
     UTILISATION,
     Device,
     EpochWork,
+    Memory,
     check_name,
     device_named,
     estimate_run,
@@ -31,6 +32,7 @@ from luthier.check.plan.estimate import (
     table_name,
 )
 from luthier.check.plan.terminal import duration, estimate_table, size
+from luthier.config.choices import Offload
 from luthier.config.schema import Packing, RunConfig
 from luthier.errors import ModelError, UserError
 from luthier.models.adapters import apply_adapter, count_parameters
@@ -226,6 +228,20 @@ def test_weights_gradients_and_states_are_counted_from_the_parameters() -> None:
 def test_optimizers_keep_so_many_bytes_a_parameter(name: str, per_parameter: float) -> None:
     shape = shape_of(built(QWEN, run_config()))
     assert optimizer_bytes(name, shape) == per_parameter * shape.trainable
+
+
+def test_states_that_are_of_one_layer_or_offloaded_and_gradients_that_are_not_kept_need_no_memory() -> None:
+    shape = shape_of(built(QWEN, run_config()))
+    assert optimizer_bytes("badam", shape) == 8 * shape.trainable / shape.layers
+
+    def memory(**train: object) -> Memory:
+        config = run_config()
+        changed = config.model_copy(update={"train": config.train.model_copy(update=train)})
+        return memory_of(shape, one_row(), changed, on_gpu=True)
+
+    usual, offloaded, during = memory(), memory(offload=[Offload.OPTIMIZER]), memory(optim="lomo")
+    assert (usual.optimizer, offloaded.optimizer, during.optimizer) == (8 * shape.trainable, 0, 0)
+    assert (offloaded.gradients, during.gradients) == (usual.gradients, 0)
 
 
 def test_recomputing_needs_less_memory() -> None:

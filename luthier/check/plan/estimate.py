@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.config.choices import Offload
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import AdapterType, Packing, Precision, RunConfig
 from luthier.errors import ModelError, UserError
@@ -184,11 +185,12 @@ def operations_of(shape: ModelShape, work: EpochWork, config: RunConfig) -> floa
 def memory_of(shape: ModelShape, work: EpochWork, config: RunConfig, *, on_gpu: bool) -> Memory:
     """Bytes on one device; every device holds the whole model."""
     in_16_bits = computes_in_16_bits(config, on_gpu=on_gpu)
+    is_offloaded = on_gpu and Offload.OPTIMIZER in config.train.offload  # to another memory than this
     return Memory(
         weights=shape.weight_bytes,
         casts=2 * shape.trainable if in_16_bits and _is_single(shape) else 0,
         gradients=0 if OPTIMIZERS[config.train.optim].in_backward else shape.gradient_bytes,
-        optimizer=round(optimizer_bytes(config.train.optim, shape)),
+        optimizer=0 if is_offloaded else round(optimizer_bytes(config.train.optim, shape)),
         activations=_activation_bytes(shape, work.largest_tokens, config, in_16_bits=in_16_bits),
         logits=2 * (2 if in_16_bits else 4) * work.largest_targets * shape.vocabulary + LOSS_CHUNK_BYTES,
         reserve=RESERVE_BYTES if on_gpu else 0,
@@ -199,6 +201,8 @@ def optimizer_bytes(name: str, shape: ModelShape) -> float:
     """Bytes of an optimizer's state, which follows the type of what it trains, or is of 8 or 4 bits a number."""
     if any(part in name for part in _NEARLY_STATELESS):
         return 0.0
+    if name == "badam":
+        return 2.0 * shape.gradient_bytes / max(1, shape.layers)  # those of one decoder layer at a time
     states = next((count for kind, count in _STATES.items() if kind in name), 2.0)
     if "8bit" in name:
         return states * shape.trainable
