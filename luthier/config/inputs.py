@@ -239,6 +239,8 @@ class SourceConfig(Section):
     """Branch, tag or commit of a Hub data set."""
     max_rows: Count | None = None
     """Take a seeded sample of this many rows (all, if there are fewer)."""
+    first_rows: Count | None = None
+    """Overrides ``data.first_rows`` for this data set."""
     weight: Positive = 1.0
     """How often each row is seen per epoch: 2 is twice, 0.5 is a seeded half, anew each epoch. With
     ``data.mixture.by: rows`` or ``tokens`` it is the set's share, in any unit; else 10,000 is the most."""
@@ -299,6 +301,9 @@ class DataConfig(Section):
     """Names from the registry to evaluate on."""
     eval_split: ShareOrCount = 0
     """Rows held out of the training data, when no eval data is named: a share below 1, or a number of rows."""
+    first_rows: Count | None = None
+    """Take only the first rows of each data set, so many (all, if there are fewer); of a sample (``max_rows``) its
+    first. LLaMA-Factory's ``max_samples``."""
     max_length: TwoTokens = 4096
     """Longest sequence in tokens, and the capacity of a pack. One token alone has nothing to predict."""
     overflow: Annotated[Overflow, as_enum(Overflow)] = Overflow.DROP

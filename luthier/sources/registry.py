@@ -27,7 +27,8 @@ _JSON_KEYS = {
 _YAML_KEYS = {"path", "source", "split", "converter", "size", "weight", "streaming"}
 # Ours, in both forms: how its files are read, what is learned of it, and which of its rows.
 _OWN_KEYS = (
-    "train_on", "targets", "thinking", "thinking_tags", "same_role", "text_limit", "documents", "separator",
+    "train_on", "targets", "thinking", "thinking_tags", "same_role", "text_limit", "first_rows", "documents",
+    "separator",
 )  # fmt: skip
 _FORMATTINGS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "openai": Format.MESSAGES}
 _CONVERTERS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "pair": Format.PREFERENCE}
@@ -45,7 +46,8 @@ def resolve_sources(data: DataConfig) -> tuple[list[SourceConfig], list[SourceCo
 def _filled_in(source: SourceConfig, data: DataConfig) -> SourceConfig:
     same_role = data.same_role if source.same_role is None else source.same_role
     text_limit = data.text_limit if source.text_limit is None else source.text_limit
-    return source.model_copy(update={"same_role": same_role, "text_limit": text_limit})
+    first = data.first_rows if source.first_rows is None else source.first_rows
+    return source.model_copy(update={"same_role": same_role, "text_limit": text_limit, "first_rows": first})
 
 
 def _listed_and_named(data: DataConfig) -> tuple[list[SourceConfig], list[SourceConfig]]:

@@ -122,8 +122,11 @@ class Source:
         """The rows as bytes, in the order of the files. Raises `SourceError` if a file as a whole cannot be read.
 
         With ``max_rows`` a sample without replacement, which is a function of the seed and the number of rows alone;
-        of a stream, whose length nobody knows, the first ``max_rows``.
+        of a stream, whose length nobody knows, the first ``max_rows``. ``first_rows`` ends either early.
         """
+        return islice(self._chosen_rows(), self.config.first_rows)
+
+    def _chosen_rows(self) -> Iterator[RowBytes | RowError]:
         rows, limit = self.origin.rows(), self.config.max_rows
         if limit is None:
             return rows
@@ -137,7 +140,7 @@ class Source:
 
         Text files are read for it up to so many bytes; of larger ones only the sizes are known. Raises `SourceError`.
         """
-        origin, limit = self.origin, self.config.max_rows
+        origin, limit = self.origin, min(filter(None, (self.config.max_rows, self.config.first_rows)), default=None)
         if isinstance(origin, LocalFiles) and not origin.files[0].is_columnar:
             num_bytes = sum(file.size for file in origin.files)
             packed = any(file.compression for file in origin.files)
@@ -159,8 +162,11 @@ class Source:
         parts, limit = index_origin(self.origin, spool), self.config.max_rows
         if parts is None:
             return None
-        count = sum(len(part) for part in parts)
-        return RowIndex(parts, chosen=None if limit is None or limit >= count else _choose(count, limit, self.seed))
+        count, first = sum(len(part) for part in parts), self.config.first_rows
+        chosen = None if limit is None or limit >= count else _choose(count, limit, self.seed)
+        if first is not None and first < count:
+            chosen = np.arange(first, dtype=np.uint32) if chosen is None else chosen[:first]
+        return RowIndex(parts, chosen=chosen)
 
     def check_unchanged(self) -> None:
         """Raises `SourceError` if a file of this source vanished or was written to since the source was opened."""

@@ -15,7 +15,11 @@ from luthier.sources import resolve_sources
 from luthier.sources.registry import read_registry
 from tests.conftest import refused
 
-FROM_DATA = {"same_role": SameRole.KEEP, "text_limit": 1_000_000}  # what `data` says for all of its sources
+FROM_DATA = {
+    "same_role": SameRole.KEEP,
+    "text_limit": 1_000_000,
+    "first_rows": None,
+}  # what `data` says for all of its sources
 CHAT_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -243,6 +244,18 @@ def test_a_sample_does_not_depend_on_how_the_rows_are_stored(tmp_path: Path) -> 
     samples = [messages_of(source_of(write_as(kind, tmp_path), max_rows=3)) for kind in ("jsonl", "parquet", "json")]
     assert samples[0] == samples[1] == samples[2]
     assert len(samples[0]) == 3
+
+
+@pytest.mark.parametrize("max_rows", [None, 20])
+def test_first_rows_are_those_that_a_file_or_its_sample_begins_with(tmp_path: Path, max_rows: int | None) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": str(index)} for index in range(200)])
+    [whole] = open_sources([SourceConfig(path=str(path), max_rows=max_rows)], seed=1)
+    for number in (1, 7, 1000):
+        [source] = open_sources([SourceConfig(path=str(path), max_rows=max_rows, first_rows=number)], seed=1)
+        assert texts(source) == texts(whole)[:number]
+        index = source.index()
+        assert index is not None and len(index) == len(texts(source)) == source.count_at_most(1 << 20)[0]
+        assert index.read(np.arange(len(index))) == list(source.row_bytes())
 
 
 # -------------------------------------------------------------------------------------------- other ways to read
