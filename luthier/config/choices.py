@@ -385,6 +385,8 @@ NonNegative = Annotated[float, Field(ge=0), _at_most(LARGEST_NUMBER), BeforeVali
 Epochs = Annotated[float, Field(gt=0), _at_most(LARGEST_COUNT), BeforeValidator(_int_as_float)]
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_int_as_float)]
 Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(_int_as_float)]
+AboveZero = Annotated[float, Field(gt=0, le=1), BeforeValidator(_int_as_float)]
+Signed = Annotated[float, Field(ge=-100, le=100), BeforeValidator(_int_as_float)]
 Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_int_as_float)]
 ShareOrCount = Annotated[
     Annotated[float, Field(ge=0), _at_most(LARGEST_COUNT)] | Annotated[int, Field(ge=0), _at_most(LARGEST_COUNT)],

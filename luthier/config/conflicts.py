@@ -167,6 +167,21 @@ def _generation(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("eval.generate_rows", what, "remove it")
 
 
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+def _generating(draft: Draft) -> Iterator[Problem]:
+    """Settings of a way to generate that is not the one chosen."""
+    chosen = draft.config.generate
+    if not chosen.do_sample:
+        for name in (name for name in _OF_SAMPLING if getattr(chosen, name) is not None):
+            what = f"only sampling reads it, and {draft.cite('generate.do_sample')} is false"
+            yield draft.problem(f"generate.{name}", what, f"set generate.do_sample: true, or remove {name}")
+    if chosen.num_beams == 1 and chosen.length_penalty is not None:
+        what = f"only beams read it, and {draft.cite('generate.num_beams')} is 1"
+        yield draft.problem("generate.length_penalty", what, "set generate.num_beams: 4, or remove length_penalty")
+
+
 def _best_checkpoint(draft: Draft) -> Iterator[Problem]:
     evaluation, output = draft.config.eval, draft.config.output
     if not evaluation.load_best_model_at_end or evaluation.strategy is Strategy.NO:
@@ -424,6 +439,7 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("data.train", "data.eval"), _counted_rows),
     (("data.eval", "data.eval_use", "data.eval_split", "eval", "train.lr_scheduler_type"), _needs_evaluation),
     (("data.eval", "data.eval_use", "data.eval_split", "eval.generate_rows", "objective.name"), _generation),
+    (("generate",), _generating),
     (("eval", "output.save_strategy", "output.save_steps"), _best_checkpoint),
     (("eval", "objective.name"), _metric),
     (("train.warmup_steps", "train.max_steps"), _steps),

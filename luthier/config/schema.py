@@ -16,6 +16,7 @@ from pydantic import BeforeValidator
 from luthier.config.choices import (
     SCHEDULERS,
     TRACKERS,
+    AboveZero,
     AdapterType,
     Count,
     Epochs,
@@ -36,12 +37,14 @@ from luthier.config.choices import (
     Positive,
     Precision,
     Processes,
+    Proportion,
     Rate,
     RatePart,
     Seed,
     Sharding,
     Share,
     ShareOrCount,
+    Signed,
     Size,
     Strategy,
     Texts,
@@ -66,6 +69,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "Format",
+    "GenerateConfig",
     "HeadKernel",
     "HistoryRendering",
     "MediaConfig",
@@ -229,9 +233,10 @@ class EvalConfig(Section):
     per_device_eval_batch_size: Size = 1
     """Rows per device in evaluation."""
     generate_rows: Natural = 0
-    """Answer this many held-out rows by greedy generation, before and after training, and report exact match."""
-    max_new_tokens: Tokens = 256
-    """Longest answer in such a generation, in tokens."""
+    """Answer this many held-out rows, as the section ``generate`` says (by greedy search), before and after training,
+    and report exact match."""
+    max_new_tokens: Tokens | None = None
+    """Longest answer in such a generation, in tokens. Default: ``generate.max_new_tokens``."""
     early_stopping_patience: Count | None = None
     """Stop when ``metric_for_best_model`` has not improved for this many evaluations."""
     early_stopping_threshold: NonNegative = 0.0
@@ -240,6 +245,40 @@ class EvalConfig(Section):
     """What decides which checkpoint is the best; ``accuracy`` is that of pairs and verdicts."""
     load_best_model_at_end: bool = False
     """End with the best checkpoint instead of the last."""
+
+
+class GenerateConfig(Section):
+    """How answers are generated; transformers' names. What the model's own ``generation_config.json`` says of sampling,
+    penalties and lengths is not followed, only its stop tokens are; a run tells what it passes over."""
+
+    max_new_tokens: Tokens = 256
+    """Longest answer, in tokens."""
+    max_length: Tokens | None = None
+    """Longest prompt and answer together, in tokens."""
+    do_sample: bool = False
+    """Draw tokens by their probability instead of taking the likeliest."""
+    temperature: Positive | None = None
+    """Of sampling: below 1 likely tokens become likelier."""
+    top_p: AboveZero | None = None
+    """Of sampling: only the likeliest tokens that together have this probability."""
+    top_k: Count | None = None
+    """Of sampling: only so many of the likeliest tokens."""
+    min_p: Proportion | None = None
+    """Of sampling: only tokens with at least this share of the likeliest one's probability."""
+    seed: Seed | None = None
+    """Of sampling. Default: ``runtime.seed``. Training draws its own numbers, which are not touched."""
+    num_beams: Size = 1
+    """Search with so many beams."""
+    length_penalty: Signed | None = None
+    """Of beams: above 0 long answers are preferred, below 0 short ones."""
+    repetition_penalty: Positive | None = None
+    """Above 1, tokens that are there already become less likely."""
+    no_repeat_ngram_size: Count | None = None
+    """No sequence of so many tokens comes twice."""
+    stop_strings: Texts = []
+    """Texts that end an answer, which ends before them. Stop tokens of the tokenizer and the template end it too."""
+    stop_token_ids: list[Natural] = []
+    """Further ids that end an answer."""
 
 
 class OutputConfig(Section):
@@ -305,6 +344,7 @@ class RunConfig(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     adapter: AdapterConfig = AdapterConfig()
     eval: EvalConfig = EvalConfig()
+    generate: GenerateConfig = GenerateConfig()
     output: OutputConfig = OutputConfig()
     tracking: TrackingConfig = TrackingConfig()
     runtime: RuntimeConfig = RuntimeConfig()

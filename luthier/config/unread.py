@@ -41,7 +41,8 @@ def _evaluation(draft: Draft) -> Iterator[tuple[str, str]]:
     if evaluation.strategy is not Strategy.STEPS:
         yield "eval.steps", f"{draft.cite('eval.strategy')} is {evaluation.strategy}"
     if not evaluation.generate_rows:
-        yield "eval.max_new_tokens", "eval.generate_rows is 0, so that no answers are generated"
+        for key in ("eval.max_new_tokens", "generate"):
+            yield key, "eval.generate_rows is 0, so that no answers are generated"
     if not evaluation.load_best_model_at_end and evaluation.early_stopping_patience is None:
         why = "no checkpoint is chosen (eval.load_best_model_at_end) and nothing stops early"
         yield "eval.metric_for_best_model", why

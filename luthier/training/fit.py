@@ -45,7 +45,7 @@ from luthier.training.folder.checkpoint import (
     set_aside_broken,
     taking_over,
 )
-from luthier.training.generate import Question, answer_all, choose_questions
+from luthier.training.generate import Question, answer_all, answering, choose_questions, passed_over_by
 from luthier.training.hooks import Hooks, StopAgreement
 from luthier.training.numerics import own_numerics
 from luthier.training.outcome import Run, result_of
@@ -296,6 +296,8 @@ def _questions(run: Run) -> list[Question]:
     found = choose_questions(run.data.eval, wanted, frozenset(run.tokenizer.stop_token_ids))
     if len(found) < wanted:
         run.hooks.tell(Note(text=f"{len(found)} held-out rows can be answered, eval.generate_rows asks for {wanted}"))
+    if passed_over := passed_over_by(run.run_model.model):
+        run.hooks.tell(Note(text=f"answers are generated as generate.* says, not the model's {passed_over}"))
     return found
 
 
@@ -309,7 +311,7 @@ def _answer(run: Run, questions: list[Question]) -> None:
             run.tokenizer,
             step=run.trainer.state.global_step,
             batch_size=run.config.eval.per_device_eval_batch_size,
-            max_new_tokens=run.config.eval.max_new_tokens,
+            settings=answering(run.config),
             media=run.run_model.media,
         )
         give_up_gathered(run.run_model.model)

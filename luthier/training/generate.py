@@ -1,9 +1,10 @@
-"""Greedy answers to held-out rows, compared with the answers that the rows hold."""
+"""Answers to held-out rows, compared with the answers that the rows hold."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from peft import PeftModel
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from luthier.collation import MediaInputs
+from luthier.config.schema import GenerateConfig, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
 from luthier.models.compiled import uncompiled
@@ -97,10 +99,11 @@ def answer_all(
     *,
     step: int,
     batch_size: int,
-    max_new_tokens: int,
+    settings: GenerateConfig,
     media: MediaInputs | None = None,
 ) -> GenerationRound:
-    """Answer by greedy search, ``batch_size`` questions at a time. The model is left in the mode it was in.
+    """Answer ``batch_size`` questions at a time. The model is left in the mode it was in, and so are all generators of
+    random numbers. What is sampled depends on the seed and the batches.
 
     ``media`` makes the inputs of questions with pictures, videos or sounds. One whose media cannot be had any more is
     not answered: its record says why.
@@ -114,12 +117,14 @@ def answer_all(
         ready: dict[int, _Prompt] = {}
         for index in order[start : start + batch_size]:
             try:
+                _require_room(questions[index], settings)
                 ready[index] = _Prompt.of(questions[index], media)
             except RowError as error:
                 records[index] = _record(questions[index], f"no answer: {error.reason}: {error.detail}", tokenizer)
-        answers = _greedy(model, list(ready.values()), tokenizer, media, max_new_tokens) if ready else []
+        answers = _generated(model, list(ready.values()), tokenizer, media, settings) if ready else []
         for index, got in zip(ready, answers, strict=True):
-            records[index] = _record(questions[index], tokenizer.decode(got), tokenizer)
+            text = before_stop(tokenizer.decode(got), settings.stop_strings)
+            records[index] = _record(questions[index], text, tokenizer)
     model.train(training)
     return GenerationRound(
         step=step,
@@ -141,13 +146,110 @@ class _Prompt:
         return cls(ids=question.prompt, features={} if media is None else media.features(question.media))
 
 
+def answering(config: RunConfig) -> GenerateConfig:
+    """How evaluation in training generates: the section ``generate``, with its own length and a seed."""
+    settings = config.generate
+    longest = config.eval.max_new_tokens or settings.max_new_tokens
+    seed = config.runtime.seed if settings.seed is None else settings.seed
+    return settings.model_copy(update={"max_new_tokens": longest, "seed": seed})
+
+
+def passed_over_by(model: PreTrainedModel | PeftModel) -> str:
+    """What the model's own generation config says of how to generate, which is not followed: ``top_p 0.8``."""
+    said = _base(model).generation_config
+    names = [name for name in _SETTINGS if getattr(said, name, None) not in (None, False)]
+    values = ", ".join(f"{name} {getattr(said, name)}" for name in names)
+    return f"generation_config ({values})" if values else ""
+
+
+def before_stop(text: str, stop_strings: Sequence[str]) -> str:
+    """The text up to the first of the stop strings: ``"4\n\nUser: and", ["User:"] -> "4\n\n"``"""
+    return text[: min((place for stop in stop_strings if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+_SETTINGS = (
+    "do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "num_beams", "length_penalty",
+    "repetition_penalty", "no_repeat_ngram_size", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
+    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "guidance_scale",
+)  # fmt: skip
+
+
+def _require_room(question: Question, settings: GenerateConfig) -> None:
+    if settings.max_length is not None and len(question.prompt) >= settings.max_length:
+        what = f"the prompt has {len(question.prompt)} tokens, generate.max_length is {settings.max_length}"
+        raise RowError("prompt_too_long", what)
+
+
+class _StopsAtStrings:
+    """Ends a row once one of its last new tokens has completed a stop string."""
+
+    def __init__(self, stop_strings: Sequence[str], tokenizer: Tokenizer, width: int) -> None:
+        # a character has at most four tokens; what is cut through at the beginning of the tail does no harm
+        self.window = 4 * max(map(len, stop_strings)) + 16
+        self.stop_strings, self.tokenizer, self.width = stop_strings, tokenizer, width
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        first = max(self.width, input_ids.shape[1] - self.window)
+        texts = (self.tokenizer.decode(row) for row in input_ids[:, first:].tolist())
+        ended = [any(stop in text for stop in self.stop_strings) for text in texts]
+        return torch.tensor(ended, device=input_ids.device)
+
+
+@contextmanager
+def _neutral(model: PreTrainedModel | PeftModel, seed: int | None) -> Iterator[None]:
+    """Without what the model's own generation config says, which transformers follows wherever nothing else is said,
+    and with random numbers of our own."""
+    base = _base(model)
+    own, devices = base.generation_config, [base.device] if base.device.type == "cuda" else []
+    base.generation_config = GenerationConfig()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            if seed is not None:
+                torch.manual_seed(seed)
+            yield
+    finally:
+        base.generation_config = own
+
+
+def _base(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel), "what answers is a model of transformers"
+    return base
+
+
+def _as_transformers(
+    settings: GenerateConfig, stops: Sequence[int], tokenizer: Tokenizer, room: int
+) -> GenerationConfig:
+    """Every value that matters is said, as those that are not are filled in by transformers (top_k 50)."""
+    of_sampling: dict[str, Any] = {}
+    if settings.do_sample:
+        of_sampling = {
+            "temperature": settings.temperature or 1.0,
+            "top_p": settings.top_p or 1.0,
+            "top_k": settings.top_k or 0,
+            "min_p": settings.min_p,
+        }
+    return GenerationConfig(
+        do_sample=settings.do_sample,
+        max_new_tokens=room,
+        num_beams=settings.num_beams,
+        repetition_penalty=settings.repetition_penalty or 1.0,
+        no_repeat_ngram_size=settings.no_repeat_ngram_size or 0,
+        eos_token_id=list(stops),
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,
+        **({} if settings.length_penalty is None else {"length_penalty": settings.length_penalty}),
+        **of_sampling,
+    )
+
+
 @torch.no_grad()
-def _greedy(
+def _generated(
     model: PreTrainedModel | PeftModel,
     prompts: Sequence[_Prompt],
     tokenizer: Tokenizer,
     media: MediaInputs | None,
-    max_new_tokens: int,
+    settings: GenerateConfig,
 ) -> list[list[int]]:
     """New ids of each prompt, up to and without the stop token."""
     device = next(model.parameters()).device
@@ -161,20 +263,18 @@ def _greedy(
     inputs = {"input_ids": ids_BT, "attention_mask": mask_BT}
     if media is not None:
         inputs |= media.of_prompts(ids_BT, [prompt.features for prompt in prompts])
-    stops = list(tokenizer.stop_token_ids)
-    settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=stops,
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=True,
-    )
+    stops = sorted({*tokenizer.stop_token_ids, *settings.stop_token_ids})
+    rooms = [settings.max_new_tokens] * len(prompts)
+    if settings.max_length is not None:
+        rooms = [min(room, settings.max_length - len(one.ids)) for room, one in zip(rooms, prompts, strict=True)]
+    how = _as_transformers(settings, stops, tokenizer, max(rooms))
+    strings = [_StopsAtStrings(settings.stop_strings, tokenizer, width)] if settings.stop_strings else []
     tensors = {name: torch.from_numpy(array).to(device) for name, array in inputs.items()}
-    with uncompiled(model):
-        out_BT = model.generate(**tensors, generation_config=settings)
+    with uncompiled(model), _neutral(model, settings.seed if settings.do_sample else None):
+        out_BT = model.generate(**tensors, generation_config=how, stopping_criteria=StoppingCriteriaList(strings))
     answers = []
-    for row in out_BT[:, width:].tolist():
-        end = next((at for at, token in enumerate(row) if token in stops), len(row))
+    for row, room in zip(out_BT[:, width:].tolist(), rooms, strict=True):
+        end = next((at for at, token in enumerate(row[:room]) if token in stops), room)
         answers.append(row[:end])
     return answers
 

@@ -359,9 +359,15 @@ def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
         hint = "set eval.generate_rows: 0; held-out rows still have their loss"
         yield draft.problem("eval.generate_rows", what, hint)
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(known, int) and 1 <= known < evaluation.max_new_tokens:
-        what = f"an answer of {evaluation.max_new_tokens:,} tokens, and the model has {known:,} positions"
-        yield draft.problem("eval.max_new_tokens", what, f"at most {known}; 256 is the default")
+    key = "generate.max_new_tokens" if evaluation.max_new_tokens is None else "eval.max_new_tokens"
+    longest = evaluation.max_new_tokens or draft.config.generate.max_new_tokens
+    if isinstance(known, int) and 1 <= known < longest:
+        what = f"an answer of {longest:,} tokens, and the model has {known:,} positions"
+        yield draft.problem(key, what, f"at most {known}; 256 is the default")
+    size = model.get_input_embeddings().weight.shape[0]
+    if any(number >= size for number in draft.config.generate.stop_token_ids):
+        what = f"{max(draft.config.generate.stop_token_ids)} is an id that the model never gives: it has {size:,}"
+        yield draft.problem("generate.stop_token_ids", what, "name ids of the tokenizer's vocabulary")
 
 
 def _rank(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:

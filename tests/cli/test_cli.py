@@ -448,7 +448,16 @@ def test_the_packaged_quickstarts_are_the_examples(senses: Senses) -> None:
 
 RAISED = ("RowError", "RowDropped", "RowForbidden")
 # Reasons that a table or a variable gives, and those that stand in a row until it is converted.
-TABLED = {"answer_changed", "media_missing", "not_json", "unreadable_value"}
+TABLED = {
+    "bad_input_ids",
+    "bad_loss_mask",
+    "bad_position_ids",
+    "still_too_long",
+    "answer_changed",
+    "media_missing",
+    "not_json",
+    "unreadable_value",
+}
 
 
 def reasons_in(source: str) -> set[str]:

@@ -18,8 +18,10 @@ from tiny_runs import make_config, make_segments
 
 import luthier
 from luthier.collation import MediaInputs
-from luthier.config.schema import MediaConfig
+from luthier.config.loading import load_config
+from luthier.config.schema import GenerateConfig, MediaConfig
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import ConfigError
 from luthier.media import MediaProcessor, decode
 from luthier.media.files.decoding import DecodedAudio
 from luthier.models.model import load_model
@@ -27,7 +29,15 @@ from luthier.models.vocabulary import Vocabulary
 from luthier.presets import model_folder
 from luthier.presets.datasets import dataset_rows
 from luthier.records import Address, Image, ImageHeader, MediaItem, Segment
-from luthier.training.generate import Question, answer_all, choose_questions, question_of
+from luthier.training.generate import (
+    Question,
+    answer_all,
+    answering,
+    before_stop,
+    choose_questions,
+    passed_over_by,
+    question_of,
+)
 
 STOP = 9
 STOPS = frozenset({STOP})
@@ -62,7 +72,8 @@ def test_answers_do_not_depend_on_the_batch_and_come_in_the_order_asked(tokenize
         make_config(tmp_path), Vocabulary(size=2048, eos_token_id=2034, pad_token_id=tokenizer.pad_token_id)
     ).model
     questions = choose_questions(make_segments(7), 7, frozenset(tokenizer.stop_token_ids))
-    rounds = [answer_all(model, questions, tokenizer, step=3, batch_size=size, max_new_tokens=6) for size in (1, 3, 7)]
+    settings = GenerateConfig(max_new_tokens=6)
+    rounds = [answer_all(model, questions, tokenizer, step=3, batch_size=n, settings=settings) for n in (1, 3, 7)]
     assert rounds[0].records == rounds[1].records == rounds[2].records
     assert [record.address for record in rounds[0].records] == [f"rows.jsonl:{row}" for row in range(1, 8)]
     assert model.training, "the model is in the mode it was in"
@@ -106,7 +117,7 @@ class Sees:
             self.tokenizer,
             step=0,
             batch_size=batch_size,
-            max_new_tokens=8,
+            settings=GenerateConfig(max_new_tokens=8),
             media=self.media,
         )
         return [record.generated for record in told.records]
@@ -151,7 +162,13 @@ def test_a_question_whose_media_are_gone_is_not_answered_and_says_why(sees: Sees
 
 def test_a_record_shows_media_by_a_word_and_not_by_their_slots(sees: Sees) -> None:
     told = answer_all(
-        sees.model, sees.questions, sees.tokenizer, step=0, batch_size=8, max_new_tokens=1, media=sees.media
+        sees.model,
+        sees.questions,
+        sees.tokenizer,
+        step=0,
+        batch_size=8,
+        settings=GenerateConfig(max_new_tokens=1),
+        media=sees.media,
     )
     header = sees.questions[0].media[0].header
     is_picture = isinstance(header, ImageHeader)
@@ -166,3 +183,114 @@ def test_media_of_an_answer_that_is_no_part_of_the_question_stay_out() -> None:
     segment = replace(_segment([1, 2, 3, STOP, 5, 6, 7, STOP], [0, 0, 1, 1, 0, 0, 0, 0]), media=(pictured, later))
     question = question_of(segment, STOPS)
     assert question is not None and question.media == (pictured,)
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny model, and a function that has it answer five questions under some settings."""
+    config = make_config(tmp_path_factory.mktemp("answers"))
+    tokenizer = luthier.load_tokenizer("preset:tiny-qwen3")
+    vocabulary = Vocabulary(size=2048, eos_token_id=2034, pad_token_id=tokenizer.pad_token_id)
+    model = load_model(config, vocabulary).model
+    questions = choose_questions(make_segments(5), 5, frozenset(tokenizer.stop_token_ids))
+
+    def answer(**settings: Any) -> list[str]:
+        chosen = answering(config.model_copy(update={"generate": GenerateConfig(**{"max_new_tokens": 10, **settings})}))
+        told = answer_all(model, questions, tokenizer, step=0, batch_size=5, settings=chosen)
+        return [record.generated for record in told.records]
+
+    answer.model, answer.questions = model, questions  # type: ignore[attr-defined]
+    return answer
+
+
+def test_answers_end_before_the_first_stop_string_and_at_stop_ids(answered: Any, tokenizer: Tokenizer) -> None:
+    plain = answered()
+    stops = [text[len(text) // 2 :][:3] for text in plain[:2]] + [plain[2][-1:]]
+    assert answered(stop_strings=stops) == [before_stop(text, stops) for text in plain] != plain
+    assert not any(stop in text for stop in stops for text in answered(stop_strings=stops))
+    third = int(tokenizer.encode_whole(plain[0])[2])
+    cut = answered(stop_token_ids=[third])
+    assert plain[0].startswith(cut[0]) and len(cut[0]) < len(plain[0])
+
+
+def test_a_stop_string_ends_the_search_and_not_only_the_text(answered: Any) -> None:
+    steps: list[int] = []
+    hook = answered.model.register_forward_pre_hook(lambda *_: steps.append(1))
+    try:
+        text = answered(max_new_tokens=40)
+        long, steps[:] = len(steps), []
+        answered(max_new_tokens=40, stop_strings=[one[:1] for one in text if one])
+        assert len(steps) < long / 4
+    finally:
+        hook.remove()
+
+
+def test_what_is_sampled_depends_on_the_seed_and_touches_no_other_random_numbers(answered: Any) -> None:
+    state = torch.random.get_rng_state()
+    once, again, other = (answered(do_sample=True, temperature=5.0, seed=seed) for seed in (1, 1, 2))
+    assert once == again != other and once != answered()
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert answered(do_sample=True, top_k=1) == answered()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 4, "length_penalty": -2.0},
+        {"repetition_penalty": 9.0},
+        {"no_repeat_ngram_size": 1},
+        {"do_sample": True, "temperature": 9.0, "min_p": 0.0, "top_p": 1.0},
+    ],
+    ids=str,
+)
+def test_every_setting_changes_answers(settings: dict[str, Any], answered: Any) -> None:
+    assert answered(max_new_tokens=24, **settings) != answered(max_new_tokens=24)
+
+
+def test_prompt_and_answer_have_no_more_tokens_than_max_length(answered: Any) -> None:
+    lengths = sorted(len(question.prompt) for question in answered.questions)
+    told = answered(max_length=lengths[2])
+    for question, text, free in zip(answered.questions, told, answered(), strict=True):
+        room = lengths[2] - len(question.prompt)
+        assert text.startswith("no answer: prompt_too_long") if room <= 0 else free.startswith(text)
+
+
+def test_the_models_own_generation_config_is_not_followed_and_is_told(answered: Any) -> None:
+    model, plain = answered.model, answered()
+    own = model.generation_config
+    try:
+        model.generation_config = transformers.GenerationConfig(
+            do_sample=True, temperature=9.0, repetition_penalty=9.0, suppress_tokens=list(range(1000)), max_length=5
+        )
+        assert answered() == plain, "transformers fills in what is not said"
+        told = passed_over_by(model)
+        assert "repetition_penalty 9.0" in told and "temperature 9.0" in told
+        assert model.generation_config.repetition_penalty == 9.0, "it is left as it was"
+    finally:
+        model.generation_config = own
+    assert passed_over_by(model) == ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        ({"temperature": 0.7}, "generate.temperature"),
+        ({"top_p": 0.9, "do_sample": False}, "generate.top_p"),
+        ({"seed": 3}, "generate.seed"),
+        ({"length_penalty": 2.0}, "generate.length_penalty"),
+        ({"do_sample": True, "temperature": 0}, "generate.temperature"),
+        ({"do_sample": True, "top_p": 1.5}, "generate.top_p"),
+        ({"stop_strings": [""]}, "generate.stop_strings"),
+        ({"stop_token_ids": [-1]}, "generate.stop_token_ids"),
+        ({"num_beams": 0}, "generate.num_beams"),
+        ({"temprature": 1.0}, "generate.temprature"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_unknown_or_contradict_each_other_are_refused_by_their_key(
+    wrong: dict[str, Any], key: str
+) -> None:
+    run: dict[str, Any] = {"model": "preset:tiny-qwen3", "data": {"train": "preset:skills"}}
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        load_config({**run, "generate": wrong})
+    load_config({**run, "generate": {"do_sample": True, "temperature": 0.7, "num_beams": 2, "length_penalty": 1}})

@@ -228,7 +228,7 @@ def _judged(result: RunResult) -> Text:
 def _exact(rounds: tuple[GenerationRound, ...]) -> Text:
     last = rounds[-1]
     before = "" if len(rounds) == 1 else f"{rounds[0].exact_match:.0%} → "
-    rows = f"   of {len(last.records)} held-out rows, answered greedily"
+    rows = f"   of {len(last.records)} held-out rows, answered exactly"
     return Text.assemble(before, (f"{last.exact_match:.0%}", "bold"), (rows, "dim"))
 
 

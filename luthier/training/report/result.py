@@ -98,7 +98,7 @@ class EvalRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRecord:
-    """One held-out row answered greedily, up to the stop token. ``equal``: the texts are, control tokens included."""
+    """One held-out row answered, up to the stop token. ``equal``: the texts are, control tokens included."""
 
     address: str
     prompt: str
