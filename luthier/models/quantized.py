@@ -170,6 +170,9 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
     Raises `ModelError` for a method that transformers cannot undo.
     """
     quantizer: Any = model.hf_quantizer
+    # how a model that came quantized was read has no way back, and is no longer how it is written
+    if read := getattr(model, "_weight_conversions", None):
+        model._weight_conversions = [each for each in read if not _reads_quantized(each)]
     if quantizer.quantization_config.quant_method != "torchao":
         try:
             return quantizer.dequantize(model, dtype=model.config.dtype)
@@ -182,6 +185,10 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
                 setattr(layer, name, nn.Parameter(whole, requires_grad=False))
     quantizer.remove_quantization_config(model)
     return model
+
+
+def _reads_quantized(conversion: object) -> bool:
+    return any(getattr(each, "hf_quantizer", None) is not None for each in getattr(conversion, "operations", ()))
 
 
 def num_weights(parameter: torch.Tensor) -> int:

@@ -191,6 +191,25 @@ def test_every_objective_learns_on_a_quantized_base_with_activations_recomputed(
     assert losses("recomputed", train__gradient_checkpointing=True) == pytest.approx(found, abs=1e-5)
 
 
+@pytest.mark.parametrize("how", [{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"load_in_8bit": True}])
+def test_a_model_that_comes_quantized_is_trained_on_and_merged(
+    base: Path, train: Train, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    stored = AutoModelForCausalLM.from_pretrained(base, quantization_config=BitsAndBytesConfig(**how))
+    stored.save_pretrained(tmp_path / "stored")
+    on = {**_on(tmp_path / "stored", None), "model": {"name_or_path": str(tmp_path / "stored")}}
+    result = train(make_data(make_segments(4)), **{**on, "adapter": {**LORA, "merge": True}})
+    assert _losses(result)[-1] < _losses(result)[0]
+    ids = torch.arange(3, 35)[None]
+    adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged", dtype=torch.float32).eval()
+    assert not is_quantized(merged) and is_quantized(adapted.get_base_model())
+    with torch.no_grad():
+        found, expected = merged(input_ids=ids).logits, adapted(input_ids=ids).logits
+    allowed = 1e-3 if "load_in_4bit" in how else 5e-2  # in 8 bits inputs of layers are rounded too
+    assert (found - expected).abs().max() < allowed * expected.abs().max()
+
+
 def test_random_weights_are_quantized_too_and_their_base_is_saved_whole(train: Train, tmp_path: Path) -> None:
     result = train(make_data(make_segments(4)), model__quantization="nf4", adapter=LORA, **STEADY)
     assert _losses(result)[-1] < _losses(result)[0]
