@@ -336,7 +336,8 @@ def _described(
     draft = load_draft(config, overrides, to_train=to_train)
     with draft.placing():
         notes = _checked_to_train(draft) if to_train else list(_found_to_plan(draft)) if to_plan else []
-        for event in (draft.config, *(Remark(text=text) for text in notes)):
+        read = () if draft.translation is None else draft.translation.summary
+        for event in (draft.config, *(Remark(text=text) for text in (*read, *notes))):
             tell(event)
         yield draft.config
 

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from luthier.config.explain import explain
+from luthier.config.peers.reading import Translation
 from luthier.config.schema import RunConfig
 from luthier.config.tree import KeyPath, Node, get, parse_path, plain, show_path
 from luthier.errors import (
@@ -42,13 +43,15 @@ _KEY = re.compile(rf"(?<![\w./\[-])(?:{'|'.join(RunConfig.model_fields)})(?:\.\w
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
     """The values that could be read, with their places; ``faulty`` are the paths that could not. ``machine`` is what
-    this machine gives reason for, where the run is to be trained on it (`luthier.config.machine`)."""
+    this machine gives reason for, where the run is to be trained on it (`luthier.config.machine`). ``translation``: how
+    the file of another tool was read, if it was one."""
 
     config: RunConfig
     tree: Node
     name: str
     faulty: frozenset[KeyPath] = frozenset()
     machine: tuple[Problem, ...] = ()
+    translation: Translation | None = None
 
     def sound(self, *keys: str) -> bool:
         """True if none of the keys, nothing above and nothing below them, is faulty."""
@@ -80,6 +83,8 @@ class Draft:
             error.tell([self._placed(problem) for problem in error.problems])
         elif error.where is None and (key := self.key_of(error)) is not None:
             error.key, error.where = key, self.problem(key, "", "").where
+            if self.translation is not None:
+                error.key = self.translation.their_key(key)
 
     @contextmanager
     def placing(self) -> Iterator[None]:
@@ -105,8 +110,9 @@ class Draft:
         return error.key or (None if found is None else self._known_key(found[0]))
 
     def _placed(self, problem: Problem) -> Problem:
-        is_placed = problem.where != UNPLACED
-        return problem if is_placed else replace(problem, where=self.problem(problem.key, "", "").where)
+        if problem.where == UNPLACED:
+            problem = replace(problem, where=self.problem(problem.key, "", "").where)
+        return problem if self.translation is None else self.translation.as_theirs(problem)
 
     def _key_of_source(self, error: SourceError) -> str | None:
         data = self.config.data

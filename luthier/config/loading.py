@@ -20,6 +20,8 @@ from luthier.config.conflicts import check_conflicts
 from luthier.config.draft import Draft, read_draft
 from luthier.config.explain import nearest
 from luthier.config.machine import check_files, check_machine, check_processes
+from luthier.config.peers.llamafactory import is_llamafactory, translate
+from luthier.config.peers.reading import is_their_key
 from luthier.config.schema import RunConfig, Section
 from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, put, show_path, show_value
 from luthier.config.yaml_text import MAX_DEPTH, Parsed, parse_yaml
@@ -80,6 +82,8 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
     if tree is None:
         _, more = apply_overrides(MappingNode(where=Where(source=name)), overrides)
         raise ConfigError([*problems, *more])
+    if is_llamafactory(tree):
+        return _build_theirs(tree, problems, name, overrides, check_paths=check_paths, to_train=to_train)
     long_form, more = apply_overrides(expand(tree), overrides)
     draft, wrong = read_draft(long_form, name)
     problems += [*more, *wrong]
@@ -94,6 +98,43 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
         problems += lacking
     assert problems, "a description without a draft has problems"
     raise ConfigError(sorted(problems, key=_line))
+
+
+def _build_theirs(
+    tree: MappingNode,
+    problems: list[Problem],
+    name: str,
+    overrides: Sequence[str],
+    *,
+    check_paths: bool,
+    to_train: bool,
+) -> Draft:
+    """The same for a file of LLaMA-Factory's: it is translated, and what is wrong is told by its own keys.
+
+    Overrides may use its keys, too: ``lora_rank=16`` as well as ``adapter.r=16``.
+    """
+    theirs = [override for override in overrides if is_their_key(override.partition("=")[0].strip().removeprefix("--"))]
+    for override in theirs:
+        key, _, text = override.partition("=")
+        parsed = parse_yaml(text, f"override {override}", line_numbers=False)
+        problems.extend(parsed.problems)
+        if parsed.tree is not None:
+            tree = replace(tree, entries={**tree.entries, key.strip().removeprefix("--"): parsed.tree})
+    translated = translate(tree, name)
+    problems += translated.problems
+    try:
+        ours = [override for override in overrides if override not in theirs]
+        draft = _build(
+            Parsed(tree=translated.tree, problems=()), name, ours, check_paths=check_paths, to_train=to_train
+        )
+    except ConfigError as error:
+        if not translated.tree.entries:  # nothing of it is a run: what a run needs is not what is wrong with it
+            raise ConfigError(problems) from None
+        told = [translated.as_theirs(problem) for problem in error.problems]
+        raise ConfigError(sorted([*problems, *told], key=_line)) from None
+    if problems:
+        raise ConfigError(sorted(problems, key=_line))
+    return replace(draft, translation=translated)
 
 
 def _no_mapping(tree: Node) -> Problem:

@@ -1,0 +1,1 @@
+"""Run descriptions of other tools, read as they are."""

@@ -1,0 +1,520 @@
+"""A training file of LLaMA-Factory's (YAML or JSON) -> the tree of a run description, each value with its place.
+
+Most keys are lines of ``other_tools.toml``. The functions here are for what several keys decide together; what their
+files leave open is filled in with their defaults, in their words, before anything is read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from luthier.config.explain import other_tools_table, what_is_meant
+from luthier.config.peers.reading import Reading, Translation, names_of, read_one
+from luthier.config.tree import MappingNode, Node, plain
+from luthier.config.words import choices, schema_at
+from luthier.config.yaml_text import parse_yaml
+
+_MARKS = frozenset(
+    {"stage", "finetuning_type", "dataset", "template", "cutoff_len", "infer_backend", "export_dir", "do_predict"}
+)
+_OUR_OWN = frozenset({"model", "data", "train", "objective", "adapter", "output", "runtime"})
+_NO_BOUND = 86_400  # seconds: whoever writes a longer time for ranks to wait wants none
+
+
+def is_llamafactory(tree: Node | None) -> TypeGuard[MappingNode]:
+    """True if the tree has LLaMA-Factory's flat keys and no section of ours."""
+    if not isinstance(tree, MappingNode) or "model_name_or_path" not in tree.entries:
+        return False
+    return bool(_MARKS & set(tree.entries)) and not _OUR_OWN & set(tree.entries)
+
+
+def translate(tree: MappingNode, name: str) -> Translation:
+    """Read a file of LLaMA-Factory's; ``name`` is its path, for messages."""
+    reading = Reading(name=name, entries=dict(tree.entries))
+    reading.fill_in("defaults")
+    _purpose(reading)
+    if not reading.problems:  # else one reason is enough: it is no description of a training run
+        _read_all(reading)
+    return Translation(
+        tree=reading.tree, origins=reading.origins, told=tuple(reading.told), passed=reading.passed,
+        problems=tuple(reading.problems),
+    )  # fmt: skip
+
+
+def _read_all(reading: Reading) -> None:
+    for rule in (_objective, _adapter, _data, _template, _lengths, _precision, _optimizer, _devices, _folder,
+                 _evaluation, _media):  # fmt: skip
+        rule(reading)
+    for key in [key for key in reading.entries if key not in reading.read]:
+        read_one(reading, key)
+
+
+def _purpose(reading: Reading) -> None:
+    """What the file is for. Luthier trains; nothing else is ever trained instead of what a file asks for."""
+    for key in ("export_dir", "do_predict"):
+        if reading.take(key) not in (None, False):
+            does = "merges and exports a model" if key == "export_dir" else "answers the rows of a data set"
+            reading.refuse(
+                key,
+                f"this file {does}, it trains nothing",
+                "a run writes the model to output.dir; adapter.merge: true also writes it merged, and "
+                "eval.generate_rows answers held-out rows",
+            )
+    if reading.entries.get("infer_backend") is not None and not reading.entries.get("dataset"):
+        reading.refuse("infer_backend", "this file asks a model questions, it trains nothing",
+                       "serve the model in output.dir with vLLM, SGLang or llama.cpp")  # fmt: skip
+    elif reading.take("tokenized_path") is not None and "per_device_train_batch_size" in reading.defaults:
+        reading.told.append("tokenized_path: LLaMA-Factory stops once rows are encoded; luthier prepare does so")
+    if (path := reading.take("tokenized_path")) is not None:
+        reading.set("data.store", str(path), "tokenized_path")
+    for key in ("use_kt", "use_mca", "use_megatron_bridge"):
+        if reading.flag(key):
+            does = "KTransformers computes experts on the CPU" if key == "use_kt" else "Megatron divides layers"
+            reading.refuse(key, f"{does}, which Luthier does not", "runtime.sharding: fsdp divides a model over GPUs")
+    if reading.entries.get("use_kt") is not None:
+        reading.read |= {key for key in reading.entries if key.startswith("kt_")}
+
+
+def _objective(reading: Reading) -> None:
+    stage = str(reading.take("stage"))
+    if stage == "ppo":
+        reading.refuse("stage", "ppo learns from answers drawn in the run, Luthier from rows that are there before it")
+        return
+    reading.set("objective.name", stage, "stage")
+    losses = {"use_dft_loss": "dft", "use_asft_loss": "asft", "use_eaft_loss": "eaft"}
+    for key in (key for key in losses if reading.flag(key)):
+        reading.set("objective.loss", losses[key], key)
+    if stage == "dpo":
+        reading.fill_in("defaults", "dpo")
+        loss = str(reading.take("pref_loss"))
+        reading.set("objective.loss", loss, "pref_loss")
+        if loss == "simpo":
+            reading.fill_in("defaults", "simpo")
+    if stage == "kto":
+        reading.fill_in("defaults", "kto")
+    idle = {"pref_loss", "simpo_gamma", "ld_alpha"} if stage != "dpo" else {"kto_chosen_weight", "kto_rejected_weight"}
+    idle |= set() if stage in ("dpo", "kto") else {"pref_beta", "pref_ftx", "kto_chosen_weight", "kto_rejected_weight"}
+    idle |= {"simpo_gamma"} if reading.take("pref_loss") != "simpo" else set()
+    for key in idle & set(reading.entries):
+        reading.take(key)
+        reading.passed[key] = "it belongs to another stage or loss"
+    if (bits := reading.take("ref_model_quantization_bit")) in (4, 8):
+        reading.set("objective.reference.quantization", "nf4" if bits == 4 else "int8", "ref_model_quantization_bit")
+
+
+def _adapter(reading: Reading) -> None:
+    kind = str(reading.take("finetuning_type"))
+    reading.set("adapter.type", kind, "finetuning_type")
+    if kind in ("lora", "oft", "freeze"):
+        reading.fill_in("defaults", kind)
+    lists = {
+        "lora_target": "target_modules",
+        "oft_target": "target_modules",
+        "additional_target": "modules_to_save",
+        "freeze_extra_modules": "freeze_trainable_modules",
+    }
+    for key, ours in lists.items():
+        value = reading.take(key)
+        if value is None or not _belongs(reading, key, kind):
+            continue
+        names = names_of(value)
+        if names == ["all"]:
+            names = ["all-linear"]
+        elif ours == "freeze_trainable_modules":
+            names = [f"*{name}*" for name in names]
+        reading.set(f"adapter.{ours}", names, key)
+    modules = reading.take("freeze_trainable_modules")
+    if kind == "freeze" and modules not in (None, "all"):
+        reading.refuse("freeze_trainable_modules", "Luthier trains the whole of the layers that are not frozen",
+                       "write all, or name parameters in adapter.freeze_trainable_modules")  # fmt: skip
+    if reading.flag("use_llama_pro"):
+        _llama_pro(reading)
+    if reading.flag("pissa_init"):
+        _pissa(reading)
+    reading.take("pissa_iter")
+    _existing_adapters(reading, kind)
+    for key in ("lora_rank", "lora_alpha", "lora_dropout", "loraplus_lr_ratio", "use_rslora", "use_dora",
+                "oft_block_size", "freeze_trainable_layers"):  # fmt: skip
+        _belongs(reading, key, kind)
+    _parts(reading, kind)
+
+
+def _belongs(reading: Reading, key: str, kind: str) -> bool:
+    """False, and passed over, for a key of another method than the one that is used."""
+    method = "freeze" if key.startswith("freeze_") else "oft" if key.startswith("oft_") else "lora"
+    if key == "additional_target":
+        method = kind if kind in ("lora", "oft") else "lora"
+    if key in reading.entries and kind != method:
+        reading.take(key)
+        reading.passed[key] = f"it belongs to finetuning_type: {method}"
+        return False
+    return True
+
+
+def _llama_pro(reading: Reading) -> None:
+    """Their script llama_pro.py has put layers into the model, the last of each group; these alone are trained."""
+    count, model = reading.take("freeze_trainable_layers"), str(reading.take("model_name_or_path"))
+    reading.read.discard("model_name_or_path")
+    num_layers = _config_of(model).get("num_hidden_layers")
+    if not isinstance(num_layers, int) or not isinstance(count, int) or count < 1 or num_layers % count:
+        reading.refuse(
+            "use_llama_pro",
+            f"which layers llama_pro.py has put into {model} is read off its config.json, which says "
+            f"{num_layers or 'nothing'} for num_hidden_layers, and should say a multiple of {count}",
+            f"name its folder; or name the model as it was before, with adapter.type: llama_pro and "
+            f"adapter.expand_layers: {count}, and Luthier expands it",
+        )
+        return
+    stride = num_layers // count
+    layers = [f"*.layers.{index}.*" for index in range(stride - 1, num_layers, stride)]
+    others = reading.take("freeze_extra_modules")
+    extra = [f"*{name}*" for name in names_of(others)] if others is not None else []
+    reading.set("adapter.freeze_trainable_modules", [*layers, *extra], "use_llama_pro")
+
+
+def _config_of(model: str) -> dict[str, Any]:
+    """The config.json of a model in a local folder; nothing for one that is elsewhere, or cannot be read."""
+    try:
+        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _pissa(reading: Reading) -> None:
+    steps = reading.take("pissa_iter")
+    if steps not in (None, -1, 16):
+        reading.refuse("pissa_iter", f"PiSSA is computed in 16 steps or exactly (-1), not in {steps}", "write 16 or -1")
+    reading.set("adapter.init_lora_weights", "pissa" if steps == -1 else "pissa_niter_16", "pissa_init")
+
+
+def _existing_adapters(reading: Reading, kind: str) -> None:
+    """All are merged but the last, which goes on; with ``create_new_adapter`` all are."""
+    value, is_new = reading.take("adapter_name_or_path"), reading.flag("create_new_adapter")
+    reading.take("adapter_folder")
+    if value is None:
+        return
+    folders = names_of(value)
+    merged = folders if is_new or kind != "lora" else folders[:-1]
+    if merged:
+        reading.set("adapter.merge_first", merged, "adapter_name_or_path")
+    if len(merged) < len(folders):
+        reading.set("adapter.name_or_path", folders[-1], "adapter_name_or_path")
+        for key in ("lora_rank", "lora_target", "lora_alpha", "lora_dropout"):
+            reading.take(key)
+            for ours in ("adapter.r", "adapter.target_modules"):
+                _remove(reading, ours)
+            reading.passed[key] = "the adapter that goes on says it"
+
+
+def _remove(reading: Reading, ours: str) -> None:
+    section, key = ours.split(".")
+    node = reading.tree.entries.get(section)
+    if isinstance(node, MappingNode) and key in node.entries:
+        kept = {name: value for name, value in node.entries.items() if name != key}
+        reading.tree = MappingNode(
+            where=reading.tree.where,
+            entries={**reading.tree.entries, section: MappingNode(where=node.where, entries=kept)},
+        )
+        reading.origins.pop(ours, None)
+
+
+def _parts(reading: Reading, kind: str) -> None:
+    frozen = {
+        "tower": reading.take("freeze_vision_tower") in (None, True),
+        "projector": reading.take("freeze_multi_modal_projector") in (None, True),
+        "language_model": reading.take("freeze_language_model") is True,
+    }
+    parts = [part for part in ("language_model", "projector", "tower") if not frozen[part]]
+    if parts == ["language_model"] or kind == "freeze":
+        return
+    named = next(key for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
+                 if key in reading.entries)  # fmt: skip
+    if not parts:
+        reading.refuse(named, "nothing of the model is left to train", "set one of the freeze_* keys to false")
+        return
+    reading.set("adapter.train_parts", parts, named)
+
+
+def _data(reading: Reading) -> None:
+    folder, names = str(reading.take("dataset_dir")), reading.take("dataset")
+    held_out, most = reading.take("eval_dataset"), reading.take("max_samples")
+    if names is None:
+        reading.refuse("dataset", "no data set is named, so there is nothing to train on", "for example dataset: NAME")
+        return
+    if folder.startswith("REMOTE:"):
+        reading.refuse("dataset_dir", f"the list of data sets is on the Hub, in {folder.removeprefix('REMOTE:')}",
+                       "download its dataset_info.json and its files, and name their folder")  # fmt: skip
+    for ours, key, value in (("data.use", "dataset", names), ("data.eval_use", "eval_dataset", held_out)):
+        if value is None:
+            continue
+        counted = [name if most is None or "#" in name else f"{name}#{most}" for name in names_of(value)]
+        if folder == "ONLINE":
+            paths: list[object] = [{"path": f"hub:{name.split('#')[0]}"} | ({"max_rows": most} if most else {})
+                                   for name in counted]  # fmt: skip
+            reading.set("data.train" if key == "dataset" else "data.eval", paths, key)
+        else:
+            reading.set(ours, counted, key)
+    if folder != "ONLINE":
+        reading.set("data.registry", f"{folder}/dataset_info.json", "dataset_dir")
+    if most is not None:
+        reading.told.append(f"max_samples: a seeded sample of {most} rows of each set, not its first {most}")
+    if (media := reading.take("media_dir")) is not None and str(media) != folder:
+        reading.refuse("media_dir", "media are looked for beside the file of their rows",
+                       "name the data sets in data.train, each with its media_root")  # fmt: skip
+    _mixture(reading)
+
+
+def _mixture(reading: Reading) -> None:
+    how, shares = reading.take("mix_strategy"), reading.take("interleave_probs")
+    if how in (None, "concat", "interleave_once"):
+        reading.read.add("interleave_probs")
+        return
+    if shares is not None:
+        reading.refuse("interleave_probs", "data sets that a registry names have equal shares",
+                       "name their files in data.train, each with its weight")  # fmt: skip
+    stops = {"interleave_under": "first", "interleave_over": "all"}
+    if how not in stops:
+        reading.refuse("mix_strategy", f"{how} is no way to mix", f"write one of concat, {', '.join(stops)}")
+        return
+    reading.set("data.mixture.by", "rows", "mix_strategy")
+    reading.set("data.mixture.stop", stops[how], "mix_strategy")
+
+
+def _template(reading: Reading) -> None:
+    name, thinking = reading.take("template"), reading.take("enable_thinking")
+    if name is not None:
+        own = has_own_template(str(reading.take("model_name_or_path")))
+        reading.read.discard("model_name_or_path")
+        if own is False:
+            reading.set("template.chat_template", str(name), "template")
+        else:
+            reading.told.append(f"template: the model's own chat template is used, not a copy of it called {name}")
+    if thinking is not None:
+        reading.set("template.kwargs.enable_thinking", bool(thinking), "enable_thinking")
+    if reading.flag("preserve_thinking"):
+        reading.set("template.kwargs.preserve_thinking", True, "preserve_thinking")
+    for key, who in (("train_on_prompt", "all"), ("mask_history", "last_assistant")):
+        if reading.flag(key):
+            reading.set("template.train_on", who, key)
+    if reading.take("tool_format") is not None:
+        reading.passed["tool_format"] = "the chat template writes tools in its own way"
+
+
+def has_own_template(model: str) -> bool | None:
+    """Whether a model in a local folder brings a chat template; None for one that is elsewhere.
+
+    Raises nothing: what cannot be read is told where the model is loaded.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return None
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
+def _lengths(reading: Reading) -> None:
+    stage, packing = reading.take("stage"), reading.take("packing")
+    neat, most = reading.flag("neat_packing"), reading.take("cutoff_len")
+    reading.set("data.max_length", reading.entries["cutoff_len"], "cutoff_len")
+    of = "neat_packing" if neat else "packing" if packing is not None else "stage"
+    is_packed = neat or (stage == "pt" if packing is None else packing is True)
+    if stage == "pt" and is_packed:
+        reading.set("train.packing", "split", of)
+        reading.set("data.overflow", "split", "cutoff_len")
+        return
+    reading.set("train.packing", "window" if is_packed else "none", of)
+    if is_packed and not neat:
+        reading.told.append("packing: rows that share a pack never see each other, as with neat_packing")
+    allowed = choices(schema_at(("data", "overflow")) or {})
+    kind = "keep_answer" if "keep_answer" in allowed else "truncate"
+    reading.set("data.overflow", kind, "cutoff_len")
+    what = "the oldest turns of the prompt go first" if kind == "keep_answer" else "the end is cut off"
+    reading.told.append(f"cutoff_len: of a row over {most} tokens {what}, where LLaMA-Factory cuts each turn; counted")
+
+
+def _precision(reading: Reading) -> None:
+    if reading.flag("pure_bf16"):
+        reading.set("train.precision", "bf16", "pure_bf16")
+        reading.set("model.dtype", "bfloat16", "pure_bf16")
+        reading.read |= {"bf16", "fp16"}
+    for key in ("bf16", "fp16"):
+        if reading.flag(key):
+            reading.set("train.precision", key, key)
+    if reading.take("mixed_precision") not in (None, "no", "bf16", "bf16_mixed", "fp16"):
+        reading.refuse("mixed_precision", "this is no type that Luthier computes in", "write bf16: true")
+    keeps = reading.take("gradient_checkpointing"), reading.take("disable_gradient_checkpointing")
+    of = "disable_gradient_checkpointing" if keeps[1] is not None else "gradient_checkpointing"
+    reading.defaults |= {of} - set(reading.entries)
+    reading.set("train.gradient_checkpointing", keeps[1] is not True, of)
+    _quantization(reading)
+    _new_tokens(reading)
+
+
+def _new_tokens(reading: Reading) -> None:
+    """A file of tokens and what they mean; with ``desc_init`` their rows start from the words."""
+    path, start = reading.take("new_special_tokens_config"), reading.take("init_special_tokens")
+    if path is None:
+        return
+    file = _beside(str(path), reading.name)
+    described = None if file is None else parse_yaml(file.read_text(encoding="utf-8"), str(file)).tree
+    if not isinstance(described, MappingNode):
+        reading.refuse("new_special_tokens_config", f"there are no token: description lines in {path}")
+        return
+    reading.set("model.add_special_tokens", list(described.entries), "new_special_tokens_config")
+    if str(start).startswith("desc_init"):
+        reading.set("model.token_descriptions", described, "new_special_tokens_config")
+    reading.told.append("new tokens start from the mean of their words, or of all rows, without noise")
+
+
+def _quantization(reading: Reading) -> None:
+    bits = reading.take("quantization_bit")
+    for key in ("quantization_method", "quantization_type", "double_quantization", "quantization_device_map"):
+        if reading.take(key) is not None and bits is None:
+            reading.passed[key] = "quantization_bit is not given"
+    if bits is None:
+        return
+    meant = what_is_meant("quantization_bit", bits)
+    reading.refuse("quantization_bit", f"{bits} bits: {meant.told if meant is not None else 'not there'}")
+
+
+def _optimizer(reading: Reading) -> None:
+    """``use_*`` names an optimizer; its numbers are keys of its own."""
+    named = {"use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_badam": "badam",
+             "use_adam_mini": "adam_mini", "use_muon": "muon"}  # fmt: skip
+    used = [key for key in named if reading.flag(key)]
+    for key in used[:1]:
+        prefix = key.removeprefix("use_")
+        optimizer = named[key] + ("_layerwise" if reading.flag(f"{prefix}_layerwise") else "")
+        reading.set("train.optim", optimizer, key)
+        for setting, value in _settings(reading, prefix).items():
+            reading.set(f"train.optim_args.{setting}", value, f"{prefix}_rank" if prefix != "badam" else key)
+        reading.take("optim")
+    for key in used[1:]:
+        reading.refuse(key, f"{used[0]} names another optimizer", "keep one of them")
+    for key in [key for key in reading.entries if key.startswith(("galore_", "apollo_", "badam_"))]:
+        if key not in reading.read and not key.startswith("badam_verbose"):
+            reading.take(key)
+            reading.passed[key] = "its optimizer is not used, or adapts all linear layers as here"
+    if (warm := reading.take("warmup_steps")) in (None, 0):
+        share = reading.take("warmup_ratio")
+        reading.defaults |= {"warmup_ratio"} - set(reading.entries)
+        reading.set("train.warmup_steps", share or 0, "warmup_ratio")
+    else:
+        reading.read.add("warmup_ratio")
+        reading.set("train.warmup_steps", warm, "warmup_steps")
+
+
+def _settings(reading: Reading, prefix: str) -> dict[str, object]:
+    """An optimizer's numbers, with LLaMA-Factory's defaults."""
+    theirs: dict[str, dict[str, tuple[str, object]]] = {
+        "galore": {"rank": ("rank", 16), "update_interval": ("update_proj_gap", 200), "scale": ("scale", 2.0),
+                   "proj_type": ("proj_type", "std")},
+        "apollo": {"rank": ("rank", 16), "update_interval": ("update_proj_gap", 200), "scale": ("scale", 32.0),
+                   "proj": ("proj", "random"), "proj_type": ("proj_type", "std"),
+                   "scale_type": ("scale_type", "channel")},
+        "badam": {"switch_interval": ("switch_every", 50), "switch_mode": ("switch_mode", "ascending")},
+    }  # fmt: skip
+    found: dict[str, object] = {}
+    for key, (ours, default) in theirs.get(prefix, {}).items():
+        given = reading.take(f"{prefix}_{key}")
+        found[ours] = default if given is None else given
+    if prefix == "badam" and reading.take("badam_mode") not in (None, "layer"):
+        reading.refuse("badam_mode", "BAdam trains one layer at a time here", "write badam_mode: layer")
+    if reading.flag("apollo_scale_front"):
+        reading.refuse("apollo_scale_front", "apollo-torch's optimizer has no such setting", "remove the line")
+    target = reading.take(f"{prefix}_target")
+    if target not in (None, "all"):
+        reading.refuse(f"{prefix}_target", "all linear layers but the output layer are projected", "write all")
+    return found
+
+
+def _devices(reading: Reading) -> None:
+    """How several processes share the model, and how long each waits for the others."""
+    if (path := reading.take("deepspeed")) is not None:
+        _deepspeed(reading, path)
+    fsdp = reading.take("fsdp")
+    if fsdp not in (None, "", False, []):
+        reading.set("runtime.sharding", "fsdp", "fsdp")
+    if (seconds := reading.take("ddp_timeout")) is not None:
+        if isinstance(seconds, int | float) and seconds <= _NO_BOUND:
+            reading.set("runtime.rank_timeout", seconds, "ddp_timeout")
+        else:
+            reading.passed["ddp_timeout"] = "a rank that hangs is named after runtime.rank_timeout, 30 minutes"
+
+
+def _deepspeed(reading: Reading, path: object) -> None:
+    if isinstance(path, dict):
+        settings: Any = path
+    elif (file := _beside(str(path), reading.name)) is None:
+        reading.refuse("deepspeed", f"there is no such file: {path}", "paths start from the current directory")
+        return
+    else:
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reading.refuse("deepspeed", f"{file} is not JSON: {error}")
+            return
+    zero = settings.get("zero_optimization", {}) if isinstance(settings, dict) else {}
+    stage = zero.get("stage", 0)
+    reading.set("runtime.sharding", "fsdp" if stage else "none", "deepspeed")
+    if "tensor_parallel" in settings:
+        reading.refuse("deepspeed", "its tensor_parallel divides single products", "use a file without it")
+    what = "shares weights, gradients and optimizer state (runtime.sharding: fsdp)" if stage else "shares nothing"
+    offloads = any(zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param"))
+    kept = "; nothing is moved to the CPU, which only costs GPU memory" if offloads else ""
+    reading.told.append(f"deepspeed: ZeRO-{stage} {what}{kept}")
+    clip = settings.get("gradient_clipping")
+    if isinstance(clip, int | float) and "max_grad_norm" not in reading.entries:
+        reading.set("train.max_grad_norm", clip, "deepspeed")
+
+
+def _beside(path: str, name: str) -> Path | None:
+    """A path of theirs starts from the folder that LLaMA-Factory is run in, which is above its examples."""
+    starts = [Path(), *Path(name).resolve().parents]
+    return next((start / path for start in starts if (start / path).is_file()), None)
+
+
+def _folder(reading: Reading) -> None:
+    anew, start = reading.flag("overwrite_output_dir"), reading.take("resume_from_checkpoint")
+    if isinstance(start, str) and start.lower() not in ("true", "false", "none", "null"):
+        reading.set("output.resume", start, "resume_from_checkpoint")
+    elif anew and start not in (True, "true"):
+        reading.set("output.overwrite", True, "overwrite_output_dir")
+    if (trackers := reading.take("report_to")) is not None:
+        names = [name for name in names_of(trackers) if name.lower() != "none"]
+        reading.set("tracking.report_to", names, "report_to")
+    if reading.flag("use_swanlab"):
+        reading.set("tracking.report_to", ["swanlab"], "use_swanlab")
+
+
+def _evaluation(reading: Reading) -> None:
+    when, size = str(reading.take("eval_strategy") or "no"), reading.take("val_size")
+    steps, patience = reading.take("eval_steps"), reading.take("early_stopping_steps")
+    when = "no" if when in ("False", "false") else when
+    is_held_out = bool(size) or reading.entries.get("eval_dataset") is not None
+    reading.set("eval.strategy", when if is_held_out else "no", "eval_strategy")
+    if size:
+        reading.set("data.eval_split", int(size) if size >= 1 else size, "val_size")
+    if when == "steps" and is_held_out:
+        reading.set("eval.steps", steps or plain(reading.entries["logging_steps"]),
+                    "eval_steps" if steps else "logging_steps")  # fmt: skip
+    if patience:
+        reading.set("eval.early_stopping_patience", patience, "early_stopping_steps")
+    if not is_held_out:
+        for key in ("per_device_eval_batch_size", "metric_for_best_model"):
+            reading.take(key)
+
+
+def _media(reading: Reading) -> None:
+    """Limits of images and videos: theirs, where the file says any; the model's own for text."""
+    limits = other_tools_table()["llamafactory"]["defaults"]["media"]
+    if any(key in reading.entries for key in limits):
+        reading.fill_in("defaults", "media")

@@ -1,0 +1,185 @@
+"""A run description of another tool on its way to ours: which of its keys are read, and what has become of them.
+
+The tables are in ``other_tools.toml``. A tool's own functions first read the keys that depend on each other; the
+rest is looked up key by key.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from luthier.config.explain import Meant, other_tools_table, what_is_meant
+from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, plain, put
+from luthier.config.words import kinds, schema_at
+from luthier.config.yaml_text import parse_yaml
+from luthier.errors import Problem
+
+_LINES_TOLD = 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Translation:
+    """A file of another tool, read. ``origins``: our key -> theirs. ``told``: what is read differently, and why.
+    ``passed``: their keys that decide nothing here, and why."""
+
+    tree: MappingNode
+    origins: Mapping[str, str]
+    told: tuple[str, ...]
+    passed: Mapping[str, str]
+    problems: tuple[Problem, ...]
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """At most ten lines for people."""
+        shown = list(self.told[:_LINES_TOLD])
+        if left := len(self.told) - len(shown):
+            shown[-1] += f" ({left} more: luthier config import)"
+        return (
+            (*shown, f"passed over, as they decide nothing here: {', '.join(self.passed)}")
+            if self.passed
+            else (*shown,)
+        )
+
+    def their_key(self, ours: str) -> str:
+        """The key of theirs that a key of ours comes from, or ours where none does."""
+        key = ours
+        while key not in self.origins and "." in key:
+            key = key.rpartition(".")[0]
+        return self.origins.get(key, ours)
+
+    def as_theirs(self, problem: Problem) -> Problem:
+        """The problem by the name that the user wrote. Overrides may have used ours."""
+        if problem.where.startswith("override ") or (key := self.their_key(problem.key)) == problem.key:
+            return problem
+        return replace(problem, key=key, what=f"{problem.what}; here it is {problem.key}")
+
+
+def is_their_key(key: str) -> bool:
+    """True for a key that a file of LLaMA-Factory's may have."""
+    table = other_tools_table()["llamafactory"]
+    listed = {name for names in table["passed"].values() for name in names}
+    return key in listed or key in table["keys"] or key in table["missing"] or what_is_meant(key) is not None
+
+
+@dataclass(kw_only=True, slots=True)
+class Reading:
+    """What is left of their file, and what became of the rest so far."""
+
+    name: str
+    entries: dict[str, Node]
+    tree: MappingNode = field(init=False)
+    read: set[str] = field(default_factory=set)
+    defaults: set[str] = field(default_factory=set)
+    origins: dict[str, str] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
+    passed: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tree = MappingNode(where=Where(source=self.name))
+
+    def fill_in(self, *path: str) -> None:
+        """Their defaults of one group for keys that the file leaves open."""
+        table: Any = other_tools_table()["llamafactory"]
+        for step in path:
+            table = table[step]
+        for key, value in table.items():
+            if not isinstance(value, dict) and key not in self.entries:
+                self.entries[key] = _node(value, Where(source=self.name))
+                self.defaults.add(key)
+
+    def take(self, key: str) -> Any:
+        """The value of a key of theirs, which is now read; None where the file has none."""
+        self.read.add(key)
+        node = self.entries.get(key)
+        return None if node is None else plain(node)
+
+    def flag(self, key: str) -> bool:
+        """Whether a key that switches something is on."""
+        return self.take(key) in (True, "true", "True", 1)
+
+    def where(self, key: str) -> Where:
+        node = self.entries.get(key)
+        return Where(source=self.name) if node is None else node.where
+
+    def set(self, ours: str, value: object, of: str) -> None:
+        """Our key gets a value, for which their key ``of`` is the reason."""
+        node = value if isinstance(value, Scalar | ListNode | MappingNode) else _node(value, self.where(of))
+        path = parse_path(ours)
+        assert path is not None, ours
+        made = put(self.tree, path, node)
+        assert isinstance(made, MappingNode)
+        self.tree = made
+        self.origins[ours] = f"{of}'s default" if of in self.defaults else of
+
+    def refuse(self, key: str, what: str, hint: str | None = None) -> None:
+        self.problems.append(Problem(where=str(self.where(key)), key=key, what=what, hint=hint))
+
+
+def _node(value: object, where: Where) -> Node:
+    match value:
+        case list():
+            return ListNode(where=where, items=tuple(_node(item, where) for item in value))
+        case dict():
+            return MappingNode(where=where, entries={str(key): _node(item, where) for key, item in value.items()})
+        case None | bool() | int() | float() | str():
+            text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            return Scalar(where=where, value=value, text=text)
+        case _:
+            raise AssertionError(value)
+
+
+def names_of(value: object) -> list[str]:
+    """``a, b`` or a list of names."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return [str(part).strip() for part in parts if str(part).strip()]
+
+
+def read_one(reading: Reading, key: str) -> None:
+    value = reading.take(key)
+    table = other_tools_table()["llamafactory"]
+    for why, keys in table["passed"].items():
+        if key in keys:
+            reading.passed[key] = why
+            return
+    is_off = value in (None, False, "") or value in table["off"].get(key, ())
+    if key in table["keys"] and (value is None or value in table["off"].get(key, ())):
+        return
+    if key in table["keys"]:
+        _set_one(reading, table["keys"][key], key)
+        return
+    if key in table["missing"] and not is_off:
+        reading.refuse(key, table["missing"][key])
+        return
+    match what_is_meant(key, value):
+        case None:
+            close = difflib.get_close_matches(key, table["keys"], n=1)
+            hint = f"did you mean {close[0]}?" if close else "remove the line"
+            reading.refuse(key, "LLaMA-Factory has no such key, nor has Luthier", hint)
+        case Meant(key=str(ours), value=str(written)):
+            parsed = parse_yaml(written, reading.name, line_numbers=False).tree
+            assert parsed is not None, written
+            reading.set(ours, plain(parsed), key)
+        case Meant(key=str(ours)) if not is_off:
+            _set_one(reading, ours, key)
+        case Meant(told=str(told)) if not is_off and told.startswith(("not there", "write ")):
+            reading.refuse(key, f"{_shown(value)} asks for what is {told}")
+        case _:
+            reading.passed[key] = "it is off" if is_off else "Luthier needs no such key"
+
+
+def _set_one(reading: Reading, ours: str, key: str) -> None:
+    """One key of theirs is one of ours. Their lists are texts with commas."""
+    path, node = parse_path(ours), reading.entries[key]
+    schema = schema_at(path or ()) or {}
+    if "array" in kinds(schema) and isinstance(node, Scalar) and isinstance(node.value, str):
+        reading.set(ours, names_of(node.value), key)
+    else:
+        reading.set(ours, node, key)
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
