@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from luthier import __version__
@@ -36,14 +37,39 @@ def show(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = Non
     """
     with reporting(json) as output:
         from luthier.config.dumping import dump_config
-        from luthier.config.loading import load_config
+        from luthier.config.loading import load_draft
 
-        resolved = load_config(config, overrides or ())
+        draft = load_draft(config, overrides or ())
+        resolved = draft.config
+        for line in () if draft.translation is None else draft.translation.summary:
+            stderr_terminal().print(f"[yellow]{escape(line)}[/]", highlight=False)
 
         if json is None:  # as plain text: colours or wrapped lines would not be YAML any more
             text = dump_config(resolved)
             typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
         output.emit(resolved.model_dump(mode="json"))
+
+
+@app.command("import")
+def import_(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the run description that a file of LLaMA-Factory's stands for; use it to go on with a file of Luthier's.
+
+    A comment says of each line which key of theirs it comes from, or that it is what LLaMA-Factory does by default.
+
+    [dim]Example[/]   luthier config import llama3_lora_sft.yaml > run.yaml
+    """
+    with reporting(None):
+        from luthier.config.dumping import dump_translation
+        from luthier.config.loading import load_draft
+        from luthier.errors import UserError
+
+        draft = load_draft(config, overrides or (), check_paths=False)
+        if draft.translation is None:
+            raise UserError(
+                f"{config} is a run description of Luthier's already", hint="luthier config show prints it whole"
+            )
+        text = dump_translation(draft.translation, config)
+        typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
 
 
 @app.command("schema")

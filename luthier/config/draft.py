@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from luthier.config.explain import explain
-from luthier.config.peers.reading import Translation
+from luthier.config.peers.translation import Translation
 from luthier.config.schema import RunConfig
 from luthier.config.tree import KeyPath, Node, get, parse_path, plain, show_path
 from luthier.errors import (

@@ -7,11 +7,14 @@ import io
 import re
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.representer import RoundTripRepresenter
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from luthier.config.adapters import keys_in_force
+from luthier.config.peers.translation import Translation
 from luthier.config.schema import AdapterConfig, RunConfig
+from luthier.config.tree import MappingNode, Node, plain
 from luthier.config.yaml_text import read_plain
 
 _PLAIN = re.compile(r"[A-Za-z_/.~][A-Za-z0-9_./+-]*(:[A-Za-z0-9_./+-]+)?")
@@ -41,6 +44,36 @@ def dump_config(config: RunConfig) -> str:
     written = io.StringIO()
     yaml.dump(_plain_value(values), written)
     return written.getvalue()
+
+
+def dump_translation(translation: Translation, name: str) -> str:
+    """What the file ``name`` of another tool says, as a run description of ours that loads: of each line the comment
+    says where it comes from, and comments at the end name what was passed over."""
+    values = CommentedMap()
+    for section in RunConfig.model_fields:
+        if (node := translation.tree.entries.get(section)) is not None:
+            values[section] = _with_comments(node, section, translation)
+    yaml = YAML()
+    yaml.Representer = _Explicit
+    yaml.width = _NEVER_FOLDED
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    written = io.StringIO()
+    yaml.dump(values, written)
+    head = [f"Read from {name}.", *translation.told]
+    tail = [f"{key} is passed over: {why}" for key, why in translation.passed.items()]
+    return "".join(f"# {line}\n" for line in head) + written.getvalue() + "".join(f"# {line}\n" for line in tail)
+
+
+def _with_comments(node: Node, key: str, translation: Translation) -> object:
+    if not isinstance(node, MappingNode):
+        return _plain_value(plain(node))
+    commented = CommentedMap()
+    for name, value in node.entries.items():
+        commented[name] = _with_comments(value, f"{key}.{name}", translation)
+        if (theirs := translation.origins.get(f"{key}.{name}")) is not None:
+            line = "" if value.where.line is None else f", line {value.where.line}"
+            commented.yaml_add_eol_comment(f"{theirs}{line}", name)
+    return commented
 
 
 def _own_keys(adapter: AdapterConfig, values: dict[str, object]) -> dict[str, object]:

@@ -21,7 +21,7 @@ from luthier.config.draft import Draft, read_draft
 from luthier.config.explain import nearest
 from luthier.config.machine import check_files, check_machine, check_processes
 from luthier.config.peers.llamafactory import is_llamafactory, translate
-from luthier.config.peers.reading import is_their_key
+from luthier.config.peers.translation import is_their_key
 from luthier.config.schema import RunConfig, Section
 from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, put, show_path, show_value
 from luthier.config.yaml_text import MAX_DEPTH, Parsed, parse_yaml

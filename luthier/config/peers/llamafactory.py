@@ -7,11 +7,18 @@ files leave open is filled in with their defaults, in their words, before anythi
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from luthier.config.explain import other_tools_table, what_is_meant
-from luthier.config.peers.reading import Reading, Translation, names_of, read_one
+from luthier.config.peers.translation import (
+    Translation,
+    Translator,
+    beside,
+    config_of,
+    has_own_template,
+    names_of,
+    read_one,
+)
 from luthier.config.tree import MappingNode, Node, plain
 from luthier.config.words import choices, schema_at
 from luthier.config.yaml_text import parse_yaml
@@ -32,7 +39,7 @@ def is_llamafactory(tree: Node | None) -> TypeGuard[MappingNode]:
 
 def translate(tree: MappingNode, name: str) -> Translation:
     """Read a file of LLaMA-Factory's; ``name`` is its path, for messages."""
-    reading = Reading(name=name, entries=dict(tree.entries))
+    reading = Translator(name=name, entries=dict(tree.entries))
     reading.fill_in("defaults")
     _purpose(reading)
     if not reading.problems:  # else one reason is enough: it is no description of a training run
@@ -43,7 +50,7 @@ def translate(tree: MappingNode, name: str) -> Translation:
     )  # fmt: skip
 
 
-def _read_all(reading: Reading) -> None:
+def _read_all(reading: Translator) -> None:
     for rule in (_objective, _adapter, _data, _template, _lengths, _precision, _optimizer, _devices, _folder,
                  _evaluation, _media):  # fmt: skip
         rule(reading)
@@ -51,7 +58,7 @@ def _read_all(reading: Reading) -> None:
         read_one(reading, key)
 
 
-def _purpose(reading: Reading) -> None:
+def _purpose(reading: Translator) -> None:
     """What the file is for. Luthier trains; nothing else is ever trained instead of what a file asks for."""
     for key in ("export_dir", "do_predict"):
         if reading.take(key) not in (None, False):
@@ -77,7 +84,7 @@ def _purpose(reading: Reading) -> None:
         reading.read |= {key for key in reading.entries if key.startswith("kt_")}
 
 
-def _objective(reading: Reading) -> None:
+def _objective(reading: Translator) -> None:
     stage = str(reading.take("stage"))
     if stage == "ppo":
         reading.refuse("stage", "ppo learns from answers drawn in the run, Luthier from rows that are there before it")
@@ -104,7 +111,7 @@ def _objective(reading: Reading) -> None:
         reading.set("objective.reference.quantization", "nf4" if bits == 4 else "int8", "ref_model_quantization_bit")
 
 
-def _adapter(reading: Reading) -> None:
+def _adapter(reading: Translator) -> None:
     kind = str(reading.take("finetuning_type"))
     reading.set("adapter.type", kind, "finetuning_type")
     if kind in ("lora", "oft", "freeze"):
@@ -141,7 +148,7 @@ def _adapter(reading: Reading) -> None:
     _parts(reading, kind)
 
 
-def _belongs(reading: Reading, key: str, kind: str) -> bool:
+def _belongs(reading: Translator, key: str, kind: str) -> bool:
     """False, and passed over, for a key of another method than the one that is used."""
     method = "freeze" if key.startswith("freeze_") else "oft" if key.startswith("oft_") else "lora"
     if key == "additional_target":
@@ -153,12 +160,13 @@ def _belongs(reading: Reading, key: str, kind: str) -> bool:
     return True
 
 
-def _llama_pro(reading: Reading) -> None:
+def _llama_pro(reading: Translator) -> None:
     """Their script llama_pro.py has put layers into the model, the last of each group; these alone are trained."""
     count, model = reading.take("freeze_trainable_layers"), str(reading.take("model_name_or_path"))
     reading.read.discard("model_name_or_path")
-    num_layers = _config_of(model).get("num_hidden_layers")
+    num_layers = config_of(model).get("num_hidden_layers")
     if not isinstance(num_layers, int) or not isinstance(count, int) or count < 1 or num_layers % count:
+        reading.set("adapter.freeze_trainable_layers", count, "freeze_trainable_layers")
         reading.refuse(
             "use_llama_pro",
             f"which layers llama_pro.py has put into {model} is read off its config.json, which says "
@@ -174,23 +182,14 @@ def _llama_pro(reading: Reading) -> None:
     reading.set("adapter.freeze_trainable_modules", [*layers, *extra], "use_llama_pro")
 
 
-def _config_of(model: str) -> dict[str, Any]:
-    """The config.json of a model in a local folder; nothing for one that is elsewhere, or cannot be read."""
-    try:
-        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _pissa(reading: Reading) -> None:
+def _pissa(reading: Translator) -> None:
     steps = reading.take("pissa_iter")
     if steps not in (None, -1, 16):
         reading.refuse("pissa_iter", f"PiSSA is computed in 16 steps or exactly (-1), not in {steps}", "write 16 or -1")
     reading.set("adapter.init_lora_weights", "pissa" if steps == -1 else "pissa_niter_16", "pissa_init")
 
 
-def _existing_adapters(reading: Reading, kind: str) -> None:
+def _existing_adapters(reading: Translator, kind: str) -> None:
     """All are merged but the last, which goes on; with ``create_new_adapter`` all are."""
     value, is_new = reading.take("adapter_name_or_path"), reading.flag("create_new_adapter")
     reading.take("adapter_folder")
@@ -209,7 +208,7 @@ def _existing_adapters(reading: Reading, kind: str) -> None:
             reading.passed[key] = "the adapter that goes on says it"
 
 
-def _remove(reading: Reading, ours: str) -> None:
+def _remove(reading: Translator, ours: str) -> None:
     section, key = ours.split(".")
     node = reading.tree.entries.get(section)
     if isinstance(node, MappingNode) and key in node.entries:
@@ -221,7 +220,7 @@ def _remove(reading: Reading, ours: str) -> None:
         reading.origins.pop(ours, None)
 
 
-def _parts(reading: Reading, kind: str) -> None:
+def _parts(reading: Translator, kind: str) -> None:
     frozen = {
         "tower": reading.take("freeze_vision_tower") in (None, True),
         "projector": reading.take("freeze_multi_modal_projector") in (None, True),
@@ -238,7 +237,7 @@ def _parts(reading: Reading, kind: str) -> None:
     reading.set("adapter.train_parts", parts, named)
 
 
-def _data(reading: Reading) -> None:
+def _data(reading: Translator) -> None:
     folder, names = str(reading.take("dataset_dir")), reading.take("dataset")
     held_out, most = reading.take("eval_dataset"), reading.take("max_samples")
     if names is None:
@@ -267,7 +266,7 @@ def _data(reading: Reading) -> None:
     _mixture(reading)
 
 
-def _mixture(reading: Reading) -> None:
+def _mixture(reading: Translator) -> None:
     how, shares = reading.take("mix_strategy"), reading.take("interleave_probs")
     if how in (None, "concat", "interleave_once"):
         reading.read.add("interleave_probs")
@@ -283,7 +282,7 @@ def _mixture(reading: Reading) -> None:
     reading.set("data.mixture.stop", stops[how], "mix_strategy")
 
 
-def _template(reading: Reading) -> None:
+def _template(reading: Translator) -> None:
     name, thinking = reading.take("template"), reading.take("enable_thinking")
     if name is not None:
         own = has_own_template(str(reading.take("model_name_or_path")))
@@ -303,24 +302,7 @@ def _template(reading: Reading) -> None:
         reading.passed["tool_format"] = "the chat template writes tools in its own way"
 
 
-def has_own_template(model: str) -> bool | None:
-    """Whether a model in a local folder brings a chat template; None for one that is elsewhere.
-
-    Raises nothing: what cannot be read is told where the model is loaded.
-    """
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return None
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and bool(config.get("chat_template"))
-
-
-def _lengths(reading: Reading) -> None:
+def _lengths(reading: Translator) -> None:
     stage, packing = reading.take("stage"), reading.take("packing")
     neat, most = reading.flag("neat_packing"), reading.take("cutoff_len")
     reading.set("data.max_length", reading.entries["cutoff_len"], "cutoff_len")
@@ -340,7 +322,7 @@ def _lengths(reading: Reading) -> None:
     reading.told.append(f"cutoff_len: of a row over {most} tokens {what}, where LLaMA-Factory cuts each turn; counted")
 
 
-def _precision(reading: Reading) -> None:
+def _precision(reading: Translator) -> None:
     if reading.flag("pure_bf16"):
         reading.set("train.precision", "bf16", "pure_bf16")
         reading.set("model.dtype", "bfloat16", "pure_bf16")
@@ -358,12 +340,12 @@ def _precision(reading: Reading) -> None:
     _new_tokens(reading)
 
 
-def _new_tokens(reading: Reading) -> None:
+def _new_tokens(reading: Translator) -> None:
     """A file of tokens and what they mean; with ``desc_init`` their rows start from the words."""
     path, start = reading.take("new_special_tokens_config"), reading.take("init_special_tokens")
     if path is None:
         return
-    file = _beside(str(path), reading.name)
+    file = beside(str(path), reading.name)
     described = None if file is None else parse_yaml(file.read_text(encoding="utf-8"), str(file)).tree
     if not isinstance(described, MappingNode):
         reading.refuse("new_special_tokens_config", f"there are no token: description lines in {path}")
@@ -374,7 +356,7 @@ def _new_tokens(reading: Reading) -> None:
     reading.told.append("new tokens start from the mean of their words, or of all rows, without noise")
 
 
-def _quantization(reading: Reading) -> None:
+def _quantization(reading: Translator) -> None:
     bits = reading.take("quantization_bit")
     for key in ("quantization_method", "quantization_type", "double_quantization", "quantization_device_map"):
         if reading.take(key) is not None and bits is None:
@@ -385,7 +367,7 @@ def _quantization(reading: Reading) -> None:
     reading.refuse("quantization_bit", f"{bits} bits: {meant.told if meant is not None else 'not there'}")
 
 
-def _optimizer(reading: Reading) -> None:
+def _optimizer(reading: Translator) -> None:
     """``use_*`` names an optimizer; its numbers are keys of its own."""
     named = {"use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_badam": "badam",
              "use_adam_mini": "adam_mini", "use_muon": "muon"}  # fmt: skip
@@ -394,8 +376,8 @@ def _optimizer(reading: Reading) -> None:
         prefix = key.removeprefix("use_")
         optimizer = named[key] + ("_layerwise" if reading.flag(f"{prefix}_layerwise") else "")
         reading.set("train.optim", optimizer, key)
-        for setting, value in _settings(reading, prefix).items():
-            reading.set(f"train.optim_args.{setting}", value, f"{prefix}_rank" if prefix != "badam" else key)
+        for setting, (their_key, value) in _settings(reading, prefix).items():
+            reading.set(f"train.optim_args.{setting}", value, their_key)
         reading.take("optim")
     for key in used[1:]:
         reading.refuse(key, f"{used[0]} names another optimizer", "keep one of them")
@@ -412,8 +394,8 @@ def _optimizer(reading: Reading) -> None:
         reading.set("train.warmup_steps", warm, "warmup_steps")
 
 
-def _settings(reading: Reading, prefix: str) -> dict[str, object]:
-    """An optimizer's numbers, with LLaMA-Factory's defaults."""
+def _settings(reading: Translator, prefix: str) -> dict[str, tuple[str, object]]:
+    """An optimizer's numbers, with LLaMA-Factory's defaults: our name -> their key and the value."""
     theirs: dict[str, dict[str, tuple[str, object]]] = {
         "galore": {"rank": ("rank", 16), "update_interval": ("update_proj_gap", 200), "scale": ("scale", 2.0),
                    "proj_type": ("proj_type", "std")},
@@ -422,10 +404,12 @@ def _settings(reading: Reading, prefix: str) -> dict[str, object]:
                    "scale_type": ("scale_type", "channel")},
         "badam": {"switch_interval": ("switch_every", 50), "switch_mode": ("switch_mode", "ascending")},
     }  # fmt: skip
-    found: dict[str, object] = {}
+    found: dict[str, tuple[str, object]] = {}
     for key, (ours, default) in theirs.get(prefix, {}).items():
-        given = reading.take(f"{prefix}_{key}")
-        found[ours] = default if given is None else given
+        name = f"{prefix}_{key}"
+        if (given := reading.take(name)) is None:
+            reading.defaults.add(name)
+        found[ours] = name, default if given is None else given
     if prefix == "badam" and reading.take("badam_mode") not in (None, "layer"):
         reading.refuse("badam_mode", "BAdam trains one layer at a time here", "write badam_mode: layer")
     if reading.flag("apollo_scale_front"):
@@ -436,7 +420,7 @@ def _settings(reading: Reading, prefix: str) -> dict[str, object]:
     return found
 
 
-def _devices(reading: Reading) -> None:
+def _devices(reading: Translator) -> None:
     """How several processes share the model, and how long each waits for the others."""
     if (path := reading.take("deepspeed")) is not None:
         _deepspeed(reading, path)
@@ -450,10 +434,10 @@ def _devices(reading: Reading) -> None:
             reading.passed["ddp_timeout"] = "a rank that hangs is named after runtime.rank_timeout, 30 minutes"
 
 
-def _deepspeed(reading: Reading, path: object) -> None:
+def _deepspeed(reading: Translator, path: object) -> None:
     if isinstance(path, dict):
         settings: Any = path
-    elif (file := _beside(str(path), reading.name)) is None:
+    elif (file := beside(str(path), reading.name)) is None:
         reading.refuse("deepspeed", f"there is no such file: {path}", "paths start from the current directory")
         return
     else:
@@ -476,13 +460,7 @@ def _deepspeed(reading: Reading, path: object) -> None:
         reading.set("train.max_grad_norm", clip, "deepspeed")
 
 
-def _beside(path: str, name: str) -> Path | None:
-    """A path of theirs starts from the folder that LLaMA-Factory is run in, which is above its examples."""
-    starts = [Path(), *Path(name).resolve().parents]
-    return next((start / path for start in starts if (start / path).is_file()), None)
-
-
-def _folder(reading: Reading) -> None:
+def _folder(reading: Translator) -> None:
     anew, start = reading.flag("overwrite_output_dir"), reading.take("resume_from_checkpoint")
     if isinstance(start, str) and start.lower() not in ("true", "false", "none", "null"):
         reading.set("output.resume", start, "resume_from_checkpoint")
@@ -495,7 +473,7 @@ def _folder(reading: Reading) -> None:
         reading.set("tracking.report_to", ["swanlab"], "use_swanlab")
 
 
-def _evaluation(reading: Reading) -> None:
+def _evaluation(reading: Translator) -> None:
     when, size = str(reading.take("eval_strategy") or "no"), reading.take("val_size")
     steps, patience = reading.take("eval_steps"), reading.take("early_stopping_steps")
     when = "no" if when in ("False", "false") else when
@@ -513,7 +491,7 @@ def _evaluation(reading: Reading) -> None:
             reading.take(key)
 
 
-def _media(reading: Reading) -> None:
+def _media(reading: Translator) -> None:
     """Limits of images and videos: theirs, where the file says any; the model's own for text."""
     limits = other_tools_table()["llamafactory"]["defaults"]["media"]
     if any(key in reading.entries for key in limits):

@@ -7,8 +7,10 @@ rest is looked up key by key.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from luthier.config.explain import Meant, other_tools_table, what_is_meant
@@ -65,7 +67,7 @@ def is_their_key(key: str) -> bool:
 
 
 @dataclass(kw_only=True, slots=True)
-class Reading:
+class Translator:
     """What is left of their file, and what became of the rest so far."""
 
     name: str
@@ -138,14 +140,14 @@ def names_of(value: object) -> list[str]:
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
-def read_one(reading: Reading, key: str) -> None:
+def read_one(reading: Translator, key: str) -> None:
     value = reading.take(key)
     table = other_tools_table()["llamafactory"]
     for why, keys in table["passed"].items():
         if key in keys:
             reading.passed[key] = why
             return
-    is_off = value in (None, False, "") or value in table["off"].get(key, ())
+    is_off = value is None or value is False or value == "" or value in table["off"].get(key, ())
     if key in table["keys"] and (value is None or value in table["off"].get(key, ())):
         return
     if key in table["keys"]:
@@ -165,13 +167,15 @@ def read_one(reading: Reading, key: str) -> None:
             reading.set(ours, plain(parsed), key)
         case Meant(key=str(ours)) if not is_off:
             _set_one(reading, ours, key)
-        case Meant(told=str(told)) if not is_off and told.startswith(("not there", "write ")):
-            reading.refuse(key, f"{_shown(value)} asks for what is {told}")
+        case Meant(told=str(told)) if not is_off and told.startswith("not needed: "):
+            reading.passed[key] = told.removeprefix("not needed: ")
+        case Meant(told=str(told)) if not is_off:
+            reading.refuse(key, f"this file says {_shown(value)}: {told}")
         case _:
-            reading.passed[key] = "it is off" if is_off else "Luthier needs no such key"
+            reading.passed[key] = "it is off"
 
 
-def _set_one(reading: Reading, ours: str, key: str) -> None:
+def _set_one(reading: Translator, ours: str, key: str) -> None:
     """One key of theirs is one of ours. Their lists are texts with commas."""
     path, node = parse_path(ours), reading.entries[key]
     schema = schema_at(path or ()) or {}
@@ -183,3 +187,38 @@ def _set_one(reading: Reading, ours: str, key: str) -> None:
 
 def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ------------------------------------------------------------------ files that theirs name
+
+
+def has_own_template(model: str) -> bool | None:
+    """Whether a model in a local folder brings a chat template; None for one that is elsewhere.
+
+    Raises nothing: what cannot be read is told where the model is loaded.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return None
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The config.json of a model in a local folder; nothing for one that is elsewhere, or cannot be read."""
+    try:
+        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def beside(path: str, name: str) -> Path | None:
+    """A path of theirs starts from the folder that LLaMA-Factory is run in, which is above its examples."""
+    starts = [Path(), *Path(name).resolve().parents]
+    return next((start / path for start in starts if (start / path).is_file()), None)

@@ -1,0 +1,223 @@
+"""Files of LLaMA-Factory's are read as they are: what is translated, what is refused and why, and what trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from luthier.config.dumping import dump_translation
+from luthier.config.explain import other_tools_table, what_is_meant
+from luthier.config.loading import load_config, load_config_text, load_draft
+from luthier.config.peers.translation import is_their_key
+from luthier.config.tree import parse_path
+from luthier.config.words import schema_at
+from luthier.errors import ConfigError
+
+TABLE: dict[str, Any] = other_tools_table()["llamafactory"]
+SFT = "model_name_or_path: preset:tiny-qwen3\nstage: sft\ndataset: some\n"
+KEYS: list[str] = json.loads(Path(__file__).with_name("other_tools.json").read_text(encoding="utf-8"))["llamafactory"]
+
+# Files that are refused, and the keys that say why; all others of LLaMA-Factory's examples are translated.
+REFUSED = {
+    "extras/fp8/llama3_fp8_deepspeed_sft.yaml": ["fp8"],
+    "extras/fp8/llama3_fp8_fsdp_sft.yaml": ["fp8"],
+    "extras/fsdp_qlora/llama3_lora_sft.yaml": ["quantization_bit"],
+    "extras/llama_pro/llama3_freeze_sft.yaml": ["use_llama_pro"],  # of a model that is no folder here
+    "extras/mod/llama3_full_sft.yaml": ["mixture_of_depths"],
+    "extras/nlg_eval/llama3_lora_predict.yaml": ["do_predict"],
+    "extras/qoft/llama3_oft_sft_bnb_npu.yaml": ["quantization_bit"],
+    **{f"inference/{name}.yaml": ["infer_backend"]
+       for name in ("mossvl", "qwen3", "qwen3_full_sft", "qwen3_lora_sft", "qwen3vl")},
+    **{f"ktransformers/train_lora/{name}_lora_sft_kt.yaml": ["use_kt"]
+       for name in ("deepseek_v2", "deepseek_v3", "deepseek_v3_int8", "qwen3_5moe", "qwen3moe", "qwen3vlmoe")},
+    "megatron/qwen2_vl_full.yaml": ["tensor_model_parallel_size", "pipeline_model_parallel_size"],
+    "megatron/qwen3_moe_full.yaml": ["pipeline_model_parallel_size", "expert_model_parallel_size"],
+    **{f"merge_lora/{name}.yaml": ["export_dir"]
+       for name in ("mossvl_lora_sft", "qwen3_full_sft", "qwen3_gptq", "qwen3_lora_sft", "qwen3vl_lora_sft")},
+    "train_lora/qwen3_lora_sft_ray.yaml": ["dataset_dir"],
+    "train_qlora/qwen3_lora_sft_bnb_npu.yaml": ["quantization_bit"],
+    "train_qlora/qwen3_lora_sft_otfq.yaml": ["quantization_bit"],
+}  # fmt: skip
+
+
+def keys_refused(text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(text, "theirs.yaml", check_paths=False)
+    return [problem.key for problem in caught.value.problems]
+
+
+def examples(shared: Path) -> dict[str, Path]:
+    folder = shared / "data" / "peers" / "llamafactory" / "examples"
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
+    return {name: path for name, path in files.items() if "model_name_or_path" in path.read_text(encoding="utf-8")}
+
+
+@pytest.mark.shared
+def test_every_example_file_is_translated_or_refused_by_the_key_that_says_why(shared: Path) -> None:
+    refused = {}
+    for name, path in (files := examples(shared)).items():
+        try:
+            draft = load_draft(path, check_paths=False)
+        except ConfigError as error:
+            refused[name] = [problem.key for problem in error.problems]
+            assert all(problem.where.startswith(f"{path}:") for problem in error.problems), error
+        else:
+            assert draft.translation is not None and len(draft.translation.summary) <= 10
+            imported = dump_translation(draft.translation, name)
+            assert load_config_text(imported, "run.yaml", check_paths=False) == draft.config
+    assert len(files) == 66
+    assert refused == REFUSED
+
+
+def test_lines_of_the_table_name_keys_that_are_there() -> None:
+    assert [ours for ours in TABLE["keys"].values() if schema_at(parse_path(ours) or ("?",)) is None] == []
+    listed = [*TABLE["off"], *TABLE["missing"], *(key for keys in TABLE["passed"].values() for key in keys)]
+    assert [key for key in listed if key in TABLE["keys"] and key not in TABLE["off"]] == []
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_of_theirs_may_be_written_over_on_the_command_line(key: str) -> None:
+    assert is_their_key(key)
+
+
+def test_the_table_for_messages_and_the_table_for_files_agree() -> None:
+    """A key that both know has one meaning."""
+    meant = {key: what_is_meant(key) for key in TABLE["keys"]}
+    different = {key: (ours, meant[key]) for key, ours in TABLE["keys"].items()
+                 if (found := meant[key]) is not None and found.key is not None and found.key != ours}  # fmt: skip
+    assert different == {}
+
+
+def test_their_defaults_are_written_out() -> None:
+    run = load_config_text(SFT, "theirs.yaml", check_paths=False)
+    assert (run.adapter.type, run.adapter.r, run.adapter.target_modules) == ("lora", 8, ["all-linear"])
+    assert (run.train.learning_rate, run.train.lr_scheduler_type, run.train.warmup_steps) == (5e-5, "linear", 0)
+    assert (run.train.packing, run.train.gradient_checkpointing, run.data.max_length) == ("none", True, 2048)
+    assert run.train.per_device_train_batch_size == 8 and run.output.save_steps == 500
+    assert str(run.data.registry) == "data/dataset_info.json"
+
+
+@pytest.mark.parametrize(("text", "ours", "value"), [
+    ("stage: pt\n", "train.packing", "split"),
+    ("stage: pt\npacking: false\n", "train.packing", "none"),
+    ("neat_packing: true\n", "train.packing", "window"),
+    ("max_samples: 10\n", "data.use", ["some#10"]),
+    ("finetuning_type: freeze\n", "adapter.freeze_trainable_layers", 2),
+    ("lora_target: q_proj,v_proj\n", "adapter.target_modules", ["q_proj", "v_proj"]),
+    ("adapter_name_or_path: a,b\n", "adapter.merge_first", ["a"]),
+    ("adapter_name_or_path: a,b\n", "adapter.name_or_path", "b"),
+    ("adapter_name_or_path: a,b\ncreate_new_adapter: true\n", "adapter.merge_first", ["a", "b"]),
+    ("stage: dpo\npref_loss: simpo\n", "objective.gamma", 0.5),
+    ("stage: kto\n", "objective.beta", 0.1),
+    ("use_dft_loss: true\n", "objective.loss", "dft"),
+    ("finetuning_type: full\nuse_galore: true\ngalore_rank: 4\n", "train.optim_args.rank", 4),
+    ("finetuning_type: full\nuse_galore: true\n", "train.optim", "galore_adamw"),
+    ("use_muon: true\n", "train.optim", "muon"),
+    ("pure_bf16: true\n", "model.dtype", "bfloat16"),
+    ("warmup_ratio: 0.1\n", "train.warmup_steps", 0.1),
+    ("warmup_ratio: 0.1\nwarmup_steps: 20\n", "train.warmup_steps", 20),
+    ("flash_attn: fa2\n", "model.attn_implementation", "flash_attention_2"),
+    ("val_size: 0.1\neval_strategy: steps\nlogging_steps: 7\n", "eval.steps", 7),
+    ("freeze_vision_tower: false\n", "adapter.train_parts", ["language_model", "tower"]),
+    ("mix_strategy: interleave_under\n", "data.mixture.stop", "first"),
+    ("mask_history: true\n", "template.train_on", "last_assistant"),
+    ("enable_thinking: false\n", "template.kwargs.enable_thinking", False),
+    ("overwrite_output_dir: true\n", "output.overwrite", True),
+    ("resume_from_checkpoint: some/checkpoint\n", "output.resume", "some/checkpoint"),
+    ("image_max_pixels: 262144\n", "media.video_max_pixels", 65536),
+    ("ddp_timeout: 180000000\n", "runtime.rank_timeout", 1800.0),
+    ("ddp_timeout: 600\n", "runtime.rank_timeout", 600.0),
+    ("dataset_dir: ONLINE\ndataset: owner/rows\n", "data.train[0].path", "hub:owner/rows"),
+    ("add_tokens: <a>,<b>\n", "model.add_tokens", ["<a>", "<b>"]),
+    ("use_kt: false\nfp8: false\nuse_unsloth: true\ntensor_model_parallel_size: 1\n", "objective.name", "sft"),
+], ids=str)  # fmt: skip
+def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) -> None:
+    theirs = "".join(line for line in SFT.splitlines(keepends=True) if line.split(":")[0] not in text) + text
+    run: Any = load_config_text(theirs, "theirs.yaml", check_paths=False).model_dump(mode="json")
+    for step in parse_path(ours) or ():
+        run = run[step]
+    assert run == value
+
+
+@pytest.mark.parametrize(("text", "key"), [
+    ("stage: ppo\n", "stage"),
+    ("lora_rank: 0\n", "lora_rank"),
+    ("learning_rate: fast\n", "learning_rate"),
+    ("no_such_key: 1\n", "no_such_key"),
+    ("quantization_bit: 4\n", "quantization_bit"),
+    ("pref_bco_weight: 0.5\nstage: dpo\n", "pref_bco_weight"),
+    ("shift_attn: true\n", "shift_attn"),
+    ("deepspeed: nowhere.json\n", "deepspeed"),
+    ("use_muon: true\nuse_badam: true\n", "use_badam"),
+    ("media_dir: elsewhere\n", "media_dir"),
+    ("do_predict: true\n", "do_predict"),
+], ids=str)  # fmt: skip
+def test_what_is_wrong_or_missing_is_told_by_their_key(text: str, key: str) -> None:
+    theirs = "".join(line for line in SFT.splitlines(keepends=True) if line.split(":")[0] not in text) + text
+    assert key in keys_refused(theirs)
+
+
+def test_a_fault_names_their_line_and_key() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(f"{SFT}weight_decay: -1\n", "theirs.yaml", check_paths=False)
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.key) == ("theirs.yaml:4", "weight_decay") and "train.weight_decay" in problem.what
+
+
+def test_overrides_use_their_keys_or_ours() -> None:
+    run = load_config_text(SFT, "theirs.yaml", ["lora_rank=3", "train.max_steps=2"], check_paths=False)
+    assert (run.adapter.r, run.train.max_steps) == (3, 2)
+
+
+def test_a_file_of_ours_is_left_alone() -> None:
+    draft = load_draft({"model": "preset:tiny-qwen3", "data": {"train": "preset:skills"}})
+    assert draft.translation is None
+
+
+@pytest.mark.parametrize(("stage", "sharding"), [(0, "none"), (2, "fsdp"), (3, "fsdp")])
+def test_deepspeed_files_say_how_a_model_is_shared(tmp_path: Path, stage: int, sharding: str) -> None:
+    settings = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.5}
+    (tmp_path / "zero.json").write_text(json.dumps(settings), encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(f"{SFT}deepspeed: zero.json\n", encoding="utf-8")
+    run = load_config(tmp_path / "run.yaml", check_paths=False)
+    assert (run.runtime.sharding, run.train.max_grad_norm) == (sharding, 0.5)
+
+
+def test_layers_that_llama_pro_has_put_in_are_those_that_are_trained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 6}', encoding="utf-8")
+    text = (f"model_name_or_path: {tmp_path}\ndataset: some\nfinetuning_type: freeze\n"
+            "use_llama_pro: true\nfreeze_trainable_layers: 2\n")  # fmt: skip
+    run = load_config_text(text, "theirs.yaml", check_paths=False)
+    assert run.adapter.freeze_trainable_modules == ["*.layers.2.*", "*.layers.5.*"]
+    assert run.adapter.freeze_trainable_layers is None
+
+
+def test_a_model_without_a_template_gets_the_named_one(tmp_path: Path) -> None:
+    text = f"model_name_or_path: {tmp_path}\ndataset: some\ntemplate: llama3\n"
+    assert load_config_text(text, "theirs.yaml", check_paths=False).template.chat_template == "llama3"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    assert load_config_text(text, "theirs.yaml", check_paths=False).template.chat_template is None
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", [
+    "train_lora/qwen3_lora_sft.yaml",
+    "train_lora/qwen3_lora_dpo.yaml",
+    "train_lora/qwen3_lora_kto.yaml",
+    "train_lora/qwen3_lora_reward.yaml",
+    "train_lora/qwen3_lora_pretrain.yaml",
+])  # fmt: skip
+def test_example_files_train(shared: Path, tmp_path: Path, name: str) -> None:
+    from luthier.library import train
+
+    result = train(examples(shared)[name], overrides=[
+        "model_name_or_path=preset:tiny-qwen3", f"dataset_dir={shared / 'data' / 'demo'}", f"output_dir={tmp_path}",
+        "max_samples=12", "max_steps=2", "gradient_accumulation_steps=1",
+        "dataloader_num_workers=0", "logging_steps=1", f"tokenized_path={tmp_path / 'store'}",
+        "tracking.progress=false",
+    ])  # fmt: skip
+    assert result.exit_code == 0
+    assert len(result.steps) == 2
