@@ -24,11 +24,9 @@ KEYS: list[str] = json.loads(Path(__file__).with_name("other_tools.json").read_t
 REFUSED = {
     "extras/fp8/llama3_fp8_deepspeed_sft.yaml": ["fp8"],
     "extras/fp8/llama3_fp8_fsdp_sft.yaml": ["fp8"],
-    "extras/fsdp_qlora/llama3_lora_sft.yaml": ["quantization_bit"],
     "extras/llama_pro/llama3_freeze_sft.yaml": ["use_llama_pro"],  # of a model that is no folder here
     "extras/mod/llama3_full_sft.yaml": ["mixture_of_depths"],
     "extras/nlg_eval/llama3_lora_predict.yaml": ["do_predict"],
-    "extras/qoft/llama3_oft_sft_bnb_npu.yaml": ["quantization_bit"],
     **{f"inference/{name}.yaml": ["infer_backend"]
        for name in ("mossvl", "qwen3", "qwen3_full_sft", "qwen3_lora_sft", "qwen3vl")},
     **{f"ktransformers/train_lora/{name}_lora_sft_kt.yaml": ["use_kt"]
@@ -38,8 +36,6 @@ REFUSED = {
     **{f"merge_lora/{name}.yaml": ["export_dir"]
        for name in ("mossvl_lora_sft", "qwen3_full_sft", "qwen3_gptq", "qwen3_lora_sft", "qwen3vl_lora_sft")},
     "train_lora/qwen3_lora_sft_ray.yaml": ["dataset_dir"],
-    "train_qlora/qwen3_lora_sft_bnb_npu.yaml": ["quantization_bit"],
-    "train_qlora/qwen3_lora_sft_otfq.yaml": ["quantization_bit"],
 }  # fmt: skip
 
 
@@ -104,7 +100,9 @@ def test_their_defaults_are_written_out() -> None:
     ("stage: pt\n", "train.packing", "split"),
     ("stage: pt\npacking: false\n", "train.packing", "none"),
     ("neat_packing: true\n", "train.packing", "window"),
-    ("max_samples: 10\n", "data.use", ["some#10"]),
+    ("max_samples: 10\n", "data.first_rows", 10),
+    ("quantization_bit: 4\n", "model.quantization.type", "nf4"),
+    ("quantization_bit: 8\n", "model.quantization.type", "int8"),
     ("finetuning_type: freeze\n", "adapter.freeze_trainable_layers", 2),
     ("lora_target: q_proj,v_proj\n", "adapter.target_modules", ["q_proj", "v_proj"]),
     ("adapter_name_or_path: a,b\n", "adapter.merge_first", ["a"]),
@@ -147,7 +145,7 @@ def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) ->
     ("lora_rank: 0\n", "lora_rank"),
     ("learning_rate: fast\n", "learning_rate"),
     ("no_such_key: 1\n", "no_such_key"),
-    ("quantization_bit: 4\n", "quantization_bit"),
+    ("quantization_bit: 3\nquantization_method: hqq\n", "quantization_bit"),
     ("pref_bco_weight: 0.5\nstage: dpo\n", "pref_bco_weight"),
     ("shift_attn: true\n", "shift_attn"),
     ("deepspeed: nowhere.json\n", "deepspeed"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, TypeGuard
 
-from luthier.config.explain import other_tools_table, what_is_meant
+from luthier.config.explain import other_tools_table
 from luthier.config.peers.translation import (
     Translation,
     Translator,
@@ -249,17 +249,16 @@ def _data(reading: Translator) -> None:
     for ours, key, value in (("data.use", "dataset", names), ("data.eval_use", "eval_dataset", held_out)):
         if value is None:
             continue
-        counted = [name if most is None or "#" in name else f"{name}#{most}" for name in names_of(value)]
+        names_here = names_of(value)
         if folder == "ONLINE":
-            paths: list[object] = [{"path": f"hub:{name.split('#')[0]}"} | ({"max_rows": most} if most else {})
-                                   for name in counted]  # fmt: skip
+            paths = [{"path": f"hub:{name}"} for name in names_here]
             reading.set("data.train" if key == "dataset" else "data.eval", paths, key)
         else:
-            reading.set(ours, counted, key)
+            reading.set(ours, names_here, key)
     if folder != "ONLINE":
         reading.set("data.registry", f"{folder}/dataset_info.json", "dataset_dir")
     if most is not None:
-        reading.told.append(f"max_samples: a seeded sample of {most} rows of each set, not its first {most}")
+        reading.set("data.first_rows", most, "max_samples")
     if (media := reading.take("media_dir")) is not None and str(media) != folder:
         reading.refuse("media_dir", "media are looked for beside the file of their rows",
                        "name the data sets in data.train, each with its media_root")  # fmt: skip
@@ -298,8 +297,6 @@ def _template(reading: Translator) -> None:
     for key, who in (("train_on_prompt", "all"), ("mask_history", "last_assistant")):
         if reading.flag(key):
             reading.set("template.train_on", who, key)
-    if reading.take("tool_format") is not None:
-        reading.passed["tool_format"] = "the chat template writes tools in its own way"
 
 
 def _lengths(reading: Translator) -> None:
@@ -357,14 +354,19 @@ def _new_tokens(reading: Translator) -> None:
 
 
 def _quantization(reading: Translator) -> None:
-    bits = reading.take("quantization_bit")
-    for key in ("quantization_method", "quantization_type", "double_quantization", "quantization_device_map"):
-        if reading.take(key) is not None and bits is None:
-            reading.passed[key] = "quantization_bit is not given"
+    """Four bits are nf4 or fp4, eight int8, all by bitsandbytes; their other libraries are not there."""
+    bits, method = reading.take("quantization_bit"), reading.take("quantization_method")
+    kind, double = reading.take("quantization_type"), reading.take("double_quantization")
+    reading.read.add("quantization_device_map")
     if bits is None:
         return
-    meant = what_is_meant("quantization_bit", bits)
-    reading.refuse("quantization_bit", f"{bits} bits: {meant.told if meant is not None else 'not there'}")
+    if bits not in (4, 8) or method not in (None, "bnb"):
+        what = f"{bits} bits by {method or 'bnb'} are not there"
+        reading.refuse("quantization_bit", what, "write 4 or 8, with quantization_method: bnb")
+        return
+    reading.set("model.quantization.type", str(kind or "nf4") if bits == 4 else "int8", "quantization_bit")
+    if bits == 4 and double is not None:
+        reading.set("model.quantization.double_quantization", double, "double_quantization")
 
 
 def _optimizer(reading: Translator) -> None:
