@@ -311,6 +311,9 @@ class DataConfig(Section):
     ``split`` cuts them into several at ends of turns; ``keep_answer`` leaves out the oldest turns of prompts, never the
     system message, the tools or an answer ([data_formats.md](data_formats.md#rows-that-are-too-long)). All are
     counted."""
+    document_end: NonEmpty = "eos"
+    """What ends a plain text: ``eos``, the tokenizer's end-of-sequence token; ``none``; or a control token's own text,
+    such as ``<|endoftext|>``. It is learned with the text."""
     max_drop: ShareOrCount = 0.05
     """Most rows that may be dropped or quarantined before the run stops: a share below 1, or a number of rows."""
     same_role: Annotated[SameRole, as_enum(SameRole)] = SameRole.KEEP

@@ -34,6 +34,7 @@ from luthier.records import (
     Tokenized,
 )
 from luthier.rendering.blueprint import Expansion, Filled, PreferenceData
+from luthier.rendering.control import ControlTokens
 from luthier.rendering.render import Renderer, refuse
 from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.store.manifest import BLOBS, default_root
@@ -41,6 +42,7 @@ from luthier.templating.limits import TemplateSettings
 
 BATCH_CHARACTERS = 250_000  # about so many are encoded in one call
 BATCH_ROWS = 1_000
+EOS, NO_END = "eos", "none"  # of `data.document_end`, beside the texts of tokens
 GIVEN_AS_IDS = "given as token ids, whose prompt is not proven to be inference's"  # a note on rows
 
 
@@ -54,6 +56,7 @@ class Encoder:
     media: MediaConfig = field(default_factory=MediaConfig)
     blobs: Path | None = None  # a folder for media that rows hold themselves
     keep_answer_within: int | None = None  # the limit of `data.overflow: keep_answer`, tokens
+    document_end: str = EOS  # `data.document_end`
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Encoder:
@@ -65,6 +68,7 @@ class Encoder:
             config.media,
             (config.data.store or default_root()) / BLOBS,
             config.data.max_length if config.data.overflow is Overflow.KEEP_ANSWER else None,
+            config.data.document_end,
         )
         encoder.renderer  # noqa: B018  build it now: errors belong to the start of a run
         return encoder
@@ -103,7 +107,7 @@ class Encoder:
                 f"template.kwargs: the chat template of {self.tokenizer.files.origin} reads no variable {unknown[0]!r}",
                 hint=f"it reads {', '.join(sorted(template.variables)) if template else 'nothing, there is none'}",
             )
-        return Renderer(template, self.tokenizer.control, policy, replay=self.options.replay, slots=self.measurer.slots)
+        return Renderer(template, self._control(), policy, replay=self.options.replay, slots=self.measurer.slots)
 
     @cached_property
     def media_source(self) -> MediaSource:
@@ -122,6 +126,7 @@ class Encoder:
         options = self.options.model_dump_json(exclude={"chat_template"})
         parts = [str(SAMPLES_VERSION), self.tokenizer.fingerprint, options, self.kind, self.media_source.fingerprint]
         parts += [] if self.keep_answer_within is None else [f"keep_answer {self.keep_answer_within}"]
+        parts += [] if self.document_end == EOS else [f"document_end {self.document_end}"]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
@@ -133,6 +138,18 @@ class Encoder:
             "model": self.model.tokenizer_name_or_path or self.model.name_or_path,
             "template": named or ("inline" if template else "the model's own"),
         }
+
+    def _control(self) -> ControlTokens:
+        """The tokenizer's control tokens, with what ends a document in this run."""
+        control = self.tokenizer.control
+        if self.document_end == EOS:
+            return control
+        if self.document_end != NO_END and self.document_end not in control.tokens:
+            raise TemplateError(
+                f"data.document_end: {self.document_end!r} is not a control token of {self.tokenizer.files.origin}",
+                hint=f"{EOS}, {NO_END}, or one of {', '.join(sorted(control.tokens)[:20])}",
+            )
+        return replace(control, closing=() if self.document_end == NO_END else (self.document_end,))
 
     def _allowed(self) -> frozenset[str]:
         if isinstance(self.options.control, str):
@@ -227,7 +244,8 @@ class Encoder:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            name: getattr(self, name) for name in ("model", "options", "kind", "media", "blobs", "keep_answer_within")
+            name: getattr(self, name)
+            for name in ("model", "options", "kind", "media", "blobs", "keep_answer_within", "document_end")
         }
 
 

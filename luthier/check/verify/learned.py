@@ -177,9 +177,10 @@ def _weight_faults(turn: ExpectedTurn, home: Home, runs: Runs) -> Iterator[Viola
 def _stop_faults(turn: ExpectedTurn, home: Home, runs: Runs, *, train_stop: bool) -> Iterator[Violation]:
     if not train_stop or not turn.policy.scaffold or turn.unfinished:
         return
+    is_named = turn.message is None and runs.tokenizer.document_end != "eos"  # data.document_end names what ends texts
     if turn.open_end:
         yield runs.fault(Check.STOP_TRAINED, "the template ends this turn with no stop token", message=turn.message)
-    elif turn.num_stop and int(turn.completion[-1]) not in runs.tokenizer.stop_ids:
+    elif turn.num_stop and not is_named and int(turn.completion[-1]) not in runs.tokenizer.stop_ids:
         stops = ", ".join(sorted(runs.tokenizer.stops)) or "none"
         token = runs.tokenizer.decode(turn.completion[-turn.num_stop :])
         what = f"the turn ends with {token!r}; inference stops on {stops} (eos_token, generation_config.json)"

@@ -31,8 +31,8 @@ SECRET_BEGIN, SECRET_END = "\U0010fff0", "\U0010fff1"
 class ReferenceTokenizer:
     """Ids of whole texts. Built from the tokenizer's own file and the tokens that the run adds."""
 
-    def __init__(self, files: ReferenceFiles) -> None:
-        self.files = files
+    def __init__(self, files: ReferenceFiles, *, document_end: str = "eos") -> None:
+        self.files, self.document_end = files, document_end
         self._whole = self._load(json.loads(files.tokenizer_json), rename=False)
         self.control_ids = {token: self._id(token) for token in sorted(files.control)}
         told = {str(self._whole.id_to_token(number)) for number in files.generation_stops}
@@ -83,7 +83,8 @@ class ReferenceTokenizer:
         """What stands before and behind a plain text; nothing, if it was ``rendered`` and has it already."""
         if rendered:
             return _array([]), _array([])
-        end = self.files.special_tokens.get("eos_token")
+        named = self.document_end
+        end = self.files.special_tokens.get("eos_token") if named == "eos" else None if named == "none" else named
         return _array([self._id(token) for token in self.opening]), _array([] if end is None else [self._id(end)])
 
     @cached_property

@@ -75,18 +75,19 @@ class RowVerifier:
         server: TokenServer | None = None,
         num_decoded: int = 0,
         keep_answer_within: int | None = None,
+        document_end: str = "eos",
     ) -> None:
         """Of ``encoder`` the files, the template and the options are used, never what it encodes.
 
         With a ``server``, each turn's context is also compared with the tokens that the server makes of it. The media
         of ``num_decoded`` rows, and of ever fewer after these, are decoded and given to the model's processor.
-        ``keep_answer_within``: prompts were shortened to so many tokens.
+        ``keep_answer_within``: prompts were shortened to so many tokens; ``document_end``: what ends plain texts.
         """
         self.keep_answer_within = keep_answer_within
         self.server = server
         self.num_decoded = num_decoded
         self.files = ReferenceFiles.of_run(encoder)
-        self.tokenizer = ReferenceTokenizer(self.files)
+        self.tokenizer = ReferenceTokenizer(self.files, document_end=document_end)
         self.policy = RunPolicy.of_files(self.files)
         self.kwargs = encoder.options.kwargs
         self._run = encoder

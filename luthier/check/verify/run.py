@@ -115,6 +115,7 @@ def verify(
             server=server,
             num_decoded=options.num_decoded,
             keep_answer_within=reference.keep_answer_within,
+            document_end=reference.document_end,
         ),
         encoder=encoder or reference,
         reference=reference,
