@@ -32,6 +32,7 @@ PACKAGES = {
 }
 """What a model that comes quantized needs beside transformers, by the ``quant_method`` of its config."""
 
+_BLOCK, _BLOCK_OF_SCALES = 64, 256  # of bitsandbytes' 4 bits
 _INT4_GROUP = 128  # weights that share a scale in torchao's int4
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -191,6 +192,39 @@ def _reads_quantized(conversion: object) -> bool:
     return any(getattr(each, "hf_quantizer", None) is not None for each in getattr(conversion, "operations", ()))
 
 
+def bytes_when_quantized(
+    model: PreTrainedModel, section: QuantizationConfig, trained: Iterable[str] = ()
+) -> dict[int, int]:
+    """By ``id`` of each weight of `layers_to_quantize` the bytes it will take. Raises as that."""
+    layers = layers_to_quantize(model, section, trained).values()
+    weights = [parameter for layer in layers for name, parameter in layer.named_parameters() if name == "weight"]
+    return {id(weight): _quantized_bytes(weight, section) for weight in weights}
+
+
+def _quantized_bytes(weight: torch.Tensor, section: QuantizationConfig) -> int:
+    """What a layer's weight takes once it is quantized, with its scales; it may have no numbers yet.
+
+    4 bits: a scale for each block of 64, in float32, or in 8 bits with one for each 256 of them; 8 bits: one for
+    each row.
+    """
+    numbers, rows = weight.numel(), weight.shape[0]
+    match section.type:
+        case QuantizationType.NF4 | QuantizationType.FP4:
+            blocks = -(-numbers // _BLOCK)
+            scales = (
+                blocks + 4 * (-(-blocks // _BLOCK_OF_SCALES) + 256 + 1) if section.double_quantization else 4 * blocks
+            )
+            return -(-numbers // 2) + scales + 4 * 16
+        case QuantizationType.INT8 | QuantizationType.TORCHAO_FP8:
+            return numbers + 4 * rows
+        case QuantizationType.TORCHAO_INT8:
+            return numbers + 5 * rows  # a zero point too
+        case QuantizationType.TORCHAO_INT4:
+            return numbers // 2 + 4 * (numbers // _INT4_GROUP)
+        case _:
+            return numbers * weight.element_size()
+
+
 def num_weights(parameter: torch.Tensor) -> int:
     """How many numbers a parameter stands for; one of 4 bits has two in a byte."""
     state = getattr(parameter, "quant_state", None)
@@ -199,13 +233,14 @@ def num_weights(parameter: torch.Tensor) -> int:
 
 def num_bytes(parameter: torch.Tensor) -> int:
     """What a parameter takes, scales and code books of a quantized one included."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _held(parameter))
+    return sum(tensor.numel() * tensor.element_size() for tensor in held_tensors(parameter))
 
 
-def _held(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+def held_tensors(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with storage of their own that a parameter consists of: numbers, and scales of a quantized one."""
     if hasattr(parameter, "__tensor_flatten__"):  # torchao's: tensors in a tensor
         for name in parameter.__tensor_flatten__()[0]:
-            yield from _held(getattr(parameter, name))
+            yield from held_tensors(getattr(parameter, name))
         return
     yield parameter.data
     if (scales := getattr(parameter, "SCB", None)) is not None:

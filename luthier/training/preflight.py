@@ -35,6 +35,7 @@ from luthier.models.adapter_files import check_mergeable, shape_existing
 from luthier.models.adapters import apply_adapter
 from luthier.models.compiled import compilable_layers
 from luthier.models.model import build_weightless, check_choices, check_quantized, run_device
+from luthier.models.quantized import bytes_when_quantized
 from luthier.models.routers import balanced_routers, choose_experts
 from luthier.models.sharding import divisible_layers, refuse_other_ways
 from luthier.models.submodules import decoder_family
@@ -324,7 +325,12 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
 
 def _weights(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
     """Weights are loaded, or made, in the machine's own memory, whatever the device."""
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    section = draft.config.model.quantization
+    try:
+        bytes_of = bytes_when_quantized(model, section, draft.config.adapter.modules_to_save)
+    except ModelError:
+        bytes_of = {}  # told already
+    needed = sum(bytes_of.get(id(each), each.numel() * each.element_size()) for each in model.parameters())
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         key = "model.config_overrides" if draft.config.model.config_overrides else "model.name_or_path"

@@ -23,6 +23,7 @@ from tiny_rows import run_data
 from tiny_runs import make_config, make_data, make_segments
 from transformers import MambaConfig, PretrainedConfig
 
+from luthier.config.choices import QuantizationType
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
@@ -127,6 +128,11 @@ HERE = [name for name in OPTIMIZERS if name not in ELSEWHERE | ON_GPU_ALONE]
 FAST = {"sgd": 0.5, "lomo": 0.5, "schedule_free_sgd": 2.0, "adagrad": 1e-2, "adalomo": 1e-1}
 LORA: dict[str, Any] = {"adapter__type": "lora", "adapter__r": 4}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+BASES = [each for each in QuantizationType if each not in (QuantizationType.NONE, QuantizationType.TORCHAO_INT4)]
+METHOD_OF: dict[str, dict[str, Any]] = {
+    "oft": {"adapter__type": "oft", "adapter__oft_block_size": 8},
+    "vera": {"adapter__type": "vera", "adapter__r": 64},
+}
 METHODS: dict[str, dict[str, Any]] = {
     "`adapter.type: full`": {},
     "`adapter.type: freeze`": {"adapter__type": "freeze", "adapter__freeze_trainable_layers": 1},
@@ -143,8 +149,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "adapter__target_parameters": EXPERTS,
     },
     "`adapter.modules_to_save`": {**LORA, "adapter__modules_to_save": ["embed_tokens"]},
-    "`adapter.type: oft`": {"adapter__type": "oft", "adapter__oft_block_size": 8},
-    "`adapter.type: vera`": {"adapter__type": "vera", "adapter__r": 64},
+    **{f"`adapter.type: {kind}`": METHOD_OF[kind] for kind in METHOD_OF},
+    **{f"`model.quantization: {how}`": {**LORA, "model__quantization": how.value} for how in BASES},
+    "`model.quantization: nf4`, DoRA": {**LORA, "adapter__use_dora": True, "model__quantization": "nf4"},
+    **{f"`model.quantization: nf4`, `adapter.type: {kind}`": {**METHOD_OF[kind], "model__quantization": "nf4"}
+       for kind in METHOD_OF},
     "`train.layer_decay`": {"train__layer_decay": 0.8},
     "`train.learning_rates`": {"train__learning_rates": {"embedding": 1e-3}},
     "`train.offload`": {"train__offload": ["optimizer", "activations"]},

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,7 +86,8 @@ class EpochWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes on each device at the worst moment. ``casts``: 16-bit copies of 32-bit weights, while they compute."""
+    """Bytes on each device at the worst moment. ``casts``: 16-bit copies of 32-bit weights, and the largest quantized
+    weight made whole, while they compute."""
 
     weights: int
     casts: int
@@ -188,7 +190,8 @@ def memory_of(shape: ModelShape, work: EpochWork, config: RunConfig, *, on_gpu: 
     is_offloaded = on_gpu and Offload.OPTIMIZER in config.train.offload  # to another memory than this
     return Memory(
         weights=shape.weight_bytes,
-        casts=2 * shape.trainable if in_16_bits and _is_single(shape) else 0,
+        casts=(2 * shape.trainable if in_16_bits and shape.is_single else 0)
+        + (2 if in_16_bits else 4) * shape.largest_quantized,
         gradients=0 if OPTIMIZERS[config.train.optim].in_backward else shape.gradient_bytes,
         optimizer=0 if is_offloaded else round(optimizer_bytes(config.train.optim, shape)),
         activations=_activation_bytes(shape, work.largest_tokens, config, in_16_bits=in_16_bits),
@@ -214,11 +217,15 @@ def _activation_bytes(shape: ModelShape, tokens: int, config: RunConfig, *, in_1
     size = 2 if in_16_bits else 4
     # the stream between layers has the type of the weights; norms: what goes in, in 32 bits twice; attention: q, k, v,
     # q and k again after rotation, what comes out; feed-forward: gate, gate after its function, up, their product
-    stream = 4 if _is_single(shape) else size
-    per_layer = shape.width * (4 * stream + 16) + size * (3 * shape.queries + 3 * shape.keys + 4 * shape.feed_forward)
+    stream = 4 if shape.is_single else size
+    norms = 16 if shape.trains_norms or not shape.is_single else 0
+    per_layer = shape.width * (4 * stream + norms) + size * (
+        3 * shape.queries + 3 * shape.keys + 4 * shape.feed_forward
+    )
     if config.train.gradient_checkpointing:
-        return tokens * (shape.layers * stream * shape.width + per_layer)
-    return round(tokens * shape.layers * per_layer * _backward_share(shape, config))
+        return tokens * (shape.layers * stream * shape.width + per_layer) + size * shape.kept_whole // shape.layers
+    kept = tokens * shape.layers * per_layer * _backward_share(shape, config)
+    return round(kept) + size * shape.kept_whole
 
 
 def _backward_share(shape: ModelShape, config: RunConfig) -> float:
@@ -228,11 +235,6 @@ def _backward_share(shape: ModelShape, config: RunConfig) -> float:
     """
     stops = config.adapter.type is AdapterType.FREEZE and not config.train.gradient_checkpointing
     return shape.trained_body / max(1, shape.body) if stops else 1.0
-
-
-def _is_single(shape: ModelShape) -> bool:
-    """Whether weights are kept in 32 bits."""
-    return shape.weight_bytes > 3 * shape.parameters
 
 
 def _pairs(lengths: Ints, window: int | None) -> float:
@@ -348,7 +350,11 @@ class ModelShape:
     """A model as it is trained, adapter and all.
 
     parameters, trainable    numbers of parameters; tied ones count once
-    weight_bytes             of all parameters
+    weight_bytes             of all parameters, of quantized ones with their scales
+    is_single                whether weights that are not quantized are kept in 32 bits
+    largest_quantized        numbers of the largest quantized weight, which is whole while it computes; 0: there is none
+    kept_whole               numbers of all quantized weights, where autograd keeps them whole for the backward pass
+    trains_norms             whether norms are trained, which keeps what they multiply
     gradient_bytes           of those that are trained
     body, trained_body       parameters that each token is multiplied with, without the head; of experts, the chosen
     head                     parameters of the head, which is computed at targets only
@@ -361,6 +367,10 @@ class ModelShape:
     parameters: int
     trainable: int
     weight_bytes: int
+    is_single: bool
+    largest_quantized: int
+    kept_whole: int
+    trains_norms: bool
     gradient_bytes: int
     body: int
     trained_body: int
@@ -383,6 +393,7 @@ def shape_of_run(config: RunConfig, tokenizer: Tokenizer) -> ModelShape:
     """Of the model that a run trains, with its adapter and its new tokens. Raises `ModelError`."""
     from luthier.models.adapters import apply_adapter
     from luthier.models.model import build_weightless
+    from luthier.models.quantized import bytes_when_quantized
     from luthier.models.vocabulary import Vocabulary
 
     vocabulary = Vocabulary.of(tokenizer)
@@ -390,11 +401,21 @@ def shape_of_run(config: RunConfig, tokenizer: Tokenizer) -> ModelShape:
     # an adapter to go on from is taken for a new one, and no weights are there for one to be made of
     fresh = config.adapter.model_copy(update={"name_or_path": None, "init_lora_weights": True})
     new_ids = vocabulary.new_ids if config.adapter.name_or_path is None else ()  # an older adapter has its own rows
-    return shape_of(apply_adapter(model, fresh, new_ids=new_ids))
+    section = config.model.quantization
+    bytes_of = bytes_when_quantized(model, section, config.adapter.modules_to_save)
+    return shape_of(
+        apply_adapter(model, fresh, new_ids=new_ids), bytes_of, keeps_whole=section.type.library == "torchao"
+    )
 
 
-def shape_of(model: PreTrainedModel) -> ModelShape:
-    """The shape of a decoder. Raises `ModelError` for a model whose config does not say it in the usual words."""
+def shape_of(
+    model: PreTrainedModel, quantized: Mapping[int, int] = MappingProxyType({}), *, keeps_whole: bool = False
+) -> ModelShape:
+    """The shape of a decoder. ``quantized``: by ``id`` of a weight what it takes in few bits; ``keeps_whole``: as
+    torchao does, whose layers keep what they made of it for the backward pass.
+
+    Raises `ModelError` for a model whose config does not say it in the usual words.
+    """
     config = model.config.get_text_config()
     try:
         width, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
@@ -405,11 +426,16 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     active = _share_of_experts(said)
     table = (int(config.vocab_size), int(width))
     everything = list(model.named_parameters())
+    whole = [one for _, one in everything if not (one.requires_grad and quantized) and id(one) not in quantized]
     matrices = [(name, one) for name, one in everything if one.ndim > 1 and tuple(one.shape) != table]
     return ModelShape(
         parameters=sum(one.numel() for _, one in everything),
         trainable=sum(one.numel() for _, one in everything if one.requires_grad),
-        weight_bytes=sum(map(_num_bytes, (one for _, one in everything))),
+        weight_bytes=sum(quantized.get(id(one), _num_bytes(one)) for _, one in everything),
+        is_single=sum(map(_num_bytes, whole)) > 3 * sum(one.numel() for one in whole),
+        kept_whole=sum(one.numel() for _, one in everything if id(one) in quantized) if keeps_whole else 0,
+        trains_norms=any(one.requires_grad and one.ndim == 1 and "norm" in name for name, one in everything),
+        largest_quantized=max((one.numel() for _, one in everything if id(one) in quantized), default=0),
         gradient_bytes=sum(_num_bytes(one) for _, one in everything if one.requires_grad),
         body=_count(matrices, active),
         trained_body=_count([(name, one) for name, one in matrices if one.requires_grad], active),
