@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from luthier.config.choices import DATA_PRESETS, MODEL_PRESETS
+from luthier.config.choices import DATA_PRESETS, MODEL_PRESETS, QuantizationType
 from luthier.config.draft import Draft
 from luthier.config.explain import nearest
 from luthier.config.inputs import SourceConfig
@@ -324,6 +324,11 @@ def _quantization(draft: Draft) -> Iterator[Problem]:
         if package is not None and not is_installed(package):
             hint = f"pip install {package}; or remove {key}"
             yield draft.problem(key, f"{section.type} needs {package}, not installed here", hint)
+        if section.type is QuantizationType.TORCHAO_INT4:
+            why = "runtime.device is cpu" if draft.config.runtime.device == "cpu" else gpu_is_absent()
+            if why is not None:
+                what = f"torchao's 4-bit layers compute on a GPU only, and {why}"
+                yield draft.problem(key, what, f"set {key}: nf4")
 
 
 def _kernels(draft: Draft) -> Iterator[Problem]:

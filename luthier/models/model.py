@@ -142,13 +142,18 @@ def quantize_whole(loaded: LoadedModel, config: RunConfig) -> LoadedModel:
     config.output.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=config.output.dir, prefix=".whole_model_") as folder:
         model.save_pretrained(folder)
-        quantized: PreTrainedModel = type(model).from_pretrained(
-            folder,
-            attn_implementation=model.config._attn_implementation,
-            dtype=model.dtype,
-            use_safetensors=True,
-            **_quantizing(config, model),
-        )
+        given = _quantizing(config, model)
+        try:
+            quantized: PreTrainedModel = type(model).from_pretrained(
+                folder,
+                attn_implementation=model.config._attn_implementation,
+                dtype=model.dtype,
+                use_safetensors=True,
+                **given,
+            )
+        except (ValueError, ImportError, RuntimeError) as error:
+            what = f"{config.model.quantization.type} cannot be made of {type(model).__name__}: {_first_line(error)}"
+            raise ModelError(f"model.quantization: {what}", hint="set model.quantization: nf4") from error
     quantized.name_or_path = model.name_or_path
     quantized.config.get_text_config().use_cache = model.config.get_text_config().use_cache
     choose_experts(quantized, config.model.experts_implementation)

@@ -124,6 +124,10 @@ QUANTIZED_FAULTS = {
         ["model.quantization={type: nf4, skip_modules: [o_prj]}", "adapter=lora"],
         "model.quantization.skip_modules",
     ),
+    "a reference that needs a GPU": (
+        ["runtime.device=cpu", "objective={name: dpo, reference: {quantization: torchao_int4}}"],
+        "objective.reference.quantization",
+    ),
     "nothing left to quantize": (
         ["model.quantization={type: nf4, skip_modules: [proj]}", "adapter=lora"],
         "model.quantization",
