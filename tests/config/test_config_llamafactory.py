@@ -22,8 +22,6 @@ KEYS: list[str] = json.loads(Path(__file__).with_name("other_tools.json").read_t
 
 # Files that are refused, and the keys that say why; all others of LLaMA-Factory's examples are translated.
 REFUSED = {
-    "extras/fp8/llama3_fp8_deepspeed_sft.yaml": ["fp8"],
-    "extras/fp8/llama3_fp8_fsdp_sft.yaml": ["fp8"],
     "extras/llama_pro/llama3_freeze_sft.yaml": ["use_llama_pro"],  # of a model that is no folder here
     "extras/mod/llama3_full_sft.yaml": ["mixture_of_depths"],
     "extras/nlg_eval/llama3_lora_predict.yaml": ["do_predict"],

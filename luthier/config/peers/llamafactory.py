@@ -20,7 +20,6 @@ from luthier.config.peers.translation import (
     read_one,
 )
 from luthier.config.tree import MappingNode, Node, plain
-from luthier.config.words import choices, schema_at
 from luthier.config.yaml_text import parse_yaml
 
 _MARKS = frozenset(
@@ -249,12 +248,11 @@ def _data(reading: Translator) -> None:
     for ours, key, value in (("data.use", "dataset", names), ("data.eval_use", "eval_dataset", held_out)):
         if value is None:
             continue
-        names_here = names_of(value)
         if folder == "ONLINE":
-            paths = [{"path": f"hub:{name}"} for name in names_here]
+            paths = [{"path": f"hub:{name}"} for name in names_of(value)]
             reading.set("data.train" if key == "dataset" else "data.eval", paths, key)
         else:
-            reading.set(ours, names_here, key)
+            reading.set(ours, names_of(value), key)
     if folder != "ONLINE":
         reading.set("data.registry", f"{folder}/dataset_info.json", "dataset_dir")
     if most is not None:
@@ -312,10 +310,8 @@ def _lengths(reading: Translator) -> None:
     reading.set("train.packing", "window" if is_packed else "none", of)
     if is_packed and not neat:
         reading.told.append("packing: rows that share a pack never see each other, as with neat_packing")
-    allowed = choices(schema_at(("data", "overflow")) or {})
-    kind = "keep_answer" if "keep_answer" in allowed else "truncate"
-    reading.set("data.overflow", kind, "cutoff_len")
-    what = "the oldest turns of the prompt go first" if kind == "keep_answer" else "the end is cut off"
+    reading.set("data.overflow", "keep_answer", "cutoff_len")
+    what = "the oldest turns of the prompt go first"
     reading.told.append(f"cutoff_len: of a row over {most} tokens {what}, where LLaMA-Factory cuts each turn; counted")
 
 
@@ -329,6 +325,8 @@ def _precision(reading: Translator) -> None:
             reading.set("train.precision", key, key)
     if reading.take("mixed_precision") not in (None, "no", "bf16", "bf16_mixed", "fp16"):
         reading.refuse("mixed_precision", "this is no type that Luthier computes in", "write bf16: true")
+    if reading.flag("fp8"):
+        reading.told.append("fp8: products are computed in bf16, not in 8 bits, which is more exact and slower")
     keeps = reading.take("gradient_checkpointing"), reading.take("disable_gradient_checkpointing")
     of = "disable_gradient_checkpointing" if keeps[1] is not None else "gradient_checkpointing"
     reading.defaults |= {of} - set(reading.entries)
