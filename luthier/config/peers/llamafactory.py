@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from typing import Any, TypeGuard
 
-from luthier.config.explain import other_tools_table
 from luthier.config.peers.translation import (
     Translation,
     Translator,
@@ -50,8 +49,9 @@ def translate(tree: MappingNode, name: str) -> Translation:
 
 
 def _read_all(reading: Translator) -> None:
+    reading.fill_in_media()
     for rule in (_objective, _adapter, _data, _template, _lengths, _precision, _optimizer, _devices, _folder,
-                 _evaluation, _media):  # fmt: skip
+                 _evaluation):  # fmt: skip
         rule(reading)
     for key in [key for key in reading.entries if key not in reading.read]:
         read_one(reading, key)
@@ -311,6 +311,7 @@ def _lengths(reading: Translator) -> None:
     if is_packed and not neat:
         reading.told.append("packing: rows that share a pack never see each other, as with neat_packing")
     reading.set("data.overflow", "keep_answer", "cutoff_len")
+    reading.set("data.max_drop", 0.5, "cutoff_len")  # their runs never stop for rows that are lost
     what = "the oldest turns of the prompt go first"
     reading.told.append(f"cutoff_len: of a row over {most} tokens {what}, where LLaMA-Factory cuts each turn; counted")
 
@@ -478,7 +479,8 @@ def _evaluation(reading: Translator) -> None:
     steps, patience = reading.take("eval_steps"), reading.take("early_stopping_steps")
     when = "no" if when in ("False", "false") else when
     is_held_out = bool(size) or reading.entries.get("eval_dataset") is not None
-    reading.set("eval.strategy", when if is_held_out else "no", "eval_strategy")
+    if is_held_out:
+        reading.set("eval.strategy", when, "eval_strategy")
     if size:
         reading.set("data.eval_split", int(size) if size >= 1 else size, "val_size")
     if when == "steps" and is_held_out:
@@ -489,10 +491,3 @@ def _evaluation(reading: Translator) -> None:
     if not is_held_out:
         for key in ("per_device_eval_batch_size", "metric_for_best_model"):
             reading.take(key)
-
-
-def _media(reading: Translator) -> None:
-    """Limits of images and videos: theirs, where the file says any; the model's own for text."""
-    limits = other_tools_table()["llamafactory"]["defaults"]["media"]
-    if any(key in reading.entries for key in limits):
-        reading.fill_in("defaults", "media")
