@@ -64,6 +64,7 @@ def pytest_collection_finish() -> None:
     _leave_to_the_end()
 
 
+@pytest.hookimpl(optionalhook=True)  # programs that tests start run without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     """One process more than there are cores: tests of programs wait for them."""
     return len(os.sched_getaffinity(0)) + 1 if sys.platform == "linux" else (os.cpu_count() or 1)

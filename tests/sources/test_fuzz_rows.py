@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Format, SourceConfig
 from luthier.errors import RowError
-from luthier.records import Address, Conversation, Document, Feedback, Preference
+from luthier.records import Address, Conversation, Document, Feedback, Preference, Tokenized
 from luthier.sources import RawRow, RowBytes, RowReader
 from luthier.sources.detect import detect_layout
 from luthier.sources.formats.table import FORMATS
@@ -74,6 +74,7 @@ SOUND = {
     Format.PREFERENCE: {"prompt": CHAT[:2], **PAIR, "images": ["a.png"], "margin": 0.5},
     Format.FEEDBACK: {"messages": CHAT, "label": True, "images": ["a.png"]},
     Format.TEXT: {"text": "<video> Once", "videos": [["a.png", "b.png"]]},
+    Format.TOKENS: {"input_ids": [5, 6, 7, 0], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]},
 }  # fmt: skip
 
 
@@ -120,7 +121,7 @@ def test_any_value_converts_or_is_a_row_error_with_its_address(kind: Format, dat
         assert error.address == ADDRESS
         assert error.reason.isidentifier()
     else:
-        assert isinstance(record, Conversation | Document | Preference | Feedback)
+        assert isinstance(record, Conversation | Document | Preference | Feedback | Tokenized)
         assert record.address == ADDRESS
 
 

@@ -21,9 +21,7 @@ from luthier.config.peers.translation import (
 from luthier.config.tree import MappingNode, Node, plain
 from luthier.config.yaml_text import parse_yaml
 
-_MARKS = frozenset(
-    {"stage", "finetuning_type", "dataset", "template", "cutoff_len", "infer_backend", "export_dir", "do_predict"}
-)
+_MARKS = frozenset({"stage", "finetuning_type", "cutoff_len", "infer_backend", "export_dir", "do_predict"})
 _OUR_OWN = frozenset({"model", "data", "train", "objective", "adapter", "output", "runtime"})
 _NO_BOUND = 86_400  # seconds: whoever writes a longer time for ranks to wait wants none
 
@@ -32,7 +30,8 @@ def is_llamafactory(tree: Node | None) -> TypeGuard[MappingNode]:
     """True if the tree has LLaMA-Factory's flat keys and no section of ours."""
     if not isinstance(tree, MappingNode) or "model_name_or_path" not in tree.entries:
         return False
-    return bool(_MARKS & set(tree.entries)) and not _OUR_OWN & set(tree.entries)
+    keys = set(tree.entries)
+    return bool(_MARKS & keys or {"dataset", "template"} <= keys) and not _OUR_OWN & keys
 
 
 def translate(tree: MappingNode, name: str) -> Translation:
