@@ -52,9 +52,9 @@ def show(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = Non
 
 @app.command("import")
 def import_(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Print the run description that a file of LLaMA-Factory's stands for; use it to go on with a file of Luthier's.
+    """Print the run description that a file of another tool stands for; use it to go on with a file of Luthier's.
 
-    A comment says of each line which key of theirs it comes from, or that it is what LLaMA-Factory does by default.
+    A comment says of each line which key of theirs it comes from, or that it is what their tool does by default.
 
     [dim]Example[/]   luthier config import llama3_lora_sft.yaml > run.yaml
     """

@@ -284,7 +284,7 @@ def what_is_meant(key: str, value: object = None) -> Meant | None:
     >>> what_is_meant("flash_attn", "fa2")
     Meant(key='model.attn_implementation', value='flash_attention_2', told=None)
     """
-    table, name = other_tools_table(), key.lower().replace("-", "_")
+    table, name = _other_tools_table(), key.lower().replace("-", "_")
     if (of_value := table["values"].get(name, {}).get(_text(value))) is not None:
         return _parsed(of_value)
     found = table["keys"].get(name)
@@ -301,7 +301,7 @@ def what_is_meant(key: str, value: object = None) -> Meant | None:
 
 def value_meant(key: str, value: object) -> Meant | None:
     """The same for a value of a key of ours that it may not have: ``adapter.type``, ``qlora``."""
-    found = other_tools_table()["values"].get(key, {}).get(_text(value))
+    found = _other_tools_table()["values"].get(key, {}).get(_text(value))
     return None if found is None else _parsed(found)
 
 
@@ -313,15 +313,14 @@ def our_name(key: str) -> str | None:
 
 def all_meanings() -> list[tuple[str, Meant]]:
     """Everything that the table may answer, each with where it stands: for tests."""
-    table = other_tools_table()
+    table = _other_tools_table()
     found = [(key, _parsed(text)) for key, text in table["keys"].items()]
     found += [(f"{key}={value}", _parsed(text)) for key, of in table["values"].items() for value, text in of.items()]
     return found + [(pattern, Meant(told=group["why"])) for group in table["told"] for pattern in group["keys"]]
 
 
 @functools.cache
-def other_tools_table() -> dict[str, Any]:
-    """``other_tools.toml``, which is also what whole files of other tools are read by."""
+def _other_tools_table() -> dict[str, Any]:
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))
 
 

@@ -20,8 +20,7 @@ from luthier.config.conflicts import check_conflicts
 from luthier.config.draft import Draft, read_draft
 from luthier.config.explain import nearest
 from luthier.config.machine import check_files, check_machine, check_processes
-from luthier.config.peers.llamafactory import is_llamafactory, translate
-from luthier.config.peers.translation import is_their_key
+from luthier.config.peers import Peer, peer_of
 from luthier.config.schema import RunConfig, Section
 from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, put, show_path, show_value
 from luthier.config.yaml_text import MAX_DEPTH, Parsed, parse_yaml
@@ -82,8 +81,8 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
     if tree is None:
         _, more = apply_overrides(MappingNode(where=Where(source=name)), overrides)
         raise ConfigError([*problems, *more])
-    if is_llamafactory(tree):
-        return _build_theirs(tree, problems, name, overrides, check_paths=check_paths, to_train=to_train)
+    if (peer := peer_of(tree)) is not None:
+        return _build_theirs(peer, tree, problems, name, overrides, check_paths=check_paths, to_train=to_train)
     long_form, more = apply_overrides(expand(tree), overrides)
     draft, wrong = read_draft(long_form, name)
     problems += [*more, *wrong]
@@ -101,6 +100,7 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
 
 
 def _build_theirs(
+    peer: Peer,
     tree: MappingNode,
     problems: list[Problem],
     name: str,
@@ -109,18 +109,18 @@ def _build_theirs(
     check_paths: bool,
     to_train: bool,
 ) -> Draft:
-    """The same for a file of LLaMA-Factory's: it is translated, and what is wrong is told by its own keys.
+    """The same for a file of another tool: it is translated, and what is wrong is told by its own keys.
 
-    Overrides may use its keys, too: ``lora_rank=16`` as well as ``adapter.r=16``.
+    Overrides may use its keys, too: LLaMA-Factory's ``lora_rank=16`` as well as ``adapter.r=16``.
     """
-    theirs = [override for override in overrides if is_their_key(override.partition("=")[0].strip().removeprefix("--"))]
+    theirs = [override for override in overrides if peer.has_key(override.partition("=")[0].strip().removeprefix("--"))]
     for override in theirs:
         key, _, text = override.partition("=")
         parsed = parse_yaml(text, f"override {override}", line_numbers=False)
         problems.extend(parsed.problems)
         if parsed.tree is not None:
             tree = replace(tree, entries={**tree.entries, key.strip().removeprefix("--"): parsed.tree})
-    translated = translate(tree, name)
+    translated = peer.translate(tree, name)
     problems += translated.problems
     try:
         ours = [override for override in overrides if override not in theirs]

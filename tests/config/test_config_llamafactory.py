@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from luthier.config.dumping import dump_translation
-from luthier.config.explain import other_tools_table, what_is_meant
+from luthier.config.explain import what_is_meant
 from luthier.config.loading import load_config, load_config_text, load_draft
-from luthier.config.peers.translation import is_their_key
+from luthier.config.peers.llamafactory import LLAMA_FACTORY
 from luthier.config.tree import parse_path
 from luthier.config.words import schema_at
 from luthier.errors import ConfigError
 
-TABLE: dict[str, Any] = other_tools_table()["llamafactory"]
+TABLE: dict[str, Any] = dict(LLAMA_FACTORY.table)
 SFT = "model_name_or_path: preset:tiny-qwen3\nstage: sft\ndataset: some\n"
 KEYS: list[str] = json.loads(Path(__file__).with_name("other_tools.json").read_text(encoding="utf-8"))["llamafactory"]
 
@@ -74,7 +74,7 @@ def test_lines_of_the_table_name_keys_that_are_there() -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_of_theirs_may_be_written_over_on_the_command_line(key: str) -> None:
-    assert is_their_key(key)
+    assert LLAMA_FACTORY.has_key(key)
 
 
 def test_the_table_for_messages_and_the_table_for_files_agree() -> None:

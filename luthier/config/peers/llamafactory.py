@@ -1,63 +1,40 @@
 """A training file of LLaMA-Factory's (YAML or JSON) -> the tree of a run description, each value with its place.
 
-Most keys are lines of ``other_tools.toml``. The functions here are for what several keys decide together; what their
+Most keys are lines of ``llamafactory.toml``. The functions here are for what several keys decide together; what their
 files leave open is filled in with their defaults, in their words, before anything is read.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, TypeGuard
+from typing import Any
 
 from luthier.config.peers.translation import (
-    Translation,
+    OUR_SECTIONS,
+    Peer,
     Translator,
     beside,
     config_of,
     has_own_template,
     names_of,
-    read_one,
 )
-from luthier.config.tree import MappingNode, Node, plain
+from luthier.config.tree import MappingNode, plain
 from luthier.config.yaml_text import parse_yaml
 
 _MARKS = frozenset({"stage", "finetuning_type", "cutoff_len", "infer_backend", "export_dir", "do_predict"})
-_OUR_OWN = frozenset({"model", "data", "train", "objective", "adapter", "output", "runtime"})
 _NO_BOUND = 86_400  # seconds: whoever writes a longer time for ranks to wait wants none
 
 
-def is_llamafactory(tree: Node | None) -> TypeGuard[MappingNode]:
+def _is_its(tree: MappingNode) -> bool:
     """True if the tree has LLaMA-Factory's flat keys and no section of ours."""
-    if not isinstance(tree, MappingNode) or "model_name_or_path" not in tree.entries:
-        return False
     keys = set(tree.entries)
-    return bool(_MARKS & keys or {"dataset", "template"} <= keys) and not _OUR_OWN & keys
-
-
-def translate(tree: MappingNode, name: str) -> Translation:
-    """Read a file of LLaMA-Factory's; ``name`` is its path, for messages."""
-    reading = Translator(name=name, entries=dict(tree.entries))
-    reading.fill_in("defaults")
-    _purpose(reading)
-    if not reading.problems:  # else one reason is enough: it is no description of a training run
-        _read_all(reading)
-    return Translation(
-        tree=reading.tree, origins=reading.origins, told=tuple(reading.told), passed=reading.passed,
-        problems=tuple(reading.problems),
-    )  # fmt: skip
-
-
-def _read_all(reading: Translator) -> None:
-    reading.fill_in_media()
-    for rule in (_objective, _adapter, _data, _template, _lengths, _precision, _optimizer, _devices, _folder,
-                 _evaluation):  # fmt: skip
-        rule(reading)
-    for key in [key for key in reading.entries if key not in reading.read]:
-        read_one(reading, key)
+    marked = bool(_MARKS & keys) or {"dataset", "template"} <= keys
+    return marked and "model_name_or_path" in keys and not OUR_SECTIONS & keys
 
 
 def _purpose(reading: Translator) -> None:
     """What the file is for. Luthier trains; nothing else is ever trained instead of what a file asks for."""
+    reading.fill_in("defaults")
     for key in ("export_dir", "do_predict"):
         if reading.take(key) not in (None, False):
             does = "merges and exports a model" if key == "export_dir" else "answers the rows of a data set"
@@ -80,6 +57,8 @@ def _purpose(reading: Translator) -> None:
             reading.refuse(key, f"{does}, which Luthier does not", "runtime.sharding: fsdp divides a model over GPUs")
     if reading.entries.get("use_kt") is not None:
         reading.read |= {key for key in reading.entries if key.startswith("kt_")}
+    reading.is_no_run = bool(reading.problems)
+    reading.fill_in_media()
 
 
 def _objective(reading: Translator) -> None:
@@ -490,3 +469,12 @@ def _evaluation(reading: Translator) -> None:
     if not is_held_out:
         for key in ("per_device_eval_batch_size", "metric_for_best_model"):
             reading.take(key)
+
+
+LLAMA_FACTORY = Peer(
+    name="LLaMA-Factory",
+    file="llamafactory.toml",
+    is_its=_is_its,
+    rules=(_purpose, _objective, _adapter, _data, _template, _lengths, _precision, _optimizer, _devices, _folder,
+           _evaluation),
+)  # fmt: skip

@@ -1,32 +1,36 @@
 """A run description of another tool on its way to ours: which of its keys are read, and what has become of them.
 
-The tables are in ``other_tools.toml``. A tool's own functions first read the keys that depend on each other; the
-rest is looked up key by key.
+A tool's own functions first read the keys that depend on each other; the rest is looked up key by key, in the tool's
+own table and then in ``other_tools.toml``.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from luthier.config.explain import Meant, other_tools_table, what_is_meant
+from luthier.config.explain import Meant, what_is_meant
 from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, plain, put
 from luthier.config.words import kinds, schema_at
 from luthier.config.yaml_text import parse_yaml
 from luthier.errors import Problem
 
 _LINES_TOLD = 9
+OUR_SECTIONS = frozenset({"model", "data", "train", "objective", "output", "runtime"})  # as no other tool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Translation:
-    """A file of another tool, read. ``origins``: our key -> theirs. ``told``: what is read differently, and why.
-    ``passed``: their keys that decide nothing here, and why."""
+    """A file of another tool, ``peer``, read. ``origins``: our key -> theirs. ``told``: what is read differently, and
+    why. ``passed``: their keys that decide nothing here, and why."""
 
+    peer: str
     tree: MappingNode
     origins: Mapping[str, str]
     told: tuple[str, ...]
@@ -59,19 +63,58 @@ class Translation:
         return replace(problem, key=key, what=f"{problem.what}; here it is {problem.key}")
 
 
-def is_their_key(key: str) -> bool:
-    """True for a key that a file of LLaMA-Factory's may have."""
-    table = other_tools_table()["llamafactory"]
-    listed = {name for names in table["passed"].values() for name in names}
-    return key in listed or key in table["keys"] or key in table["missing"] or what_is_meant(key) is not None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """A tool whose files are read. Its table stands beside its functions, in a ``.toml`` file of their name.
+
+    ``is_its``: whether a file is one of this tool. ``rules``: what reads the keys that depend on each other, in order;
+    the rest is looked up in the table, key by key.
+    """
+
+    name: str
+    file: str
+    is_its: Callable[[MappingNode], bool]
+    rules: tuple[Callable[[Translator], None], ...]
+
+    @property
+    def table(self) -> Mapping[str, Any]:
+        return _table(self.file)
+
+    def has_key(self, key: str) -> bool:
+        """True for a key that a file of this tool may have."""
+        listed = {name for names in self.table["passed"].values() for name in names}
+        listed |= set(self.table["keys"]) | set(self.table["missing"])
+        return key in listed or what_is_meant(key) is not None
+
+    def translate(self, tree: MappingNode, name: str) -> Translation:
+        """Read a file of this tool; ``name`` is its path, for messages."""
+        reading = Translator(peer=self, name=name, entries=dict(tree.entries))
+        for rule in self.rules:
+            rule(reading)
+            if reading.is_no_run:  # one reason is enough: it describes no training run
+                break
+        else:
+            for key in [key for key in reading.entries if key not in reading.read]:
+                read_one(reading, key)
+        return Translation(
+            peer=self.name, tree=reading.tree, origins=reading.origins, told=tuple(reading.told),
+            passed=reading.passed, problems=tuple(reading.problems),
+        )  # fmt: skip
+
+
+@functools.cache
+def _table(file: str) -> Mapping[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
 
 
 @dataclass(kw_only=True, slots=True)
 class Translator:
     """What is left of their file, and what became of the rest so far."""
 
+    peer: Peer
     name: str
     entries: dict[str, Node]
+    is_no_run: bool = False
     tree: MappingNode = field(init=False)
     read: set[str] = field(default_factory=set)
     defaults: set[str] = field(default_factory=set)
@@ -85,7 +128,7 @@ class Translator:
 
     def fill_in(self, *path: str) -> None:
         """Their defaults of one group for keys that the file leaves open."""
-        table: Any = other_tools_table()["llamafactory"]
+        table: Any = self.peer.table
         for step in path:
             table = table[step]
         for key, value in table.items():
@@ -95,7 +138,7 @@ class Translator:
 
     def fill_in_media(self) -> None:
         """Their limits of images and videos, where the file says any; else the model's own hold."""
-        if any(key in self.entries for key in other_tools_table()["llamafactory"]["defaults"]["media"]):
+        if any(key in self.entries for key in self.peer.table["defaults"]["media"]):
             self.fill_in("defaults", "media")
 
     def take(self, key: str) -> Any:
@@ -147,7 +190,7 @@ def names_of(value: object) -> list[str]:
 
 def read_one(reading: Translator, key: str) -> None:
     value = reading.take(key)
-    table = other_tools_table()["llamafactory"]
+    table = reading.peer.table
     for why, keys in table["passed"].items():
         if key in keys:
             reading.passed[key] = why
@@ -165,7 +208,7 @@ def read_one(reading: Translator, key: str) -> None:
         case None:
             close = difflib.get_close_matches(key, table["keys"], n=1)
             hint = f"did you mean {close[0]}?" if close else "remove the line"
-            reading.refuse(key, "LLaMA-Factory has no such key, nor has Luthier", hint)
+            reading.refuse(key, f"{reading.peer.name} has no such key, nor has Luthier", hint)
         case Meant(key=str(ours), value=str(written)):
             parsed = parse_yaml(written, reading.name, line_numbers=False).tree
             assert parsed is not None, written
