@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 from luthier.config.choices import AdapterType, ModelPart, QuantizationType, Sharding
 from luthier.config.draft import Draft
+from luthier.config.inputs import check_pattern
 from luthier.config.media import MediaCache
 from luthier.config.schema import AdapterConfig
 from luthier.config.tree import get, plain
 from luthier.config.words import known_keys
 from luthier.errors import Problem
 
+REGEX = "regex:"  # before a pattern of module names that is a regular expression
 _PARTS = frozenset({"train_parts"})
 _MODEL = frozenset({"merge_first", "train_routers"})
 _SHARED = _PARTS | _MODEL | {"target_modules", "modules_to_save", "name_or_path", "merge"}
@@ -48,6 +50,7 @@ def check_adapter(draft: Draft) -> Iterator[Problem]:
     yield from _foreign_keys(draft)
     yield from _decided_before(draft)
     yield from _nothing_trained(draft)
+    yield from _patterns(draft)
     yield from _pissa_with_dora(draft)
     yield from _eva(draft)
     yield from _quantized(draft)
@@ -89,6 +92,17 @@ def _nothing_trained(draft: Draft) -> Iterator[Problem]:
         layers = draft.cite("adapter.freeze_trainable_layers")
         what = f"all weights are frozen: {layers} is {adapter.freeze_trainable_layers or 0}, and no modules are named"
         yield draft.problem("adapter.type", what, "for example freeze_trainable_layers: 2, the last two layers")
+
+
+def _patterns(draft: Draft) -> Iterator[Problem]:
+    for index, pattern in enumerate(draft.config.adapter.target_modules):
+        if not pattern.startswith(REGEX):
+            continue
+        try:
+            check_pattern(pattern.removeprefix(REGEX))
+        except ValueError as error:
+            what = f"{pattern} {error}"
+            yield draft.problem(f"adapter.target_modules[{index}]", what, "name modules, such as q_proj")
 
 
 def _pissa_with_dora(draft: Draft) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from luthier.config.adapters import keys_in_force
 from luthier.config.peers.translation import Translation
 from luthier.config.schema import AdapterConfig, RunConfig
-from luthier.config.tree import MappingNode, Node, plain
+from luthier.config.tree import ListNode, MappingNode, Node, plain
 from luthier.config.yaml_text import read_plain
 
 _PLAIN = re.compile(r"[A-Za-z_/.~][A-Za-z0-9_./+-]*(:[A-Za-z0-9_./+-]+)?")
@@ -65,6 +65,8 @@ def dump_translation(translation: Translation, name: str) -> str:
 
 
 def _with_comments(node: Node, key: str, translation: Translation) -> object:
+    if isinstance(node, ListNode):
+        return [_with_comments(item, f"{key}[{index}]", translation) for index, item in enumerate(node.items)]
     if not isinstance(node, MappingNode):
         return _plain_value(plain(node))
     commented = CommentedMap()

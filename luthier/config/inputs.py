@@ -364,7 +364,7 @@ class TemplateConfig(Section):
 
     chat_template: NonEmpty | None = None
     """A name such as ``chatml`` (all are in [templates.md](templates.md)), a path to a Jinja file, or the template
-    itself. Default: the model's own."""
+    itself. Default: the model's own. ``own_or_chatml``: the model's own, and ``chatml`` where it has none."""
     kwargs: dict[str, Any] = {}
     """Variables for the template, such as ``{enable_thinking: false}``."""
     now: Annotated[NonEmpty | None, AfterValidator(_check_time)] = None

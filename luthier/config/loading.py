@@ -115,11 +115,10 @@ def _build_theirs(
     """
     theirs = [override for override in overrides if peer.has_key(override.partition("=")[0].strip().removeprefix("--"))]
     for override in theirs:
-        key, _, text = override.partition("=")
-        parsed = parse_yaml(text, f"override {override}", line_numbers=False)
-        problems.extend(parsed.problems)
-        if parsed.tree is not None:
-            tree = replace(tree, entries={**tree.entries, key.strip().removeprefix("--"): parsed.tree})
+        changed, more = _put_override(tree, override)
+        problems += more
+        assert isinstance(changed, MappingNode)
+        tree = changed
     translated = peer.translate(tree, name)
     problems += translated.problems
     try:
@@ -162,23 +161,27 @@ def apply_overrides(tree: Node, overrides: Sequence[str]) -> tuple[Node, list[Pr
     """
     problems: list[Problem] = []
     for override in overrides:
-        name = f"override {override if len(override) <= LONGEST_SHOWN else override[: LONGEST_SHOWN - 1] + '…'}"
-        key, equals, text = override.partition("=")
-        path = parse_path(key.strip().removeprefix("--"))
-        if not equals or path is None:
-            example = "train.learning_rate=1e-4 or data.train[0].path=rows.jsonl"
-            problems.append(Problem(where=name, key="", what="this is not key=value", hint=f"for example {example}"))
-            continue
-        parsed = parse_yaml(text, name, line_numbers=False)
-        problems.extend(parsed.problems)
-        if parsed.problems:
-            continue
-        value = parsed.tree or Scalar(where=Where(source=name), value=None, text="")
-        try:
-            tree = expand(put(tree, path, value))
-        except LookupError as error:
-            problems.append(Problem(where=name, key=show_path(path), what=str(error.args[0]), hint=_see(key)))
+        tree, wrong = _put_override(tree, override)
+        tree = expand(tree)
+        problems += wrong
     return tree, problems
+
+
+def _put_override(tree: Node, override: str) -> tuple[Node, list[Problem]]:
+    name = f"override {override if len(override) <= LONGEST_SHOWN else override[: LONGEST_SHOWN - 1] + '…'}"
+    key, equals, text = override.partition("=")
+    path = parse_path(key.strip().removeprefix("--"))
+    if not equals or path is None:
+        example = "train.learning_rate=1e-4 or data.train[0].path=rows.jsonl"
+        return tree, [Problem(where=name, key="", what="this is not key=value", hint=f"for example {example}")]
+    parsed = parse_yaml(text, name, line_numbers=False)
+    if parsed.problems:
+        return tree, list(parsed.problems)
+    value = parsed.tree or Scalar(where=Where(source=name), value=None, text="")
+    try:
+        return put(tree, path, value), []
+    except LookupError as error:
+        return tree, [Problem(where=name, key=show_path(path), what=str(error.args[0]), hint=_see(key))]
 
 
 def _see(key: str) -> str:

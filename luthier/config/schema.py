@@ -121,7 +121,8 @@ class AdapterConfig(Section):
     lora_dropout: Share = 0.0
     """Share of LoRA's and VeRA's inputs that is dropped in training."""
     target_modules: Texts = ["all-linear"]
-    """``all-linear``, or patterns of module names."""
+    """``all-linear``, or patterns of module names, such as ``self_attn.*``; ``regex:`` before one makes it a regular
+    expression that the whole name matches, as PEFT takes it."""
     target_parameters: Texts = []
     """LoRA on parameters that are in no linear layer of their own, such as the fused experts
     ``mlp.experts.gate_up_proj``: ends of their names."""

@@ -25,6 +25,7 @@ FILES = (
     "config.json",
     *PROCESSOR_FILES,
 )
+OWN_OR = "own_or_"  # before the name of a template: only for a tokenizer without one
 CODE = "*.py"  # a processor's own, small; run where `model.trust_remote_code` allows it, and only there
 
 
@@ -43,13 +44,18 @@ class TokenizerFiles:
 
 
 def find_files(name: str, *, chat_template: str | None, revision: str, cache_dir: Path | None) -> TokenizerFiles:
-    """Read a tokenizer's files from a local folder, ``preset:NAME`` or the Hub. Raises `TokenizerError`."""
+    """Read a tokenizer's files from a local folder, ``preset:NAME`` or the Hub. Raises `TokenizerError`.
+
+    ``chat_template`` replaces the tokenizer's own; ``own_or_NAME`` only where it has none.
+    """
     folder = _folder(name, revision, cache_dir)
     config = _read(folder, "tokenizer_config.json", name) or {}
     processor_class = _processor_class(folder, config, name)
     family = decoder_of(processor_class)
     names = _read(folder, "special_tokens_map.json", name) or {}
     own = _own_template(folder, config, name) or (None if family is None else family.chat_template)
+    if chat_template is not None and chat_template.startswith(OWN_OR):
+        chat_template = chat_template.removeprefix(OWN_OR) if own is None else None
     return TokenizerFiles(
         origin=name,
         folder=folder,

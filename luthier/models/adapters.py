@@ -23,6 +23,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from luthier.config.adapters import REGEX
 from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
 from luthier.errors import ModelError
 from luthier.models.adapter_files import continue_adapter, quiet_peft
@@ -477,7 +478,10 @@ def _check_modules_to_save(model: PreTrainedModel, names: list[str]) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """``q_proj`` and ``self_attn.*`` match the end of a dotted name, ``model.layers.0.*`` the whole of it."""
+    """``q_proj`` and ``self_attn.*`` match the end of a dotted name, ``model.layers.0.*`` the whole of it, and so does
+    what follows ``regex:``."""
+    if pattern.startswith(REGEX):
+        return re.fullmatch(pattern.removeprefix(REGEX), name) is not None
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, "*." + pattern)
 
 

@@ -317,6 +317,13 @@ def test_a_head_kernel_that_can_never_be_used_is_refused(line: str, says: str) -
         assert load_config_text(f"{text}{policy}\n", "run.yaml").train.head_kernel == policy
 
 
+@pytest.mark.parametrize("pattern", ["(", "(a+)+"])
+def test_a_pattern_of_modules_that_is_no_regular_expression_is_refused(pattern: str) -> None:
+    (problem,) = told(f"adapter: {{type: lora, target_modules: ['regex:q_proj', 'regex:{pattern}']}}")
+    assert "adapter.target_modules[1]" in problem
+    assert told(f"adapter: {{type: lora, target_modules: ['regex:q_proj', '{pattern}']}}") == []
+
+
 VALUES = {
     "train_parts": "[language_model]",
     "r": "16", "lora_alpha": "8", "lora_dropout": "0.0", "target_modules": "[q_proj]",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowError, TemplateError, TokenizerError
+from luthier.presets.named_templates import named_template
 from tests.conftest import reason_is, refused
 
 
@@ -137,6 +138,18 @@ def test_a_chat_template_file_wins_over_the_config_and_the_option_over_both(tmp_
     assert load_tokenizer(folder).files.chat_template == "{{ 'file' }}"
     (folder / "other.jinja").write_text("{{ 'option' }}")
     assert load_tokenizer(folder, chat_template=str(folder / "other.jinja")).files.chat_template == "{{ 'option' }}"
+
+
+def test_a_named_template_may_be_only_for_a_tokenizer_without_one(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    without = load_tokenizer(folder, chat_template="own_or_default").files
+    assert (without.template_name, without.chat_template) == ("default", named_template("default"))
+    (folder / "chat_template.jinja").write_text("{{ 'file' }}")
+    own = load_tokenizer(folder, chat_template="own_or_default").files
+    assert (own.template_name, own.chat_template) == (None, "{{ 'file' }}")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(TemplateError, match="defaul"):
+        load_tokenizer(folder, chat_template="own_or_defaul")
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:

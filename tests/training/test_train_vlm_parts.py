@@ -120,7 +120,9 @@ LORA: dict[str, Any] = {"type": AdapterType.LORA, "r": 2}
 
 
 @pytest.mark.filterwarnings(PEFT_NOISE)
-@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj"], ["self_attn.*"]])
+@pytest.mark.parametrize("targets", [
+    ["all-linear"], ["q_proj", "v_proj"], ["self_attn.*"], [r"regex:.*\.self_attn\.(q|v)_proj"],
+])  # fmt: skip
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "llava", "idefics3"])
 def test_lora_stands_in_the_parts_that_are_trained(name: str, targets: list[str]) -> None:
     model = adapters.apply_adapter(tiny_vlm(name), AdapterConfig(**LORA, target_modules=targets))
@@ -147,6 +149,8 @@ def test_lora_in_the_tower_is_there_alone_and_patterns_that_match_elsewhere_are_
     assert names and names == under(names, "model.visual.blocks", "model.visual.patch_embed")
     with refused(ModelError, "'visual.*'", "language_model"):
         adapters.apply_adapter(tiny_vlm("qwen2_5_vl"), AdapterConfig(**LORA, target_modules=["visual.*"]))
+    with refused(ModelError, "regex:q_proj"):  # the whole name
+        adapters.apply_adapter(tiny_vlm("qwen2_5_vl"), AdapterConfig(**LORA, target_modules=["regex:q_proj"]))
 
 
 def test_frozen_layers_are_counted_in_the_decoder_where_the_tower_has_as_many() -> None:

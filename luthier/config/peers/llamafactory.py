@@ -6,9 +6,6 @@ files leave open is filled in with their defaults, in their words, before anythi
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from luthier.config.peers.translation import (
     OUR_SECTIONS,
     Peer,
@@ -17,6 +14,7 @@ from luthier.config.peers.translation import (
     config_of,
     has_own_template,
     names_of,
+    share_as_deepspeed,
 )
 from luthier.config.tree import MappingNode, plain
 from luthier.config.yaml_text import parse_yaml
@@ -402,7 +400,7 @@ def _settings(reading: Translator, prefix: str) -> dict[str, tuple[str, object]]
 def _devices(reading: Translator) -> None:
     """How several processes share the model, and how long each waits for the others."""
     if (path := reading.take("deepspeed")) is not None:
-        _deepspeed(reading, path)
+        share_as_deepspeed(reading, path)
     fsdp = reading.take("fsdp")
     if fsdp not in (None, "", False, []):
         reading.set("runtime.sharding", "fsdp", "fsdp")
@@ -411,32 +409,6 @@ def _devices(reading: Translator) -> None:
             reading.set("runtime.rank_timeout", seconds, "ddp_timeout")
         else:
             reading.passed["ddp_timeout"] = "a rank that hangs is named after runtime.rank_timeout, 30 minutes"
-
-
-def _deepspeed(reading: Translator, path: object) -> None:
-    if isinstance(path, dict):
-        settings: Any = path
-    elif (file := beside(str(path), reading.name)) is None:
-        reading.refuse("deepspeed", f"there is no such file: {path}", "paths start from the current directory")
-        return
-    else:
-        try:
-            settings = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            reading.refuse("deepspeed", f"{file} is not JSON: {error}")
-            return
-    zero = settings.get("zero_optimization", {}) if isinstance(settings, dict) else {}
-    stage = zero.get("stage", 0)
-    reading.set("runtime.sharding", "fsdp" if stage else "none", "deepspeed")
-    if "tensor_parallel" in settings:
-        reading.refuse("deepspeed", "its tensor_parallel divides single products", "use a file without it")
-    what = "shares weights, gradients and optimizer state (runtime.sharding: fsdp)" if stage else "shares nothing"
-    offloads = any(zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param"))
-    kept = "; nothing is moved to the CPU, which only costs GPU memory" if offloads else ""
-    reading.told.append(f"deepspeed: ZeRO-{stage} {what}{kept}")
-    clip = settings.get("gradient_clipping")
-    if isinstance(clip, int | float) and "max_grad_norm" not in reading.entries:
-        reading.set("train.max_grad_norm", clip, "deepspeed")
 
 
 def _folder(reading: Translator) -> None:

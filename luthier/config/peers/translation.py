@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config.explain import Meant, what_is_meant
-from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, plain, put
-from luthier.config.words import kinds, schema_at
+from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, find, parse_path, plain, put, show_path
+from luthier.config.words import kinds, known_keys, schema_at
 from luthier.config.yaml_text import parse_yaml
 from luthier.errors import Problem
 
 _LINES_TOLD = 9
+_ZERO = re.compile(r"(?:^|/)deepspeed_configs/zero([0-3])\w*\.json$")
 OUR_SECTIONS = frozenset({"model", "data", "train", "objective", "output", "runtime"})  # as no other tool
 
 
@@ -51,10 +53,9 @@ class Translation:
 
     def their_key(self, ours: str) -> str:
         """The key of theirs that a key of ours comes from, or ours where none does."""
-        key = ours
-        while key not in self.origins and "." in key:
-            key = key.rpartition(".")[0]
-        return self.origins.get(key, ours)
+        path = parse_path(ours) or ()
+        keys = (show_path(path[:end]) for end in range(len(path), 0, -1))
+        return next((self.origins[key] for key in keys if key in self.origins), ours)
 
     def as_theirs(self, problem: Problem) -> Problem:
         """The problem by the name that the user wrote. Overrides may have used ours."""
@@ -81,7 +82,11 @@ class Peer:
         return _table(self.file)
 
     def has_key(self, key: str) -> bool:
-        """True for a key that a file of this tool may have."""
+        """True for a key that a file of this tool may have, or for one below it, such as ``datasets[0].path``."""
+        path = parse_path(key)
+        if path is None or (len(path) > 1 and path[0] in known_keys(())):
+            return False
+        key = str(path[0])
         listed = {name for names in self.table["passed"].values() for name in names}
         listed |= set(self.table["keys"]) | set(self.table["missing"])
         return key in listed or what_is_meant(key) is not None
@@ -152,7 +157,9 @@ class Translator:
         return self.take(key) in (True, "true", "True", 1)
 
     def where(self, key: str) -> Where:
-        node = self.entries.get(key)
+        """Where a key stands, which may be below another: ``datasets[0].path``."""
+        path = parse_path(key) or (key,)
+        node, _ = find(self.entries[str(path[0])], path[1:]) if path[0] in self.entries else (None, ())
         return Where(source=self.name) if node is None else node.where
 
     def set(self, ours: str, value: object, of: str) -> None:
@@ -270,3 +277,35 @@ def beside(path: str, name: str) -> Path | None:
     """A path of theirs starts from the folder that LLaMA-Factory is run in, which is above its examples."""
     starts = [Path(), *Path(name).resolve().parents]
     return next((start / path for start in starts if (start / path).is_file()), None)
+
+
+def share_as_deepspeed(reading: Translator, path: object) -> None:
+    """What a file of DeepSpeed's says, or its settings themselves, of sharing a model between processes.
+
+    Axolotl's own files, such as ``deepspeed_configs/zero3_bf16.json``, are known by their names.
+    """
+    if isinstance(path, dict):
+        settings: Any = path
+    elif (file := beside(str(path), reading.name)) is None and (known := _ZERO.search(str(path))) is not None:
+        settings = {"zero_optimization": {"stage": int(known[1])}}
+    elif file is None:
+        reading.refuse("deepspeed", f"there is no such file: {path}", "paths start from the current directory")
+        return
+    else:
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reading.refuse("deepspeed", f"{file} is not JSON: {error}")
+            return
+    zero = settings.get("zero_optimization", {}) if isinstance(settings, dict) else {}
+    stage = zero.get("stage", 0)
+    reading.set("runtime.sharding", "fsdp" if stage else "none", "deepspeed")
+    if "tensor_parallel" in settings:
+        reading.refuse("deepspeed", "its tensor_parallel divides single products", "use a file without it")
+    what = "shares weights, gradients and optimizer state (runtime.sharding: fsdp)" if stage else "shares nothing"
+    offloads = any(zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param"))
+    kept = "; nothing is moved to the CPU, which only costs GPU memory" if offloads else ""
+    reading.told.append(f"deepspeed: ZeRO-{stage} {what}{kept}")
+    clip = settings.get("gradient_clipping")
+    if isinstance(clip, int | float) and "max_grad_norm" not in reading.entries:
+        reading.set("train.max_grad_norm", clip, "deepspeed")
