@@ -39,8 +39,10 @@ from luthier.models.batch_invariance import (
 )
 from luthier.models.overrides import check_computes, check_tokens, overridden
 from luthier.models.quantized import (
+    ask_for_whole,
     check_stored,
     is_quantized,
+    is_read_whole,
     kept_modules,
     layers_to_quantize,
     loading_config,
@@ -277,6 +279,7 @@ def _model_config(section: ModelConfig, source: str) -> PretrainedConfig:
             f"model.name_or_path {section.name_or_path!r}: {_first_line(error)}",
             hint="name a folder with config.json, a Hub id, or preset:NAME",
         ) from error
+    ask_for_whole(found)
     if not section.config_overrides:
         return found
     written, _ = type(found).get_config_dict(source, **_hub_arguments(section, source))
@@ -373,7 +376,10 @@ def _load(
     section = config.model
     check_padding(model_config, section)
     quantizing: dict[str, object] = {}
-    if stored_method(model_config) is not None:
+    if is_read_whole(model_config):
+        how = f"comes quantized ({stored_method(model_config)}): its weights are made whole as they are loaded"
+        notes.append(f"{type(model_config).__name__.removesuffix('Config')} {how}")
+    elif stored_method(model_config) is not None:
         quantizing = {"device_map": _device_map(config)}
     elif section.quantization.type is not QuantizationType.NONE and not config.adapter.merge_first:
         with torch.device("meta"):

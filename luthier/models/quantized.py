@@ -1,20 +1,22 @@
 """Frozen weights in 8 or 4 bits: how transformers is told to load them, what they take, and how they get whole again.
 
-bitsandbytes and torchao do the work, through transformers; a model that comes quantized is loaded as its config says.
+bitsandbytes and torchao do the work, through transformers; a model that comes quantized is loaded as its config says,
+or with whole weights where its form is one that cannot be trained on.
 The embedding, the output layer and norms keep all their bits, and so do experts that a model keeps in one tensor.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, TorchAoConfig
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -88,7 +90,7 @@ def layers_to_quantize(
     """
     if section.type is QuantizationType.NONE:
         return {}
-    linear = {name: layer for name, layer in model.named_modules() if type(layer) in (nn.Linear, Conv1D)}
+    linear = _linear(model)
     for wanted in map(re.escape, section.skip_modules):
         if all(should_convert_module(name, [wanted]) for name in linear):
             raise ModelError(
@@ -108,16 +110,35 @@ def layers_to_quantize(
 
 def stored_method(config: PretrainedConfig) -> str | None:
     """The ``quant_method`` of a model that comes quantized, else None."""
+    said = _said(config)
+    return (
+        None
+        if said is None
+        else str(getattr(said.get("quant_method"), "value", said.get("quant_method") or "bitsandbytes"))
+    )
+
+
+def _said(config: PretrainedConfig) -> dict[str, Any] | None:
     stored: Any = getattr(config, "quantization_config", None)
-    if stored is None:
-        return None
-    said = stored if isinstance(stored, dict) else stored.to_dict()
-    return str(getattr(said.get("quant_method"), "value", said.get("quant_method") or "bitsandbytes"))
+    return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
+
+
+def ask_for_whole(config: PretrainedConfig) -> None:
+    """Let transformers load whole weights, the numbers that the quantized ones stand for, of a model that comes in a
+    form that it does not train (fp8, mxfp4, compressed-tensors). Others are loaded as their config says."""
+    takes = AUTO_QUANTIZATION_CONFIG_MAPPING.get(stored_method(config) or "")
+    if takes is not None and "dequantize" in inspect.signature(takes).parameters:
+        config.quantization_config = {**(_said(config) or {}), "dequantize": True}
+
+
+def is_read_whole(config: PretrainedConfig) -> bool:
+    """Whether a model comes quantized and has whole weights once it is loaded."""
+    return bool((_said(config) or {}).get("dequantize"))
 
 
 def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merges: bool) -> str | None:
     """Ask transformers whether a model that comes quantized can be loaded and trained under an adapter here; gives its
-    method, None where it is not quantized.
+    method, None where its weights are whole once they are loaded.
 
     Raises `ModelError` where a package is missing, transformers does not train that method, or an adapter cannot be
     merged into it.
@@ -127,7 +148,8 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
         return None
     key = f"model.name_or_path: the model comes quantized ({method}), and "
     hint = "name the model with weights of 16 bits, with model.quantization: nf4 for little memory"
-    if section.type is not QuantizationType.NONE:
+    is_whole = is_read_whole(config)
+    if section.type is not QuantizationType.NONE and not is_whole:
         what = f"model.quantization: {section.type} is asked for, but the model comes quantized ({method})"
         raise ModelError(what, hint="remove model.quantization, or name the model with weights of 16 bits")
     try:
@@ -138,7 +160,9 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
         package = PACKAGES.get(method)
         install = f"pip install {package}; or {hint}" if package is not None else hint
         raise ModelError(f"{key}it cannot be loaded here: {_first_line(error)}", hint=install) from error
-    if not trainable and not getattr(quantizer.quantization_config, "dequantize", False):
+    if is_whole:
+        return None
+    if not trainable:
         raise ModelError(f"{key}transformers trains no adapters on such weights", hint=hint)
     if merges and not _is_dequantizable(quantizer):
         what = "transformers does not turn such weights back into whole ones, which adapter.merge needs"
@@ -148,8 +172,7 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
 
 def _is_dequantizable(quantizer: HfQuantizer) -> bool:
     known = type(quantizer)._dequantize is not HfQuantizer._dequantize
-    dequantized = getattr(quantizer.quantization_config, "dequantize", False)
-    return known or dequantized or quantizer.quantization_config.quant_method == "torchao"
+    return known or quantizer.quantization_config.quant_method == "torchao"
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -195,10 +218,36 @@ def _reads_quantized(conversion: object) -> bool:
 def bytes_when_quantized(
     model: PreTrainedModel, section: QuantizationConfig, trained: Iterable[str] = ()
 ) -> dict[int, int]:
-    """By ``id`` of each weight of `layers_to_quantize` the bytes it will take. Raises as that."""
-    layers = layers_to_quantize(model, section, trained).values()
-    weights = [parameter for layer in layers for name, parameter in layer.named_parameters() if name == "weight"]
-    return {id(weight): _quantized_bytes(weight, section) for weight in weights}
+    """By ``id`` of each weight of `layers_to_quantize`, or of each that comes quantized and stays so, the bytes it will
+    take. Raises as that."""
+    said = _said(model.config)
+    if said is None or is_read_whole(model.config):
+        weights = _weights(layers_to_quantize(model, section, trained))
+        return {id(weight): _quantized_bytes(weight, section) for weight in weights}
+    skipped = said.get("modules_to_not_convert") or said.get("llm_int8_skip_modules") or ()
+    kept = [*get_keys_to_not_convert(model), *skipped]
+    linear = {name: layer for name, layer in _linear(model).items() if should_convert_module(name, kept)}
+    return {id(weight): _stored_bytes(weight, said) for weight in _weights(linear)}
+
+
+def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
+    return {name: layer for name, layer in model.named_modules() if type(layer) in (nn.Linear, Conv1D)}
+
+
+def _weights(layers: Mapping[str, nn.Module]) -> list[torch.Tensor]:
+    return [weight for layer in layers.values() for name, weight in layer.named_parameters() if name == "weight"]
+
+
+def _stored_bytes(weight: torch.Tensor, said: Mapping[str, Any]) -> int:
+    """What a weight takes in a model that comes quantized as its config says: by bitsandbytes, or in groups of numbers
+    that share a scale of 16 bits and a zero point, as in GPTQ and AWQ."""
+    if said.get("load_in_4bit") or said.get("load_in_8bit"):
+        kind = QuantizationType.NF4 if said.get("load_in_4bit") else QuantizationType.INT8
+        double = bool(said.get("bnb_4bit_use_double_quant"))
+        return _quantized_bytes(weight, QuantizationConfig(type=kind, double_quantization=double))
+    bits, group = int(said.get("bits") or 8), int(said.get("group_size") or -1)
+    groups = weight.numel() // group if group > 0 else weight.shape[0]
+    return weight.numel() * bits // 8 + groups * (16 + bits) // 8
 
 
 def _quantized_bytes(weight: torch.Tensor, section: QuantizationConfig) -> int:

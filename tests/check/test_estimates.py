@@ -274,6 +274,10 @@ def test_memory_on_a_quantized_base_is_what_a_step_takes(how: str, tmp_path: Pat
     gradients = sum(each.grad.nbytes for each in trained)
 
     quantized = bytes_when_quantized(whole, found)
+    if found.type.library == "bitsandbytes":
+        whole.config.quantization_config = how_to.to_dict()
+        assert bytes_when_quantized(whole, QuantizationConfig()) == quantized, "it may come so"
+        del whole.config.quantization_config
     shape = shape_of(apply_adapter(whole, run.adapter), quantized, keeps_whole=kind.startswith("torchao"))
     memory = memory_of(shape, one_row(), run, on_gpu=False)
     assert (memory.weights, memory.gradients) == (weights, gradients)

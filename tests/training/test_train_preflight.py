@@ -144,7 +144,10 @@ def test_quantized_weights_that_cannot_be_trained_so_are_told_at_their_key(
     assert {problem.key for problem in found} == {key} and all(problem.hint for problem in found)
 
 
-def test_a_model_that_comes_quantized_is_told_what_it_lacks(described: Callable[..., Draft]) -> None:
+def test_a_model_that_comes_quantized_is_told_what_it_lacks(
+    described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.utils.quantization_config.is_compressed_tensors_available", lambda: False)
     folder = Path("quantized")
     shutil.copytree(model_folder("tiny-qwen3"), folder)
     written = json.loads((folder / "config.json").read_text())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,20 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
+from compressed_tensors.compressors import pack_to_int32
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_rows import epoch_steps, run_data
 from tiny_runs import make_config, make_data, make_segments
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+    set_seed,
+)
 
 from luthier.config.choices import QuantizationType
 from luthier.config.inputs import QuantizationConfig
@@ -208,6 +218,112 @@ def test_a_model_that_comes_quantized_is_trained_on_and_merged(
         found, expected = merged(input_ids=ids).logits, adapted(input_ids=ids).logits
     allowed = 1e-3 if "load_in_4bit" in how else 5e-2  # in 8 bits inputs of layers are rounded too
     assert (found - expected).abs().max() < allowed * expected.abs().max()
+
+
+def _in_8_bit_floats(base: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Blocks of 32 x 32 numbers, each with a scale, as DeepSeek and Qwen publish them."""
+    weights, written, block = load_file(base / "model.safetensors"), {}, 32
+    for name, weight in list(weights.items()):
+        if not name.endswith("_proj.weight"):
+            written[name] = weight
+            continue
+        rows, columns = (size // block for size in weight.shape)
+        blocks = weight.reshape(rows, block, columns, block)
+        scales = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
+        in_8_bits = (blocks / scales).to(torch.float8_e4m3fn)
+        written[name] = in_8_bits.reshape(weight.shape)
+        written[f"{name}_scale_inv"] = scales.reshape(rows, columns)
+        weights[name] = (in_8_bits.float() * scales).reshape(weight.shape)
+    _write(base, folder, written, {"quant_method": "fp8", "weight_block_size": [block, block]})
+    return weights
+
+
+def _in_packed_ints(base: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """4 bits with a scale for each 32 of a row, by the library that llm-compressor writes its models with."""
+    weights, written = load_file(base / "model.safetensors"), {}
+    args = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    for name, weight in list(weights.items()):
+        if not name.endswith("_proj.weight"):
+            written[name] = weight
+            continue
+        groups = weight.reshape(weight.shape[0], -1, 32)
+        scales = groups.abs().amax(dim=-1, keepdim=True) / 7.5
+        ints = (groups / scales).round().clamp(-8, 7)
+        written[f"{name}_packed"] = pack_to_int32(ints.reshape(weight.shape).to(torch.int8), 4)
+        written[f"{name}_scale"] = scales.squeeze(-1)
+        written[f"{name}_shape"] = torch.tensor(weight.shape)
+        weights[name] = (ints * scales).reshape(weight.shape)
+    group = {"targets": ["Linear"], "weights": args}
+    _write(base, folder, written, {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+    })  # fmt: skip
+    return weights
+
+
+def _experts_in_4_bit_floats(base: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """gpt-oss as it is published: experts' weights in fp4, 32 of them with an exponent."""
+    torch.manual_seed(0)
+    vocabulary = load_tokenizer("preset:tiny-qwen3").vocab_size
+    model = GptOssForCausalLM(GptOssConfig(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    ))  # fmt: skip
+    model.save_pretrained(folder)
+    weights, written = load_file(folder / "model.safetensors"), {}
+    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for name, weight in list(weights.items()):
+        if not name.endswith("_proj"):
+            written[name] = weight
+            continue
+        experts, inputs, outputs = weight.shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        exponents = torch.randint(122, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        written[f"{name}_blocks"], written[f"{name}_scales"] = blocks, exponents
+        numbers = table[torch.stack([blocks & 15, blocks >> 4], dim=-1).long()].flatten(-2)
+        whole = numbers * torch.exp2(exponents.float() - 127)[..., None]
+        weights[name] = whole.flatten(-2).transpose(1, 2)
+    _write(folder, folder, written, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    for file in base.iterdir():
+        if not (folder / file.name).exists():
+            shutil.copy(file, folder)
+    return weights
+
+
+def _write(base: Path, folder: Path, weights: dict[str, torch.Tensor], how: dict[str, object]) -> None:
+    folder.mkdir(exist_ok=True)
+    for file in base.iterdir():
+        if file.suffix != ".safetensors" and not (folder / file.name).exists():
+            shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("write", [_in_8_bit_floats, _in_packed_ints, _experts_in_4_bit_floats])
+def test_a_form_that_cannot_be_trained_on_is_read_whole(
+    base: Path, train: Train, tmp_path: Path, write: Callable[[Path, Path], dict[str, torch.Tensor]]
+) -> None:
+    stored = tmp_path / "stored"
+    expected = write(base, stored)
+    config = make_config(tmp_path, model={"name_or_path": str(stored)})
+    loaded = load_model(config, Vocabulary.of(load_tokenizer("preset:tiny-qwen3")))
+    assert any("comes quantized" in note and "whole" in note for note in loaded.notes)
+    found = loaded.model.state_dict()
+    assert not is_quantized(loaded.model)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-7)
+    for kind, changed in (("all", {"adapter": {"type": "full"}}), ("beside", {"adapter": {**LORA, "merge": True}})):
+        chosen = {**_on(stored, None), "model": {"name_or_path": str(stored)}, **changed}
+        result = train(make_data(make_segments(4)), output__dir=str(tmp_path / kind), **chosen)
+        assert _losses(result)[-1] < _losses(result)[0]
+    saved = tmp_path / "all" / "model", tmp_path / "beside" / "merged"
+    assert all("quantization_config" not in json.loads((each / "config.json").read_text()) for each in saved)
+    on_top = load_model(
+        make_config(tmp_path, model={"name_or_path": str(stored), "quantization": "nf4"}, adapter=LORA),
+        Vocabulary.of(load_tokenizer("preset:tiny-qwen3")),
+    )
+    assert not is_quantized(on_top.model), "it is quantized once it has been read whole"
 
 
 def test_random_weights_are_quantized_too_and_their_base_is_saved_whole(train: Train, tmp_path: Path) -> None:
