@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from luthier.encoding.interface import EncodeOptions as EncodeOptions
     from luthier.encoding.interface import encode as encode
     from luthier.encoding.interface import encode_many as encode_many
+    from luthier.encoding.interface import encode_prompt as encode_prompt
     from luthier.encoding.tokenizer import AddedTokens as AddedTokens
     from luthier.encoding.tokenizer import Tokenizer as Tokenizer
     from luthier.encoding.tokenizer import load_tokenizer as load_tokenizer

@@ -250,7 +250,9 @@ class Conversation:
     ``rendered``: control strings in its text are meant as control tokens. ``train_on`` is the row's or data set's own
     policy (a `TrainOn` value), if it has one; ``rules`` are the data set's, which come after the run's; ``weight``
     multiplies the loss of all targets. ``continue_final_message``: the last message is not finished, so it ends with
-    its text and no stop token is learned there. ``notes``: what is worth counting of the row, and how often.
+    its text and no stop token is learned there. ``add_generation_prompt``: it is a history to be answered, so that the
+    template's generation prompt follows it and nothing of it is learned. ``notes``: what is worth counting of the row,
+    and how often.
     """
 
     messages: tuple[Message, ...]
@@ -261,6 +263,7 @@ class Conversation:
     weight: float = 1.0
     rendered: bool = False
     continue_final_message: bool = False
+    add_generation_prompt: bool = field(default=False, repr=False)  # no row of a source has it
     notes: tuple[tuple[str, int], ...] = ()
 
 

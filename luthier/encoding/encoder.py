@@ -332,7 +332,7 @@ def join(filled: Filled, outcomes: Sequence[Sample | RowError], control_ids: NDA
     for outcome in outcomes:
         if isinstance(outcome, RowError):
             return outcome
-        if not outcome.target.any():
+        if not outcome.target.any() and not filled.is_prompt:
             return RowDropped("no_target", "no token of this row is trained", address=filled.address)
         samples.append(outcome)
     if filled.comparison is None:

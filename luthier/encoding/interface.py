@@ -24,7 +24,7 @@ from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, MediaProcessor, decoder_of
-from luthier.records import Address, Document, Row, Sample, Tokenized
+from luthier.records import Address, Conversation, Document, Message, Row, Sample, Tokenized
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.rendering.template import ChatTemplate
@@ -104,6 +104,58 @@ def encode_many(
         if isinstance(outcome, RowError) and errors == "raise":
             raise outcome
         yield outcome
+
+
+def encode_prompt(
+    messages: Sequence[Mapping[str, object] | Message] | Conversation,
+    tokenizer: Tokenizer | RunDescription,
+    *,
+    tools: Tools | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    processor: Any = None,
+    media: Mapping[str, Any] | None = None,
+    control: Control = "as_text",
+) -> Sample:
+    """The generation prompt of a history: a sample whose ``input_ids``, int32[T], are what the model is shown before
+    its next answer, made as training makes the ids before an answer that it learns. None of them is a target.
+
+    ``messages`` are dicts or `Message` records, as of a row that ends before the answer; a `Conversation` brings its
+    own tools. The options are those of `EncodeOptions`; of ``media`` and ``processor`` the items in the prompt are
+    expanded as in training, and named in the sample's ``media``. With a run description in place of the tokenizer the
+    run says all but the tools.
+
+    A template's thinking switch that ``template_kwargs`` leave open is left open, as inference does. Training shows an
+    answer without a thought the prompt of ``enable_thinking: false`` where the open one begins a thought.
+
+    Raises `RowError` for a history that training refuses, for the same reason; `TemplateError` for variables that the
+    template does not read; `SourceError` where the messages have no known form.
+    """
+    options = {"template_kwargs": template_kwargs, "processor": processor, "media": media}
+    given = EncodeOptions(**{name: value for name, value in options.items() if value is not None})  # type: ignore[typeddict-item]
+    if control != "as_text":
+        given["control"] = control
+    machinery = _of_options(tokenizer, given) if isinstance(tokenizer, Tokenizer) else _of_run(tokenizer, given)
+    (record,) = _records([_history(messages)], tuple(tools or ()))
+    outcome = record if isinstance(record, RowError) else next(machinery([as_prompt(record)]))
+    if isinstance(outcome, RowError):
+        raise outcome
+    return outcome
+
+
+def _history(messages: Sequence[Mapping[str, object] | Message] | Conversation) -> Mapping[str, object] | Row:
+    if isinstance(messages, Conversation):
+        return messages
+    if messages and all(isinstance(message, Message) for message in messages):
+        return Conversation(messages=cast("tuple[Message, ...]", tuple(messages)), address=Address(file=ROWS, row=1))
+    return {"messages": list(messages)}
+
+
+def as_prompt(row: Row) -> Conversation:
+    """A conversation as a history that is to be answered. Raises `RowError` for rows without turns."""
+    if not isinstance(row, Conversation):
+        kind = type(row).__name__.lower()
+        raise RowError("objective", f"a row of kind {kind} has no turns, so no answer follows it", address=row.address)
+    return replace(row, add_generation_prompt=True, continue_final_message=False)
 
 
 _Machinery = Callable[[Iterable[Row | RowError]], Iterator[Sample | RowError]]

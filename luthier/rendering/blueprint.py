@@ -348,10 +348,10 @@ class Filled:
     """A row as the blueprint of its shape and the texts for its gaps: all that encoding needs.
 
     ``control_strings`` counts what looks like a control token in the row's own strings; those in ``allowed`` are meant
-    as control tokens, the others are text. ``media`` are the row's, in order,
-    and ``expansions`` what becomes of them, once that is known. ``counted`` are the notes that the row
-    brought with it. ``comparison`` is there where continuations are compared: the row itself is then the prompt with
-    the first of them.
+    as control tokens, the others are text. ``media`` are the row's, in order, and ``expansions`` what becomes of them,
+    once that is known. ``counted`` are the notes that the row brought with it. ``is_prompt``: nothing of it is to be
+    learned. ``comparison`` is there where continuations are compared: the row itself is then the prompt with the first
+    of them.
     """
 
     blueprint: Blueprint
@@ -362,6 +362,7 @@ class Filled:
     expansions: tuple[Expansion, ...] = ()
     address: Address = NOWHERE
     counted: tuple[tuple[str, int], ...] = ()
+    is_prompt: bool = False
     comparison: PreferenceData | None = None
 
     @property

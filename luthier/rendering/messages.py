@@ -359,3 +359,21 @@ def place_media(sketch: str, messages: Sequence[Message], slots: MediaSlots) -> 
             )
         placed.update(zip(places, of_items, strict=True))
     return placed
+
+
+def has_written_thinking(message: Message) -> bool:
+    """Whether some of its thinking was part of its text in the row."""
+    return any(isinstance(part, Thinking) and part.written is not None for part in message.parts)
+
+
+def with_thinking_in_text(message: Message) -> Message:
+    """For a template that knows no thinking: what a row had as part of its text is text again."""
+    return replace(
+        message,
+        parts=tuple(
+            Text(text=part.written, train=part.train, weight=part.weight)
+            if isinstance(part, Thinking) and part.written is not None
+            else part
+            for part in message.parts
+        ),
+    )

@@ -167,6 +167,16 @@ def whole_row(history: RowHistory) -> Context:
     return Context(recording=recording, seam=0, kwargs={}, printed=printed)
 
 
+def prompt_path(history: RowHistory) -> Path:
+    """The whole row with a generation prompt behind it, as inference prints it where the template's switches are left
+    as they are; nothing of it is learned, so no seam cuts its text."""
+    num_messages = len(history.row.messages)
+    recording = history.recording(num_messages, generation_prompt=True)
+    printed = (Printed(recording=recording, num_messages=num_messages, generation_prompt=True),)
+    context = Context(recording=recording, seam=len(recording.sketch), kwargs={}, printed=printed)
+    return path_of(history, context, num_messages)
+
+
 def path_of(history: RowHistory, context: Context, num_messages: int) -> Path:
     """The path of a context, without spans."""
     media: dict[int, int] = {}

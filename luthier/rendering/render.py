@@ -37,11 +37,13 @@ from luthier.rendering.control import ControlTokens
 from luthier.rendering.messages import (
     MediaSlots,
     SlotsOnDemand,
+    has_written_thinking,
     media_of,
     media_of_parts,
     message_strings,
     no_slots,
     with_strings,
+    with_thinking_in_text,
 )
 from luthier.rendering.openings import ending_of
 from luthier.rendering.other_rows import (
@@ -52,9 +54,10 @@ from luthier.rendering.other_rows import (
     document_shape,
     one_path,
     only_last,
+    unlearned,
     with_continuation,
 )
-from luthier.rendering.paths import Path, Weigh, can_be_asked, cut_paths, learned_spans, paths_of
+from luthier.rendering.paths import Path, Weigh, can_be_asked, cut_paths, learned_spans, paths_of, prompt_path
 from luthier.rendering.prefixes import Joint, Judge, NotLocal
 from luthier.rendering.recordings import Recordings, RowHistory, unshared
 from luthier.rendering.substitution import other_strings
@@ -112,7 +115,7 @@ class Renderer:
     def fill(self, row: Row) -> Filled:
         """The same, as a blueprint with values. Raises `RowError`; `TemplateError` if a replay turns out wrong."""
         match row, self.policy.kind:
-            case Conversation(), RowKind.ANSWER:
+            case Conversation(), kind if kind is RowKind.ANSWER or row.add_generation_prompt:
                 template = self._need_template(media_of(row.messages))
                 return self._conversation(self._prepared(row, template), template)
             case Document(), RowKind.ANSWER:
@@ -165,7 +168,8 @@ class Renderer:
         shapes = tuple(map(message_shape, row.messages))
         strings = [string for message in row.messages for string in message_strings(message)]
         media = media_of(row.messages)
-        variants = self._known((row.train_on, row.weight, row.continue_final_message, shapes, tools_shape(row.tools)))
+        ends = row.continue_final_message, row.add_generation_prompt
+        variants = self._known((row.train_on, row.weight, *ends, shapes, tools_shape(row.tools)))
         for known in variants:
             values = known.blueprint.values(strings)
             if known.blueprint.fits(values) and self._agrees(known, row, template, strings):
@@ -218,6 +222,7 @@ class Renderer:
             media=media,
             address=row.address,
             counted=row.notes if isinstance(row, Conversation) else (),
+            is_prompt=isinstance(row, Conversation) and row.add_generation_prompt,
         )
 
     def _known(self, key: Hashable) -> list[_CachedBlueprint]:
@@ -232,11 +237,13 @@ class Renderer:
             system = Message(role="system", parts=(Text(text=default),), train=False)
             row = replace(row, messages=(system, *row.messages))
         row = apply_rules(row, self.policy.rules)
-        if any(map(_has_written_thinking, row.messages)) and not self._knows_thinking(template):
+        if any(map(has_written_thinking, row.messages)) and not self._knows_thinking(template):
             notes = row.notes
             if self._has_letters_for_tags(row):
                 notes = (*notes, (THOUGHT_IN_LETTERS, 1))
-            row = replace(row, messages=tuple(map(_with_thinking_in_text, row.messages)), notes=notes)
+            row = replace(row, messages=tuple(map(with_thinking_in_text, row.messages)), notes=notes)
+        if row.add_generation_prompt:  # all of it is context, whatever the row or a rule says
+            row = replace(row, messages=tuple(map(unlearned, row.messages)), train_on=TrainOn.NONE.value)
         return row
 
     def _has_letters_for_tags(self, row: Conversation) -> bool:
@@ -265,11 +272,11 @@ class Renderer:
         train_on = TrainOn(row.train_on) if row.train_on is not None else self.policy.train_on
         turns = trained_turns(row, train_on)
         weights = Weights(row.messages, self.policy, train_on=train_on, weight=row.weight)
-        if not turns and not weights.supplied:
+        if not turns and not weights.supplied and not row.add_generation_prompt:
             if any(what == BLANK_ANSWER for what, _ in row.notes):
                 raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
             raise RowDropped("no_target", "no message of this row is trained")
-        _refuse_too_many(row, len(turns), self.policy.history)
+        _refuse_too_many(row, max(1, len(turns)), self.policy.history)
         try:
             return self._made(RowHistory(template, row, shapes, strings, self._recordings), turns, weights)
         except NotLocal:
@@ -284,9 +291,11 @@ class Renderer:
             has_unasked = bool(turns) and _is_unasked(row, turns[0]) and not can_be_asked(history, turns[0], control)
             turns = turns[1:] if has_unasked else turns
             differing: frozenset[int] = frozenset()
-            if self.policy.history is HistoryRendering.ONE_RENDERING:
+            branches: list[Path] = []
+            if row.add_generation_prompt:
+                trunk = prompt_path(history)
+            elif self.policy.history is HistoryRendering.ONE_RENDERING:
                 trunk, differing = one_path(history, control, turns, needs_stop=self.policy.train_stop)
-                branches: list[Path] = []
             else:
                 trunk, branches = paths_of(history, control, turns, needs_stop=self.policy.train_stop)
         except AlphabetFull:
@@ -296,8 +305,8 @@ class Renderer:
         if weights.supplied:
             cut = [*cut_paths(learned, control), *cut_paths([(trunk, weights)], control)]
         else:
-            is_learned = any(not span.is_history for span in trunk.spans)
-            cut = cut_paths([*learned, (trunk, weights)] if is_learned else learned, control)
+            is_needed = row.add_generation_prompt or any(not span.is_history for span in trunk.spans)
+            cut = cut_paths([*learned, (trunk, weights)] if is_needed else learned, control)
         paths = [*branches, trunk]
         references = history.references(*unshared(recording for path in paths for recording in path.recordings))
         if not cut:
@@ -481,20 +490,3 @@ def _is_unasked(row: Conversation, index: int) -> bool:
     """Whether an answer comes before any question, and the row does not insist that it is learned."""
     before = (message.role for message in row.messages[:index])
     return all(role == "system" for role in before) and row.messages[index].train is not True
-
-
-def _has_written_thinking(message: Message) -> bool:
-    return any(isinstance(part, Thinking) and part.written is not None for part in message.parts)
-
-
-def _with_thinking_in_text(message: Message) -> Message:
-    """For a template that knows no thinking: what a row had as part of its text is text again."""
-    return replace(
-        message,
-        parts=tuple(
-            Text(text=part.written, train=part.train, weight=part.weight)
-            if isinstance(part, Thinking) and part.written is not None
-            else part
-            for part in message.parts
-        ),
-    )
