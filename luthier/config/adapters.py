@@ -26,7 +26,7 @@ _LORA = _VERA | {
 # A key that does not belong to the chosen type is an error: ``adapter: {r: 8}`` without a type would train all weights.
 KEYS_OF_TYPE: dict[AdapterType, frozenset[str]] = {
     AdapterType.FULL: _PARTS | _MODEL,
-    AdapterType.FREEZE: _MODEL | {"freeze_trainable_layers", "freeze_trainable_modules"},
+    AdapterType.FREEZE: _MODEL | {"freeze_trainable_layers", "freeze_trainable_modules", "freeze_spread"},
     AdapterType.LLAMA_PRO: _MODEL | {"expand_layers"},
     AdapterType.LORA: _SHARED | _LORA,
     AdapterType.OFT: _SHARED | {"oft_block_size"},

@@ -110,6 +110,11 @@ def _registry(draft: Draft) -> Iterator[Problem]:
         if names and data.registry is None:
             what = f"{draft.cite(key)} names entries of a registry, and data.registry is not given"
             yield draft.problem(key, what, "add data.registry: dataset_info.json, or name files in data.train")
+    if data.use_weights and len(data.use_weights) != len(data.use):
+        what = (
+            f"these are {len(data.use_weights)} weights, and {draft.cite('data.use')} names {len(data.use)} data sets"
+        )
+        yield draft.problem("data.use_weights", what, "write one weight for each, or remove the key")
     if data.registry is not None and not data.use and not data.eval_use:
         what = f"{draft.cite('data.registry')} is given, but neither data.use nor data.eval_use names an entry of it"
         yield draft.problem("data.registry", what, "add data.use: [NAME], or remove the registry")
@@ -434,7 +439,7 @@ def _media(draft: Draft) -> Iterator[Problem]:
 _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("model",), _new_tokens),
     (("data.train", "data.use"), _training_data),
-    (("data.registry", "data.use", "data.eval_use"), _registry),
+    (("data.registry", "data.use", "data.eval_use", "data.use_weights"), _registry),
     (("data.eval_split", "data.eval", "data.eval_use"), _eval_split),
     (("data.train", "data.eval"), _counted_rows),
     (("data.eval", "data.eval_use", "data.eval_split", "eval", "train.lr_scheduler_type"), _needs_evaluation),

@@ -217,8 +217,9 @@ class SourceConfig(Section):
     shorthand = "path"
 
     path: NonEmpty
-    """A file, a folder, a glob, ``hub:OWNER/NAME``, or ``preset:NAME`` (data sets that come with Luthier: skills,
-    preferences, feedback, preferences_sft, pictures, sounds)."""
+    """A file, a folder, a glob, ``hub:OWNER/NAME``, ``modelscope:OWNER/NAME`` (by the package ``modelscope``), or
+    ``preset:NAME`` (data sets that come with Luthier: skills, preferences, feedback, preferences_sft, pictures,
+    sounds)."""
     format: Annotated[str, NameOf(FORMAT_NAMES.values)] = Format.AUTO
     """How rows are written; ``auto`` looks at the rows."""
     columns: dict[str, str] = {}
@@ -294,11 +295,16 @@ class DataConfig(Section):
     mixture: MixtureConfig = MixtureConfig()
     """How the training sets share an epoch."""
     registry: PathLike | None = None
-    """A ``dataset_info.json`` (or its YAML form) that names data sets."""
+    """A ``dataset_info.json`` (or its YAML form) that names data sets; ``hub:OWNER/NAME`` is that of a data set of the
+    Hub, whose files it names."""
     use: Texts = []
     """Names from the registry to train on; ``name#1000`` takes 1000 rows."""
     eval_use: Texts = []
     """Names from the registry to evaluate on."""
+    use_weights: list[Positive] = []
+    """``weight`` of each data set that ``use`` names, in their order."""
+    media_root: PathLike | None = None
+    """``media_root`` of data sets that say none themselves."""
     eval_split: ShareOrCount = 0
     """Rows held out of the training data, when no eval data is named: a share below 1, or a number of rows."""
     first_rows: Count | None = None

@@ -46,7 +46,10 @@ def check_files(draft: Draft) -> list[Problem]:
             problems += _source(draft, f"{key}[{index}]", source)
     problems += _names(draft, "data.use", data.use)
     problems += _names(draft, "data.eval_use", data.eval_use)
-    problems += _file(draft, "data.registry", data.registry)
+    if not str(data.registry).startswith("hub:"):
+        problems += _file(draft, "data.registry", data.registry)
+    if data.media_root is not None:
+        problems += _folder(draft, "data.media_root", data.media_root, "name the folder of the media files")
     for index, root in enumerate(draft.config.media.roots):
         problems += _folder(draft, f"media.roots[{index}]", root, "name a folder of media files")
     problems += _model(draft, "model.name_or_path", model.name_or_path)
@@ -74,9 +77,10 @@ def _source(draft: Draft, key: str, source: SourceConfig) -> Iterator[Problem]:
             yield _bad_count(draft, at, source.path, count)
     if path.startswith("preset:"):
         yield from _preset(draft, at, path, DATA_PRESETS)
-    elif path.startswith("hub:"):
-        if not _HUB_ID.fullmatch(path.removeprefix("hub:")):
-            yield draft.problem(at, f'"{source.path}" names no data set of the Hub', "write hub:OWNER/NAME")
+    elif path.startswith(("hub:", "modelscope:")):
+        hub, _, name = path.partition(":")
+        if not _HUB_ID.fullmatch(name):
+            yield draft.problem(at, f'"{source.path}" names no data set of the Hub', f"write {hub}:OWNER/NAME")
     elif re.match(r"[a-z][a-z0-9+]*://", path):
         yield draft.problem(at, f'"{source.path}" is an address, not a file', "download it, and name the file")
     elif os.path.exists(path):

@@ -112,6 +112,9 @@ class AdapterConfig(Section):
     """``llama_pro``: how many decoder layers are put between those that are there, evenly; they alone are trained."""
     freeze_trainable_layers: Whole | None = None
     """``freeze``: train the last n layers (negative: the first n)."""
+    freeze_spread: bool = False
+    """``freeze``: these n layers are the last of n groups of equal size, as LLaMA-Pro's script puts new ones between
+    the old, not the last of all."""
     freeze_trainable_modules: Texts = []
     """``freeze``: patterns (``fnmatch`` on parameter names) of what is trained besides, such as ``*lm_head*``."""
     r: Size = 16

@@ -100,7 +100,7 @@ def _tracking(draft: Draft) -> Iterator[tuple[str, str]]:
 
 
 def _source(source: SourceConfig) -> Iterator[tuple[str, str]]:
-    if source.path.startswith(("hub:", "preset:")):
+    if source.path.startswith(("hub:", "modelscope:", "preset:")):
         return
     path = source.path.partition("#")[0]
     for key in (*_OF_THE_HUB, "split"):

@@ -172,7 +172,12 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
             )
         if abs(count) > len(layers):
             raise ModelError(f"adapter.freeze_trainable_layers is {count}, the model has {len(layers)} layers")
-        for layer in layers[-count:] if count > 0 else layers[:-count]:
+        step, left = divmod(len(layers), count)
+        if section.freeze_spread and (left or step < 1):
+            what = f"adapter.freeze_spread: {len(layers)} layers are not {count} groups of equal size"
+            raise ModelError(what, hint="set adapter.freeze_trainable_layers to the number of layers that were put in")
+        last = layers[step - 1 :: step] if section.freeze_spread else layers[-count:] if count > 0 else layers[:-count]
+        for layer in last:
             layer.requires_grad_(True)
     for pattern in section.freeze_trainable_modules:
         matched = [p for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]

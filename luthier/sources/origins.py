@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import datasets
 
 HUB = "hub:"
+MODELSCOPE = "modelscope:"
 PRESET = "preset:"
 _ROWS_PER_BATCH = 1000
 
@@ -39,7 +40,7 @@ class Origin(Protocol):
 
 def open_origin(config: SourceConfig) -> Origin:
     """The origin that a source's path means; raises `SourceError` if there is nothing there."""
-    if config.path.startswith(HUB):
+    if config.path.startswith((HUB, MODELSCOPE)):
         return _hub_origin(config)
     if config.streaming:
         raise SourceError(f"{config.path}: streaming is for the Hub", hint="local files are always read as a stream")
@@ -80,6 +81,7 @@ class HubRows:
     split: str
     revision: str | None
     streaming: bool
+    hub: str = HUB
 
     def rows(self) -> Iterator[RowBytes | RowError]:
         """All rows; pictures and sounds stay encoded, for they are read as Arrow tables."""
@@ -89,7 +91,7 @@ class HubRows:
                 yield from table_rows(table, self.address, first_row=row)
                 row += table.num_rows
         except OSError as error:
-            raise SourceError(f"{HUB}{self.name}: the stream broke off after row {row - 1}: {error}") from error
+            raise SourceError(f"{self.hub}{self.name}: the stream broke off after row {row - 1}: {error}") from error
 
     def count(self) -> int | None:
         """The size of the split; None for a stream."""
@@ -98,7 +100,7 @@ class HubRows:
     @property
     def address(self) -> str:
         """What the addresses of its rows call it."""
-        return f"{HUB}{self.name}[{self.split}]"
+        return f"{self.hub}{self.name}[{self.split}]"
 
     def load(self) -> datasets.Dataset | datasets.IterableDataset:
         """The data set as `datasets` has it; raises `SourceError`."""
@@ -108,6 +110,8 @@ class HubRows:
             hint = f"{install_hint('hub')}; or download the data set and give its folder"
             raise SourceError(f"{HUB}{self.name}: the package 'datasets' is not installed", hint=hint) from error
         try:
+            if self.hub == MODELSCOPE:
+                return self._from_modelscope()
             return datasets.load_dataset(
                 self.name,
                 name=self.subset,
@@ -118,7 +122,27 @@ class HubRows:
             )
         except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
             hint = "check name, subset, split and the network; a downloaded folder works as a path too"
-            raise SourceError(f"{HUB}{self.name}: cannot be loaded: {error}", hint=hint) from error
+            raise SourceError(f"{self.hub}{self.name}: cannot be loaded: {error}", hint=hint) from error
+
+    def _from_modelscope(self) -> datasets.Dataset | datasets.IterableDataset:
+        """The same from ModelScope, by its own library."""
+        try:
+            from modelscope import MsDataset
+        except ImportError as error:
+            hint = "pip install 'modelscope[datasets]'; or download the data set and give its folder"
+            raise SourceError(f"{self.hub}{self.name}: the package 'modelscope' is not installed", hint=hint) from error
+        found = MsDataset.load(
+            self.name,
+            subset_name=self.subset,
+            data_dir=self.folder,
+            split=self.split,
+            version=self.revision,
+            use_streaming=self.streaming,
+        )
+        made: datasets.Dataset | datasets.IterableDataset = (
+            found.to_hf_dataset() if isinstance(found, MsDataset) else found
+        )
+        return made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,10 +173,12 @@ def _read_file(file: DataFile) -> Iterator[RowBytes | RowError]:
 
 def _hub_origin(config: SourceConfig) -> HubRows:
     """``hub:owner/name`` or ``hub:name``; a third component and on is a folder: ``hub:owner/name/python``."""
-    parts = config.path.removeprefix(HUB).split("/")
+    hub = MODELSCOPE if config.path.startswith(MODELSCOPE) else HUB
+    parts = config.path.removeprefix(hub).split("/")
     if not all(parts):
-        raise SourceError(f"{config.path}: a data set of the Hub is named hub:OWNER/NAME")
+        raise SourceError(f"{config.path}: a data set of the Hub is named {hub}OWNER/NAME")
     return HubRows(
+        hub=hub,
         name="/".join(parts[:2]),
         folder="/".join(parts[2:]) or None,
         subset=config.subset,

@@ -15,8 +15,8 @@ from ruamel.yaml.error import YAMLError
 
 from luthier.config.explain import nearest_names
 from luthier.config.schema import DataConfig, Format, SourceConfig
-from luthier.errors import RowError, SourceError
-from luthier.sources.origins import HUB
+from luthier.errors import RowError, SourceError, install_hint
+from luthier.sources.origins import HUB, MODELSCOPE
 from luthier.sources.rows import decode_strict
 
 _NAME = re.compile(r"^(?P<name>.+?)(?:#(?P<count>[1-9][0-9]*))?$")
@@ -47,7 +47,9 @@ def _filled_in(source: SourceConfig, data: DataConfig) -> SourceConfig:
     same_role = data.same_role if source.same_role is None else source.same_role
     text_limit = data.text_limit if source.text_limit is None else source.text_limit
     first = data.first_rows if source.first_rows is None else source.first_rows
-    return source.model_copy(update={"same_role": same_role, "text_limit": text_limit, "first_rows": first})
+    root = data.media_root if source.media_root is None else source.media_root
+    filled = {"same_role": same_role, "text_limit": text_limit, "first_rows": first, "media_root": root}
+    return source.model_copy(update=filled)
 
 
 def _listed_and_named(data: DataConfig) -> tuple[list[SourceConfig], list[SourceConfig]]:
@@ -59,12 +61,17 @@ def _listed_and_named(data: DataConfig) -> tuple[list[SourceConfig], list[Source
         return list(data.train), list(data.eval)
     entries = read_registry(data.registry)
     train = [registry_source(name, entries, data.registry) for name in data.use]
+    if data.use_weights:
+        weighed = zip(train, data.use_weights, strict=True)
+        train = [source.model_copy(update={"weight": weight}) for source, weight in weighed]
     held_out = [registry_source(name, entries, data.registry) for name in data.eval_use]
     return [*data.train, *train], [*data.eval, *held_out]
 
 
 def read_registry(path: Path) -> dict[str, object]:
     """The entries of a registry by name; raises `SourceError` if it cannot be read."""
+    if str(path).startswith(HUB):
+        path = _of_hub(str(path), "dataset_info.json")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -76,6 +83,22 @@ def read_registry(path: Path) -> dict[str, object]:
     if not isinstance(entries, dict):
         raise SourceError(f"{path}: a registry is an object: names of data sets, and what each is")
     return entries
+
+
+def _of_hub(place: str, name: str) -> Path:
+    """A file of a data set of the Hub, downloaded; raises `SourceError`."""
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ImportError as error:
+        raise SourceError(
+            f"{place}: the package 'huggingface_hub' is not installed", hint=install_hint("hub")
+        ) from error
+    try:
+        return Path(hf_hub_download(place.removeprefix(HUB), name, repo_type="dataset"))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        hint = "check the name and the network; the folder of a copy works as a registry too"
+        raise SourceError(f"{place}: {name} cannot be downloaded: {error}", hint=hint) from error
 
 
 def registry_source(name: str, entries: Mapping[str, object], registry: Path) -> SourceConfig:
@@ -123,11 +146,15 @@ def _from_json(entry: Mapping[str, object], registry: Path, where: str) -> dict[
 
 
 def _json_path(entry: Mapping[str, object], registry: Path, where: str) -> str:
+    if entry.get("file_name") and str(registry).startswith(HUB):
+        return str(_of_hub(str(registry), str(entry["file_name"])))
     if entry.get("file_name"):
         return str(registry.parent / str(entry["file_name"]))
     if entry.get("hf_hub_url"):
         return f"{HUB}{entry['hf_hub_url']}"
-    others = sorted(_JSON_KEYS.intersection(entry) & {"ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"})
+    if entry.get("ms_hub_url"):
+        return f"{MODELSCOPE}{entry['ms_hub_url']}"
+    others = sorted(_JSON_KEYS.intersection(entry) & {"om_hub_url", "script_url", "cloud_file_name"})
     if others:
         hint = "download it and use file_name, or add its hf_hub_url"
         raise SourceError(f"{where}: only {', '.join(others)} is given, which Luthier does not read", hint=hint)

@@ -38,7 +38,7 @@ from luthier.sources.files import FileKind
 from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.reading import Reading
 from luthier.sources.formats.table import FORMATS
-from luthier.sources.origins import HUB, PRESET, LocalFiles, Origin, open_origin
+from luthier.sources.origins import HUB, MODELSCOPE, PRESET, LocalFiles, Origin, open_origin
 from luthier.sources.row_index import RowIndex, index_origin
 from luthier.sources.rows import RawRow, RowBytes, decode_row, json_kind
 from luthier.sources.text_files import cell_separator
@@ -211,7 +211,7 @@ def _opened(config: SourceConfig, seed: int) -> Source:
     config = _take_count(config)
     origin = open_origin(config)
     layout = detect_layout(config, _first_rows(origin, config))
-    if layout.media_root is None and config.path.startswith((HUB, PRESET)):
+    if layout.media_root is None and config.path.startswith((HUB, MODELSCOPE, PRESET)):
         layout = replace(layout, media_root="")  # there is no folder that paths could be relative to
     return Source(config=config, origin=origin, reader=RowReader(layout=layout), seed=seed)
 

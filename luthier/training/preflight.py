@@ -43,7 +43,7 @@ from luthier.models.vocabulary import Vocabulary
 from luthier.packing.order import check_mixture
 from luthier.preparation.prepared import num_held_out
 from luthier.sources import Source, open_sources, resolve_sources
-from luthier.sources.origins import HUB
+from luthier.sources.origins import HUB, MODELSCOPE
 from luthier.training.arguments import optimization
 from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.folder.state import check_writable
@@ -187,7 +187,7 @@ def _data(draft: Draft) -> Iterator[Problem]:
         return
     opened: list[Source] = []
     for each in (*named, *held_out):
-        if each.path.startswith(HUB):
+        if each.path.startswith(HUB) or (each.path.startswith(MODELSCOPE) and is_installed("modelscope")):
             continue  # its first rows would be fetched by every process
         try:
             opened += open_sources([each], seed=seed)

@@ -22,18 +22,12 @@ KEYS: list[str] = json.loads(Path(__file__).with_name("other_tools.json").read_t
 
 # Files that are refused, and the keys that say why; all others of LLaMA-Factory's examples are translated.
 REFUSED = {
-    "extras/llama_pro/llama3_freeze_sft.yaml": ["use_llama_pro"],  # of a model that is no folder here
     "extras/mod/llama3_full_sft.yaml": ["mixture_of_depths"],
     "extras/nlg_eval/llama3_lora_predict.yaml": ["do_predict"],
     **{f"inference/{name}.yaml": ["infer_backend"]
        for name in ("mossvl", "qwen3", "qwen3_full_sft", "qwen3_lora_sft", "qwen3vl")},
-    **{f"ktransformers/train_lora/{name}_lora_sft_kt.yaml": ["use_kt"]
-       for name in ("deepseek_v2", "deepseek_v3", "deepseek_v3_int8", "qwen3_5moe", "qwen3moe", "qwen3vlmoe")},
-    "megatron/qwen2_vl_full.yaml": ["tensor_model_parallel_size", "pipeline_model_parallel_size"],
-    "megatron/qwen3_moe_full.yaml": ["pipeline_model_parallel_size", "expert_model_parallel_size"],
     **{f"merge_lora/{name}.yaml": ["export_dir"]
        for name in ("mossvl_lora_sft", "qwen3_full_sft", "qwen3_gptq", "qwen3_lora_sft", "qwen3vl_lora_sft")},
-    "train_lora/qwen3_lora_sft_ray.yaml": ["dataset_dir"],
 }  # fmt: skip
 
 
@@ -127,6 +121,23 @@ def test_their_defaults_are_written_out() -> None:
     ("ddp_timeout: 180000000\n", "runtime.rank_timeout", 1800.0),
     ("ddp_timeout: 600\n", "runtime.rank_timeout", 600.0),
     ("dataset_dir: ONLINE\ndataset: owner/rows\n", "data.train[0].path", "hub:owner/rows"),
+    ("dataset: some\ndataset_dir: REMOTE:owner/rows\n", "data.registry", "hub:owner/rows"),
+    ("media_dir: elsewhere\n", "data.media_root", "elsewhere"),
+    ("template: qwen3_vl\n", "data.media_root", "data"),  # media are looked for in dataset_dir
+    ("template: qwen3_vl\n", "media.max_pixels", 589824),
+    ("template: qwen3\n", "media.max_pixels", None),
+    ("dataset: a,b\nmix_strategy: interleave_over\ninterleave_probs: 0.7,0.3\n", "data.use_weights", [0.7, 0.3]),
+    ("temperature: 0.2\n", "generate.top_p", 0.7),  # what is open has their default
+    ("do_sample: false\ntop_k: 5\n", "generate.max_new_tokens", 1024),
+    ("do_sample: false\ntop_k: 5\n", "generate.top_k", None),
+    ("num_beams: 4\ndo_sample: false\n", "generate.length_penalty", 1.0),
+    ("max_new_tokens: 0\n", "generate.max_length", 1024),
+    ("cutoff_len: 10\n", "output.save_total_limit", None),
+    ("cutoff_len: 10\n", "output.resume", "auto"),
+    ("use_kt: true\n", "adapter.target_parameters", ["experts.gate_up_proj", "experts.down_proj"]),
+    ("pipeline_model_parallel_size: 4\n", "runtime.sharding", "fsdp"),
+    ("pipeline_model_parallel_size: 4\ngradient_accumulation_steps: 8\n", "train.gradient_accumulation_steps", 2),
+    ("finetuning_type: freeze\nuse_llama_pro: true\n", "adapter.freeze_spread", True),
     ("add_tokens: <a>,<b>\n", "model.add_tokens", ["<a>", "<b>"]),
     ("use_kt: false\nfp8: false\nuse_unsloth: true\ntensor_model_parallel_size: 1\n", "objective.name", "sft"),
 ], ids=str)  # fmt: skip
@@ -148,7 +159,11 @@ def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) ->
     ("shift_attn: true\n", "shift_attn"),
     ("deepspeed: nowhere.json\n", "deepspeed"),
     ("use_muon: true\nuse_badam: true\n", "use_badam"),
-    ("media_dir: elsewhere\n", "media_dir"),
+    ("rope_scaling: yarn\n", "rope_scaling"),  # of a model that is no folder here
+    ("mix_strategy: interleave_over\ninterleave_probs: 0.5,0.5\n", "interleave_probs"),  # of one data set
+    ("use_kt: true\nkt_use_lora_experts: true\n", "kt_use_lora_experts"),
+    ("use_llama_pro: true\n", "use_llama_pro"),  # with LoRA, which is the default
+    ("top_p: 2\n", "top_p"),
     ("do_predict: true\n", "do_predict"),
 ], ids=str)  # fmt: skip
 def test_what_is_wrong_or_missing_is_told_by_their_key(text: str, key: str) -> None:
@@ -182,13 +197,22 @@ def test_deepspeed_files_say_how_a_model_is_shared(tmp_path: Path, stage: int, s
     assert (run.runtime.sharding, run.train.max_grad_norm) == (sharding, 0.5)
 
 
-def test_layers_that_llama_pro_has_put_in_are_those_that_are_trained(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 6}', encoding="utf-8")
-    text = (f"model_name_or_path: {tmp_path}\ndataset: some\nfinetuning_type: freeze\n"
-            "use_llama_pro: true\nfreeze_trainable_layers: 2\n")  # fmt: skip
-    run = load_config_text(text, "theirs.yaml", check_paths=False)
-    assert run.adapter.freeze_trainable_modules == ["*.layers.2.*", "*.layers.5.*"]
-    assert run.adapter.freeze_trainable_layers is None
+@pytest.mark.parametrize(("kind", "further"), [
+    ("linear", {}),
+    ("yarn", {"original_max_position_embeddings": 1000}),
+], ids=str)  # fmt: skip
+def test_positions_are_stretched_as_often_as_the_length_goes_into_the_cutoff(
+    tmp_path: Path, kind: str, further: dict[str, object]
+) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"max_position_embeddings": 1000, "rope_parameters": {"rope_theta": 5e5}}', encoding="utf-8"
+    )
+    text = f"model_name_or_path: {tmp_path}\ndataset: some\nrope_scaling: {kind}\ncutoff_len: 2500\n"
+    overrides = load_config_text(text, "theirs.yaml", check_paths=False).model.config_overrides
+    expected = {"rope_type": kind, "factor": 3.0, "rope_theta": 5e5, **further}
+    assert overrides == {"max_position_embeddings": 3000, "rope_parameters": expected}
+    short = load_config_text(text.replace("2500", "900"), "theirs.yaml", check_paths=False)
+    assert short.model.config_overrides == {}
 
 
 def test_a_model_without_a_template_gets_the_named_one(tmp_path: Path) -> None:

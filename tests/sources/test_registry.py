@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 
 from luthier.config.choices import SameRole
 from luthier.config.schema import DataConfig, Format, SourceConfig
 from luthier.errors import SourceError
 from luthier.sources import resolve_sources
+from luthier.sources.origins import open_origin
 from luthier.sources.registry import read_registry
 from tests.conftest import refused
 
@@ -19,6 +23,7 @@ FROM_DATA = {
     "same_role": SameRole.KEEP,
     "text_limit": 1_000_000,
     "first_rows": None,
+    "media_root": None,
 }  # what `data` says for all of its sources
 CHAT_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
@@ -80,8 +85,59 @@ def test_a_number_behind_the_name_takes_that_many_rows(tmp_path: Path) -> None:
 
 def test_hub_entries_name_the_hub_and_their_folder(tmp_path: Path) -> None:
     assert resolve(tmp_path, {"hf_hub_url": "a/b", "ms_hub_url": "c/d", "folder": "python"}).path == "hub:a/b/python"
-    with refused(SourceError, "ms_hub_url", "hf_hub_url"):
-        resolve(tmp_path, {"ms_hub_url": "c/d"})
+    assert resolve(tmp_path, {"ms_hub_url": "c/d", "folder": "python"}).path == "modelscope:c/d/python"
+    with refused(SourceError, "om_hub_url", "hf_hub_url"):
+        resolve(tmp_path, {"om_hub_url": "c/d"})
+
+
+def test_a_data_set_of_modelscope_is_read_by_its_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    class MsDataset:
+        @staticmethod
+        def load(name: str, **more: Any) -> MsDataset:
+            asked.append((name, more))
+            return MsDataset()
+
+        def to_hf_dataset(self) -> datasets.Dataset:
+            return datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+
+    origin = open_origin(SourceConfig(path="modelscope:c/d", split="test"))
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with refused(SourceError, "modelscope:c/d", "pip install"):
+        list(origin.rows())
+    monkeypatch.setitem(sys.modules, "modelscope", SimpleNamespace(MsDataset=MsDataset))
+    assert len(list(origin.rows())) == origin.count() == 2
+    assert asked[0][0] == "c/d" and asked[0][1]["split"] == "test"
+
+
+def test_a_registry_of_the_hub_is_downloaded_and_so_are_the_files_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = {"rows": {"file_name": "x.json"}, "others": {"hf_hub_url": "a/b"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(entries), encoding="utf-8")
+
+    def download(repo_id: str, filename: str, *, repo_type: str) -> str:
+        assert (repo_id, repo_type) == ("owner/rows", "dataset")
+        if filename == "gone.json":
+            raise OSError("404")
+        return str(tmp_path / filename)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    train, _ = resolve_sources(DataConfig(registry=Path("hub:owner/rows"), use=["rows", "others"]))
+    assert [source.path for source in train] == [str(tmp_path / "x.json"), "hub:a/b"]
+    (tmp_path / "dataset_info.json").write_text('{"rows": {"file_name": "gone.json"}}', encoding="utf-8")
+    with refused(SourceError, "gone.json", "hub:owner/rows"):
+        resolve_sources(DataConfig(registry=Path("hub:owner/rows"), use=["rows"]))
+
+
+def test_named_sets_have_the_weights_and_the_folder_of_media_that_the_run_says(tmp_path: Path) -> None:
+    path = tmp_path / "dataset_info.json"
+    path.write_text(json.dumps({"a": {"file_name": "a.json"}, "b": {"file_name": "b.json"}}), encoding="utf-8")
+    data = DataConfig(registry=path, use=["a", "b"], use_weights=[0.7, 0.3], media_root=tmp_path / "media")
+    train, _ = resolve_sources(data)
+    assert [source.weight for source in train] == [0.7, 0.3]
+    assert {source.media_root for source in train} == {tmp_path / "media"}
 
 
 def test_alpaca_is_the_default_and_a_lone_prompt_column_leaves_the_question_to_the_rows(tmp_path: Path) -> None:

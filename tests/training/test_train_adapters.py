@@ -32,12 +32,12 @@ IDS = torch.from_numpy(DATA.train[0].input_ids.astype(np.int64))[None]
 PEFT_NOISE = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 
 
-def _model() -> PreTrainedModel:
+def _model(layers: int = 3) -> PreTrainedModel:
     torch.manual_seed(0)
     return Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8,
+            vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         )
     )  # fmt: skip
 
@@ -61,6 +61,14 @@ def test_freeze_trains_the_last_layers_the_first_layers_and_the_patterns_that_ar
     }
 
 
+def test_freeze_trains_the_last_layer_of_each_of_as_many_groups_where_it_spreads_them() -> None:
+    section = AdapterConfig(type=AdapterType.FREEZE, freeze_trainable_layers=2, freeze_spread=True)
+    names = _trained(adapters.apply_adapter(_model(layers=6), section))
+    assert names and names == {
+        n for n, _ in _model(layers=6).named_parameters() if ".layers.2." in n or ".layers.5." in n
+    }
+
+
 def test_freeze_changes_exactly_what_it_trains(train: Train, tmp_path: Path) -> None:
     frozen = train(DATA, adapter__type="freeze", adapter__freeze_trainable_layers=1, train__learning_rate=1e-2)
     train(DATA, folder="start", train__learning_rate=1e-30, train__max_steps=1)
@@ -79,6 +87,7 @@ def test_freeze_changes_exactly_what_it_trains(train: Train, tmp_path: Path) -> 
             r"no parameter matches '\*nothing\*'(.|\n)*model.layers.N.self_attn.q_proj.weight",
         ),
         ({"freeze_trainable_layers": 9}, "is 9, the model has 3 layers"),
+        ({"freeze_trainable_layers": 2, "freeze_spread": True}, "3 layers are not 2 groups"),
         ({}, "leaves nothing to train"),
     ],
 )  # fmt: skip

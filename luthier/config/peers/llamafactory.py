@@ -6,16 +6,10 @@ files leave open is filled in with their defaults, in their words, before anythi
 
 from __future__ import annotations
 
-from luthier.config.peers.translation import (
-    OUR_SECTIONS,
-    Peer,
-    Translator,
-    beside,
-    config_of,
-    has_own_template,
-    names_of,
-    share_as_deepspeed,
-)
+import math
+
+from luthier.config.peers.llamafactory_rows import read_data, read_generation, read_lengths, read_template
+from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, beside, names_of, share_as_deepspeed
 from luthier.config.tree import MappingNode, plain
 from luthier.config.yaml_text import parse_yaml
 
@@ -49,14 +43,7 @@ def _purpose(reading: Translator) -> None:
         reading.told.append("tokenized_path: LLaMA-Factory stops once rows are encoded; luthier prepare does so")
     if (path := reading.take("tokenized_path")) is not None:
         reading.set("data.store", str(path), "tokenized_path")
-    for key in ("use_kt", "use_mca", "use_megatron_bridge"):
-        if reading.flag(key):
-            does = "KTransformers computes experts on the CPU" if key == "use_kt" else "Megatron divides layers"
-            reading.refuse(key, f"{does}, which Luthier does not", "runtime.sharding: fsdp divides a model over GPUs")
-    if reading.entries.get("use_kt") is not None:
-        reading.read |= {key for key in reading.entries if key.startswith("kt_")}
     reading.is_no_run = bool(reading.problems)
-    reading.fill_in_media()
 
 
 def _objective(reading: Translator) -> None:
@@ -137,24 +124,11 @@ def _belongs(reading: Translator, key: str, kind: str) -> bool:
 
 def _llama_pro(reading: Translator) -> None:
     """Their script llama_pro.py has put layers into the model, the last of each group; these alone are trained."""
-    count, model = reading.take("freeze_trainable_layers"), str(reading.take("model_name_or_path"))
-    reading.read.discard("model_name_or_path")
-    num_layers = config_of(model).get("num_hidden_layers")
-    if not isinstance(num_layers, int) or not isinstance(count, int) or count < 1 or num_layers % count:
-        reading.set("adapter.freeze_trainable_layers", count, "freeze_trainable_layers")
-        reading.refuse(
-            "use_llama_pro",
-            f"which layers llama_pro.py has put into {model} is read off its config.json, which says "
-            f"{num_layers or 'nothing'} for num_hidden_layers, and should say a multiple of {count}",
-            f"name its folder; or name the model as it was before, with adapter.type: llama_pro and "
-            f"adapter.expand_layers: {count}, and Luthier expands it",
-        )
+    if str(reading.take("finetuning_type")) != "freeze":
+        what = "an adapter in new layers only is not there"
+        reading.refuse("use_llama_pro", what, "write finetuning_type: freeze, which trains these layers whole")
         return
-    stride = num_layers // count
-    layers = [f"*.layers.{index}.*" for index in range(stride - 1, num_layers, stride)]
-    others = reading.take("freeze_extra_modules")
-    extra = [f"*{name}*" for name in names_of(others)] if others is not None else []
-    reading.set("adapter.freeze_trainable_modules", [*layers, *extra], "use_llama_pro")
+    reading.set("adapter.freeze_spread", True, "use_llama_pro")
 
 
 def _pissa(reading: Translator) -> None:
@@ -210,86 +184,6 @@ def _parts(reading: Translator, kind: str) -> None:
         reading.refuse(named, "nothing of the model is left to train", "set one of the freeze_* keys to false")
         return
     reading.set("adapter.train_parts", parts, named)
-
-
-def _data(reading: Translator) -> None:
-    folder, names = str(reading.take("dataset_dir")), reading.take("dataset")
-    held_out, most = reading.take("eval_dataset"), reading.take("max_samples")
-    if names is None:
-        reading.refuse("dataset", "no data set is named, so there is nothing to train on", "for example dataset: NAME")
-        return
-    if folder.startswith("REMOTE:"):
-        reading.refuse("dataset_dir", f"the list of data sets is on the Hub, in {folder.removeprefix('REMOTE:')}",
-                       "download its dataset_info.json and its files, and name their folder")  # fmt: skip
-    for ours, key, value in (("data.use", "dataset", names), ("data.eval_use", "eval_dataset", held_out)):
-        if value is None:
-            continue
-        if folder == "ONLINE":
-            paths = [{"path": f"hub:{name}"} for name in names_of(value)]
-            reading.set("data.train" if key == "dataset" else "data.eval", paths, key)
-        else:
-            reading.set(ours, names_of(value), key)
-    if folder != "ONLINE":
-        reading.set("data.registry", f"{folder}/dataset_info.json", "dataset_dir")
-    if most is not None:
-        reading.set("data.first_rows", most, "max_samples")
-    if (media := reading.take("media_dir")) is not None and str(media) != folder:
-        reading.refuse("media_dir", "media are looked for beside the file of their rows",
-                       "name the data sets in data.train, each with its media_root")  # fmt: skip
-    _mixture(reading)
-
-
-def _mixture(reading: Translator) -> None:
-    how, shares = reading.take("mix_strategy"), reading.take("interleave_probs")
-    if how in (None, "concat", "interleave_once"):
-        reading.read.add("interleave_probs")
-        return
-    if shares is not None:
-        reading.refuse("interleave_probs", "data sets that a registry names have equal shares",
-                       "name their files in data.train, each with its weight")  # fmt: skip
-    stops = {"interleave_under": "first", "interleave_over": "all"}
-    if how not in stops:
-        reading.refuse("mix_strategy", f"{how} is no way to mix", f"write one of concat, {', '.join(stops)}")
-        return
-    reading.set("data.mixture.by", "rows", "mix_strategy")
-    reading.set("data.mixture.stop", stops[how], "mix_strategy")
-
-
-def _template(reading: Translator) -> None:
-    name, thinking = reading.take("template"), reading.take("enable_thinking")
-    if name is not None:
-        own = has_own_template(str(reading.take("model_name_or_path")))
-        reading.read.discard("model_name_or_path")
-        if own is False:
-            reading.set("template.chat_template", str(name), "template")
-        else:
-            reading.told.append(f"template: the model's own chat template is used, not a copy of it called {name}")
-    if thinking is not None:
-        reading.set("template.kwargs.enable_thinking", bool(thinking), "enable_thinking")
-    if reading.flag("preserve_thinking"):
-        reading.set("template.kwargs.preserve_thinking", True, "preserve_thinking")
-    for key, who in (("train_on_prompt", "all"), ("mask_history", "last_assistant")):
-        if reading.flag(key):
-            reading.set("template.train_on", who, key)
-
-
-def _lengths(reading: Translator) -> None:
-    stage, packing = reading.take("stage"), reading.take("packing")
-    neat, most = reading.flag("neat_packing"), reading.take("cutoff_len")
-    reading.set("data.max_length", reading.entries["cutoff_len"], "cutoff_len")
-    of = "neat_packing" if neat else "packing" if packing is not None else "stage"
-    is_packed = neat or (stage == "pt" if packing is None else packing is True)
-    if stage == "pt" and is_packed:
-        reading.set("train.packing", "split", of)
-        reading.set("data.overflow", "split", "cutoff_len")
-        return
-    reading.set("train.packing", "window" if is_packed else "none", of)
-    if is_packed and not neat:
-        reading.told.append("packing: rows that share a pack never see each other, as with neat_packing")
-    reading.set("data.overflow", "keep_answer", "cutoff_len")
-    reading.set("data.max_drop", 0.5, "cutoff_len")  # their runs never stop for rows that are lost
-    what = "the oldest turns of the prompt go first"
-    reading.told.append(f"cutoff_len: of a row over {most} tokens {what}, where LLaMA-Factory cuts each turn; counted")
 
 
 def _precision(reading: Translator) -> None:
@@ -397,8 +291,56 @@ def _settings(reading: Translator, prefix: str) -> dict[str, tuple[str, object]]
     return found
 
 
+def _ktransformers(reading: Translator) -> None:
+    """It computes routed experts on the CPU, with LoRA in them; here they are where the model is."""
+    is_on = reading.flag("use_kt")
+    for key in [key for key in reading.entries if key.startswith("kt_")]:
+        value = reading.take(key)
+        if is_on and key == "kt_use_lora_experts" and value is True:
+            reading.refuse(key, "further experts beside those of the model are not there", "remove the line")
+        reading.passed[key] = "it says where and how KTransformers computes experts"
+    if not is_on:
+        return
+    if str(reading.take("finetuning_type")) == "lora":
+        reading.set("adapter.target_parameters", ["experts.gate_up_proj", "experts.down_proj"], "use_kt")
+    weights = reading.entries.get("kt_weight_path")
+    files = "" if weights is None else f", with the weights of the model's own files, not those in {plain(weights)}"
+    reading.told.append(
+        "use_kt: the experts and their LoRA are computed on the GPU, not on the CPU"
+        f"{files}; what memory they need, luthier plan says"
+    )
+
+
+_DIVIDED = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def _megatron(reading: Translator) -> None:
+    """Ranks that divide a model between them share their rows; ranks of ours have rows of their own."""
+    sizes = [size for key in _DIVIDED if isinstance(size := reading.take(key), int)]
+    sharers, experts = math.prod(sizes), reading.take("expert_model_parallel_size")
+    used = [key for key in ("use_mca", "use_megatron_bridge") if reading.flag(key)]
+    if sharers == 1 and experts in (None, 1) and not used:
+        return
+    key = next(key for key in (*used, *_DIVIDED, "expert_model_parallel_size") if key in reading.entries)
+    reading.set("runtime.sharding", "fsdp", key)
+    accumulated = reading.take("gradient_accumulation_steps") or 1
+    fewer = max(1, accumulated // sharers)
+    reading.set("train.gradient_accumulation_steps", fewer, "gradient_accumulation_steps")
+    reading.told.append(
+        f"{key}: each GPU holds a share of all weights (runtime.sharding: fsdp) and has rows of its own, where "
+        f"{sharers} shared theirs: gradient_accumulation_steps is {fewer}, not {accumulated}"
+        + (
+            ""
+            if fewer * sharers == accumulated
+            else f", and a step has {fewer * sharers / accumulated:g} times the rows"
+        )
+    )
+
+
 def _devices(reading: Translator) -> None:
     """How several processes share the model, and how long each waits for the others."""
+    _ktransformers(reading)
+    _megatron(reading)
     if (path := reading.take("deepspeed")) is not None:
         share_as_deepspeed(reading, path)
     fsdp = reading.take("fsdp")
@@ -417,6 +359,11 @@ def _folder(reading: Translator) -> None:
         reading.set("output.resume", start, "resume_from_checkpoint")
     elif anew and start not in (True, "true"):
         reading.set("output.overwrite", True, "overwrite_output_dir")
+    else:  # theirs goes on from the newest checkpoint, too, where nothing is said
+        reading.defaults |= {"resume_from_checkpoint"} - set(reading.entries)
+        reading.set("output.resume", "auto", "resume_from_checkpoint")
+    reading.defaults |= {"save_total_limit"} - set(reading.entries)
+    reading.set("output.save_total_limit", reading.take("save_total_limit"), "save_total_limit")
     if (trackers := reading.take("report_to")) is not None:
         names = [name for name in names_of(trackers) if name.lower() != "none"]
         reading.set("tracking.report_to", names, "report_to")
@@ -447,6 +394,6 @@ LLAMA_FACTORY = Peer(
     name="LLaMA-Factory",
     file="llamafactory.toml",
     is_its=_is_its,
-    rules=(_purpose, _objective, _adapter, _data, _template, _lengths, _precision, _optimizer, _devices, _folder,
-           _evaluation),
+    rules=(_purpose, _objective, _adapter, read_data, read_template, read_lengths, read_generation, _precision,
+           _optimizer, _devices, _folder, _evaluation),
 )  # fmt: skip

@@ -304,7 +304,8 @@ def share_as_deepspeed(reading: Translator, path: object) -> None:
         reading.refuse("deepspeed", "its tensor_parallel divides single products", "use a file without it")
     what = "shares weights, gradients and optimizer state (runtime.sharding: fsdp)" if stage else "shares nothing"
     offloads = any(zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param"))
-    kept = "; nothing is moved to the CPU, which only costs GPU memory" if offloads else ""
+    alone = "on one GPU, runtime.sharding=none train.offload=optimizer do so"
+    kept = f"; nothing is moved to the CPU, which only costs GPU memory ({alone})" if offloads else ""
     reading.told.append(f"deepspeed: ZeRO-{stage} {what}{kept}")
     clip = settings.get("gradient_clipping")
     if isinstance(clip, int | float) and "max_grad_norm" not in reading.entries:
