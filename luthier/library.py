@@ -332,9 +332,16 @@ def _described(
     would stop the run later is raised as one `ConfigError`. ``to_plan``: what would is told.
     """
     from luthier.config.loading import load_draft
+    from luthier.errors import ConfigError
 
     draft = load_draft(config, overrides, to_train=to_train)
     with draft.placing():
+        if not draft.config.train.enabled:
+            what = "this description is of a model that answers: it trains nothing"
+            problem = draft.problem(
+                "train.enabled", what, "luthier config show prints it; to train, name data to train on"
+            )
+            raise ConfigError([problem])
         notes = _checked_to_train(draft) if to_train else list(_found_to_plan(draft)) if to_plan else []
         read = () if draft.translation is None else draft.translation.summary
         for event in (draft.config, *(Remark(text=text) for text in (*read, *notes))):

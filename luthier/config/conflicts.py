@@ -99,7 +99,7 @@ def _new_tokens(draft: Draft) -> Iterator[Problem]:
 
 def _training_data(draft: Draft) -> Iterator[Problem]:
     data = draft.config.data
-    if not data.train and not data.use:
+    if not data.train and not data.use and draft.config.train.enabled:
         hint = "give data.train a file, or data.use a name from data.registry; for example data: {train: rows.jsonl}"
         yield draft.problem("data.train", "no training data is named: neither data.train nor data.use", hint)
 

@@ -157,6 +157,9 @@ class AdapterConfig(Section):
 class TrainConfig(Section):
     """How it is learned; Hugging Face's names and meanings."""
 
+    enabled: bool = True
+    """``false``: the description is of a model that answers, and of rows that it answers (``data.eval``), if any;
+    nothing is trained, and no training data is needed."""
     num_train_epochs: Epochs = 3.0
     """Passes over the training data; 0.5 is half a pass."""
     max_steps: Count | None = None

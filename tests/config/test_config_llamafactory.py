@@ -23,9 +23,6 @@ KEYS: list[str] = json.loads(Path(__file__).with_name("other_tools.json").read_t
 # Files that are refused, and the keys that say why; all others of LLaMA-Factory's examples are translated.
 REFUSED = {
     "extras/mod/llama3_full_sft.yaml": ["mixture_of_depths"],
-    "extras/nlg_eval/llama3_lora_predict.yaml": ["do_predict"],
-    **{f"inference/{name}.yaml": ["infer_backend"]
-       for name in ("mossvl", "qwen3", "qwen3_full_sft", "qwen3_lora_sft", "qwen3vl")},
     **{f"merge_lora/{name}.yaml": ["export_dir"]
        for name in ("mossvl_lora_sft", "qwen3_full_sft", "qwen3_gptq", "qwen3_lora_sft", "qwen3vl_lora_sft")},
 }  # fmt: skip
@@ -164,11 +161,33 @@ def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) ->
     ("use_kt: true\nkt_use_lora_experts: true\n", "kt_use_lora_experts"),
     ("use_llama_pro: true\n", "use_llama_pro"),  # with LoRA, which is the default
     ("top_p: 2\n", "top_p"),
-    ("do_predict: true\n", "do_predict"),
+    ("export_dir: merged\n", "export_dir"),
 ], ids=str)  # fmt: skip
 def test_what_is_wrong_or_missing_is_told_by_their_key(text: str, key: str) -> None:
     theirs = "".join(line for line in SFT.splitlines(keepends=True) if line.split(":")[0] not in text) + text
     assert key in keys_refused(theirs)
+
+
+ANSWERS = "model_name_or_path: preset:tiny-qwen3\nadapter_name_or_path: a,b\ninfer_backend: vllm\nvllm_maxlen: 9\n"
+
+
+def test_a_file_that_only_answers_describes_its_model_and_how_it_answers() -> None:
+    run = load_config_text(ANSWERS, "theirs.yaml", check_paths=False)
+    assert not run.train.enabled and run.adapter.merge_first == ["a", "b"] and run.adapter.type == "full"
+    assert (run.generate.do_sample, run.generate.temperature, run.generate.top_p) == (True, 0.95, 0.7)
+    rows = f"{ANSWERS}do_predict: true\neval_dataset: some\nmax_samples: 3\n"
+    run = load_config_text(rows, "theirs.yaml", check_paths=False)
+    assert (run.data.eval_use, run.data.use, run.data.first_rows) == (["some"], [], 3)
+
+
+def test_a_file_that_only_answers_is_never_trained_instead(tmp_path: Path) -> None:
+    from luthier.library import plan, train
+
+    (tmp_path / "theirs.yaml").write_text(ANSWERS.replace("adapter_name_or_path: a,b\n", ""), encoding="utf-8")
+    for command in (train, plan):
+        with pytest.raises(ConfigError) as caught:
+            command(tmp_path / "theirs.yaml")
+        assert [problem.key for problem in caught.value.problems] == ["infer_backend"]
 
 
 def test_a_fault_names_their_line_and_key() -> None:

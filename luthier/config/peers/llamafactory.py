@@ -25,25 +25,44 @@ def _is_its(tree: MappingNode) -> bool:
 
 
 def _purpose(reading: Translator) -> None:
-    """What the file is for. Luthier trains; nothing else is ever trained instead of what a file asks for."""
+    """What the file is for: nothing is ever trained instead of what a file asks for."""
+    if reading.take("export_dir") is not None:
+        what, hint = (
+            "this file merges and exports a model, it trains nothing",
+            "adapter.merge: true in a run of training",
+        )
+        reading.refuse("export_dir", what, f"{hint} also writes the merged model")
+        reading.is_no_run = True
+        return
+    asks = reading.entries.get("infer_backend") is not None and not reading.entries.get("dataset")
+    reading.take("infer_backend")
+    if reading.flag("do_predict") or asks:
+        _answers(reading, "do_predict" if reading.flag("do_predict") else "infer_backend")
+        return
     reading.fill_in("defaults")
-    for key in ("export_dir", "do_predict"):
-        if reading.take(key) not in (None, False):
-            does = "merges and exports a model" if key == "export_dir" else "answers the rows of a data set"
-            reading.refuse(
-                key,
-                f"this file {does}, it trains nothing",
-                "a run writes the model to output.dir; adapter.merge: true also writes it merged, and "
-                "eval.generate_rows answers held-out rows",
-            )
-    if reading.entries.get("infer_backend") is not None and not reading.entries.get("dataset"):
-        reading.refuse("infer_backend", "this file asks a model questions, it trains nothing",
-                       "serve the model in output.dir with vLLM, SGLang or llama.cpp")  # fmt: skip
-    elif reading.take("tokenized_path") is not None and "per_device_train_batch_size" in reading.defaults:
+    if reading.take("tokenized_path") is not None and "per_device_train_batch_size" in reading.defaults:
         reading.told.append("tokenized_path: LLaMA-Factory stops once rows are encoded; luthier prepare does so")
     if (path := reading.take("tokenized_path")) is not None:
         reading.set("data.store", str(path), "tokenized_path")
-    reading.is_no_run = bool(reading.problems)
+
+
+def _answers(reading: Translator, of: str) -> None:
+    """A file that trains nothing: its model with all adapters merged, its template, its rows, and how it answers."""
+    reading.fill_in("defaults", "generation")
+    reading.fill_in("defaults", "answering")
+    reading.set("train.enabled", False, of)
+    for key in ("stage", "finetuning_type", "predict_with_generate", "adapter_folder"):
+        reading.take(key)
+    if (adapters := reading.take("adapter_name_or_path")) is not None:
+        reading.set("adapter.merge_first", names_of(adapters), "adapter_name_or_path")
+    for key in [key for key in reading.entries if key.startswith(("lora_", "vllm_", "sglang_")) or key in _ANSWERED]:
+        reading.take(key)
+        reading.passed[key] = "the model is loaded and answers by Luthier's own engine"
+    reading.told.append(f"{of}: this file trains nothing; its model answers with all of its adapters merged")
+
+
+_ANSWERED = ("infer_dtype", "overwrite_output_dir", "per_device_eval_batch_size", "report_to",
+             "save_only_model", "bf16", "fp16", "pure_bf16", "deepspeed", "fsdp", "ddp_timeout")  # fmt: skip
 
 
 def _objective(reading: Translator) -> None:
@@ -390,10 +409,21 @@ def _evaluation(reading: Translator) -> None:
             reading.take(key)
 
 
+_TRAINING = (_objective, _adapter, read_data, read_template, read_lengths, read_generation, _precision, _optimizer,
+             _devices, _folder, _evaluation)  # fmt: skip
+_ANSWERING = (read_data, read_template, read_generation, _quantization)
+
+
+def _read(reading: Translator) -> None:
+    _purpose(reading)
+    if not reading.is_no_run:
+        for rule in _ANSWERING if "train.enabled" in reading.origins else _TRAINING:
+            rule(reading)
+
+
 LLAMA_FACTORY = Peer(
     name="LLaMA-Factory",
     file="llamafactory.toml",
     is_its=_is_its,
-    rules=(_purpose, _objective, _adapter, read_data, read_template, read_lengths, read_generation, _precision,
-           _optimizer, _devices, _folder, _evaluation),
+    rules=(_read,),
 )  # fmt: skip

@@ -14,7 +14,13 @@ _SAMPLING = ("temperature", "top_p", "top_k")
 def read_data(reading: Translator) -> None:
     folder, names = str(reading.take("dataset_dir")), reading.take("dataset")
     held_out, most = reading.take("eval_dataset"), reading.take("max_samples")
-    if names is None:
+    answers = "train.enabled" in reading.origins
+    if answers and held_out is None:
+        held_out, names = names, None
+    if answers and held_out is None:
+        reading.set("data.max_length", reading.take("cutoff_len"), "cutoff_len")
+        return
+    if names is None and not answers:
         reading.refuse("dataset", "no data set is named, so there is nothing to train on", "for example dataset: NAME")
         return
     for ours, key, value in (("data.use", "dataset", names), ("data.eval_use", "eval_dataset", held_out)):
@@ -35,6 +41,9 @@ def read_data(reading: Translator) -> None:
     if media is not None or (_is_multimodal(reading) and folder != "ONLINE" and not is_remote):
         of = "dataset_dir" if media is None else "media_dir"
         reading.set("data.media_root", str(folder if media is None else media), of)
+    if answers:
+        reading.set("data.max_length", reading.take("cutoff_len"), "cutoff_len")
+        return
     _mixture(reading, folder, names_of(names))
 
 

@@ -96,7 +96,7 @@ class Peer:
         reading = Translator(peer=self, name=name, entries=dict(tree.entries))
         for rule in self.rules:
             rule(reading)
-            if reading.is_no_run:  # one reason is enough: it describes no training run
+            if reading.is_no_run:  # one reason is enough: none of it is read
                 break
         else:
             for key in [key for key in reading.entries if key not in reading.read]:
