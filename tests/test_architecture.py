@@ -31,6 +31,7 @@ LINES = (
     "preparation",
     "collation objectives",
     "loader models",
+    "engines",
     "training check",
     "library",
     "cli",

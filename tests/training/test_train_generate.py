@@ -21,6 +21,7 @@ from luthier.collation import MediaInputs
 from luthier.config.loading import load_config
 from luthier.config.schema import GenerateConfig, MediaConfig
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines.engine import before_stop
 from luthier.errors import ConfigError
 from luthier.media import MediaProcessor, decode
 from luthier.media.files.decoding import DecodedAudio
@@ -33,7 +34,6 @@ from luthier.training.generate import (
     Question,
     answer_all,
     answering,
-    before_stop,
     choose_questions,
     passed_over_by,
     question_of,

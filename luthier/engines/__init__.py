@@ -1,0 +1,1 @@
+"""Engines turn prompts of token ids into answers of token ids."""

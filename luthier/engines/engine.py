@@ -1,0 +1,85 @@
+"""What every engine takes and gives: prompts of ids in, ids and their log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.config.schema import GenerateConfig
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.records import MediaItem
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Request:
+    """One prompt, int32[T], with its ``media``, to be answered ``num_samples`` times under ``settings``.
+
+    ``key`` names the request. What is drawn depends on the settings' seed (0 where there is none), the key, the number
+    of the sample and the place of the token, and on nothing else: not on the requests beside it.
+    """
+
+    prompt: Ids
+    settings: GenerateConfig
+    key: int
+    media: tuple[MediaItem, ...] = ()
+    num_samples: int = 1
+
+
+class Finish(StrEnum):
+    """What ended an answer: a stop token, one of the stop strings, or the limit on its length."""
+
+    STOP = "stop"
+    STRING = "stop_string"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Completion:
+    """Sample ``sample`` of the answer to request ``key``.
+
+    ids       int32[N]    what the model emitted, the stop token included if there was one
+    logprobs  float32[N]  natural logarithms of the probabilities that the model gave to them, before the settings of
+                          sampling and penalties changed any
+    """
+
+    key: int
+    sample: int
+    ids: Ids
+    logprobs: NDArray[np.float32]
+    finish: Finish
+
+    def text(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> str:
+        """The answer as text, without its stop token, up to the first of the stop strings."""
+        ids = self.ids[:-1] if self.finish is Finish.STOP else self.ids
+        return before_stop(tokenizer.decode(ids), stop_strings)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """A request that is not answered, and why: the reason and detail of a `RowError`."""
+
+    key: int
+    reason: str
+    detail: str
+
+
+class Engine(Protocol):
+    """Something that answers prompts."""
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion | Refusal]:
+        """The answers in the order in which they are finished: ``num_samples`` of each request, or one refusal."""
+
+    def score(self, ids: Ids, start: int, media: Sequence[MediaItem] = ()) -> NDArray[np.float32]:
+        """Log-probabilities of ``ids[start:]``, float32[T - start], each behind all ids before it; ``start`` >= 1."""
+
+
+def before_stop(text: str, stop_strings: Sequence[str]) -> str:
+    """The text up to the first of the stop strings: ``"4\\n\\nUser: and", ["User:"] -> "4\\n\\n"``"""
+    return text[: min((place for stop in stop_strings if (place := text.find(stop)) >= 0), default=len(text))]
