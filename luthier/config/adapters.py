@@ -53,6 +53,7 @@ def check_adapter(draft: Draft) -> Iterator[Problem]:
     yield from _patterns(draft)
     yield from _pissa_with_dora(draft)
     yield from _eva(draft)
+    yield from _loftq(draft)
     yield from _quantized(draft)
 
 
@@ -129,6 +130,27 @@ def _eva(draft: Draft) -> Iterator[Problem]:
     if config.runtime.sharding is not Sharding.NONE:
         what = f"eva wants whole matrices, and {draft.cite('runtime.sharding')} is {config.runtime.sharding}"
         yield draft.problem(key, what, way)
+
+
+def _loftq(draft: Draft) -> Iterator[Problem]:
+    """What is rounded away is there only where whole weights are quantized; and the adapter's product is not 0."""
+    config, adapter = draft.config, draft.config.adapter
+    if adapter.init_lora_weights != "loftq" or adapter.type is not AdapterType.LORA:
+        return
+    if config.model.quantization.type is QuantizationType.NONE:
+        what, way = "loftq begins with what model.quantization rounds away, and nothing is quantized", "nf4"
+        yield draft.problem("adapter.init_lora_weights", what, f"set model.quantization: {way}")
+    for key, is_set in (
+        ("adapter.use_dora", adapter.use_dora),
+        ("adapter.target_parameters", bool(adapter.target_parameters)),
+        ("adapter.name_or_path", adapter.name_or_path is not None),
+    ):
+        if is_set:
+            what = f"loftq gives a new LoRA of linear layers its first values, and {draft.cite(key)} is set"
+            yield draft.problem("adapter.init_lora_weights", what, f"remove {key}, or set init_lora_weights: true")
+    if config.objective.needs_reference:
+        what = f"{config.objective.name} compares with the model that training begins with, which loftq changes"
+        yield draft.problem("adapter.init_lora_weights", what, "set adapter.init_lora_weights: true")
 
 
 def _quantized(draft: Draft) -> Iterator[Problem]:

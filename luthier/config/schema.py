@@ -139,9 +139,12 @@ class AdapterConfig(Section):
     """Scale by alpha over the root of the rank (rank-stabilized LoRA)."""
     use_dora: bool = False
     """Train the norm of each weight apart from its direction (DoRA)."""
-    init_lora_weights: bool | Literal["gaussian", "pissa", "pissa_niter_16", "olora", "orthogonal", "eva"] = True
+    init_lora_weights: bool | Literal["gaussian", "pissa", "pissa_niter_16", "olora", "orthogonal", "eva", "loftq"] = (
+        True
+    )
     """``pissa`` starts from the principal singular directions; converted to a plain LoRA when saved; ``eva`` from
-    the directions in which the inputs of each layer vary most, over the first rows."""
+    the directions in which the inputs of each layer vary most, over the first rows; ``loftq`` from what
+    ``model.quantization`` rounds away."""
     loraplus_lr_ratio: Positive | None = None
     """LoRA+: learning rate of B over that of A."""
     oft_block_size: Size = 32

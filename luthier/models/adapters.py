@@ -364,7 +364,8 @@ def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: Any) 
         lora_dropout=section.lora_dropout,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
-        init_lora_weights=section.init_lora_weights,
+        # loftq's values come once the whole weights have been read again
+        init_lora_weights=True if section.init_lora_weights == "loftq" else section.init_lora_weights,
         target_parameters=list(section.target_parameters) or None,
         eva_config=EvaConfig(rho=1.0) if section.init_lora_weights == "eva" else None,  # the ranks stay as asked
         rank_pattern=dict(section.rank_pattern),

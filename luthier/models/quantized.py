@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, TorchAoConfig
 from transformers.pytorch_utils import Conv1D
@@ -209,6 +210,19 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
                 setattr(layer, name, nn.Parameter(whole, requires_grad=False))
     quantizer.remove_quantization_config(model)
     return model
+
+
+def whole_weight(layer: nn.Module) -> torch.Tensor:
+    """The weight of one linear layer as float32: the numbers that a quantized one computes with, on its device."""
+    weight: Any = layer.weight
+    if type(weight).__name__ != "Int8Params":
+        whole_OI: torch.Tensor = dequantize_module_weight(layer)
+        return whole_OI.to(torch.float32)
+    # PEFT's function would set a part of the state that the layer's first pass wants to find empty
+    state: Any = layer.state
+    scales_O: torch.Tensor = state.SCB if weight.SCB is None else weight.SCB
+    ints_OI: torch.Tensor = weight.data
+    return ints_OI.to(torch.float32) * (scales_O.to(torch.float32) / 127)[:, None]
 
 
 def _reads_quantized(conversion: object) -> bool:

@@ -28,7 +28,7 @@ from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, write_json
 from luthier.training.folder.lost_rows import LostRows
 from luthier.training.hooks import Hooks
-from luthier.training.initial_adapter import begin_by_activations
+from luthier.training.initial_adapter import begin_by_activations, begin_by_what_is_rounded_away
 from luthier.training.losses.kernels import kernel_name
 from luthier.training.losses.objective import make_losses, model_pass
 from luthier.training.losses.parts import ObjectiveParts
@@ -150,8 +150,8 @@ def make_trainer(
     losses, eval_losses = _losses(
         config, data, run_model, schedule, collating, shared=shared, device=arguments.device, hooks=hooks
     )
-    if first_step is None and config.adapter.init_lora_weights == "eva" and isinstance(run_model.model, PeftModel):
-        begin_by_activations(run_model.model, losses.forward, data.train, collating, run_model.media)
+    if first_step is None and isinstance(run_model.model, PeftModel):
+        _first_values(run_model.model, run_model, config, data, collating, losses, hooks)
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
     stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees))
     callbacks = _callbacks(config, schedule, losses, meter, hooks, evaluates=evaluates)
@@ -283,6 +283,25 @@ def _losses(
     losses = make_losses(parts, model_pass(parts, tell), tell)
     give_up_gathered(run_model.model)  # the optimizer is to see parameters in parts
     return losses
+
+
+def _first_values(
+    model: PeftModel,
+    run_model: RunModel,
+    config: RunConfig,
+    data: RunData,
+    collating: CollateSettings,
+    losses: StepLosses,
+    hooks: Hooks,
+) -> None:
+    """Those of a new adapter that have to be computed."""
+    match config.adapter.init_lora_weights:
+        case "eva":
+            begin_by_activations(model, losses.forward, data.train, collating, run_model.media)
+        case "loftq":
+            before, after = begin_by_what_is_rounded_away(model, config, run_model.vocabulary)
+            share = f"{after:.1%} of adapted layers' weights instead of {before:.1%}"
+            hooks.tell(Note(text=f"model: quantization rounds away {share}, as the adapter begins with a part of it"))
 
 
 def _train_stream(

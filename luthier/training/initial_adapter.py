@@ -1,20 +1,28 @@
-"""The first values of an adapter that come from the run's own rows: EVA (arXiv:2410.07170)."""
+"""The first values of an adapter that are computed: from the run's own rows by EVA (arXiv:2410.07170), from what a
+quantized base has lost by LoftQ (arXiv:2310.08659, with one round of it)."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from itertools import count
 
 import torch
 from peft import PeftModel, initialize_lora_eva_weights
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.collation.collator import collate_packs
+from luthier.config.inputs import QuantizationConfig
+from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
+from luthier.models.model import load_model
 from luthier.models.passes import ModelPass, casting
+from luthier.models.quantized import whole_weight
 from luthier.models.routers import times_shown
+from luthier.models.vocabulary import Vocabulary
 from luthier.packing import Segments
 from luthier.records import Batch, Pack
 
@@ -62,6 +70,42 @@ def begin_by_activations(
             show_progress_bar=False,
         )
     settings.init_lora_weights, settings.eva_config = True, None  # to those who load it, it is a LoRA like any other
+
+
+def begin_by_what_is_rounded_away(model: PeftModel, config: RunConfig, vocabulary: Vocabulary) -> tuple[float, float]:
+    """Let each B A, scaled, begin as the matrix of its rank that is nearest to what quantization took from its layer.
+    The whole weights are read once more, into the machine's memory.
+
+    Returns the norm of what is lost, over that of the weights: before, and with the adapter.
+    """
+    settings = model.peft_config["default"]
+    source: str = model.get_base_model().name_or_path
+    as_it_was = {"name_or_path": source, "random_init": False, "quantization": QuantizationConfig()}
+    section = config.model.model_copy(update=as_it_was)
+    with torch.random.fork_rng():
+        whole = load_model(config.model_copy(update={"model": section}), vocabulary).model
+        lost = [0.0, 0.0, 0.0]
+        for name, layer in model.get_base_model().named_modules():
+            if isinstance(layer, LoraLayer) and "default" in layer.lora_A:
+                lost = [a + b for a, b in zip(lost, _begin_layer(layer, whole.get_submodule(name)), strict=True)]
+    settings.init_lora_weights = True
+    before, after, weights = (math.sqrt(each) for each in lost)
+    return before / weights, after / weights
+
+
+@torch.no_grad()
+def _begin_layer(layer: LoraLayer, whole: nn.Module) -> tuple[float, float, float]:
+    """Set A and B of one layer; gives the squared norms of what is lost, before and after, and of the weight."""
+    A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    weight_OI = whole_weight(whole).to(A.device)
+    lost_OI = weight_OI - whole_weight(layer.get_base_layer())
+    rank, scale = len(A), layer.scaling["default"]
+    left, sizes, right = torch.svd_lowrank(lost_OI, q=min(2 * rank, *lost_OI.shape), niter=8)
+    roots = (sizes[:rank] / scale).sqrt()
+    A.copy_(roots[:, None] * right[:, :rank].T)
+    B.copy_(left[:, :rank] * roots)
+    rest_OI = lost_OI - scale * (B.float() @ A.float())
+    return float(lost_OI.square().sum()), float(rest_OI.square().sum()), float(weight_OI.square().sum())
 
 
 def _first(train: Segments, how: CollateSettings, media: MediaInputs | None) -> list[Batch]:

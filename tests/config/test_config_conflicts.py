@@ -193,6 +193,11 @@ CONFLICTS = [
         "",
         ("run.yaml:4 adapter.init_lora_weights: ", "runtime.sharding (line 5)"),
     ),
+    (
+        "adapter: {type: lora, init_lora_weights: loftq}",
+        "",
+        ("run.yaml:4 adapter.init_lora_weights: ", "nothing is quantized", "model.quantization: nf4"),
+    ),
     ("adapter: {type: llama_pro}", "", ("run.yaml:4 adapter.type: ", "adapter.expand_layers", "expand_layers: 4")),
     ("adapter: {type: oft, r: 8}", "", ("run.yaml:4 adapter.r: ", "is oft")),
     ("adapter: {type: oft, loraplus_lr_ratio: 8}", "", ("run.yaml:4 adapter.loraplus_lr_ratio: ", "lora", "is oft")),

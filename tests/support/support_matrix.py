@@ -154,6 +154,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "`model.quantization: nf4`, DoRA": {**LORA, "adapter__use_dora": True, "model__quantization": "nf4"},
     **{f"`model.quantization: nf4`, `adapter.type: {kind}`": {**METHOD_OF[kind], "model__quantization": "nf4"}
        for kind in METHOD_OF},
+    "`model.quantization: nf4`, `adapter.init_lora_weights: loftq`": {
+        **LORA, "adapter__init_lora_weights": "loftq", "model__quantization": "nf4",
+    },
     "`train.layer_decay`": {"train__layer_decay": 0.8},
     "`train.learning_rates`": {"train__learning_rates": {"embedding": 1e-3}},
     "`train.offload`": {"train__offload": ["optimizer", "activations"]},

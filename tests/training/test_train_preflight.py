@@ -113,6 +113,13 @@ QUANTIZED_FAULTS = {
         ["model.quantization=nf4", "adapter={type: lora, init_lora_weights: pissa}"],
         "adapter.init_lora_weights",
     ),
+    **{
+        f"loftq, {why}": (
+            ["model.quantization=nf4", "adapter={type: lora, init_lora_weights: loftq}", more],
+            "adapter.init_lora_weights",
+        )
+        for why, more in (("norms apart", "adapter.use_dora=true"), ("a reference", "objective.name=dpo"))
+    },
     "sharded": (["model.quantization=nf4", "adapter=lora", "runtime.sharding=fsdp"], "model.quantization"),
     "trained by no library": (["model.quantization=torchao_int4", "adapter=lora"], "model.quantization"),
     "settings of 4 bits": (

@@ -33,7 +33,7 @@ from luthier.config.schema import AdapterConfig, AdapterType, RunConfig
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.errors import ModelError
 from luthier.models.model import load_model
-from luthier.models.quantized import is_quantized
+from luthier.models.quantized import is_quantized, whole_weight
 from luthier.models.vocabulary import Vocabulary
 from luthier.training.fit import fit_data
 from luthier.training.report.events import Event, Note
@@ -324,6 +324,32 @@ def test_a_form_that_cannot_be_trained_on_is_read_whole(
         Vocabulary.of(load_tokenizer("preset:tiny-qwen3")),
     )
     assert not is_quantized(on_top.model), "it is quantized once it has been read whole"
+
+
+@pytest.mark.parametrize(("kind", "rslora"), [("nf4", False), ("int8", True), ("torchao_int8", False)])
+def test_loftq_begins_with_the_nearest_matrix_of_its_rank_to_what_is_rounded_away(
+    base: Path, train: Train, tmp_path: Path, kind: str, rslora: bool
+) -> None:
+    whole = load_file(base / "model.safetensors")
+    adapter = {**LORA, "init_lora_weights": "loftq", "use_rslora": rslora}
+    steady = {"train__max_steps": 1, "train__learning_rate": 1e-30, "train__per_device_train_batch_size": 4}
+    train(make_data(make_segments(4)), **{**_on(base, kind), **steady, "adapter": adapter})
+    saved = PeftModel.from_pretrained(_quantized_base(base, kind), tmp_path / "run" / "model")
+    for name, layer in saved.get_base_model().named_modules():
+        if not hasattr(layer, "lora_A"):
+            continue
+        lost = whole[f"{name}.weight"] - whole_weight(layer.get_base_layer())
+        left, sizes, right = torch.linalg.svd(lost, full_matrices=False)
+        nearest = (left[:, :4] * sizes[:4]) @ right[:4]
+        found = layer.get_delta_weight("default").detach()
+        assert float((lost - found).norm()) == pytest.approx(float((lost - nearest).norm()), rel=1e-2)
+        assert (lost - found).norm() < 0.97 * lost.norm()
+    assert json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())["init_lora_weights"] is True
+
+
+def _quantized_base(base: Path, kind: str) -> PreTrainedModel:
+    config = make_config(base.parent / "again", model={"name_or_path": str(base), "quantization": kind}, adapter=LORA)
+    return load_model(config, Vocabulary.of(load_tokenizer("preset:tiny-qwen3"))).model
 
 
 def test_random_weights_are_quantized_too_and_their_base_is_saved_whole(train: Train, tmp_path: Path) -> None:
