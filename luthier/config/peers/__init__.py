@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from luthier.config.peers.llamafactory import LLAMA_FACTORY
 from luthier.config.peers.translation import Peer
+from luthier.config.peers.trl import TRL
 from luthier.config.tree import MappingNode
 
 __all__ = ["PEERS", "Peer", "peer_of"]
 
-PEERS = (LLAMA_FACTORY,)
+PEERS = (TRL, LLAMA_FACTORY)
 
 
 def peer_of(tree: MappingNode) -> Peer | None:

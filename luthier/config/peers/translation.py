@@ -88,7 +88,7 @@ class Peer:
             return False
         key = str(path[0])
         listed = {name for names in self.table["passed"].values() for name in names}
-        listed |= set(self.table["keys"]) | set(self.table["missing"])
+        listed |= {*self.table["keys"], *self.table["missing"], *self.table.get("read", ())}
         return key in listed or what_is_meant(key) is not None
 
     def translate(self, tree: MappingNode, name: str) -> Translation:

@@ -1,0 +1,442 @@
+"""A file of TRL's command line (``trl sft|dpo|kto|reward --config FILE``) -> the tree of a run description.
+
+Most keys are lines of ``trl.toml``. The functions here are for what several keys decide together. Such a file does not
+name its command: that follows from its keys, or from the columns of local rows, or is asked for, and never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from luthier.config.objective import losses_of
+from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, beside, config_of, names_of
+from luthier.config.peers.trl_data import evaluates, first_rows, objective_of, read_data, read_lessons
+from luthier.config.tree import MappingNode, plain
+from luthier.config.yaml_text import parse_yaml
+
+_COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}  # TRL's command -> objective.name
+_FOREIGN = frozenset(
+    {"base_model", "dataset", "template", "stage", "finetuning_type", "cutoff_len"}
+)  # keys of other tools
+_KINDS = {"messages": ("sft",), "text": ("sft",), "prompt_completion": ("sft",), "feedback": ("kto",),
+          "preference": ("dpo", "kto", "reward")}  # fmt: skip
+
+
+def _is_its(tree: MappingNode) -> bool:
+    """True if the tree names a model and data sets as TRL does, and has no key that marks another tool."""
+    keys = set(tree.entries)
+    named = "model_name_or_path" in keys and bool({"dataset_name", "datasets"} & keys)
+    return named and not keys & (_FOREIGN | OUR_SECTIONS)
+
+
+# ------------------------------------------------------------------ which of TRL's commands a file is for
+
+
+def _command(reading: Translator) -> None:
+    """Find the command; a file that could be for several is asked about."""
+    for old, new in reading.peer.table["older"].items():
+        if old in reading.entries and new not in reading.entries:
+            reading.entries[new] = reading.entries[old]
+            reading.take(old)
+    for command, keys in reading.peer.table["on_policy"].items():
+        if key := next((key for key in keys if reading.take(key) not in (None, False)), None):
+            what = f"this file is for {command}, which learns from answers drawn in the run"
+            reading.refuse(key, what, "Luthier trains on rows that are there before the run (sft, dpo, kto, reward)")
+            reading.is_no_run = True
+            return
+    is_said = any(key in reading.entries for key in ("objective.name", "objective"))
+    command = _said(reading) if is_said else _inferred(reading)
+    if command is None:
+        reading.is_no_run = True
+        return
+    reading.fill_in("defaults")
+    reading.fill_in("defaults", command)
+    objective = reading.take("objective.name")
+    reading.set("objective.name", "pt" if objective == "pt" else _COMMANDS[command], "objective.name")
+
+
+def _said(reading: Translator) -> str | None:
+    """The command that an override names; None, and a problem, where it cannot be that one."""
+    said = reading.take("objective.name") or reading.take("objective")
+    command = {"pt": "sft", "rm": "reward"}.get(str(said), str(said))
+    if command not in _COMMANDS:
+        reading.refuse("objective.name", f"{said} is no objective of a file of TRL's", "write sft, dpo, kto or rm")
+        reading.is_no_run = True
+        return None
+    for key, commands in _owners(reading).items():
+        if command not in commands:
+            what = f"trl {command} has no such key, it is one of {_all_of(commands)}"
+            reading.refuse(key, what, f"remove the line, or set objective.name={_COMMANDS[commands[0]]}")
+            reading.is_no_run = True
+    return command if not reading.is_no_run else None
+
+
+def _inferred(reading: Translator) -> str | None:
+    """The command that the keys and the rows leave, if they leave one; else it is asked for."""
+    left = tuple(_COMMANDS)
+    before = ""
+    for key, commands in _owners(reading).items():
+        both = tuple(command for command in left if command in commands)
+        if not both:
+            what = f"this is a key of {_all_of(commands)}, and {before} is none of it"
+            reading.refuse(key, what, "keep the keys of one command")
+            return None
+        left, before = both, key if both != left else before
+    rows = first_rows(reading)
+    if len(left) > 1 and rows is not None and rows.kind is not None:
+        left = tuple(command for command in left if command in _KINDS[str(rows.kind)]) or left
+        if len(left) == 1:
+            reading.told.append(
+                f"objective.name: {_COMMANDS[left[0]]}, as the rows have {', '.join(sorted(rows.names))}"
+            )
+    if len(left) == 1:
+        return left[0]
+    names = " or ".join(f"objective.name={_COMMANDS[command]}" for command in left)
+    reading.refuse("objective.name", f"this file could be for {_all_of(left)}: it does not say what is to be learned",
+                   f"add {names} to the command")  # fmt: skip
+    return None
+
+
+def _all_of(commands: tuple[str, ...]) -> str:
+    return " or ".join(f"trl {command}" for command in commands)
+
+
+def _owners(reading: Translator) -> Mapping[str, tuple[str, ...]]:
+    """Keys of the file that only some commands have -> those commands."""
+    table = reading.peer.table["commands"]
+    of_key = {key: tuple(commands.split()) for commands, keys in table.items() for key in keys}
+    owners = {key: of_key[key] for key, node in reading.entries.items() if key in of_key and plain(node) is not None}
+    if "loss_type" in owners and (named := _of_loss(reading)):
+        owners["loss_type"] = named
+    if "lora_task_type" in reading.entries and plain(reading.entries["lora_task_type"]) == "SEQ_CLS":
+        owners["lora_task_type"] = ("reward",)
+    return owners
+
+
+def _of_loss(reading: Translator) -> tuple[str, ...]:
+    names = {name.removeprefix("chunked_") for name in names_of(plain(reading.entries["loss_type"]))}
+    known = {
+        command: {*losses_of(_COMMANDS[command]), *({"nll"} if command == "sft" else {"sft"})} for command in _COMMANDS
+    }
+    return tuple(command for command in ("sft", "dpo", "kto") if names <= known[command])
+
+
+# ------------------------------------------------------------------ what is minimised
+
+
+def _losses(reading: Translator) -> None:
+    objective = objective_of(reading)
+    smooth = reading.take("label_smoothing_factor")
+    if objective in ("sft", "pt"):
+        loss = str(reading.take("loss_type") or "nll")
+        if loss not in ("nll", "chunked_nll"):
+            reading.set("objective.loss", loss, "loss_type")
+        if smooth:
+            reading.set("objective.label_smoothing", smooth, "label_smoothing_factor")
+    elif objective == "kto":
+        if (loss_type := reading.take("loss_type")) is not None:
+            reading.set("objective.loss", str(loss_type), "loss_type")
+        if reading.flag("precompute_ref_log_probs"):
+            reading.passed["precompute_ref_log_probs"] = "KTO's reference answers other rows in each epoch"
+    elif objective == "dpo":
+        _dpo(reading)
+    if smooth and objective not in ("sft", "pt"):
+        reading.passed["label_smoothing_factor"] = "TRL reads it for trl sft alone"
+    if reading.flag("use_liger_loss"):
+        reading.set("train.head_kernel", "liger", "use_liger_loss")
+    disabled = reading.take("disable_dropout")
+    if objective not in ("sft", "pt") and disabled in (None, True):
+        reading.defaults |= {"disable_dropout"} - set(reading.entries)
+        if reading.flag("use_peft"):
+            reading.set("adapter.lora_dropout", 0.0, "disable_dropout")
+            reading.take("lora_dropout")
+
+
+def _dpo(reading: Translator) -> None:
+    names, given = names_of(reading.take("loss_type") or "sigmoid"), reading.take("loss_weights")
+    if not given:
+        reading.defaults |= {"loss_weights"} - set(reading.entries)
+    try:
+        weights = [float(weight) for weight in names_of(given)] if given else [1.0] * len(names)
+    except ValueError:
+        weights = []
+    if len(weights) != len(names):
+        reading.refuse("loss_weights", f"loss_type has {len(names)} losses, and these are {len(weights)} weights",
+                       "give one number for each loss")  # fmt: skip
+        return
+    mixed = dict(zip(names, weights, strict=True))
+    of_answer = mixed.pop("sft", None)
+    total = sum(mixed.values())
+    if set(mixed) == {"sigmoid", "bco_pair"} and total > 0:
+        reading.set("objective.loss", "mpo", "loss_type")
+        reading.set("objective.bco_share", mixed["bco_pair"] / total, "loss_weights")
+        reading.set("objective.sft_weight", (of_answer or 0.0) / total, "loss_weights")
+    elif len(mixed) == 1 and total > 0:
+        (loss,) = mixed
+        reading.set("objective.loss", loss, "loss_type")
+        if of_answer is not None:
+            reading.set("objective.sft_weight", of_answer / total, "loss_weights")
+    else:
+        reading.refuse("loss_type", f"{', '.join(names)} are not mixed",
+                       "choose one loss, with sft beside it or not, or sigmoid, bco_pair and sft")  # fmt: skip
+        return
+    if (of_answer is not None or len(mixed) > 1) and total != 1:
+        reading.told.append(
+            f"loss_weights: the whole loss is divided by {total:g}, which leaves Adam's steps as they are"
+        )
+    _divergence(reading, next(iter(mixed)) if len(mixed) == 1 else "mpo")
+    if reading.flag("precompute_ref_log_probs"):
+        reading.set("objective.reference.source", "precomputed", "precompute_ref_log_probs")
+    if reading.flag("reference_free"):
+        reading.set("objective.reference.source", "none", "reference_free")
+
+
+def _divergence(reading: Translator, loss: str) -> None:
+    """Settings of DPO that are losses of their own here, and numbers that this loss alone reads."""
+    kind, alpha = str(reading.take("f_divergence_type") or "reverse_kl"), reading.take("f_alpha_divergence_coef")
+    if kind != "reverse_kl" and loss == "sigmoid":
+        reading.set("objective.loss", kind, "f_divergence_type")
+        if kind == "alpha_divergence" and alpha is not None:
+            reading.set("objective.divergence_alpha", alpha, "f_alpha_divergence_coef")
+    elif kind != "reverse_kl":
+        reading.refuse("f_divergence_type", f"{kind} goes with loss_type: sigmoid, not with {loss}", "keep one of them")
+    if reading.flag("use_weighting"):
+        if loss == "sigmoid" and kind == "reverse_kl":
+            reading.set("objective.loss", "wpo", "use_weighting")
+        else:
+            reading.refuse("use_weighting", f"it goes with loss_type: sigmoid, not with {loss}", "keep one of them")
+    if (smooth := reading.take("label_smoothing")) not in (None, 0, 0.0):
+        reading.set("objective.label_smoothing", smooth, "label_smoothing")
+    if (tau := reading.take("discopop_tau")) is not None and loss == "discopop":
+        reading.set("objective.discopop_tau", tau, "discopop_tau")
+
+
+# ------------------------------------------------------------------ the model
+
+
+def _model(reading: Translator) -> None:
+    """Weights, attention and quantization; ``model_init_kwargs`` wins over the keys beside it, as in TRL."""
+    inside = _mapping(reading, "model_init_kwargs")
+    of = dict.fromkeys(inside, "model_init_kwargs")
+    dtype = inside.pop("dtype", inside.pop("torch_dtype", reading.take("dtype")))
+    if dtype is not None:
+        reading.set("model.dtype", str(dtype).removeprefix("torch."), of.get("dtype", of.get("torch_dtype", "dtype")))
+    revision = inside.pop("revision", reading.take("model_revision"))
+    if revision is not None:
+        reading.set("model.revision", str(revision), of.get("revision", "model_revision"))
+    attention = inside.pop("attn_implementation", reading.take("attn_implementation"))
+    if attention is not None:
+        key = of.get("attn_implementation", "attn_implementation")
+        if "/" in str(attention):
+            reading.told.append(
+                f"attn_implementation: {attention} is a kernel of the Hub's; Luthier takes its own (auto)"
+            )
+        else:
+            reading.set("model.attn_implementation", str(attention), key)
+    if inside.pop("trust_remote_code", False):
+        reading.set("model.trust_remote_code", True, "model_init_kwargs")
+    for key in ("use_cache", "device_map", "low_cpu_mem_usage", "use_kernels"):
+        inside.pop(key, None)
+    if inside:
+        reading.set("model.config_overrides", inside, "model_init_kwargs")
+    in_4bit, in_8bit = reading.flag("load_in_4bit"), reading.flag("load_in_8bit")
+    kind, double = str(reading.take("bnb_4bit_quant_type") or "nf4"), reading.flag("use_bnb_nested_quant")
+    computed = reading.take("bnb_4bit_compute_dtype") or dtype
+    if in_4bit and in_8bit:
+        reading.refuse("load_in_8bit", "load_in_4bit is true, too", "keep one of them")
+    reading.origins["model.quantization"] = "load_in_4bit" if in_4bit else "load_in_8bit"
+    if in_4bit:
+        reading.set("model.quantization.type", kind, "load_in_4bit")
+        reading.defaults |= {"use_bnb_nested_quant"} - set(reading.entries)
+        reading.set("model.quantization.double_quantization", double, "use_bnb_nested_quant")
+        if computed in ("float32", "bfloat16", "float16"):
+            reading.set("model.quantization.compute_dtype", computed, "dtype")
+    elif in_8bit:
+        reading.set("model.quantization.type", "int8", "load_in_8bit")
+
+
+def _mapping(reading: Translator, key: str) -> dict[str, Any]:
+    """A mapping, or the JSON text of one, as TRL takes both."""
+    value = reading.take(key)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            reading.refuse(key, f"this is not JSON: {error}", "write a mapping")
+            return {}
+    return dict(value) if isinstance(value, dict) else {}
+
+
+def _adapter(reading: Translator) -> None:
+    keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
+            "lora_modules_to_save", "use_rslora", "use_dora")  # fmt: skip
+    if not reading.flag("use_peft"):
+        reading.defaults |= {"use_peft"} - set(reading.entries)
+        reading.set("adapter.type", "full", "use_peft")
+        for key in (key for key in keys if key in reading.entries):
+            reading.take(key)
+            reading.passed[key] = "use_peft is false"
+        return
+    reading.fill_in("defaults", "lora")
+    reading.set("adapter.type", "lora", "use_peft")
+    targets = reading.take("lora_target_modules")
+    if targets is None and reading.take("lora_target_parameters") is None:
+        reading.defaults.add("lora_target_modules")
+    if targets is None:
+        model_type = str(config_of(str(plain(reading.entries["model_name_or_path"]))).get("model_type"))
+        table: Mapping[str, list[str]] = reading.peer.table["peft_targets"]
+        targets = next((names for names, kinds in table.items() if model_type in kinds), "q_proj v_proj").split()
+        reading.told.append(
+            f"lora_target_modules: {', '.join(targets)}, PEFT's choice where none is named; all-linear learns more"
+        )
+    reading.set("adapter.target_modules", names_of(targets), "lora_target_modules")
+    reading.read.discard("lora_target_parameters")
+    if (whole := reading.take("lora_modules_to_save")) is not None:
+        reading.set("adapter.modules_to_save", names_of(whole), "lora_modules_to_save")
+    if "adapter.lora_dropout" not in reading.origins:
+        reading.set("adapter.lora_dropout", reading.take("lora_dropout"), "lora_dropout")
+
+
+# ------------------------------------------------------------------ the run
+
+
+def _memory(reading: Translator) -> None:
+    if reading.take("bf16") is False and not reading.flag("fp16"):
+        reading.set("train.precision", "fp32", "bf16")
+    for key in ("fp16", "bf16"):
+        if reading.flag(key):
+            reading.set("train.precision", key, key)
+    renamed, recomputes = reading.take("activation_checkpointing"), reading.flag("gradient_checkpointing")
+    of = "gradient_checkpointing" if renamed is None else "activation_checkpointing"
+    recomputes = recomputes if renamed is None else reading.flag(of)
+    reading.set("train.gradient_checkpointing", recomputes, of)
+    if reading.flag("activation_offloading"):
+        if recomputes:
+            reading.told.append(
+                "activation_offloading: activations are computed again, as gradient_checkpointing says, and none kept"
+            )
+        else:
+            reading.set("train.offload", ["activations"], "activation_offloading")
+
+
+def _schedule(reading: Translator) -> None:
+    if settings := _mapping(reading, "lr_scheduler_kwargs"):
+        reading.set("train.lr_scheduler_kwargs", settings, "lr_scheduler_kwargs")
+    share, steps = reading.take("warmup_ratio"), reading.take("warmup_steps")
+    of = "warmup_ratio" if share and not steps else "warmup_steps"
+    reading.set("train.warmup_steps", share if of == "warmup_ratio" else steps, of)
+    every = reading.take("logging_steps")
+    if isinstance(every, float) and 0 < every < 1:
+        reading.told.append(
+            f"logging_steps: a share of all steps, {every}, is no number of steps here; losses are told every 10"
+        )
+        every = 10
+    reading.set("tracking.logging_steps", every, "logging_steps")
+
+
+def _devices(reading: Translator) -> None:
+    """How several processes share the model. Luthier is started by torchrun, which says how many there are."""
+    stage = 0
+    launch, settings = reading.take("accelerate_config"), reading.take("deepspeed")
+    for key, value in (("accelerate_config", launch), ("deepspeed", settings)):
+        if value is not None:
+            stage = _stage(reading, key, value)
+            reading.set("runtime.sharding", "fsdp" if stage else "none", key)
+    fsdp = reading.take("fsdp")
+    if fsdp not in (None, "", False, []):
+        reading.set("runtime.sharding", "fsdp", "fsdp")
+    processes, started = reading.take("num_processes"), os.environ.get("WORLD_SIZE", "1")
+    if processes is not None and str(processes) != started:
+        reading.told.append(f"num_processes: this is {started} of {processes} processes; start them all by "
+                            f"torchrun --nproc-per-node {processes} -m luthier train {reading.name}")  # fmt: skip
+    if (seconds := reading.take("ddp_timeout")) is not None:
+        reading.set("runtime.rank_timeout", seconds, "ddp_timeout")
+
+
+def _stage(reading: Translator, key: str, value: object) -> int:
+    """0: each process holds the whole model; else a share of it."""
+    known = {"fsdp1": 3, "fsdp2": 3, "zero1": 1, "zero2": 2, "zero3": 3, "multi_gpu": 0, "single_gpu": 0}
+    if isinstance(value, str) and value in known and key == "accelerate_config":
+        return known[value]
+    if not isinstance(value, dict):
+        if (file := beside(str(value), reading.name)) is None:
+            reading.refuse(key, f"there is no such file: {value}", "paths start from the current directory")
+            return 0
+        tree = parse_yaml(file.read_text(encoding="utf-8"), str(file)).tree
+        value = plain(tree) if isinstance(tree, MappingNode) else {}
+    assert isinstance(value, dict)
+    kind = str(value.get("distributed_type", "")).upper()
+    zero = value.get("zero_optimization", value.get("deepspeed_config")) or {}
+    return 3 if kind == "FSDP" else int(zero.get("stage", zero.get("zero_stage", 0)))
+
+
+def _folder(reading: Translator) -> None:
+    start = reading.take("resume_from_checkpoint")
+    is_asked = start in (True, "true", "True")
+    reading.defaults |= {"resume_from_checkpoint"} - set(reading.entries)
+    value = "auto" if is_asked else "never" if start in (None, False, "false", "False") else str(start)
+    reading.set("output.resume", value, "resume_from_checkpoint")
+    reading.set("output.dir", str(reading.take("output_dir")), "output_dir")
+    if "save_total_limit" not in reading.entries:
+        reading.defaults.add("save_total_limit")
+        reading.set("output.save_total_limit", None, "save_total_limit")
+    if (trackers := reading.take("report_to")) is not None:
+        names = [name for name in names_of(trackers) if name.lower() not in ("none", "all")]
+        reading.set("tracking.report_to", names, "report_to")
+    if reading.flag("push_to_hub"):
+        reading.told.append("push_to_hub: nothing is uploaded; hf upload NAME DIR/model does it after the run")
+        reading.passed["push_to_hub"] = "nothing is uploaded"
+    variables = reading.take("env")
+    unset = {name: value for name, value in (variables if isinstance(variables, dict) else {}).items()
+             if os.environ.get(str(name)) != str(value)}  # fmt: skip
+    if unset:
+        said = " ".join(f"{name}={value}" for name, value in unset.items())
+        reading.told.append(f"env: variables of the environment are not set by a file; write {said} before the command")
+
+
+def _evaluation(reading: Translator) -> None:
+    steps, size, metric = (
+        reading.take("eval_steps"),
+        reading.take("per_device_eval_batch_size"),
+        reading.take("metric_for_best_model"),
+    )
+    if not evaluates(reading):
+        if "data.eval_split" in reading.origins:
+            reading.set("eval.strategy", "no", "eval_strategy")
+        for key in ("eval_steps", "per_device_eval_batch_size", "metric_for_best_model"):
+            if key in reading.entries and key not in reading.defaults:
+                reading.passed[key] = "eval_strategy is no"
+        return
+    when = str(reading.take("eval_strategy"))
+    reading.set("eval.strategy", when, "eval_strategy")
+    reading.set("eval.per_device_eval_batch_size", size, "per_device_eval_batch_size")
+    if when == "steps":
+        logged = reading.entries["logging_steps"]
+        reading.set("eval.steps", steps or plain(logged), "eval_steps" if steps else "logging_steps")
+    if metric is not None:
+        short = str(metric).removeprefix("eval_")
+        ours = {"mean_token_accuracy": "token_accuracy", "rewards/accuracies": "accuracy"}
+        reading.set("eval.metric_for_best_model", ours.get(short, short), "metric_for_best_model")
+
+
+TRL = Peer(
+    name="TRL",
+    file="trl.toml",
+    is_its=_is_its,
+    rules=(
+        _command,
+        read_data,
+        read_lessons,
+        _losses,
+        _model,
+        _adapter,
+        _memory,
+        _schedule,
+        _devices,
+        _folder,
+        _evaluation,
+    ),
+)
