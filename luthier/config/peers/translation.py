@@ -83,12 +83,14 @@ class Peer:
 
     def has_key(self, key: str) -> bool:
         """True for a key that a file of this tool may have, or for one below it, such as ``datasets[0].path``."""
-        path = parse_path(key)
+        path, read = parse_path(key), self.table.get("read", ())
+        if key in read:
+            return True
         if path is None or (len(path) > 1 and path[0] in known_keys(())):
             return False
         key = str(path[0])
         listed = {name for names in self.table["passed"].values() for name in names}
-        listed |= {*self.table["keys"], *self.table["missing"], *self.table.get("read", ())}
+        listed |= {*self.table["keys"], *self.table["missing"], *read}
         return key in listed or what_is_meant(key) is not None
 
     def translate(self, tree: MappingNode, name: str) -> Translation:

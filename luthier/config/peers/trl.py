@@ -47,21 +47,20 @@ def _command(reading: Translator) -> None:
             reading.refuse(key, what, "Luthier trains on rows that are there before the run (sft, dpo, kto, reward)")
             reading.is_no_run = True
             return
-    is_said = any(key in reading.entries for key in ("objective.name", "objective"))
-    command = _said(reading) if is_said else _inferred(reading)
+    said = reading.take("objective")
+    said = said.get("name") if isinstance(said, dict) else said
+    command = _inferred(reading) if said is None else _checked(reading, str(said))
     if command is None:
         reading.is_no_run = True
         return
     reading.fill_in("defaults")
     reading.fill_in("defaults", command)
-    objective = reading.take("objective.name")
-    reading.set("objective.name", "pt" if objective == "pt" else _COMMANDS[command], "objective.name")
+    reading.set("objective.name", "pt" if said == "pt" else _COMMANDS[command], "objective.name")
 
 
-def _said(reading: Translator) -> str | None:
+def _checked(reading: Translator, said: str) -> str | None:
     """The command that an override names; None, and a problem, where it cannot be that one."""
-    said = reading.take("objective.name") or reading.take("objective")
-    command = {"pt": "sft", "rm": "reward"}.get(str(said), str(said))
+    command = {"pt": "sft", "rm": "reward"}.get(said, said)
     if command not in _COMMANDS:
         reading.refuse("objective.name", f"{said} is no objective of a file of TRL's", "write sft, dpo, kto or rm")
         reading.is_no_run = True

@@ -174,10 +174,12 @@ def _mixture(reading: Translator, mixture: object) -> None:
     shares = [entry.get("fraction") for entry in listed if isinstance(entry, dict)]
     for index, entry in enumerate(listed):
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
-            reading.refuse("datasets", f"entry {index} names no path", "for example datasets: [{path: OWNER/NAME}]")
+            reading.refuse(
+                f"datasets[{index}]", "this entry names no path", "for example datasets: [{path: OWNER/NAME}]"
+            )
             return
         for key in entry.keys() - {"path", "name", "data_dir", "data_files", "split", "columns", "fraction"}:
-            reading.refuse("datasets", f"entry {index} has a key {key}, which TRL does not know", "remove it")
+            reading.refuse(f"datasets[{index}].{key}", "TRL knows no such key of a data set", "remove it")
         for path in _files_of(reading, entry):
             reading.origins[f"data.train[{len(sources)}]"] = f"datasets[{index}]"
             source = _source(reading, {**entry, "path": path, "streaming": reading.flag("streaming")})
