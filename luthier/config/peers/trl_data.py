@@ -30,7 +30,7 @@ _FIRST_BYTES = 4 << 20  # of a JSON file: a first row that is longer is not look
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Columns:
+class RowColumns:
     """The columns of a row. ``texts`` are those that hold a text."""
 
     names: frozenset[str]
@@ -48,7 +48,7 @@ class Columns:
         return "text" if "text" in self.names else None
 
 
-def columns_of(path: str, split: str = "train") -> Columns | None:
+def columns_of(path: str, split: str = "train") -> RowColumns | None:
     """The columns of the first row of a file, or of the file of this split in a folder; None where none can be read."""
     file = _first_file(Path(path).expanduser(), split)
     if file is None:
@@ -57,11 +57,11 @@ def columns_of(path: str, split: str = "train") -> Columns | None:
         if file.suffix in _TABLES:
             schema = pyarrow.parquet.read_schema(file)
             texts = (name for name in schema.names if pa.types.is_string(schema.field(name).type))
-            return Columns(names=frozenset(schema.names), texts=frozenset(texts))
+            return RowColumns(names=frozenset(schema.names), texts=frozenset(texts))
         if file.suffix in _CELLS:
             with file.open(encoding="utf-8-sig", newline="") as cells:
                 header = frozenset(next(csv.reader(cells, delimiter=_CELLS[file.suffix]), ()))
-            return Columns(names=header, texts=header)
+            return RowColumns(names=header, texts=header)
         return _of_json(file)
     except (OSError, ValueError, csv.Error, pa.ArrowException):
         return None
@@ -78,7 +78,7 @@ def _first_file(path: Path, split: str) -> Path | None:
     return next(iter(of_split or files), None)
 
 
-def _of_json(file: Path) -> Columns | None:
+def _of_json(file: Path) -> RowColumns | None:
     """The first object of a JSON array, or of lines."""
     with file.open("rb") as content:
         text = content.read(_FIRST_BYTES).decode("utf-8-sig", errors="ignore").lstrip().removeprefix("[").lstrip()
@@ -87,7 +87,7 @@ def _of_json(file: Path) -> Columns | None:
         return None
     there = {name: value for name, value in row.items() if value is not None}
     texts = (name for name, value in there.items() if isinstance(value, str))
-    return Columns(names=frozenset(there), texts=frozenset(texts))
+    return RowColumns(names=frozenset(there), texts=frozenset(texts))
 
 
 # ------------------------------------------------------------------ what the other functions ask
@@ -118,7 +118,7 @@ def sources_of(reading: Translator) -> list[dict[str, Any]]:
     return list(found.get("data", {}).get("train", ()))
 
 
-def first_rows(reading: Translator) -> Columns | None:
+def first_rows(reading: Translator) -> RowColumns | None:
     """The columns of the first data set, where they can be seen."""
     mixture, split = _value(reading, "datasets"), _value(reading, "dataset_train_split")
     first = mixture[0] if isinstance(mixture, list) and mixture else mixture
@@ -217,10 +217,10 @@ def _is_local(path: str) -> bool:
     return begins or path.endswith(_SUFFIXES) or os.path.exists(path)
 
 
-def _rows_of(given: Mapping[str, Any]) -> Columns | None:
+def _rows_of(given: Mapping[str, Any]) -> RowColumns | None:
     """The columns that an entry names, or that its rows have."""
     if given.get("columns"):
-        return Columns(names=frozenset(names_of(given["columns"])))
+        return RowColumns(names=frozenset(names_of(given["columns"])))
     split = str(given.get("split") or "train").partition("[")[0]
     return columns_of(str(given["path"]), split) if _is_local(str(given["path"])) else None
 
