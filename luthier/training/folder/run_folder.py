@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from pydantic import ValidationError
 
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
@@ -111,7 +112,7 @@ def _resume_auto(config: RunConfig, run: Path, report: Callable[[str], None]) ->
 
 def _refuse_another(run: Path, config: RunConfig) -> list[tuple[str, object, object]]:
     """Raise `CheckpointError` if the folder's run had another configuration; being longer is none, and is given."""
-    differing = differences(_read_run_config(run), config.model_dump(mode="json"))
+    differing = differences(_as_read_today(_read_run_config(run)), config.model_dump(mode="json"))
     longer = [each for each in differing if each[0] in LENGTHS and _is_more(*each[1:])]
     others = [each for each in differing if each not in longer]
     if others:
@@ -180,6 +181,14 @@ def _read_run_config(run: Path) -> dict[str, object]:
             f"{run} holds a run, but its {RUN_CONFIG} cannot be read: {error.message}",
             hint="output.overwrite: true starts anew there; or choose another output.dir",
         ) from error
+
+
+def _as_read_today(there: dict[str, object]) -> dict[str, object]:
+    """A setting that was not there yet when the run was begun counts as its default."""
+    try:
+        return RunConfig.model_validate(there).model_dump(mode="json")
+    except ValidationError:  # a setting that has gone, or has another meaning: it is told as a difference
+        return there
 
 
 def differences(there: dict[str, object], here: dict[str, object]) -> list[tuple[str, object, object]]:
