@@ -96,14 +96,16 @@ def _nothing_trained(draft: Draft) -> Iterator[Problem]:
 
 
 def _patterns(draft: Draft) -> Iterator[Problem]:
-    for index, pattern in enumerate(draft.config.adapter.target_modules):
-        if not pattern.startswith(REGEX):
-            continue
-        try:
-            check_pattern(pattern.removeprefix(REGEX))
-        except ValueError as error:
-            what = f"{pattern} {error}"
-            yield draft.problem(f"adapter.target_modules[{index}]", what, "name modules, such as q_proj")
+    adapter = draft.config.adapter
+    for key in ("target_modules", "freeze_trainable_modules"):
+        for index, pattern in enumerate(getattr(adapter, key)):
+            if not pattern.startswith(REGEX):
+                continue
+            try:
+                check_pattern(pattern.removeprefix(REGEX))
+            except ValueError as error:
+                what = f"{pattern} {error}"
+                yield draft.problem(f"adapter.{key}[{index}]", what, "name modules, such as q_proj")
 
 
 def _pissa_with_dora(draft: Draft) -> Iterator[Problem]:

@@ -116,7 +116,8 @@ class AdapterConfig(Section):
     """``freeze``: these n layers are the last of n groups of equal size, as LLaMA-Pro's script puts new ones between
     the old, not the last of all."""
     freeze_trainable_modules: Texts = []
-    """``freeze``: patterns (``fnmatch`` on parameter names) of what is trained besides, such as ``*lm_head*``."""
+    """``freeze``: patterns (``fnmatch`` on parameter names) of what is trained besides, such as ``*lm_head*``; after
+    ``regex:`` a regular expression that the whole name matches."""
     r: Size = 16
     """Rank of LoRA's and VeRA's matrices; VeRA wants some hundreds."""
     lora_alpha: Positive | None = None

@@ -180,7 +180,7 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
         for layer in last:
             layer.requires_grad_(True)
     for pattern in section.freeze_trainable_modules:
-        matched = [p for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
+        matched = [p for name, p in model.named_parameters() if _is_whole(name, pattern)]
         if not matched:
             names = _collapse(name for name, _ in model.named_parameters())
             raise ModelError(
@@ -484,11 +484,15 @@ def _check_modules_to_save(model: PreTrainedModel, names: list[str]) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """``q_proj`` and ``self_attn.*`` match the end of a dotted name, ``model.layers.0.*`` the whole of it, and so does
-    what follows ``regex:``."""
+    """``q_proj`` and ``self_attn.*`` match the end of a dotted name, ``model.layers.0.*`` the whole of it."""
+    return _is_whole(name, pattern) or fnmatch.fnmatchcase(name, "*." + pattern)
+
+
+def _is_whole(name: str, pattern: str) -> bool:
+    """Whether the whole name is meant: by a pattern of a shell, or a regular expression after ``regex:``."""
     if pattern.startswith(REGEX):
         return re.fullmatch(pattern.removeprefix(REGEX), name) is not None
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, "*." + pattern)
+    return fnmatch.fnmatchcase(name, pattern)
 
 
 def _collapse(names: Iterable[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from luthier.config.peers.axolotl import AXOLOTL
 from luthier.config.peers.llamafactory import LLAMA_FACTORY
 from luthier.config.peers.translation import Peer
 from luthier.config.peers.trl import TRL
@@ -9,7 +10,7 @@ from luthier.config.tree import MappingNode
 
 __all__ = ["PEERS", "Peer", "peer_of"]
 
-PEERS = (TRL, LLAMA_FACTORY)
+PEERS = (TRL, LLAMA_FACTORY, AXOLOTL)
 
 
 def peer_of(tree: MappingNode) -> Peer | None:

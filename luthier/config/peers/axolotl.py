@@ -1,0 +1,460 @@
+"""A training file of axolotl's (YAML) -> the tree of a run description, each value with its place.
+
+Most keys are lines of ``axolotl.toml``. The functions here are for what several keys decide together, and
+`axolotl_rows` reads the data sets; what their files leave open is filled in with their defaults.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from luthier.config.peers.axolotl_rows import RowsRead, read_data
+from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, config_of, names_of, share_as_deepspeed
+from luthier.config.tree import MappingNode, Node, Scalar
+from luthier.config.tree import plain as value_of
+
+_MARKS = frozenset({"datasets", "pretraining_dataset", "sequence_len", "micro_batch_size", "num_epochs", "plugins"})
+_SIMPLE_NAME = re.compile(r"[\w.-]+")
+_PAIRS = {"dpo": None, "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+_LORA_KEYS = (
+    "lora_model_dir", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
+    "lora_target_parameters", "lora_modules_to_save", "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio",
+    "loraplus_lr_embedding", "peft_use_dora", "peft_use_rslora", "peft_init_lora_weights", "merge_lora",
+)  # fmt: skip
+
+
+def _is_its(tree: MappingNode) -> bool:
+    """True if the tree names a ``base_model`` and has axolotl's flat keys and no section of ours."""
+    keys = set(tree.entries)
+    return "base_model" in keys and bool(_MARKS & keys) and not OUR_SECTIONS & keys
+
+
+def _purpose(reading: Translator) -> None:
+    """What the file is for. What learns from answers that are drawn in the run is no run of ours."""
+    reading.entries = {key: _number(node) for key, node in reading.entries.items() if value_of(node) is not None}
+    reading.fill_in("defaults")
+    rl = reading.take("rl")
+    if rl in ("grpo", "gdpo", "ebft"):
+        reading.refuse("rl", f"{rl} learns from answers drawn in the run, Luthier from rows that are there before it")
+    elif rl not in (None, False, "", "kto", *_PAIRS):
+        reading.refuse("rl", f"{rl} is no objective", f"write one of {', '.join(_PAIRS)}, kto")
+    for key, what in (("process_reward_model", "single steps of an answer are not judged"),
+                      ("diffusion", "diffusion models are not trained"),
+                      ("kd_trainer", "a model is trained on rows, not on another model's logits")):  # fmt: skip
+        if reading.take(key) not in (None, False):
+            reading.refuse(key, what)
+    for key in ("ebft", "chat_template", "chat_template_jinja", "streaming"):
+        reading.take(key)  # read below, where rows ask for it
+    for index, name in enumerate(names_of(reading.take("plugins") or [])):
+        _plugin(reading, index, name)
+    reading.is_no_run = bool(reading.problems)
+
+
+def _number(node: Node) -> Node:
+    """``500_000`` is a number for the YAML that axolotl reads."""
+    if isinstance(node, Scalar) and not node.quoted and re.fullmatch(r"\d+(_\d+)+", node.text):
+        return replace(node, value=int(node.text))
+    return node
+
+
+def _plugin(reading: Translator, index: int, name: str) -> None:
+    plugins, words = reading.peer.table["plugins"], name.split(".")
+    known = next((word for word in words if word in plugins), None)
+    if known is None:
+        reading.refuse(f"plugins[{index}]", f"{name} is a program of its own, which may change what is trained",
+                       "remove the line, if the run does without it")  # fmt: skip
+    elif plugins[known]:
+        reading.refuse(f"plugins[{index}]", plugins[known])
+    else:
+        reading.passed["plugins"] = "what they compute is the same here; their own keys say what else they are to do"
+
+
+def _objective(reading: Translator) -> None:
+    rl, is_reward = reading.take("rl"), reading.flag("reward_model")
+    of = "reward_model" if is_reward else "rl"
+    rows = read_data(reading, "verdicts" if rl == "kto" else "pairs" if rl or is_reward else "answers")
+    if is_reward:
+        reading.set("objective.name", "rm", of)
+    elif rl:
+        _preferences(reading, str(rl))
+    elif rows.formats == {"text"}:
+        reading.set("objective.name", "pt", "pretraining_dataset" if "pretraining_dataset" in reading.entries else
+                    "datasets[0].type")  # fmt: skip
+        reading.set("data.overflow", "split", "sequence_len")
+        reading.take("excess_length_strategy")
+    if reading.flag("use_eaft"):
+        reading.set("objective.loss", "eaft", "use_eaft")
+        if (alpha := reading.take("eaft_alpha")) is not None:
+            reading.set("objective.eaft_alpha", alpha, "eaft_alpha")
+        reading.take("eaft_k")
+        reading.told.append("use_eaft: the entropy of a token is that of all words, not of the eaft_k likeliest")
+    if reading.flag("train_on_inputs") and not rl:
+        reading.set("template.train_on", "all", "train_on_inputs")
+    _lengths(reading, rows)
+
+
+def _preferences(reading: Translator, rl: str) -> None:
+    """The loss and its numbers, with the defaults of TRL, which axolotl calls."""
+    loss = _PAIRS.get(rl)
+    reading.set("objective.name", "kto" if rl == "kto" else "dpo", "rl")
+    kinds = reading.take("dpo_loss_type")
+    if kinds is not None and rl == "dpo":
+        names = names_of(kinds)
+        if len(names) != 1:
+            reading.refuse("dpo_loss_type", f"losses are not mixed, and these are {len(names)}", "name one of them")
+        loss = names[0] if names else None
+    if loss is not None:
+        reading.set("objective.loss", loss, "dpo_loss_type" if kinds is not None and rl == "dpo" else "rl")
+    if reading.flag("dpo_use_weighting"):
+        reading.set("objective.loss", "wpo", "dpo_use_weighting")
+    given = [key for key in ("rl_beta", "dpo_beta", "orpo_alpha") if reading.take(key) is not None]
+    if not given:
+        reading.fill_in("defaults", "rl")
+        given = ["rl_beta"]
+    reading.set("objective.beta", reading.take(given[0]), given[0])
+    if rl == "simpo":
+        reading.fill_in("defaults", "simpo")
+        reading.set("objective.gamma", reading.take("simpo_gamma"), "simpo_gamma")
+        if share := reading.take("cpo_alpha"):
+            reading.set("objective.sft_weight", share, "cpo_alpha")
+    if rl == "kto":
+        for key, ours in (
+            ("kto_desirable_weight", "desirable_weight"),
+            ("kto_undesirable_weight", "undesirable_weight"),
+        ):
+            if weight := reading.take(key):
+                reading.set(f"objective.{ours}", weight, key)
+    if reading.flag("precompute_ref_log_probs"):
+        reading.set("objective.reference.source", "precomputed", "precompute_ref_log_probs")
+
+
+def _lengths(reading: Translator, rows: RowsRead) -> None:
+    strategy, is_packed = reading.take("excess_length_strategy"), reading.flag("sample_packing")
+    reading.defaults |= {"sample_packing"} - set(reading.entries)
+    if "overflow" not in _entries(reading, "data"):
+        ways = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+        if strategy is not None and str(strategy) not in ways:
+            reading.refuse("excess_length_strategy", f"{strategy} is no way", f"write one of {', '.join(ways)}")
+        reading.defaults |= {"excess_length_strategy"} - set(reading.entries)
+        reading.set("data.overflow", ways.get(str(strategy), "drop"), "excess_length_strategy")
+        if "text" in rows.formats:
+            reading.told.append("sequence_len: texts over it are dropped beside other rows, where axolotl cuts them")
+    reading.set("data.max_drop", 0.5, "sequence_len")  # their runs never stop for rows that are lost
+    is_stream = reading.take("pretraining_dataset") is not None
+    reading.set("train.packing", "split" if is_stream else "window" if is_packed else "none",
+                "pretraining_dataset" if is_stream else "sample_packing")  # fmt: skip
+
+
+def _mapping(reading: Translator, key: str) -> dict[str, Any]:
+    value = reading.take(key)
+    if value not in (None, False, "") and not isinstance(value, dict):
+        reading.refuse(key, f"this is a mapping, not {value!r}")
+    return dict(value) if isinstance(value, dict) else {}
+
+
+def _entries(reading: Translator, section: str) -> dict[str, Any]:
+    node = reading.tree.entries.get(section)
+    return dict(node.entries) if isinstance(node, MappingNode) else {}
+
+
+def _tokens(reading: Translator) -> None:
+    """New tokens. A padding token is never learned; the others are those that the template, or a document, ends in."""
+    special, plain = _mapping(reading, "special_tokens"), reading.take("tokens") or []
+    old = plain if isinstance(plain, dict) else {}
+    named = {**old, **special}
+    more = names_of(named.pop("additional_special_tokens", None) or [])
+    named.pop("pad_token", None)
+    added = list(dict.fromkeys([*(str(token) for token in named.values() if token), *more]))
+    if added:
+        reading.set("model.add_special_tokens", added, "special_tokens" if special else "tokens")
+        reading.told.append("special_tokens: tokens that the tokenizer lacks are added; which ones begin and end a "
+                            "text, the tokenizer and the template say")  # fmt: skip
+    if isinstance(plain, list) and plain:
+        reading.set("model.add_tokens", [str(token) for token in plain], "tokens")
+
+
+def _adapter(reading: Translator) -> None:
+    kind, model = reading.take("adapter"), str(reading.take("base_model"))
+    reading.read.discard("base_model")
+    unfrozen = reading.take("unfrozen_parameters")
+    parts = reading.flag("freeze_mm_modules")
+    if not kind:
+        for key in (key for key in _LORA_KEYS if key in reading.entries):
+            reading.take(key)
+            reading.passed[key] = "it belongs to adapter: lora"
+        if unfrozen:
+            _unfrozen(reading, names_of(unfrozen))
+        elif not parts and ("processor_type" in reading.entries or "vision_config" in config_of(model)):
+            reading.set("adapter.train_parts", ["language_model", "projector", "tower"], "base_model")
+        return
+    if kind not in ("lora", "qlora"):
+        reading.refuse("adapter", f"{kind} is not there", "write lora or qlora, or nothing to train all weights")
+        return
+    reading.set("adapter.type", "lora", "adapter")
+    if unfrozen:
+        reading.passed["unfrozen_parameters"] = "an adapter freezes all weights beside it, here as with axolotl"
+    if (folder := reading.take("lora_model_dir")) is not None:
+        reading.set("adapter.name_or_path", str(folder), "lora_model_dir")
+        for key in (key for key in _LORA_KEYS if key not in ("lora_model_dir", "merge_lora", "loraplus_lr_ratio")):
+            if key in reading.entries:
+                reading.take(key)
+                reading.passed[key] = "the adapter that goes on says it"
+        return
+    _targets(reading)
+    if (rate := reading.take("embedding_lr")) is not None:
+        reading.set("train.learning_rates.embedding", rate, "embedding_lr")
+
+
+def _targets(reading: Translator) -> None:
+    """Modules that LoRA stands in: a list of names, or one regular expression."""
+    names, is_all = reading.take("lora_target_modules"), reading.flag("lora_target_linear")
+    if is_all or names in ("all-linear", ["all-linear"]):
+        reading.set("adapter.target_modules", ["all-linear"], "lora_target_linear" if is_all else "lora_target_modules")
+    elif isinstance(names, str) and not _SIMPLE_NAME.fullmatch(names):
+        reading.set("adapter.target_modules", [f"regex:{names}"], "lora_target_modules")
+    elif names:
+        reading.set("adapter.target_modules", names_of(names), "lora_target_modules")
+    else:
+        reading.told.append("adapter: no modules are named, so LoRA stands in all linear layers")
+
+
+def _unfrozen(reading: Translator, patterns: list[str]) -> None:
+    """Regular expressions that parameters' names begin with, where a dot is a dot unless a plus follows."""
+    found = []
+    for index, pattern in enumerate(patterns):
+        if re.search(r"\[-?\d*:-?\d*\]$", pattern):
+            what = f"{pattern}: rows of a parameter are not trained without the others"
+            reading.refuse(f"unfrozen_parameters[{index}]", what, "train all of it")
+        found.append("regex:" + re.sub(r"\.(?!\+)", r"\.", pattern) + ".*")
+    reading.set("adapter.type", "freeze", "unfrozen_parameters")
+    reading.set("adapter.freeze_trainable_modules", found, "unfrozen_parameters")
+
+
+def _quantization(reading: Translator) -> None:
+    """bitsandbytes: four bits as nf4, eight as int8."""
+    four, eight = reading.flag("load_in_4bit"), reading.flag("load_in_8bit")
+    kind, settings = reading.take("adapter"), _mapping(reading, "bnb_config_kwargs")
+    of = "load_in_4bit" if four else "load_in_8bit"
+    if kind == "qlora" and not four:
+        reading.refuse("adapter", "qlora is LoRA beside weights in four bits, and load_in_4bit is not on",
+                       "write load_in_4bit: true, or adapter: lora")  # fmt: skip
+    if not (four or eight):
+        return
+    reading.set("model.quantization.type", "nf4" if four else "int8", of)
+    names = {"bnb_4bit_quant_type": "type", "bnb_4bit_use_double_quant": "double_quantization",
+             "bnb_4bit_compute_dtype": "compute_dtype", "llm_int8_skip_modules": "skip_modules"}  # fmt: skip
+    for key, value in settings.items():
+        if key not in names:
+            reading.refuse(f"bnb_config_kwargs.{key}", f"of bitsandbytes' settings there are {', '.join(names)}")
+            continue
+        value = str(value).removeprefix("torch.") if key == "bnb_4bit_compute_dtype" else value
+        reading.set(f"model.quantization.{names[key]}", value, f"bnb_config_kwargs.{key}")
+
+
+def _precision(reading: Translator) -> None:
+    bf16, fp16 = reading.take("bf16"), reading.flag("fp16")
+    pure = [key for key in ("bfloat16", "float16", "float32") if reading.flag(key)]
+    if bf16 in (True, "true", "full"):
+        reading.set("train.precision", "bf16", "bf16")
+    elif fp16:
+        reading.set("train.precision", "fp16", "fp16")
+    elif pure:
+        reading.set("train.precision", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[pure[0]], pure[0])
+    elif bf16 is False or bf16 == "false":
+        reading.set("train.precision", "fp32", "bf16")
+    if not reading.take("adapter"):
+        reading.told.append("bf16: weights that are trained are kept in fp32 and computed in bf16, where axolotl keeps "
+                            "them in bf16; model.dtype: bfloat16 does so")  # fmt: skip
+    keeps, moves = reading.take("gradient_checkpointing"), reading.take("activation_offloading")
+    if isinstance(keeps, str) and keeps.startswith("offload"):
+        keeps, moves = True, True
+    if keeps is not None:
+        reading.set("train.gradient_checkpointing", keeps, "gradient_checkpointing")
+    if moves not in (None, False) and keeps not in (None, False):
+        reading.told.append("gradient_checkpointing: what layers begin with stays on the device, nothing is moved")
+    elif moves not in (None, False):
+        of = "activation_offloading" if "activation_offloading" in reading.entries else "gradient_checkpointing"
+        reading.set("train.offload", ["activations"], of)
+
+
+def _attention(reading: Translator) -> None:
+    """FlashAttention 2 and xformers are taken where they are there: all ways compute the same."""
+    flags = {"flash_attention": "flash_attention_2", "flex_attention": "flex_attention", "sdp_attention": "sdpa",
+             "eager_attention": "eager", "xformers_attention": "xformers", "sage_attention": "sage"}  # fmt: skip
+    value, of = reading.take("attn_implementation"), "attn_implementation"
+    for key, name in flags.items():
+        if reading.flag(key) and value is None:
+            value, of = name, key
+    match str(value).removeprefix("kernels-community/"):
+        case "None":
+            pass
+        case "sage" | "fp8" | "sage-attention":
+            reading.refuse(of, f"{value} computes attention in few bits, which is not there", "write sdpa")
+        case "flash_attention_2" | "xformers":
+            reading.passed[of] = "model.attn_implementation: auto takes FlashAttention 2 where it is installed"
+        case _ if "/" in str(value):
+            reading.passed[of] = "model.attn_implementation: auto takes a kernel that is installed"
+        case name:
+            reading.set("model.attn_implementation", name, of)
+    way = reading.take("experts_implementation")
+    if way in ("eager", "batched_mm", "grouped_mm"):
+        reading.set("model.experts_implementation", way, "experts_implementation")
+    elif way is not None:
+        reading.passed["experts_implementation"] = "experts are computed by transformers' own ways"
+
+
+def _optimizer(reading: Translator) -> None:
+    whole, each = reading.take("batch_size"), reading.take("micro_batch_size")
+    reading.read.discard("micro_batch_size")
+    if whole is not None and "gradient_accumulation_steps" not in reading.entries:
+        steps = whole // each if isinstance(whole, int) and isinstance(each, int) and each > 0 else 0
+        if steps < 1:
+            reading.refuse(
+                "batch_size", f"{whole} rows are not a multiple of micro_batch_size: {each}", "write a multiple of it"
+            )
+        reading.set("train.gradient_accumulation_steps", max(steps, 1), "batch_size")
+    names = {"ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit", "optimi_adamw": "adamw_torch"}
+    optimizer = names.get(theirs := str(reading.take("optimizer")), theirs)
+    is_shared = _shares(reading)
+    if is_shared and re.fullmatch(r"(paged_)?adamw?_(bnb_|torch_)?(8bit|4bit|32bit)", optimizer):
+        reading.told.append(f"optimizer: {theirs} keeps no shares of weights, so Adam's states have 32 bits")
+        optimizer = "adamw_torch"
+    reading.set("train.optim", optimizer, "optimizer")
+    if is_shared and reading.flag("torch_compile"):
+        reading.passed["torch_compile"] = "a model that devices share is not compiled"
+    schedule, lowest = str(reading.take("lr_scheduler")), reading.take("cosine_min_lr_ratio")
+    if schedule in ("one_cycle", "rex"):
+        reading.refuse("lr_scheduler", f"the schedule {schedule} is not there", "cosine comes nearest")
+    elif lowest is not None and schedule == "cosine":
+        reading.set("train.lr_scheduler_type", "cosine_with_min_lr", "cosine_min_lr_ratio")
+        reading.set("train.lr_scheduler_kwargs.min_lr_rate", lowest, "cosine_min_lr_ratio")
+    else:
+        reading.set("train.lr_scheduler_type", schedule, "lr_scheduler")
+    steps, share = reading.take("warmup_steps"), reading.take("warmup_ratio")
+    if steps is not None:
+        reading.set("train.warmup_steps", steps, "warmup_steps")
+    elif share is not None:
+        reading.set("train.warmup_steps", share, "warmup_ratio")
+    if (rates := reading.take("embedding_lr")) is not None:
+        reading.set("train.learning_rates.embedding", rates, "embedding_lr")
+
+
+def _devices(reading: Translator) -> None:
+    """How several processes share the model."""
+    fsdp, config, shards = reading.take("fsdp"), _mapping(reading, "fsdp_config"), reading.take("dp_shard_size")
+    reading.take("fsdp_version")
+    if (path := reading.take("deepspeed")) not in (None, "", False):
+        share_as_deepspeed(reading, path)
+    elif shards == 1:
+        reading.passed |= {key: "dp_shard_size is 1: nothing is shared" for key in ("fsdp_config",) if config}
+    elif fsdp or config or shards:
+        of = "fsdp_config" if config else "fsdp" if fsdp else "dp_shard_size"
+        reading.set("runtime.sharding", "fsdp", of)
+        settings = {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
+        if settings.get("activation_checkpointing") and not reading.flag("gradient_checkpointing"):
+            reading.set("train.gradient_checkpointing", True, "fsdp_config")
+        if settings.get("offload_params"):
+            reading.told.append("fsdp_config: nothing is moved to the CPU, which only costs GPU memory")
+
+
+def _shares(reading: Translator) -> bool:
+    node = _entries(reading, "runtime").get("sharding")
+    return node is not None and value_of(node) == "fsdp"
+
+
+def _whole_if_quantized(reading: Translator) -> None:
+    """Weights in few bits are whole on each device."""
+    if _shares(reading) and "quantization" in _entries(reading, "model"):
+        of = reading.origins["runtime.sharding"]
+        reading.set("runtime.sharding", "none", of)
+        what = f"{of}: weights in few bits are whole on each device, which costs memory, and no other number"
+        reading.told = [line for line in reading.told if not line.startswith(f"{of}:")] + [what]
+
+
+def _evaluation(reading: Translator) -> None:
+    size, times, steps = reading.take("val_set_size"), reading.take("evals_per_epoch"), reading.take("eval_steps")
+    strategy = reading.take("eval_strategy") or reading.take("evaluation_strategy")
+    reading.take("evaluation_strategy")
+    generates, metric = reading.flag("generate_samples"), reading.take("metric_for_best_model")
+    reading.take("greater_is_better")
+    if not size and not reading.take("test_datasets"):
+        for key in ("eval_batch_size", "early_stopping_patience", "load_best_model_at_end"):
+            if reading.take(key):
+                reading.passed[key] = "no rows are held out"
+    else:
+        if size:
+            whole = int(size) if isinstance(size, float) and size >= 1 else size
+            reading.set("data.eval_split", whole, "val_set_size")
+        _when(reading, "eval", times, "evals_per_epoch", steps, "eval_steps", strategy, "eval_strategy")
+        of = "eval_batch_size" if reading.take("eval_batch_size") else "micro_batch_size"
+        reading.set("eval.per_device_eval_batch_size", reading.take(of), of)
+        reading.read.discard("micro_batch_size")
+        if metric is not None:
+            reading.set("eval.metric_for_best_model", str(metric).removeprefix("eval_"), "metric_for_best_model")
+        if generates:
+            _samples(reading)
+    times, steps = reading.take("saves_per_epoch"), reading.take("save_steps")
+    _when(
+        reading, "output", times, "saves_per_epoch", steps, "save_steps", reading.take("save_strategy"), "save_strategy"
+    )
+
+
+def _when(reading: Translator, section: str, times: Any, times_key: str, steps: Any, steps_key: str, strategy: Any,
+          strategy_key: str) -> None:  # fmt: skip
+    """So many times in an epoch, every so many steps, or by a strategy."""
+    word = "save_" if section == "output" else ""
+    if steps:
+        reading.set(f"{section}.{word}strategy", "steps", steps_key)
+        reading.set(f"{section}.{word}steps", steps, steps_key)
+    elif times:
+        reading.set(f"{section}.{word}strategy", "epoch", times_key)
+        if times != 1:
+            reading.told.append(f"{times_key}: it is done at the end of each epoch, not {times} times in one")
+    elif strategy is not None:
+        value = "no" if strategy is False else strategy
+        reading.set(f"{section}.{word}strategy", value, strategy_key)
+
+
+def _samples(reading: Translator) -> None:
+    reading.fill_in("defaults", "generated")
+    reading.set("eval.generate_rows", reading.take("num_generation_samples"), "num_generation_samples")
+    reading.set("generate.max_new_tokens", reading.take("generation_max_new_tokens"), "generation_max_new_tokens")
+    draws = reading.flag("generation_do_sample")
+    reading.set("generate.do_sample", draws, "generation_do_sample")
+    for key in ("temperature", "top_p", "top_k"):
+        if (value := reading.take(f"generation_{key}")) is not None and draws:
+            reading.set(f"generate.{key}", value, f"generation_{key}")
+    reading.told.append("generate_samples: held-out rows are answered before and after training")
+
+
+def _folder(reading: Translator) -> None:
+    start, goes_on = reading.take("resume_from_checkpoint"), reading.flag("auto_resume_from_checkpoints")
+    if start not in (None, "", False, True):
+        reading.set("output.resume", str(start), "resume_from_checkpoint")
+    elif start is True or goes_on:
+        reading.set("output.resume", "auto", "resume_from_checkpoint" if start else "auto_resume_from_checkpoints")
+    else:
+        reading.told.append("output_dir: a run that is started again goes on from its newest checkpoint; "
+                            "output.resume=never begins anew")  # fmt: skip
+    trackers = {"use_wandb": "wandb", "use_mlflow": "mlflow", "use_comet": "comet_ml", "use_tensorboard": "tensorboard",
+                "use_trackio": "trackio", "use_swanlab": "swanlab"}  # fmt: skip
+    used = [key for key in trackers if reading.flag(key)]
+    if reading.take("wandb_project") and "use_wandb" not in used and reading.take("use_wandb") is None:
+        used.append("wandb_project")
+        trackers["wandb_project"] = "wandb"
+    if used:
+        reading.set("tracking.report_to", [trackers[key] for key in used], used[0])
+    for key in ("wandb_name", "mlflow_run_name", "trackio_run_name", "swanlab_experiment_name"):
+        if (name := reading.take(key)) and used:
+            reading.set("tracking.run_name", str(name), key)
+
+
+AXOLOTL = Peer(
+    name="axolotl",
+    file="axolotl.toml",
+    is_its=_is_its,
+    rules=(_purpose, _objective, _tokens, _adapter, _quantization, _precision, _attention, _devices,
+           _whole_if_quantized, _optimizer, _evaluation, _folder),
+)  # fmt: skip

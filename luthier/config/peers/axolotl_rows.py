@@ -1,0 +1,394 @@
+"""The data sets of an axolotl file -> sources of ours: where rows lie, how they are written, what of them is learned.
+
+Axolotl's ``type`` says both how a row is laid out and how it becomes text. Here the second is the template's affair, of
+which a run has one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from luthier.config.peers.translation import Translator, names_of
+
+_DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt|md)(\.(gz|zst|bz2|xz))?$")
+_FILE_TYPES = frozenset({"json", "csv", "parquet", "arrow", "text"})
+_LISTS = {"datasets": "data.train", "pretraining_dataset": "data.train", "test_datasets": "data.eval"}
+# Names that our reader knows for each role, and for what an axolotl file may call by another name.
+_ROLES = {"system": {"system", "developer"}, "user": {"user", "human"},
+          "assistant": {"assistant", "gpt", "model", "bot"}, "tool": {"tool", "observation", "function"}}  # fmt: skip
+_TAGS = {"system": "system_tag", "user": "user_tag", "assistant": "assistant_tag", "tool": "observation_tag"}
+_FIELDS = {
+    "field_instruction": "prompt", "field_prompt": "prompt", "field_input": "query", "field_system": "system",
+    "field_output": "response", "field_completion": "response", "field_label": "kto_tag", "field_chosen": "chosen",
+    "field_rejected": "rejected",
+}  # fmt: skip
+_KNOWN_NAMES = {
+    "field_thinking": {"reasoning_content", "reasoning", "thinking"},
+    "message_field_training": {"train", "training", "loss"},
+    "message_field_training_detail": {"train_detail", "training_detail"},
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowType:
+    """What a ``type`` says: our format, the text that a row becomes (``template``; None: whatever the chat template
+    says, or none), its default system message, and other names of columns and tags."""
+
+    format: str
+    template: str | None = None
+    intro: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class RowsRead:
+    """What the data sets of one file together say of the run."""
+
+    formats: set[str] = field(default_factory=set)
+    templates: dict[str, str] = field(
+        default_factory=dict
+    )  # the template that is asked for ("" the model's own) -> key
+
+
+def read_data(reading: Translator, rows_of: str) -> RowsRead:
+    """All data sets of the file; ``rows_of`` is what the run learns from: answers, pairs or verdicts."""
+    found = RowsRead()
+    counts: dict[str, int] = {}
+    if not any(
+        reading.entries.get(key) is not None and reading.take(key) for key in ("datasets", "pretraining_dataset")
+    ):
+        reading.refuse("datasets", "no data set is named, so there is nothing to train on",
+                       "for example datasets: [{path: rows.jsonl, type: chat_template}]")  # fmt: skip
+        reading.set("data.train[0].path", "refused", "datasets")
+    for theirs, ours in _LISTS.items():
+        value = reading.take(theirs)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        for index, entry in enumerate(listed):
+            at = f"{theirs}[{index}]" if isinstance(value, list) else theirs
+            if isinstance(entry, str):
+                entry = {"path": entry, "type": "completion"}
+            if not isinstance(entry, dict):
+                reading.refuse(at, "a data set is a mapping with a path and a type")
+                continue
+            if theirs == "pretraining_dataset":
+                entry = {"type": "pretrain", **entry}
+            source = _DataSet(reading=reading, at=at, left=dict(entry), rows_of=rows_of, found=found)
+            is_stream = theirs == "pretraining_dataset" or reading.flag("streaming")
+            counts[ours] = source.write(ours, counts.get(ours, 0), is_stream=is_stream)
+    _one_template(reading, found)
+    return found
+
+
+def _one_template(reading: Translator, found: RowsRead) -> None:
+    """Set the run's template. Data sets that become text in several ways cannot be in one run."""
+    if len(found.templates) > 1:
+        (_, first), (_, second), *_ = found.templates.items()
+        reading.refuse(second, f"a run has one chat template, and {first} asks for another one",
+                       "train on them in two runs, the second from the output of the first")  # fmt: skip
+        return
+    for template, key in found.templates.items():
+        if template:
+            reading.set("template.chat_template", template, key)
+
+
+@dataclass(kw_only=True, slots=True)
+class _DataSet:
+    """One data set on its way: ``left`` are its keys that are not read yet."""
+
+    reading: Translator
+    at: str
+    left: dict[str, Any]
+    rows_of: str
+    found: RowsRead
+    columns: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+    def write(self, ours: str, index: int, *, is_stream: bool) -> int:
+        """Set our source, or several of several files; the number of the next one."""
+        kind = self._kind()
+        paths = self._paths()
+        if kind is None or not paths:  # it is refused, and not missing beside that
+            self.reading.set(f"{ours}[{index}].path", paths[0] if paths else "refused", f"{self.at}.path")
+            return index + 1
+        self.columns, self.tags = dict(kind.columns), dict(kind.tags)
+        settings: dict[str, tuple[str, object]] = {"format": ("type", kind.format)}
+        if kind.format != "text":
+            self._template(kind)
+            settings |= self._learned()
+            self._messages(kind)
+        if is_stream and paths[0].startswith("hub:"):
+            settings["streaming"] = ("path", True)
+        settings |= self._split(paths[0])
+        settings |= self._plain_keys()
+        if self.columns:
+            settings["columns"] = ("type", self.columns)
+        if self.tags:
+            settings["tags"] = ("type", self.tags)
+        for path in paths:
+            source = f"{ours}[{index}]"
+            self.reading.set(f"{source}.path", path, f"{self.at}.path")
+            self.reading.origins[source] = self.at
+            for name, (theirs, value) in settings.items():
+                self.reading.set(f"{source}.{name}", value, f"{self.at}.{theirs}")
+            index += 1
+        self.found.formats.add(kind.format)
+        return index
+
+    def _refuse(self, key: str, what: str, hint: str | None = None) -> None:
+        self.reading.refuse(f"{self.at}.{key}", what, hint)
+
+    def _take(self, key: str) -> Any:
+        return self.left.pop(key, None)
+
+    def _mapping(self, key: str) -> dict[str, Any]:
+        value = self._take(key)
+        if value is not None and not isinstance(value, dict):
+            self._refuse(key, f"this is a mapping of names, not {value!r}")
+        return dict(value) if isinstance(value, dict) else {}
+
+    # ------------------------------------------------------------------ where rows lie
+
+    def _paths(self) -> list[str]:
+        """Files, folders, or a data set of the Hub."""
+        path, files = self._take("path"), self._take("data_files")
+        is_file = self.left.get("ds_type") is not None
+        if not path:
+            self._refuse("path", "the data set names no path", "for example path: rows.jsonl")
+            return []
+        path = str(path)
+        if path.startswith(("s3://", "gs://", "gcs://", "az://", "abfs://", "oci://", "https://")):
+            self._refuse("path", f"{path.split(':')[0]} storage is not read", "download the file, and name its path")
+            return []
+        if files and path in _FILE_TYPES:
+            return names_of(files)
+        here = Path(path).expanduser()
+        if here.is_dir() and files:
+            return [str(here / name) for name in names_of(files)]
+        if here.exists() or is_file or path.startswith((".", "/", "~", "preset:")) or _DATA_FILE.search(path):
+            return [path]
+        if files:
+            self._refuse("data_files", "single files of a data set on the Hub are not chosen",
+                         "download them, and name their paths")  # fmt: skip
+            return []
+        return [f"hub:{path}"]
+
+    def _split(self, path: str) -> dict[str, tuple[str, object]]:
+        """``train[:500]`` are the first 500 rows. The Hub's library reads shares of a split by itself."""
+        split = self._take("split")
+        if split is None:
+            return {}
+        if path.startswith("hub:"):
+            return {"split": ("split", str(split))}
+        match = re.fullmatch(r"(\w+)\[:([1-9]\d*)\]", str(split))
+        if match is not None:
+            return {"split": ("split", match[1]), "first_rows": ("split", int(match[2]))}
+        if "[" in str(split):
+            self._refuse("split", f"of files, {split} is not taken", "write train[:1000] for the first 1,000 rows")
+        return {"split": ("split", str(split))}
+
+    # ------------------------------------------------------------------ how rows are written
+
+    def _kind(self) -> RowType | None:
+        value = self._take("type")
+        table = dict(self.reading.peer.table)
+        if isinstance(value, dict):
+            return self._own_format(value)
+        if value in (None, ""):
+            return RowType(format="auto")
+        name = str(value).removesuffix(".load") if str(value) not in table["types"][self.rows_of] else str(value)
+        known = table["types"][self.rows_of].get(name)
+        if known is None:
+            other = next((rows for rows, names in table["types"].items() if rows != "missing" and name in names), None)
+            if name in table["types"]["missing"]:
+                self._refuse("type", f"{name}: {table['types']['missing'][name]}")
+            elif other is not None:
+                self._refuse("type", f"{name} are rows of {other}, and this run learns from {self.rows_of}",
+                             "rl and reward_model say what a run learns from")  # fmt: skip
+            else:
+                self._refuse("type", f"rows of the type {name} are not read",
+                             "lay them out as messages, with type: chat_template")  # fmt: skip
+            return None
+        style: Any = table["styles"][known["style"]] if "style" in known else known
+        template = style.get("template")
+        if "prompt" in style:
+            template = chat_of(style["system"], style["prompt"], "{answer}")
+        if style.get("template") == "alpaca":
+            self.reading.told.append(
+                f"{self.at}.type: an input follows its instruction after a newline, without axolotl's heading ### Input"
+            )
+        return RowType(
+            format=known["format"], template=template, intro=style.get("intro"),
+            columns=known.get("columns", {}), tags=known.get("tags", {}),
+        )  # fmt: skip
+
+    def _own_format(self, said: Mapping[str, Any]) -> RowType | None:
+        """A mapping that names columns and writes the text out: patterns become a template."""
+        said = dict(said)
+        shown = {key: said.pop(key, None) or usual for key, usual in (
+            ("system_format", "{system}"), ("no_input_format", None), ("format", None), ("prompt_format", None),
+            ("chosen_format", "{chosen}"), ("rejected_format", "{rejected}"), ("completion_format", "{completion}"),
+        )}  # fmt: skip
+        intro = said.pop("system_prompt", None)
+        columns = {_FIELDS[key]: str(said.pop(key)) for key in list(said) if key in _FIELDS and said[key] is not None}
+        for key in [key for key, value in said.items() if value is not None]:
+            self._refuse(f"type.{key}", "there is no such key of a type that is written out")
+        system, prompt, answer = str(shown["system_format"]), shown["no_input_format"] or shown["format"], "{answer}"
+        if self.rows_of == "answers":
+            fmt = {"format": "alpaca"}
+            prompt = str(prompt or "{instruction}").replace("{instruction}", "{prompt}").replace("{input}", "")
+            if shown["format"] and "{input}" in str(shown["format"]):
+                self.reading.told.append(f"{self.at}.type.format: an input follows its instruction after a newline")
+        else:
+            fmt = {"format": "preference" if self.rows_of == "pairs" else "feedback"}
+            prompt = str(shown["prompt_format"] or "{prompt}")
+            if "{system}" in prompt:
+                system, _, prompt = prompt.partition("{prompt}")
+                system, prompt = system, "{prompt}" + prompt
+            answer = str(shown["completion_format"]).replace("{completion}", "{answer}")
+            if self.rows_of == "pairs":
+                answer = str(shown["chosen_format"]).replace("{chosen}", "{answer}")
+                if answer != str(shown["rejected_format"]).replace("{rejected}", "{answer}"):
+                    self._refuse("type.rejected_format", "both answers of a pair are written in one way")
+        for name, text, needed in (("system_format", system, "{system}"), ("format", prompt, "{prompt}"),
+                                   ("completion_format", answer, "{answer}")):  # fmt: skip
+            if needed not in text and name != "system_format":
+                self._refuse(f"type.{name}", f"the pattern {text!r} has no place for what it writes")
+                return None
+        return RowType(
+            format=fmt["format"], template=chat_of(system, prompt, answer), intro=intro or None, columns=columns
+        )
+
+    def _template(self, kind: RowType) -> None:
+        """The template that these rows ask for: of their type, of the data set, or of the file."""
+        name, source = self._take("chat_template"), self._take("chat_template_jinja")
+        key = f"{self.at}.chat_template" if name or source else "chat_template"
+        if kind.template is not None:
+            self.found.templates.setdefault(kind.template, f"{self.at}.type")
+            if kind.intro:
+                self.reading.set("template.default_system", str(kind.intro), f"{self.at}.type")
+            return
+        if name is None and source is None:
+            name, source = self.reading.take("chat_template"), self.reading.take("chat_template_jinja")
+        if source and name in (None, "jinja"):
+            self.found.templates.setdefault(str(source), f"{key}_jinja")
+            return
+        self.found.templates.setdefault(self._named(str(name or "tokenizer_default"), key), key)
+
+    def _named(self, name: str, key: str) -> str:
+        table = self.reading.peer.table["templates"]
+        if name in table["always"]:
+            return str(table["always"][name])
+        name = name.removeprefix("tokenizer_default_fallback_")
+        known = {**table["family"], **table["always"]}
+        if name not in known:
+            self.reading.refuse(key, f"there is no template called {name}",
+                                "write chat_template_jinja, or tokenizer_default for the model's own")  # fmt: skip
+            return ""
+        if name != "tokenizer_default":
+            told = f"{key}: the model's own template is used" + (
+                f", or {known[name]} if it has none" if known[name] else ""
+            )
+            self.reading.told += [told] if told not in self.reading.told else []
+        return f"own_or_{known[name]}" if known[name] else ""
+
+    def _messages(self, kind: RowType) -> None:
+        """Names of columns, of a message's keys, and of roles."""
+        names = self._mapping("message_property_mappings")
+        for key, name in (("message_field_role", "role"), ("message_field_content", "content")):
+            if (value := self._take(key)) is not None:
+                names[name] = value
+        for name, value in names.items():
+            if name in ("role", "content"):
+                self.tags[f"{name}_tag"] = str(value)
+            elif value != name and str(value) not in _KNOWN_NAMES["field_thinking"]:
+                self._refuse(f"message_property_mappings.{name}", f"the key {value} of a message is not read",
+                             f"call it {name} in the rows")  # fmt: skip
+        for key, known in _KNOWN_NAMES.items():
+            if (value := self._take(key)) is not None and str(value) not in known:
+                self._refuse(key, f"the key {value} of a message is not read", f"call it {' or '.join(sorted(known))}")
+        for role, given in self._mapping("roles").items():
+            self._role(str(role), names_of(given))
+
+    def _role(self, role: str, names: list[str]) -> None:
+        others = [name for name in names if name not in _ROLES.get(role, ())]
+        if not others:
+            return
+        if role not in _TAGS or len(names) > 1:
+            self._refuse(f"roles.{role}", f"beside the usual names of a role there is one of its own, not {others}",
+                         f"write roles: {{user: [customer]}}, or call it {role} in the rows")  # fmt: skip
+            return
+        self.tags[_TAGS[role]] = others[0]
+
+    # ------------------------------------------------------------------ what is learned of rows
+
+    def _learned(self) -> dict[str, tuple[str, object]]:
+        for key in ("train_on_eos", "train_on_eot"):
+            match self._take(key):
+                case None | "turn":
+                    pass
+                case "none":
+                    self.reading.set("template.train_stop", False, f"{self.at}.{key}")
+                case other:
+                    self._refuse(key, f"{other}: the stop token is learned of each answer that is learned, or of none",
+                                 "write turn or none")  # fmt: skip
+        roles = self._take("roles_to_train")
+        if roles is None or self.rows_of != "answers":
+            return {}
+        wanted = {next((role for role, known in _ROLES.items() if name in known), name) for name in names_of(roles)}
+        if wanted == {"assistant"}:
+            return {}
+        if not wanted:
+            return {"train_on": ("roles_to_train", "none")}
+        rules = [{"role": role, "train": True} for role in sorted(wanted - {"assistant"})]
+        rules += [] if "assistant" in wanted else [{"role": "assistant", "train": False}]
+        return {"targets": ("roles_to_train", rules)}
+
+    def _plain_keys(self) -> dict[str, tuple[str, object]]:
+        """Keys that are one of ours, that decide nothing here, or that ask for what is not there."""
+        table: dict[str, Any] = self.reading.peer.table["source"]
+        settings: dict[str, tuple[str, object]] = {}
+        for key, value in self.left.items():
+            if value in (None, False, "", [], {}):
+                continue
+            if key in table["keys"]:
+                settings[table["keys"][key]] = (key, str(value))
+            elif key in table["columns"]:
+                self.columns[table["columns"][key]] = str(value)
+            elif key in table["passed"]:
+                self.reading.passed[f"{self.at}.{key}"] = table["passed"][key]
+            elif key in table["missing"]:
+                self._refuse(key, table["missing"][key])
+            elif key == "conversation":
+                self._refuse(key, "FastChat's templates are not there", "write chat_template, such as chatml")
+            else:
+                self._refuse(key, "a data set has no such key", "remove the line")
+        return settings
+
+
+def chat_of(system: str, prompt: str, answer: str) -> str:
+    """A chat template of three patterns with a place for the message each; one that ends in its answer ends in the
+    end-of-sequence token.
+
+    >>> chat_of("{system}", "Q: {prompt} A:", "{answer}").count("m.content")
+    3
+    """
+    pieces = {
+        "system": _pattern(system, "{system}"),
+        "user": _pattern(prompt, "{prompt}"),
+        "assistant": _pattern(answer, "{answer}") + (" ~ eos_token" if answer.endswith("{answer}") else ""),
+    }
+    cases = "".join(f"{{% if m.role == '{role}' %}}{{{{ {text} }}}}{{% endif %}}" for role, text in pieces.items())
+    return f"{{{{ bos_token or '' }}}}{{% for m in messages %}}{cases}{{% endfor %}}"
+
+
+def _pattern(text: str, place: str) -> str:
+    """``"Q: {prompt} A:"`` as an expression of Jinja."""
+    before, _, after = text.partition(place)
+    quoted = [json.dumps(piece, ensure_ascii=False) for piece in (before, after)]
+    return f"{quoted[0]} ~ m.content ~ {quoted[1]}"

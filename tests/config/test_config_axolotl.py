@@ -1,0 +1,354 @@
+"""Files of axolotl's are read as they are: what is translated, what is refused and why, and what trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from luthier.config.dumping import dump_translation
+from luthier.config.explain import what_is_meant
+from luthier.config.loading import load_config_text, load_draft
+from luthier.config.peers.axolotl import AXOLOTL
+from luthier.config.peers.axolotl_rows import chat_of
+from luthier.config.tree import parse_path
+from luthier.config.words import schema_at
+from luthier.errors import ConfigError
+
+TABLE: dict[str, Any] = dict(AXOLOTL.table)
+KEYS: list[str] = json.loads(Path(__file__).with_name("other_tools.json").read_text(encoding="utf-8"))["axolotl"]
+SFT = """\
+base_model: preset:tiny-qwen3
+datasets:
+- path: preset:skills
+  type: chat_template
+learning_rate: 1.0e-4
+"""
+
+# Files that are refused, and the keys that say why; all others of axolotl's examples are translated.
+REFUSED = {
+    "distributed-parallel/llama-3_1-8b-hsdp-tp.yaml": ["tensor_parallel_size"],
+    **{f"ebft/{name}.yaml": ["rl"] for name in (
+        "llama-1b-ebft-opencode", "llama-1b-ebft-strided", "llama-8b-ebft-strided-fft", "qwen35-4b-ebft-structured")},
+    **{f"expert_parallel/qwen3_30ba3b_ep_{name}_4gpu.yaml": ["expert_parallel_size"] for name in ("fft", "lora")},
+    "falcon-e/falcon-e-3b-ft.yaml": ["use_onebitllms"],
+    "falcon-h1/falcon-h1-1b-qlora-cp.yaml": ["context_parapllel_size"],
+    "gemma2/qlora.yml": ["datasets[0].drop_system_message"],
+    "gemma4/26b-a4b-moe-nvfp4-lora.yaml": ["dsv4_fp4_grouped_mode"],
+}  # fmt: skip
+
+
+def with_lines(lines: str, base: str = SFT) -> str:
+    """The base file with more lines, which win over its own of the same key."""
+    keys = {line.split(":")[0] for line in lines.splitlines() if line[:1].isalpha()}
+    kept, is_kept = [], True
+    for line in base.splitlines(keepends=True):
+        is_kept = line.split(":")[0] not in keys if line[:1].isalpha() else is_kept
+        kept += [line] if is_kept else []
+    return "".join(kept) + lines
+
+
+def value_of(text: str, ours: str) -> object:
+    run: Any = load_config_text(text, "theirs.yml", check_paths=False).model_dump(mode="json")
+    for step in parse_path(ours) or ():
+        run = run[step]
+    return run
+
+
+def keys_refused(text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(text, "theirs.yml", check_paths=False)
+    return [problem.key for problem in caught.value.problems]
+
+
+def examples(shared: Path) -> dict[str, Path]:
+    folder = shared / "data" / "peers" / "axolotl" / "examples"
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.y*ml"))}
+    return {name: path for name, path in files.items() if "base_model:" in path.read_text(encoding="utf-8")}
+
+
+@pytest.mark.shared
+def test_every_example_file_is_translated_or_refused_by_the_key_that_says_why(shared: Path) -> None:
+    refused = {}
+    for name, path in (files := examples(shared)).items():
+        try:
+            draft = load_draft(path, check_paths=False)
+        except ConfigError as error:
+            refused[name] = [problem.key for problem in error.problems]
+            assert all(problem.where.startswith(f"{path}:") for problem in error.problems), error
+        else:
+            assert draft.translation is not None and len(draft.translation.summary) <= 10
+            imported = dump_translation(draft.translation, name)
+            assert load_config_text(imported, "run.yaml", check_paths=False) == draft.config
+    assert len(files) == 39
+    assert refused == REFUSED
+
+
+def test_lines_of_the_table_name_keys_that_are_there() -> None:
+    assert [ours for ours in TABLE["keys"].values() if schema_at(parse_path(ours) or ("?",)) is None] == []
+    listed = [*TABLE["off"], *TABLE["missing"], *(key for keys in TABLE["passed"].values() for key in keys)]
+    assert [key for key in listed if key in TABLE["keys"] and key not in TABLE["off"]] == []
+    passed = [key for keys in TABLE["passed"].values() for key in keys]
+    assert len(passed) == len(set(passed)) and not set(passed) & set(TABLE["missing"])
+    styles = {known["style"] for names in TABLE["types"].values() for known in names.values() if "style" in known}
+    assert styles == set(TABLE["styles"])
+
+
+def test_the_table_for_messages_and_the_table_for_files_agree() -> None:
+    meant = {key: what_is_meant(key) for key in TABLE["keys"]}
+    different = {key: (ours, meant[key]) for key, ours in TABLE["keys"].items()
+                 if (found := meant[key]) is not None and found.key is not None and found.key != ours}  # fmt: skip
+    assert different == {}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_of_theirs_has_an_outcome_of_its_own(key: str) -> None:
+    """It is translated, passed over or refused by its name: never taken for a slip of the keyboard."""
+    assert AXOLOTL.has_key(key)
+    try:
+        load_config_text(with_lines(f"{key}: true\n"), "theirs.yml", check_paths=False)
+    except ConfigError as error:
+        assert all("no such key" not in problem.what for problem in error.problems), error
+
+
+def test_values_of_any_kind_are_taken_or_refused(tmp_path: Path) -> None:
+    read_by_functions = [key for key in KEYS if key not in TABLE["missing"] and not any(
+        key in keys for keys in TABLE["passed"].values())]  # fmt: skip
+    of_rows = [*TABLE["source"]["keys"], *TABLE["source"]["columns"], "path", "data_files", "type", "split", "roles",
+               "message_property_mappings", "roles_to_train", "train_on_eos", "field_thinking"]  # fmt: skip
+    texts = [with_lines(f"{key}: {value}\n") for key in read_by_functions for value in ("x", "[1, x]", "{a: 1}")]
+    texts += [
+        f"{SFT}test_datasets: [{{path: x, {key}: {value}}}]\n" for key in of_rows for value in ("1", "[1]", "{a: 1}")
+    ]
+    for text in texts:
+        try:
+            load_config_text(text, "theirs.yml", check_paths=False)
+        except ConfigError as error:
+            assert error.problems
+
+
+def test_their_defaults_are_written_out() -> None:
+    run = load_config_text(SFT, "theirs.yml", check_paths=False)
+    assert (run.adapter.type, run.data.max_length, run.data.overflow) == ("full", 512, "drop")
+    assert (run.train.packing, run.train.optim, run.train.lr_scheduler_type) == ("none", "adamw_torch_fused", "cosine")
+    assert (run.train.num_train_epochs, run.train.per_device_train_batch_size) == (1.0, 1)
+    assert (str(run.output.dir), run.output.save_total_limit, run.data.eval_split) == ("model-out", 4, 0)
+    assert (run.data.train[0].path, run.data.train[0].format) == ("preset:skills", "messages")
+
+
+@pytest.mark.parametrize(("lines", "ours", "value"), [
+    ("sample_packing: true\n", "train.packing", "window"),
+    ("excess_length_strategy: truncate\n", "data.overflow", "truncate"),
+    ("excess_length_strategy: raise\n", "data.overflow", "error"),
+    ("batch_size: 8\nmicro_batch_size: 2\n", "train.gradient_accumulation_steps", 4),
+    ("sequence_len: 500_000\n", "data.max_length", 500_000),
+    ("num_epochs:\n", "train.num_train_epochs", 1.0),
+    ("adapter: lora\nlora_target_linear: true\n", "adapter.target_modules", ["all-linear"]),
+    ("adapter: lora\nlora_target_modules: [q_proj, v_proj]\n", "adapter.target_modules", ["q_proj", "v_proj"]),
+    ("adapter: lora\nlora_target_modules: 'layers.[0-3].(q|k)_proj'\n", "adapter.target_modules",
+     ["regex:layers.[0-3].(q|k)_proj"]),
+    ("adapter: qlora\nload_in_4bit: true\n", "model.quantization.type", "nf4"),
+    ("adapter: lora\nload_in_8bit: true\n", "model.quantization.type", "int8"),
+    ("adapter: qlora\nload_in_4bit: true\nfsdp: [full_shard]\n", "runtime.sharding", "none"),
+    ("adapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_use_double_quant: false}\n",
+     "model.quantization.double_quantization", False),
+    ("adapter: lora\nlora_model_dir: some/adapter\nlora_r: 8\n", "adapter.name_or_path", "some/adapter"),
+    ("adapter:\nlora_r: 8\n", "adapter.type", "full"),
+    ("unfrozen_parameters: [^lm_head.weight$, 'layers.4[4-9]+.mlp']\n", "adapter.freeze_trainable_modules",
+     [r"regex:^lm_head\.weight$.*", r"regex:layers\.4[4-9]+\.mlp.*"]),
+    ("deepspeed: deepspeed_configs/zero3_bf16.json\n", "runtime.sharding", "fsdp"),
+    ("deepspeed: deepspeed_configs/zero2.json\noptimizer: adamw_bnb_8bit\n", "train.optim", "adamw_torch"),
+    ("optimizer: adamw_bnb_8bit\n", "train.optim", "adamw_bnb_8bit"),
+    ("fsdp_config: {activation_checkpointing: true}\n", "train.gradient_checkpointing", True),
+    ("cosine_min_lr_ratio: 0.1\n", "train.lr_scheduler_kwargs", {"min_lr_rate": 0.1}),
+    ("warmup_ratio: 0.1\n", "train.warmup_steps", 0.1),
+    ("bf16: true\n", "train.precision", "bf16"),
+    ("bf16: auto\n", "train.precision", "auto"),
+    ("bf16: false\n", "train.precision", "fp32"),
+    ("attn_implementation: eager\n", "model.attn_implementation", "eager"),
+    ("flash_attention: true\n", "model.attn_implementation", "auto"),
+    ("sdp_attention: true\n", "model.attn_implementation", "sdpa"),
+    ("special_tokens: {pad_token: <p>, eos_token: <e>}\n", "model.add_special_tokens", ["<e>"]),
+    ("tokens: [<a>, <b>]\n", "model.add_tokens", ["<a>", "<b>"]),
+    ("chat_template: chatml\n", "template.chat_template", "chatml"),
+    ("chat_template: llama3\n", "template.chat_template", "own_or_llama3"),
+    ("chat_template: tokenizer_default_fallback_chatml\n", "template.chat_template", "own_or_chatml"),
+    ("chat_template: tokenizer_default\n", "template.chat_template", None),
+    ("chat_template_jinja: '{{ messages }}'\n", "template.chat_template", "{{ messages }}"),
+    ("train_on_inputs: true\n", "template.train_on", "all"),
+    ("use_eaft: true\neaft_alpha: 0.5\n", "objective.eaft_alpha", 0.5),
+    ("val_set_size: 0.05\nmicro_batch_size: 3\n", "eval.per_device_eval_batch_size", 3),
+    ("val_set_size: 0.05\nevals_per_epoch: 1\n", "eval.strategy", "epoch"),
+    ("val_set_size: 0.05\neval_steps: 7\n", "eval.steps", 7),
+    ("save_strategy: no\n", "output.save_strategy", "no"),
+    ("wandb_project: mine\nwandb_name: third\n", "tracking.run_name", "third"),
+    ("wandb_project:\nwandb_name:\n", "tracking.report_to", []),
+    ("auto_resume_from_checkpoints: true\n", "output.resume", "auto"),
+    ("val_set_size: 0.1\ngenerate_samples: true\n", "eval.generate_rows", 3),
+    ("val_set_size: 0.1\ngenerate_samples: true\n", "generate.temperature", 0.7),
+    ("embedding_lr: 1.0e-5\n", "train.learning_rates", {"embedding": 1e-5}),
+    ("activation_offloading: true\n", "train.offload", ["activations"]),
+], ids=str)  # fmt: skip
+def test_keys_become_what_they_mean_here(lines: str, ours: str, value: object) -> None:
+    assert value_of(with_lines(lines), ours) == value
+
+
+WRITTEN_OUT = (
+    "path: r.jsonl, type: {prompt_format: '[I] {prompt}', chosen_format: '{chosen}!', rejected_format: '{rejected}!'}"
+)
+
+
+def rows(entry: str, more: str = "", key: str = "datasets") -> str:
+    return with_lines(f"{key}:\n- {{{entry}}}\n{more}")
+
+
+@pytest.mark.parametrize(("text", "ours", "value"), [
+    (rows("path: owner/rows, type: chat_template"), "data.train[0].path", "hub:owner/rows"),
+    (rows("path: rows.jsonl, type: chat_template"), "data.train[0].path", "rows.jsonl"),
+    (rows("path: json, data_files: [a.jsonl, b.jsonl], type: completion"), "data.train[1].path", "b.jsonl"),
+    (rows("path: owner/rows, name: small, type: alpaca"), "data.train[0].subset", "small"),
+    (rows("path: owner/rows, split: 'train[:1%]', type: alpaca"), "data.train[0].split", "train[:1%]"),
+    (rows("path: rows.jsonl, split: 'train[:10]', type: alpaca"), "data.train[0].first_rows", 10),
+    (rows("path: r.jsonl, type: chat_template, field_messages: turns"), "data.train[0].columns", {"messages": "turns"}),
+    (rows("path: r.jsonl, type: chat_template, message_property_mappings: {role: from, content: value}"),
+     "data.train[0].tags", {"role_tag": "from", "content_tag": "value"}),
+    (rows("path: r.jsonl, type: chat_template, message_field_role: who"), "data.train[0].tags", {"role_tag": "who"}),
+    (rows("path: r.jsonl, type: chat_template, roles: {user: [customer], assistant: [gpt, model]}"),
+     "data.train[0].tags", {"user_tag": "customer"}),
+    (rows("path: r.jsonl, type: chat_template, roles_to_train: [gpt]"), "data.train[0].targets", []),
+    (rows("path: r.jsonl, type: chat_template, roles_to_train: []"), "data.train[0].train_on", "none"),
+    (rows("path: r.jsonl, type: chat_template, train_on_eos: none"), "template.train_stop", False),
+    (rows("path: r.jsonl, type: alpaca"), "template.chat_template", "alpaca"),
+    (rows("path: r.jsonl, type: 'alpaca:chatml'"), "template.chat_template", "chatml"),
+    (rows("path: r.jsonl, type: alpaca_chat.load_qa"), "data.train[0].columns",
+     {"prompt": "question", "response": "answer"}),
+    (rows("path: r.jsonl, type: sharegpt"), "data.train[0].format", "sharegpt"),
+    (rows("path: r.jsonl, type: completion, field: body"), "data.train[0].columns", {"text": "body"}),
+    (rows("path: r.jsonl, type: completion"), "objective.name", "pt"),
+    (rows("path: r.jsonl, type: completion"), "data.overflow", "split"),
+    (rows("path: owner/rows, type: pretrain", key="datasets:\npretraining_dataset"), "data.train[0].streaming", True),
+    (rows("path: owner/rows", key="datasets:\npretraining_dataset"), "train.packing", "split"),
+    (rows("path: r.jsonl, type: chat_template", key="test_datasets"), "data.eval[0].path", "r.jsonl"),
+    (rows("path: r.jsonl, type: chatml.intel", "rl: dpo\n"), "data.train[0].columns", {"prompt": "question"}),
+    (rows("path: r.jsonl, type: llama3.icr", "rl: ipo\n"), "template.chat_template", "llama3"),
+    (rows("path: r.jsonl, type: chat_template.default, field_chosen: good", "rl: dpo\n"), "data.train[0].columns",
+     {"chosen": "good"}),
+    (rows("path: r.jsonl, type: chatml.ultra", "rl: simpo\n"), "objective.gamma", 0.5),
+    (rows("path: r.jsonl, type: chatml.ultra", "rl: simpo\n"), "objective.sft_weight", 1.0),
+    (rows("path: r.jsonl, type: chat_template.argilla", "rl: orpo\norpo_alpha: 0.2\n"), "objective.beta", 0.2),
+    (rows("path: r.jsonl, type: chatml.argilla", "rl: kto\nkto_desirable_weight: 0.3\n"), "objective.desirable_weight",
+     0.3),
+    (rows("path: r.jsonl, type: bradley_terry.chat_template", "reward_model: true\n"), "objective.name", "rm"),
+    (rows(WRITTEN_OUT, "rl: dpo\n"), "template.chat_template", chat_of("{system}", "[I] {prompt}", "{answer}!")),
+    (rows("path: r.jsonl, type: {field_instruction: q, field_output: a, format: 'Q: {instruction} A:'}"),
+     "data.train[0].columns", {"prompt": "q", "response": "a"}),
+], ids=str)  # fmt: skip
+def test_data_sets_become_what_they_mean_here(text: str, ours: str, value: object) -> None:
+    assert value_of(text, ours) == value
+
+
+@pytest.mark.parametrize(("text", "key"), [
+    (with_lines("rl: grpo\n"), "rl"),
+    (with_lines("adapter: llama-adapter\n"), "adapter"),
+    (with_lines("adapter: qlora\n"), "adapter"),
+    (with_lines("adapter: lora\nlora_r: 0\n"), "lora_r"),
+    (with_lines("learning_rate: fast\n"), "learning_rate"),
+    (with_lines("no_such_key: 1\n"), "no_such_key"),
+    (with_lines("context_parallel_size: 2\n"), "context_parallel_size"),
+    (with_lines("deepspeed: nowhere.json\n"), "deepspeed"),
+    (with_lines("plugins: [my.own.Plugin]\n"), "plugins[0]"),
+    (with_lines("lr_scheduler: rex\n"), "lr_scheduler"),
+    (with_lines("unfrozen_parameters: ['embed_tokens.weight$[:32000]']\n"), "unfrozen_parameters[0]"),
+    (with_lines("chat_template: no_such\n"), "chat_template"),
+    (with_lines("datasets:\n"), "datasets"),
+    (rows("path: r.jsonl, type: jeopardy"), "datasets[0].type"),
+    (rows("path: r.jsonl, type: input_output"), "datasets[0].type"),
+    (rows("path: r.jsonl, type: chatml.intel"), "datasets[0].type"),
+    (rows("path: r.jsonl, type: chat_template, shards: 10"), "datasets[0].shards"),
+    (rows("path: r.jsonl, type: chat_template, no_such: 10"), "datasets[0].no_such"),
+    (rows("path: r.jsonl, type: chat_template, split: 'train[:1%]'"), "datasets[0].split"),
+    (rows("path: r.jsonl, type: chat_template, train_on_eos: last"), "datasets[0].train_on_eos"),
+    (rows("path: r.jsonl, type: chat_template, roles: {user: [human, customer]}"), "datasets[0].roles.user"),
+    (rows("path: s3://bucket/rows.jsonl, type: chat_template"), "datasets[0].path"),
+    (rows("path: owner/rows, data_files: x.jsonl, type: chat_template"), "datasets[0].data_files"),
+    (rows("path: a.jsonl, type: alpaca}\n- {path: b.jsonl, type: chat_template"), "chat_template"),
+    (rows("path: a.jsonl, type: {field_prompt: q, rejected_format: 'no {rejected}'}", "rl: dpo\n"),
+     "datasets[0].type.rejected_format"),
+], ids=str)  # fmt: skip
+def test_what_is_wrong_or_missing_is_told_by_their_key_alone(text: str, key: str) -> None:
+    assert keys_refused(text) == [key]
+
+
+def test_a_fault_below_a_data_set_names_their_line_and_key() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(SFT.replace("chat_template", "jeopardy"), "theirs.yml", check_paths=False)
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.key) == ("theirs.yml:4", "datasets[0].type")
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(SFT.replace("preset:skills", "nowhere.jsonl"), "theirs.yml")
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.key) == ("theirs.yml:3", "datasets[0].path") and "data.train[0].path" in problem.what
+
+
+def test_overrides_use_their_keys_also_below_a_data_set_or_ours() -> None:
+    run = load_config_text(SFT, "theirs.yml", ["datasets[0].path=x.jsonl", "micro_batch_size=3", "train.max_steps=2"],
+                           check_paths=False)  # fmt: skip
+    assert (run.data.train[0].path, run.train.per_device_train_batch_size, run.train.max_steps) == ("x.jsonl", 3, 2)
+
+
+@pytest.mark.parametrize("text", [
+    "model: preset:tiny-qwen3\ndata: {train: preset:skills}\n",
+    "model_name_or_path: preset:tiny-qwen3\nstage: sft\ndataset: some\n",
+])  # fmt: skip
+def test_files_of_ours_and_of_other_tools_are_not_axolotls(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    translation = load_draft(tmp_path / "run.yaml", check_paths=False).translation
+    assert translation is None or translation.peer != "axolotl"
+
+
+def overrides_for(folder: Path, data: Path) -> list[str]:
+    return [
+        "base_model=preset:tiny-qwen3", f"datasets[0].path={data}", f"output_dir={folder / 'out'}", "max_steps=2",
+        "gradient_accumulation_steps=1", "data.first_rows=12", "saves_per_epoch=1", "val_set_size=0", "deepspeed=null",
+        f"dataset_prepared_path={folder / 'store'}", "tracking.progress=false", "sequence_len=512",
+    ]  # fmt: skip
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(("name", "data", "more"), [
+    ("archived/tiny-llama/lora.yml", "alpaca_en_demo.json", ["load_in_8bit=false"]),
+    ("archived/starcoder2/qlora.yml", "alpaca_en_demo.json", ["optimizer=adamw_torch"]),
+    ("gemma3/gemma-3-4b-qlora.yml", "glaive_toolcall_en_demo.json",
+     ["load_in_4bit=false", "adapter=lora", "optimizer=adamw_torch", "sequence_len=1024", "data.first_rows=5",
+      "data.max_drop=0.9"]),
+])  # fmt: skip
+def test_example_files_train(shared: Path, tmp_path: Path, name: str, data: str, more: list[str]) -> None:
+    from luthier.library import train
+
+    overrides = [*overrides_for(tmp_path, shared / "data" / "demo" / data), *more]
+    result = train(examples(shared)[name], overrides=overrides)
+    assert result.exit_code == 0 and len(result.steps) == 2
+
+
+PAIRS = {"question": "What is 2 + 2?", "system": "Be brief.", "chosen": "4", "rejected": "5"}
+VERDICT = {"instruction": "What is 2 + 2?", "completion": "4", "label": True}
+TEXT = {"body": "Luthiers build and mend violins, guitars and lutes."}
+
+
+@pytest.mark.parametrize(("lines", "row"), [
+    ("rl: dpo\ndatasets: [{path: rows.jsonl, type: chatml.intel}]\nadapter: lora\n", PAIRS),
+    ("rl: kto\ndatasets: [{path: rows.jsonl, type: chatml.argilla}]\nadapter: lora\n", VERDICT),
+    ("datasets: [{path: rows.jsonl, type: completion, field: body}]\nsample_packing: true\n", TEXT),
+    ("datasets: [{path: rows.jsonl, type: 'alpaca:chat'}]\n", {"instruction": "Name an instrument.", "output": "Lute"}),
+], ids=["dpo", "kto", "completion", "alpaca:chat"])  # fmt: skip
+def test_objectives_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, row: dict[str, object]) -> None:
+    from luthier.library import train
+
+    monkeypatch.chdir(tmp_path)
+    rows = [{**row, "label": bool(index % 2)} if "label" in row else row for index in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    (tmp_path / "theirs.yml").write_text(with_lines(f"{lines}max_steps: 2\nsequence_len: 128\n"), encoding="utf-8")
+    result = train(tmp_path / "theirs.yml", overrides=[f"data.store={tmp_path / 'store'}", "tracking.progress=false"])
+    assert result.exit_code == 0 and len(result.steps) == 2
