@@ -35,8 +35,9 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
     kind = config.format
     if kind is Format.AUTO:
         kind = _detect_format(config.path, rows, seen, given_columns, given_tags)
-    if kind is Format.TEXT and "prompt" in given_columns:  # how registries call the column of plain text
-        given_columns = {"text": given_columns["prompt"], **given_columns}
+    if kind is Format.TEXT and "text" not in given_columns and "prompt" in given_columns:
+        # how registries call the column of plain text
+        given_columns = {("text" if name == "prompt" else name): column for name, column in given_columns.items()}
     if kind is Format.TOKENS:
         _check_tokens(config)
     rule = FORMATS[kind]

@@ -160,6 +160,25 @@ def test_the_table_knows_which_command_has_which_key(fields: dict[str, dict[str,
             assert theirs in (set(), set(commands.split())), key
 
 
+def test_keys_that_other_tools_know_are_none_of_theirs() -> None:
+    """`name` means a model elsewhere: here it would have trained another one."""
+    for key in ("name", "batch_size", "sequence_len", "lora_rank"):
+        assert keys_refused(f"{RUN}packing: false\n{key}: 7\n") == [key]
+
+
+def test_a_file_without_a_model_asks_for_it() -> None:
+    text = "dataset_name: owner/rows\npacking: false\n"
+    assert keys_refused(text) == ["model_name_or_path"]
+    assert loaded(text, "model_name_or_path=a/b")["model"]["name_or_path"] == "a/b"
+
+
+def test_all_of_a_model_that_sees_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vision_config": {}, "max_position_embeddings": 512}', encoding="utf-8")
+    run = loaded(f"model_name_or_path: {tmp_path}\ndataset_name: owner/rows\npacking: false\nmax_length: null\n")
+    assert run["adapter"]["train_parts"] == ["language_model", "projector", "tower"]
+    assert run["data"]["max_length"] == 512
+
+
 def test_every_key_of_theirs_has_a_meaning(fields: dict[str, dict[str, object]]) -> None:
     """Written with its own default every key is read; and each may be an override."""
     for command, defaults in fields.items():
@@ -269,7 +288,7 @@ def test_mixtures_keep_their_fractions_and_columns(tmp_path: Path) -> None:
     )
     first, second = run["data"]["train"]
     assert (first["weight"], second["weight"], run["data"]["mixture"]["by"]) == (0.25, 0.75, "rows")
-    assert (first["train_on"], first["rendered"]) == ("assistant", True)  # TRL joins texts without a template
+    assert (first["format"], first["columns"]["prompt"]) == ("text", "prompt")  # TRL joins texts without a template
     assert (second["train_on"], run["template"]["train_on"], run["data"]["eval_split"]) == (None, "all", 0.1)
 
 
@@ -279,7 +298,22 @@ def test_folders_are_read_by_split(tmp_path: Path) -> None:
     run = loaded(f"model_name_or_path: a/b\ndataset_name: {tmp_path / 'set'}\neval_strategy: epoch\n")
     (source,), (held_out,) = run["data"]["train"], run["data"]["eval"]
     assert (source["path"], source["split"], held_out["split"]) == (str(tmp_path / "set"), "train", "test")
-    assert (source["train_on"], source["rendered"]) == ("assistant", False)
+    assert (source["train_on"], source["format"]) == ("assistant", "prompt_completion")
+
+
+def test_prompts_and_completions_of_text_are_joined_without_a_template(tmp_path: Path) -> None:
+    """As TRL joins them, with an end token behind; the prompt is read only."""
+    import luthier
+
+    path, config = rows_file(tmp_path, PAIR), tmp_path / "sft.json"
+    config.write_text(
+        json.dumps({"model_name_or_path": "preset:tiny-qwen3", "dataset_name": str(path)}), encoding="utf-8"
+    )
+    tokenizer = luthier.load_tokenizer("preset:tiny-qwen3")
+    (batch,) = luthier.Loader(config, overrides=[f"data.store={tmp_path / 'store'}", "max_length=64"])
+    assert tokenizer.decode(batch.model_inputs["input_ids"][0]) == "Which planet is red? Mars.<|im_end|>"
+    labels = batch.labels_BT[0]
+    assert tokenizer.decode(labels[labels >= 0]) == " Mars.<|im_end|>"
 
 
 # ------------------------------------------------------------------ whole files

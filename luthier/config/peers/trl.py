@@ -6,6 +6,7 @@ name its command: that follows from its keys, or from the columns of local rows,
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -26,21 +27,44 @@ _KINDS = {"messages": ("sft",), "text": ("sft",), "prompt_completion": ("sft",),
 
 
 def _is_its(tree: MappingNode) -> bool:
-    """True if the tree names a model and data sets as TRL does, and has no key that marks another tool."""
+    """True if the tree names data sets as TRL does, and has no key that marks another tool."""
     keys = set(tree.entries)
-    named = "model_name_or_path" in keys and bool({"dataset_name", "datasets"} & keys)
+    named = "dataset_name" in keys or {"model_name_or_path", "datasets"} <= keys
     return named and not keys & (_FOREIGN | OUR_SECTIONS)
 
 
 # ------------------------------------------------------------------ which of TRL's commands a file is for
 
 
-def _command(reading: Translator) -> None:
-    """Find the command; a file that could be for several is asked about."""
-    for old, new in reading.peer.table["older"].items():
+def _keys(reading: Translator) -> None:
+    """Keys that TRL calls otherwise now, and those that none of its commands has: it would refuse them, too."""
+    table = reading.peer.table
+    for old, new in table["older"].items():
         if old in reading.entries and new not in reading.entries:
             reading.entries[new] = reading.entries[old]
             reading.take(old)
+    lists = [*table["passed"].values(), *table["commands"].values(), *table["on_policy"].values()]
+    known = {
+        *table["keys"],
+        *table["missing"],
+        *table["older"],
+        *table["defaults"],
+        *table["read"],
+        *table["elsewhere"],
+    }
+    known |= {key for keys in lists for key in keys}
+    for key in reading.entries.keys() - known:
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "remove the line"
+        reading.refuse(key, "none of trl sft, dpo, kto and reward has this key", hint)
+        reading.take(key)
+    if reading.entries.get("model_name_or_path") is None:
+        reading.refuse("model_name_or_path", "no model is named", "add model_name_or_path=NAME to the command")
+        reading.is_no_run = True
+
+
+def _command(reading: Translator) -> None:
+    """Find the command; a file that could be for several is asked about."""
     for command, keys in reading.peer.table["on_policy"].items():
         if key := next((key for key in keys if reading.take(key) not in (None, False)), None):
             what = f"this file is for {command}, which learns from answers drawn in the run"
@@ -269,6 +293,13 @@ def _mapping(reading: Translator, key: str) -> dict[str, Any]:
     return dict(value) if isinstance(value, dict) else {}
 
 
+def _parts(reading: Translator) -> None:
+    """TRL trains all of a model that sees or hears, its tower too; a model of the Hub tells that later."""
+    config = config_of(str(plain(reading.entries["model_name_or_path"])))
+    if {"vision_config", "audio_config"} & config.keys():
+        reading.set("adapter.train_parts", ["language_model", "projector", "tower"], "use_peft")
+
+
 def _adapter(reading: Translator) -> None:
     keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
             "lora_modules_to_save", "use_rslora", "use_dora")  # fmt: skip
@@ -425,17 +456,6 @@ TRL = Peer(
     name="TRL",
     file="trl.toml",
     is_its=_is_its,
-    rules=(
-        _command,
-        read_data,
-        read_lessons,
-        _losses,
-        _model,
-        _adapter,
-        _memory,
-        _schedule,
-        _devices,
-        _folder,
-        _evaluation,
-    ),
-)
+    rules=(_keys, _command, read_data, read_lessons, _losses, _model, _parts, _adapter, _memory, _schedule, _devices,
+           _folder, _evaluation),
+)  # fmt: skip

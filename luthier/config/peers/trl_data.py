@@ -242,16 +242,18 @@ def _source(reading: Translator, given: Mapping[str, Any]) -> dict[str, Any]:
     if field not in (None, "text", "messages", "conversations") and (rows is None or field in rows.names):
         return {**source, "format": "text", "columns": {"text": str(field)}}
     kind = None if rows is None else rows.kind
-    if given.get("columns") and kind not in (None, "messages"):
-        source["format"] = kind
-    if kind in ("prompt_completion", "feedback") and objective_of(reading) == "sft":
-        source["format"] = "prompt_completion"
-        if learns(reading) is None:
-            source["train_on"] = "assistant"
-        if rows is not None and {"prompt", "completion"} <= rows.texts:
-            source["rendered"] = True
-    if kind == "text" and objective_of(reading) == "sft":
+    if objective_of(reading) != "sft":
+        return {**source, "format": kind} if given.get("columns") and kind not in (None, "messages") else source
+    if kind == "text":
         source["format"] = "text"
+    if kind in ("prompt_completion", "feedback"):
+        source["format"] = "prompt_completion"
+        if rows is not None and {"prompt", "completion"} <= rows.texts:  # TRL joins them without a template
+            source |= {"format": "text", "columns": {"text": "completion", "prompt": "prompt"}}
+            if learns(reading) == "all":
+                source["train_on"] = "all"
+        elif learns(reading) is None:
+            source["train_on"] = "assistant"
     return source
 
 
@@ -270,11 +272,7 @@ def read_lessons(reading: Translator) -> None:
             from_hub = any(source["path"].startswith("hub:") for source in undecided)
             reading.told.append(
                 "assistant_only_loss: TRL learns conversations whole, questions too, unless it is true"
-                + (
-                    "; of prompt and completion it learns the latter, with completion_only_loss: true"
-                    if from_hub
-                    else ""
-                )
+                + ("; set completion_only_loss where rows are prompt and completion" if from_hub else "")
             )
     elif any(source["path"].startswith("hub:") for source in sources) or _has_plain_pairs(reading):
         reading.told.append(

@@ -49,17 +49,20 @@ def convert_prompt_completion(reading: Reading) -> Row:
 
 
 def convert_text(reading: Reading) -> Document:
-    """Plain text: every token is learned."""
+    """Plain text: every token is learned, but for the column ``prompt``, if one is named, which stands before it."""
     if not reading.has("text"):
         raise reading.missing("text")
     text = reading.text("text")
     if not text:
         raise RowError("empty_text", "nothing to learn", field=reading.field("text"))
     _, spans = read_spans({"spans": reading.column("spans")}, text)
+    before = reading.media.split(reading.text("prompt")) if reading.text("prompt") else []
+    learned = reading.layout.train_on == "all"
+    context = [replace(part, train=learned) if isinstance(part, Text) else part for part in before]
     parts = mark_spans(reading.media.split(text), spans)
     reading.media.finish()
     return Document(
-        parts=tuple(parts),
+        parts=(*context, *parts),
         address=reading.address,
         rules=reading.layout.rules,
         weight=reading.weight(),
@@ -251,7 +254,9 @@ _ROWS: Mapping[str, FormatRule] = {
         convert=convert_feedback,
     ),
     Format.TEXT: FormatRule(
-        columns={"text": ("text",), "spans": ("spans",), **_WEIGHT, **_MEDIA}, needs=(("text",),), convert=convert_text
+        columns={"text": ("text",), "prompt": (), "spans": ("spans",), **_WEIGHT, **_MEDIA},
+        needs=(("text",),),
+        convert=convert_text,
     ),
     Format.TOKENS: FormatRule(
         columns={
