@@ -103,7 +103,7 @@ KEYS = [
     _with("slip", "train: {learning_rte: 1}", ("run.yaml:3 train.learning_rte: ", "did you mean learning_rate?")),
     _with("slip_section", "trian: {max_steps: 1}", ("run.yaml:3 trian: ", "did you mean train?")),
     _with("camel", "train: {learningRate: 1}", ("run.yaml:3 train.learningRate: ", "did you mean learning_rate?")),
-    _with("unknown", "train: {zzzzzz: 1}", ("run.yaml:3 train.zzzzzz: ", "allowed here: num_train_epochs")),
+    _with("unknown", "train: {zzzzzz: 1}", ("run.yaml:3 train.zzzzzz: ", "allowed here: enabled, num_train_epochs")),
     _with("elsewhere", "train:\n  max_length: 9", ("run.yaml:4 train.max_length: ", "data.max_length")),
     _with("at_top", "learning_rate: 1e-4", ("run.yaml:3 learning_rate: ", "train.learning_rate")),
     _with("dotted", "train.max_steps: 5", ("run.yaml:3 train.max_steps: ", "nest it", "below train:")),

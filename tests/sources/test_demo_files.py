@@ -109,9 +109,9 @@ def test_every_entry_of_the_registry_resolves_or_says_why_not(demo: Path) -> Non
             registry_source(name, entries, registry)
         except SourceError:
             refused.add(name)
-            assert not {"file_name", "hf_hub_url"} & set(entry)
+            assert not {"file_name", "hf_hub_url", "ms_hub_url"} & set(entry)
     assert len(entries) - len(refused) == sum(
-        bool({"file_name", "hf_hub_url"} & set(entry)) for entry in entries.values()
+        bool({"file_name", "hf_hub_url", "ms_hub_url"} & set(entry)) for entry in entries.values()
     )
     assert len(refused) < 5
 
