@@ -9,15 +9,13 @@ from pathlib import Path
 
 from luthier.errors import PluginError, TemplateError
 from luthier.plugins import Table
+from luthier.presets.turn_templates import EOS, GERMAN, SAILOR, TELECHAT, XUANYUAN, turns
 
 # --------------------------------------------------------------------------------------------------------------------
 # The named chat templates, one row each; the template itself is ``chat_templates/NAME.jinja``.
 #
 # A row holds what cannot be read from the template without running it; a test runs each template and compares. To add
 # one, write the file and a row.
-
-
-EOS = "eos_token"  # stands for whatever the tokenizer's end-of-sequence token is
 
 
 class Bos(StrEnum):
@@ -76,10 +74,15 @@ _MISTRAL = (
     "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]",
 )
-
 TEMPLATES = (
     # ------------------------------------------------------------------------------- for any base model
-    NamedTemplate(name="chatml", models="any base model", stops=_IM_END, tokens=_CHATML),
+    NamedTemplate(
+        name="chatml",
+        aliases=("cpm4", "falcon_h1"),
+        models="any base model, MiniCPM4, Falcon-H1",
+        stops=_IM_END,
+        tokens=_CHATML,
+    ),
     NamedTemplate(name="hermes", models="Hermes 2 Pro, Hermes 3", stops=_IM_END, tokens=_CHATML, tools=True),
     NamedTemplate(name="alpaca", models="any base model", system=SystemPrompt.BARE, default_system=True),
     NamedTemplate(name="vicuna", models="Vicuna, LLaVA 1.5", system=SystemPrompt.BARE, default_system=True),
@@ -103,7 +106,31 @@ TEMPLATES = (
     NamedTemplate(
         name="qwen3_nothink", models="Qwen3 without thinking", stops=_IM_END, tokens=_CHATML, bos=Bos.NEVER, tools=True
     ),
-    NamedTemplate(name="yi", models="Yi, Yi 1.5", stops=_IM_END, tokens=_CHATML, bos=Bos.NEVER),
+    NamedTemplate(
+        name="yi", aliases=("smollm",), models="Yi, Yi 1.5, SmolLM", stops=_IM_END, tokens=_CHATML, bos=Bos.NEVER
+    ),
+    *(
+        NamedTemplate(
+            name=name,
+            models=models,
+            stops=_IM_END,
+            tokens=_CHATML,
+            bos=Bos.NEVER,
+            default_system=True,
+            source=turns(
+                name,
+                system=("<|im_start|>system\n", "<|im_end|>\n"),
+                user=(f"<|im_start|>{user}\n", "<|im_end|>\n"),
+                answer=(f"<|im_start|>{answer}\n", "<|im_end|>\n"),
+                default=default,
+            ),
+        )
+        for name, models, user, answer, default in (
+            ("chatml_de", "German base models", "user", "assistant", GERMAN),
+            ("opencoder", "OpenCoder", "user", "assistant", "You are OpenCoder, created by OpenCoder Team."),
+            ("sailor", "Sailor", "question", "answer", SAILOR),
+        )
+    ),
     NamedTemplate(name="intern2", aliases=("internlm2",), models="InternLM2, 2.5, 3", stops=_IM_END, tokens=_CHATML),
     NamedTemplate(name="smollm2", models="SmolLM2", stops=_IM_END, tokens=_CHATML, bos=Bos.NEVER, default_system=True),
     NamedTemplate(name="phi4", models="Phi-4", stops=_IM_END, tokens=(*_CHATML, "<|im_sep|>"), bos=Bos.NEVER),
@@ -210,6 +237,63 @@ TEMPLATES = (
         bos=Bos.NEVER,
         tools=True,
         tokens=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"),
+    ),
+    NamedTemplate(
+        name="granite4",
+        models="Granite 4, without tools",
+        stops=("<|end_of_text|>",),
+        tokens=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+        bos=Bos.NEVER,
+        default_system=True,
+        source=turns(
+            "granite4",
+            system=("<|start_of_role|>system<|end_of_role|>", "<|end_of_text|>\n"),
+            user=("<|start_of_role|>user<|end_of_role|>", "<|end_of_text|>\n"),
+            answer=("<|start_of_role|>assistant<|end_of_role|>", "<|end_of_text|>\n"),
+            default="You are Granite, developed by IBM. You are a helpful AI assistant.",
+        ),
+    ),
+    NamedTemplate(
+        name="minimax1",
+        models="MiniMax M1, without tools",
+        stops=("<end_of_sentence>",),
+        tokens=("<beginning_of_sentence>", "<end_of_sentence>"),
+        bos=Bos.NEVER,
+        default_system=True,
+        source=turns(
+            "minimax1",
+            system=("<beginning_of_sentence>system ai_setting=assistant\n", "<end_of_sentence>\n"),
+            user=("<beginning_of_sentence>user name=user\n", "<end_of_sentence>\n"),
+            answer=("<beginning_of_sentence>ai name=assistant\n", "<end_of_sentence>\n"),
+            default="You are a helpful assistant.",
+        ),
+    ),
+    NamedTemplate(
+        name="telechat2",
+        models="TeleChat2",
+        tokens=("<_system>", "<_user>", "<_bot>"),
+        bos=Bos.NEVER,
+        default_system=True,
+        source=turns(
+            "telechat2", system=("<_system>", ""), user=("<_user>", ""), answer=("<_bot>", EOS), default=TELECHAT
+        ),
+    ),
+    NamedTemplate(
+        name="xuanyuan",
+        models="XuanYuan",
+        bos=Bos.NEVER,
+        system=SystemPrompt.BARE,
+        default_system=True,
+        source=turns("xuanyuan", system=("", ""), user=("Human: ", ""), answer=(" Assistant:", EOS), default=XUANYUAN),
+    ),
+    NamedTemplate(
+        name="yuan",
+        models="Yuan 2",
+        stops=("<eod>",),
+        tokens=("<sep>", "<eod>"),
+        bos=Bos.NEVER,
+        system=SystemPrompt.BARE,
+        source=turns("yuan", system=("", ""), user=("", "<sep>"), answer=("", "<eod>\n")),
     ),
     NamedTemplate(
         name="glm4",

@@ -123,6 +123,7 @@ def test_their_defaults_are_written_out() -> None:
     ("template: qwen3_vl\n", "data.media_root", "data"),  # media are looked for in dataset_dir
     ("template: qwen3_vl\n", "media.max_pixels", 589824),
     ("template: qwen3\n", "media.max_pixels", None),
+    ("template: yi\n", "template.chat_template", "own_or_yi"),  # of a model that is not here yet
     ("dataset: a,b\nmix_strategy: interleave_over\ninterleave_probs: 0.7,0.3\n", "data.use_weights", [0.7, 0.3]),
     ("temperature: 0.2\n", "generate.top_p", 0.7),  # what is open has their default
     ("do_sample: false\ntop_k: 5\n", "generate.max_new_tokens", 1024),

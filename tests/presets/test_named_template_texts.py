@@ -6,13 +6,14 @@ The publishers' templates are those that come with TRL; they are read as files, 
 from __future__ import annotations
 
 import importlib.util
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from luthier.presets.named_templates import TEMPLATES, named_template
+from luthier.presets.named_templates import TEMPLATES, named_template, template_facts
 from luthier.records import Message, Part, Text, Thinking, ToolCall
 from luthier.rendering.messages import plain_messages
 from luthier.rendering.template import ChatTemplate
@@ -370,3 +371,48 @@ def test_transformers_renders_the_same_text(name: str) -> None:
     given = {**SPECIAL, "date_string": "22 Nov 2026"}  # no clock, which may pass midnight between the two
     (text,), _ = templates.render_jinja_template([plain_messages(TALK)], chat_template=source, **given)
     assert text == template_of(name).render(TALK, date_string="22 Nov 2026")
+
+
+# --------------------------------------------------------------- the texts of LLaMA-Factory's templates of these names
+
+FACTORY: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("llamafactory_templates.json").read_text(encoding="utf-8")
+)
+SHORT = {
+    "plain": (message("user", "Question 0."), message("assistant", "Answer 0.")),
+    "turns": (message("user", "Question 0."), message("assistant", "Answer 0."),
+              message("user", "Question 1."), message("assistant", "Answer 1.")),
+}  # fmt: skip
+SHORT["system"] = (message("system", "Be brief."), *SHORT["turns"])
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "llamafactory_templates.md"
+
+
+def said_of(name: str) -> dict[str, str]:
+    """What the page says of a named template, for each kind of conversation."""
+    (row,) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {name} | named ")]
+    return dict(zip(SHORT, (cell.strip() for cell in row.split(" | ")[2:5]), strict=True))
+
+
+@pytest.mark.parametrize("name", FACTORY)
+def test_texts_are_those_of_llamafactory_where_the_page_says_so(name: str) -> None:
+    facts, source = template_facts(name), named_template(name)
+    assert facts is not None and source is not None
+    template = ChatTemplate(source, special_tokens={"bos_token": "<BOS>", "eos_token": "<EOS>"})
+    own = facts.stops[0] if len(facts.stops) == 1 and facts.stops[0] != "eos_token" else "<EOS>"
+    for kind, messages in SHORT.items():
+        theirs, ours = FACTORY[name][kind].replace(own, "<EOS>"), template.render(messages).replace(own, "<EOS>")
+        match said_of(name)[kind]:
+            case "equal":
+                assert ours == theirs
+            case "BOS":
+                assert ours != theirs and ours.replace("<BOS>", "") == theirs.replace("<BOS>", "")
+            case "end":
+                assert ours != theirs and theirs.startswith(ours.rstrip("\n"))
+            case _:
+                assert ours != theirs
+
+
+def test_the_page_has_a_row_for_every_template_of_llamafactory() -> None:
+    names = {line.split(" | ")[0].removeprefix("| ") for line in PAGE.read_text(encoding="utf-8").splitlines()}
+    assert set(FACTORY) < names and {"bailing", "gpt_oss", "qwen3_vl"} < names
+    assert sum(kind == "equal" for name in FACTORY for kind in said_of(name).values()) > 60

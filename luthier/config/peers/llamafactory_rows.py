@@ -93,6 +93,8 @@ def read_template(reading: Translator) -> None:
         if own is False:
             reading.set("template.chat_template", str(name), "template")
         else:
+            if own is None:  # of a model that is not here yet
+                reading.set("template.chat_template", f"own_or_{name}", "template")
             reading.told.append(f"template: the model's own chat template is used, not a copy of it called {name}")
     if thinking is not None:
         reading.set("template.kwargs.enable_thinking", bool(thinking), "enable_thinking")
