@@ -292,6 +292,13 @@ def test_mixtures_keep_their_fractions_and_columns(tmp_path: Path) -> None:
     assert (second["train_on"], run["template"]["train_on"], run["data"]["eval_split"]) == (None, "all", 0.1)
 
 
+def test_a_fault_in_a_mixture_names_its_entry() -> None:
+    text = "model_name_or_path: a/b\npacking: true\ndatasets:\n  - path: owner/rows\n  - path: missing/rows.jsonl\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(text, "theirs.yaml")
+    assert [(problem.where, problem.key) for problem in caught.value.problems] == [("theirs.yaml:5", "datasets[1]")]
+
+
 def test_folders_are_read_by_split(tmp_path: Path) -> None:
     rows_file(tmp_path / "set", TALK_PAIR, name="train.jsonl")
     rows_file(tmp_path / "set", TALK_PAIR, name="test.jsonl")

@@ -13,8 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from luthier.config.objective import losses_of
-from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, beside, config_of, names_of
-from luthier.config.peers.trl_data import evaluates, first_rows, objective_of, read_data, read_lessons
+from luthier.config.peers.translation import (
+    OUR_SECTIONS,
+    Peer,
+    Translator,
+    beside,
+    config_of,
+    names_of,
+    share_as_deepspeed,
+)
+from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons
 from luthier.config.tree import MappingNode, plain
 from luthier.config.yaml_text import parse_yaml
 
@@ -369,12 +377,10 @@ def _schedule(reading: Translator) -> None:
 
 def _devices(reading: Translator) -> None:
     """How several processes share the model. Luthier is started by torchrun, which says how many there are."""
-    stage = 0
-    launch, settings = reading.take("accelerate_config"), reading.take("deepspeed")
-    for key, value in (("accelerate_config", launch), ("deepspeed", settings)):
-        if value is not None:
-            stage = _stage(reading, key, value)
-            reading.set("runtime.sharding", "fsdp" if stage else "none", key)
+    if (launch := reading.take("accelerate_config")) is not None:
+        reading.set("runtime.sharding", "fsdp" if _shares(reading, launch) else "none", "accelerate_config")
+    if (settings := reading.take("deepspeed")) is not None:
+        share_as_deepspeed(reading, settings)
     fsdp = reading.take("fsdp")
     if fsdp not in (None, "", False, []):
         reading.set("runtime.sharding", "fsdp", "fsdp")
@@ -386,21 +392,21 @@ def _devices(reading: Translator) -> None:
         reading.set("runtime.rank_timeout", seconds, "ddp_timeout")
 
 
-def _stage(reading: Translator, key: str, value: object) -> int:
-    """0: each process holds the whole model; else a share of it."""
-    known = {"fsdp1": 3, "fsdp2": 3, "zero1": 1, "zero2": 2, "zero3": 3, "multi_gpu": 0, "single_gpu": 0}
-    if isinstance(value, str) and value in known and key == "accelerate_config":
-        return known[value]
-    if not isinstance(value, dict):
-        if (file := beside(str(value), reading.name)) is None:
-            reading.refuse(key, f"there is no such file: {value}", "paths start from the current directory")
-            return 0
-        tree = parse_yaml(file.read_text(encoding="utf-8"), str(file)).tree
-        value = plain(tree) if isinstance(tree, MappingNode) else {}
-    assert isinstance(value, dict)
-    kind = str(value.get("distributed_type", "")).upper()
-    zero = value.get("zero_optimization", value.get("deepspeed_config")) or {}
-    return 3 if kind == "FSDP" else int(zero.get("stage", zero.get("zero_stage", 0)))
+def _shares(reading: Translator, launch: object) -> bool:
+    """Whether a profile of accelerate's, or a file of it, gives each process a share of the model."""
+    known = {"fsdp1": True, "fsdp2": True, "zero1": True, "zero2": True, "zero3": True}
+    profile = {**known, "multi_gpu": False, "single_gpu": False}.get(str(launch))
+    if profile is not None:
+        return profile
+    if (file := beside(str(launch), reading.name)) is None:
+        reading.refuse(
+            "accelerate_config", f"there is no such file: {launch}", "paths start from the current directory"
+        )
+        return False
+    tree = parse_yaml(file.read_text(encoding="utf-8"), str(file)).tree
+    settings: Any = plain(tree) if isinstance(tree, MappingNode) else {}
+    zero = settings.get("deepspeed_config") or {}
+    return str(settings.get("distributed_type")).upper() == "FSDP" or bool(zero.get("zero_stage"))
 
 
 def _folder(reading: Translator) -> None:

@@ -171,6 +171,7 @@ def _named(reading: Translator, name: str) -> None:
 def _mixture(reading: Translator, mixture: object) -> None:
     listed = mixture if isinstance(mixture, list) else [mixture]
     sources: list[dict[str, Any]] = []
+    places: list[str] = []
     shares = [entry.get("fraction") for entry in listed if isinstance(entry, dict)]
     for index, entry in enumerate(listed):
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
@@ -181,10 +182,12 @@ def _mixture(reading: Translator, mixture: object) -> None:
         for key in entry.keys() - {"path", "name", "data_dir", "data_files", "split", "columns", "fraction"}:
             reading.refuse(f"datasets[{index}].{key}", "TRL knows no such key of a data set", "remove it")
         for path in _files_of(reading, entry):
-            reading.origins[f"data.train[{len(sources)}]"] = f"datasets[{index}]"
+            places.append(f"datasets[{index}]")
             source = _source(reading, {**entry, "path": path, "streaming": reading.flag("streaming")})
             sources.append({**source, **({"weight": entry["fraction"]} if all(shares) else {})})
     reading.set("data.train", sources, "datasets")
+    for index, (source, place) in enumerate(zip(sources, places, strict=True)):
+        reading.set(f"data.train[{index}]", source, place)
     if any(shares):
         if not all(shares) or len(sources) != len(listed):
             reading.refuse("datasets", "fraction is given for some data sets only, or for one of several files",
