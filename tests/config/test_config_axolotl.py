@@ -227,6 +227,8 @@ def rows(entry: str, more: str = "", key: str = "datasets") -> str:
     (rows("path: r.jsonl, type: sharegpt"), "data.train[0].format", "sharegpt"),
     (rows("path: r.jsonl, type: completion, field: body"), "data.train[0].columns", {"text": "body"}),
     (rows("path: r.jsonl, type: completion"), "objective.name", "pt"),
+    (rows("path: r.jsonl, type: input_output"), "data.train[0].rendered", True),
+    (rows("path: r.jsonl, type: input_output"), "objective.name", "sft"),
     (rows("path: r.jsonl, type: completion"), "data.overflow", "split"),
     (rows("path: owner/rows, type: pretrain", key="datasets:\npretraining_dataset"), "data.train[0].streaming", True),
     (rows("path: owner/rows", key="datasets:\npretraining_dataset"), "train.packing", "split"),
@@ -264,7 +266,7 @@ def test_data_sets_become_what_they_mean_here(text: str, ours: str, value: objec
     (with_lines("chat_template: no_such\n"), "chat_template"),
     (with_lines("datasets:\n"), "datasets"),
     (rows("path: r.jsonl, type: jeopardy"), "datasets[0].type"),
-    (rows("path: r.jsonl, type: input_output"), "datasets[0].type"),
+    (rows("path: r.jsonl, type: stepwise_supervised"), "datasets[0].type"),
     (rows("path: r.jsonl, type: chatml.intel"), "datasets[0].type"),
     (rows("path: r.jsonl, type: chat_template, shards: 10"), "datasets[0].shards"),
     (rows("path: r.jsonl, type: chat_template, no_such: 10"), "datasets[0].no_such"),
@@ -334,6 +336,7 @@ def test_example_files_train(shared: Path, tmp_path: Path, name: str, data: str,
 
 PAIRS = {"question": "What is 2 + 2?", "system": "Be brief.", "chosen": "4", "rejected": "5"}
 VERDICT = {"instruction": "What is 2 + 2?", "completion": "4", "label": True}
+SEGMENTS = {"segments": [{"label": False, "text": "2 + 2 = "}, {"label": True, "text": "4"}]}
 TEXT = {"body": "Luthiers build and mend violins, guitars and lutes."}
 
 
@@ -341,8 +344,9 @@ TEXT = {"body": "Luthiers build and mend violins, guitars and lutes."}
     ("rl: dpo\ndatasets: [{path: rows.jsonl, type: chatml.intel}]\nadapter: lora\n", PAIRS),
     ("rl: kto\ndatasets: [{path: rows.jsonl, type: chatml.argilla}]\nadapter: lora\n", VERDICT),
     ("datasets: [{path: rows.jsonl, type: completion, field: body}]\nsample_packing: true\n", TEXT),
+    ("datasets: [{path: rows.jsonl, type: input_output}]\n", SEGMENTS),
     ("datasets: [{path: rows.jsonl, type: 'alpaca:chat'}]\n", {"instruction": "Name an instrument.", "output": "Lute"}),
-], ids=["dpo", "kto", "completion", "alpaca:chat"])  # fmt: skip
+], ids=["dpo", "kto", "completion", "input_output", "alpaca:chat"])  # fmt: skip
 def test_objectives_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, row: dict[str, object]) -> None:
     from luthier.library import train
 

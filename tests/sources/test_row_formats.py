@@ -234,6 +234,23 @@ def test_text_rows_are_documents() -> None:
     assert convert({"text": "Once <image>"}) == Document(parts=(Text(text="Once <image>"),), address=ADDRESS)
 
 
+def test_text_in_pieces_is_learned_where_its_labels_say() -> None:
+    row = {"segments": [{"label": False, "text": "Q"}, {"label": True, "text": "A"}, {"label": True, "text": ""}]}
+    assert convert(row) == Document(parts=(Text(text="Q", train=False), Text(text="A", train=True)), address=ADDRESS)
+
+
+@pytest.mark.parametrize(
+    "piece", ["A", {"text": "A"}, {"text": "A", "label": 1}, {"label": True}, {"text": 1, "label": True}]
+)
+def test_a_piece_of_text_without_a_label_is_refused_by_its_place(piece: object) -> None:
+    with pytest.raises(RowError) as caught:
+        convert({"segments": [{"label": False, "text": "Q"}, piece]})
+    assert (caught.value.reason, caught.value.field) == ("bad_content", "segments[1]")
+    with pytest.raises(RowError) as caught:
+        convert({"segments": [{"label": True, "text": ""}]})
+    assert caught.value.reason == "empty_text"
+
+
 def test_only_a_prompt_column_that_the_user_named_is_plain_text() -> None:
     expected = Document(parts=(Text(text="Once"),), address=ADDRESS)
     assert convert({"content": "Once"}, columns={"prompt": "content"}) == expected

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from luthier.config.peers.axolotl_rows import RowsRead, read_data
-from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, config_of, names_of, share_as_deepspeed
+from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of, share_as_deepspeed
 from luthier.config.tree import MappingNode, Node, Scalar
 from luthier.config.tree import plain as value_of
 
@@ -176,18 +176,18 @@ def _tokens(reading: Translator) -> None:
 
 
 def _adapter(reading: Translator) -> None:
-    kind, model = reading.take("adapter"), str(reading.take("base_model"))
-    reading.read.discard("base_model")
-    unfrozen = reading.take("unfrozen_parameters")
-    parts = reading.flag("freeze_mm_modules")
+    kind, unfrozen = reading.take("adapter"), reading.take("unfrozen_parameters")
+    names, frozen = reading.take("lora_target_modules"), reading.flag("freeze_mm_modules")
+    is_pattern = isinstance(names, str) and not _SIMPLE_NAME.fullmatch(names)
+    if "processor_type" in reading.entries and not (frozen or unfrozen or (kind and is_pattern)):
+        # nothing but this key keeps axolotl from what sees and hears; a pattern says itself where it is
+        reading.set("adapter.train_parts", ["language_model", "projector", "tower"], "processor_type")
     if not kind:
         for key in (key for key in _LORA_KEYS if key in reading.entries):
             reading.take(key)
             reading.passed[key] = "it belongs to adapter: lora"
         if unfrozen:
             _unfrozen(reading, names_of(unfrozen))
-        elif not parts and ("processor_type" in reading.entries or "vision_config" in config_of(model)):
-            reading.set("adapter.train_parts", ["language_model", "projector", "tower"], "base_model")
         return
     if kind not in ("lora", "qlora"):
         reading.refuse("adapter", f"{kind} is not there", "write lora or qlora, or nothing to train all weights")

@@ -44,6 +44,7 @@ class RowType:
     intro: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
+    rendered: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -118,7 +119,9 @@ class _DataSet:
             return index + 1
         self.columns, self.tags = dict(kind.columns), dict(kind.tags)
         settings: dict[str, tuple[str, object]] = {"format": ("type", kind.format)}
-        if kind.format != "text":
+        if kind.rendered:
+            settings["rendered"] = ("type", True)
+        elif kind.format != "text":
             self._template(kind)
             settings |= self._learned()
             self._messages(kind)
@@ -137,7 +140,7 @@ class _DataSet:
             for name, (theirs, value) in settings.items():
                 self.reading.set(f"{source}.{name}", value, f"{self.at}.{theirs}")
             index += 1
-        self.found.formats.add(kind.format)
+        self.found.formats.add("segments" if kind.rendered else kind.format)
         return index
 
     def _refuse(self, key: str, what: str, hint: str | None = None) -> None:
@@ -224,7 +227,7 @@ class _DataSet:
             )
         return RowType(
             format=known["format"], template=template, intro=style.get("intro"),
-            columns=known.get("columns", {}), tags=known.get("tags", {}),
+            columns=known.get("columns", {}), tags=known.get("tags", {}), rendered=known.get("rendered", False),
         )  # fmt: skip
 
     def _own_format(self, said: Mapping[str, Any]) -> RowType | None:

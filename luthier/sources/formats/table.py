@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from luthier.config.choices import FORMAT_NAMES, Format
 from luthier.errors import PluginError, RowError
 from luthier.plugins import Table
-from luthier.records import Conversation, Document, Feedback, Message, Preference, Row, Text
+from luthier.records import Conversation, Document, Feedback, Message, Part, Preference, Row, Text
 from luthier.sources.formats.reading import Reading
 from luthier.sources.formats.targets import mark_spans, read_spans
 from luthier.sources.formats.token_ids import convert_tokens
@@ -49,9 +49,12 @@ def convert_prompt_completion(reading: Reading) -> Row:
 
 
 def convert_text(reading: Reading) -> Document:
-    """Plain text: every token is learned, but for the column ``prompt``, if one is named, which stands before it."""
+    """Plain text: every token is learned, but for the column ``prompt``, if one is named, which stands before it; or
+    pieces of text with a label each, whether they are learned."""
     if not reading.has("text"):
         raise reading.missing("text")
+    if type(reading.column("text")) is list:
+        return _labelled(reading, reading.column("text"))
     text = reading.text("text")
     if not text:
         raise RowError("empty_text", "nothing to learn", field=reading.field("text"))
@@ -68,6 +71,25 @@ def convert_text(reading: Reading) -> Document:
         weight=reading.weight(),
         rendered=reading.layout.rendered,
     )
+
+
+def _labelled(reading: Reading, pieces: list[object]) -> Document:
+    """``[{"text": "Q: …", "label": false}, {"text": "A", "label": true}]``."""
+    parts: list[Part] = []
+    for index, piece in enumerate(pieces):
+        text, label = (piece.get("text"), piece.get("label")) if isinstance(piece, dict) else (None, None)
+        if type(text) is not str or type(label) is not bool:
+            what = "a piece of text is an object with a text and a label, which is true or false"
+            raise RowError("bad_content", what, field=f"{reading.field('text')}[{index}]")
+        found = reading.media.split(text) if text else []
+        parts += [replace(part, train=label) if isinstance(part, Text) else part for part in found]
+    if not any(isinstance(part, Text) for part in parts):
+        raise RowError("empty_text", "nothing to learn", field=reading.field("text"))
+    reading.media.finish()
+    return Document(
+        parts=tuple(parts), address=reading.address, rules=reading.layout.rules, weight=reading.weight(),
+        rendered=reading.layout.rendered,
+    )  # fmt: skip
 
 
 def convert_preference(reading: Reading) -> Preference:
@@ -254,7 +276,7 @@ _ROWS: Mapping[str, FormatRule] = {
         convert=convert_feedback,
     ),
     Format.TEXT: FormatRule(
-        columns={"text": ("text",), "prompt": (), "spans": ("spans",), **_WEIGHT, **_MEDIA},
+        columns={"text": ("text", "segments"), "prompt": (), "spans": ("spans",), **_WEIGHT, **_MEDIA},
         needs=(("text",),),
         convert=convert_text,
     ),
