@@ -51,6 +51,7 @@ from luthier.records import Address, Batch
 
 MAX_ROWS_NAMED = 8
 CPU_PATIENCE = 1.0  # processor seconds for one micro-batch, which takes milliseconds
+MEDIA_CPU_PATIENCE = 30.0  # the same with media, whose processor is loaded first: 10, and a minute on a busy machine
 MEDIA_PATIENCE = 60.0  # seconds, of any kind, with media: a processor is loaded first, then long videos are decoded
 LONGEST_PATIENCE = 120.0  # seconds, for a store to be opened and for disks to answer
 _STATES = {"R": "runs", "D": "waits for a disk", "T": "was stopped", "t": "is held by a debugger"}
@@ -158,7 +159,8 @@ class WorkerProcess:
             case "D":  # a disk or a network file system keeps it waiting
                 return False
             case "R":  # it runs, or would like to: was it given time?
-                return self.is_ready and cpu_seconds - self._cpu_seconds > CPU_PATIENCE
+                enough = MEDIA_CPU_PATIENCE if self.has_media else CPU_PATIENCE
+                return self.is_ready and cpu_seconds - self._cpu_seconds > enough
             case "T" | "t":
                 return True
             case _:

@@ -8,17 +8,22 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from stored_rows import add_samples, children, is_running, plan_rows, reader_of, uses_shared_memory
 
 from luthier.errors import LoaderError, StoreError
+from luthier.loader import prefetch
 from luthier.loader.prefetch import iterate
+from luthier.loader.shared_arrays import SharedArrays
 from luthier.store.store import SampleStore
 
 FAULT = """
@@ -169,3 +174,19 @@ def test_a_store_that_is_deleted_before_the_workers_open_it_is_named(store: Samp
     with pytest.raises(StoreError, match="the store is gone") as caught:
         list(iterate(reader_of(store), planned, num_workers=1))
     assert caught.value.hint and time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(("has_media", "silence", "used", "is_stuck"), [
+    (False, 5.0, 2.0, True), (False, 5.0, 0.5, False),  # it was given no time
+    (True, 59.0, 50.0, False), (True, 61.0, 12.0, False),  # it loads a processor on a busy machine
+    (True, 61.0, 40.0, True), (True, 121.0, 12.0, True),
+])  # fmt: skip
+def test_a_worker_is_stuck_by_the_time_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, has_media: bool, silence: float, used: float, is_stuck: bool
+) -> None:
+    monkeypatch.setattr(prefetch, "_scheduling", lambda pid: ("R", used))
+    here, there = socket.socketpair()
+    with here, there:
+        worker = prefetch.WorkerProcess(cast(Any, SimpleNamespace(pid=1)), here, SharedArrays.create(0))
+        worker.is_ready, worker.has_media = True, has_media
+        assert worker.is_stuck(silence) == is_stuck
