@@ -22,7 +22,7 @@ from luthier.config.peers.translation import (
     names_of,
     share_as_deepspeed,
 )
-from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons
+from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons, train_all_parts
 from luthier.config.tree import MappingNode, plain
 from luthier.config.yaml_text import parse_yaml
 
@@ -250,6 +250,7 @@ def _divergence(reading: Translator, loss: str) -> None:
 
 def _model(reading: Translator) -> None:
     """Weights, attention and quantization; ``model_init_kwargs`` wins over the keys beside it, as in TRL."""
+    train_all_parts(reading, "model_name_or_path")
     inside = _mapping(reading, "model_init_kwargs")
     of = dict.fromkeys(inside, "model_init_kwargs")
     dtype = inside.pop("dtype", inside.pop("torch_dtype", reading.take("dtype")))
@@ -299,13 +300,6 @@ def _mapping(reading: Translator, key: str) -> dict[str, Any]:
             reading.refuse(key, f"this is not JSON: {error}", "write a mapping")
             return {}
     return dict(value) if isinstance(value, dict) else {}
-
-
-def _parts(reading: Translator) -> None:
-    """TRL trains all of a model that sees or hears, its tower too; a model of the Hub tells that later."""
-    config = config_of(str(plain(reading.entries["model_name_or_path"])))
-    if {"vision_config", "audio_config"} & config.keys():
-        reading.set("adapter.train_parts", ["language_model", "projector", "tower"], "use_peft")
 
 
 def _adapter(reading: Translator) -> None:
@@ -462,6 +456,6 @@ TRL = Peer(
     name="TRL",
     file="trl.toml",
     is_its=_is_its,
-    rules=(_keys, _command, read_data, read_lessons, _losses, _model, _parts, _adapter, _memory, _schedule, _devices,
+    rules=(_keys, _command, read_data, read_lessons, _losses, _model, _adapter, _memory, _schedule, _devices,
            _folder, _evaluation),
 )  # fmt: skip

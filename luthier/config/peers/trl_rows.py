@@ -355,3 +355,9 @@ def _too_long(reading: Translator, *, is_whole: bool) -> None:
     reading.told.append(f"max_length: a row over {most} tokens {what}; counted")
     if reading.take("truncation_mode") == "keep_end":
         reading.told.append("truncation_mode: the end of a row that is too long is not kept instead of its beginning")
+
+
+def train_all_parts(reading: Translator, key: str) -> None:
+    """All of a model that sees or hears, its tower too, for tools that freeze none; a model of the Hub tells later."""
+    if {"vision_config", "audio_config"} & config_of(str(plain(reading.entries[key]))).keys():
+        reading.set("adapter.train_parts", ["language_model", "projector", "tower"], key)
