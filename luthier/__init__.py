@@ -128,6 +128,12 @@ if TYPE_CHECKING:
     from luthier.packing import UnitKind as UnitKind
     from luthier.packing import plan_packs as plan_packs
     from luthier.plugins import load_plugins as load_plugins
+    from luthier.prediction.metrics import CorpusScore as CorpusScore
+    from luthier.prediction.metrics import Metric as Metric
+    from luthier.prediction.metrics import register_metric as register_metric
+    from luthier.prediction.predicting import Predicted as Predicted
+    from luthier.prediction.predicting import PredictOptions as PredictOptions
+    from luthier.prediction.predicting import predict as predict
     from luthier.preparation.prepare import Progress as Progress
     from luthier.preparation.prepared import Numbering as Numbering
     from luthier.preparation.prepared import Prepared as Prepared

@@ -33,6 +33,7 @@ LINES = (
     "loader models",
     "engines",
     "training check",
+    "prediction",
     "library",
     "cli",
     "__main__",
@@ -47,6 +48,7 @@ EXCUSED_FILES = {
     "records.py": "all records in one file, in the order in which they flow, is the table of contents of the house",
 }
 EXCUSED_FUNCTIONS: dict[str, str] = {
+    "cli/prediction.py:predict": "a command has an argument for each of its options",
     "cli/verification.py:verify": "a command has an argument for each of its options",
 }
 

@@ -30,6 +30,7 @@ EXTRAS = {
     "media": ("av", "PIL", "torchvision"),
     "ray": ("ray",),
     "kernels": ("liger_kernel",),
+    "metrics": ("sacrebleu",),
 }
 EXIT_UNTRUE = 3  # what was asked was answered, and the answer is no: it differs, it does not hold
 

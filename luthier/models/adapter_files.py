@@ -56,6 +56,17 @@ def continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str
     return adapted
 
 
+def load_to_answer(model: PreTrainedModel, source: str) -> PeftModel:
+    """The model with the adapter in a folder, not to be trained. Raises `ModelError` for one that does not fit."""
+    try:
+        with quiet_peft():
+            adapted = PeftModel.from_pretrained(model, source)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"the adapter in {source} does not fit its base: {error}") from error
+    _check_fit(adapted, source, "the adapter")
+    return adapted
+
+
 def shape_existing(model: PreTrainedModel, section: AdapterConfig, source: str) -> PeftModel:
     """The model with matrices of the sizes of an adapter's, and not its weights, which may be larger than the memory.
 

@@ -37,24 +37,29 @@ class Question:
 
 
 def question_of(segment: Segment, stops: frozenset[int]) -> Question | None:
-    """The last trained run of a segment as a question; None if the run lacks its stop token (it was cut) or a prompt.
+    """The last answer of a segment as a question; None if it lacks its stop token (it was cut) or a prompt."""
+    found = questions_of(segment, stops)
+    return found[-1] if found else None
 
-    ``u u [A A stop]`` -> prompt ``u u``, answer ``A A``; what follows the run is left out.
+
+def questions_of(segment: Segment, stops: frozenset[int]) -> list[Question | None]:
+    """Each trained answer of a segment as a question; None for one that lacks its stop token or a prompt.
+
+    ``u [A .] u [A A .] u`` -> prompt ``u``, answer ``A``; prompt ``u A . u``, answer ``A A``.
     """
-    trained = np.flatnonzero(segment.target)
-    if len(trained) == 0:
-        return None
-    end = int(trained[-1]) + 1
-    breaks = np.flatnonzero(np.diff(trained) > 1)
-    start = int(trained[breaks[-1] + 1]) if len(breaks) else int(trained[0])
-    if start == 0 or int(segment.input_ids[end - 1]) not in stops:
-        return None
-    return Question(
-        prompt=segment.input_ids[:start],
-        answer=segment.input_ids[start : end - 1],
-        address=segment.address,
-        media=tuple(item for item in segment.media if item.start < start),
-    )
+    ids, target = segment.input_ids, segment.target
+    trained = np.flatnonzero(target).tolist()
+    starts = [at for at in trained if at == 0 or not target[at - 1] or int(ids[at - 1]) in stops]
+    found: list[Question | None] = []
+    for number, start in enumerate(starts):
+        behind = starts[number + 1] if number + 1 < len(starts) else len(ids)
+        end = next(at for at in reversed(trained) if at < behind) + 1
+        if start == 0 or int(ids[end - 1]) not in stops:
+            found.append(None)
+            continue
+        media = tuple(item for item in segment.media if item.start < start)
+        found.append(Question(prompt=ids[:start], answer=ids[start : end - 1], address=segment.address, media=media))
+    return found
 
 
 def choose_questions(segments: Segments, count: int, stops: frozenset[int]) -> list[Question]:
@@ -63,7 +68,7 @@ def choose_questions(segments: Segments, count: int, stops: frozenset[int]) -> l
     Of two answers that are compared it is the chosen one; rows of feedback are asked where their answer is a good one.
     """
     chosen: dict[Address, Question] = {}
-    for index in _wanted(segments):
+    for index in wanted(segments):
         question = question_of(segments[index], stops)
         if question is None:
             continue
@@ -73,7 +78,7 @@ def choose_questions(segments: Segments, count: int, stops: frozenset[int]) -> l
     return list(chosen.values())
 
 
-def _wanted(segments: Segments) -> Sequence[int]:
+def wanted(segments: Segments) -> Sequence[int]:
     """Numbers of the segments that end with an answer which the model is to give."""
     everything = range(len(segments))
     if not isinstance(segments, SegmentIndex):

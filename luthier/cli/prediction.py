@@ -1,0 +1,88 @@
+"""``luthier predict``: a trained run answers rows, and the answers are compared with those that the rows hold."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from luthier.cli.output import JsonTarget, reporting
+from luthier.cli.pipeline import Overrides
+
+RunFolder = Annotated[
+    str, typer.Argument(metavar="RUN", help="The output.dir of a run that was trained.", show_default=False)
+]
+Data = Annotated[str | None, typer.Option(metavar="FILE", help="Rows to answer. Without it, the run's held-out rows.")]
+Out = Annotated[str | None, typer.Option(metavar="DIR", help="Where answers go; RUN/predictions/NAME without it.")]
+NumSamples = Annotated[int, typer.Option(metavar="K", min=1, help="Answers to each row; needs generate.do_sample.")]
+Metrics = Annotated[
+    str | None, typer.Option(metavar="NAMES", help="Metrics by name, with commas; all that are installed without it.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace another prediction that is in the folder.")]
+
+
+class WhichTurns(StrEnum):
+    """Which answers of a row are asked for."""
+
+    LAST = "last"
+    EVERY = "every"
+
+
+TurnsChoice = Annotated[WhichTurns, typer.Option(help="The last answer of each row, or every learned one.")]
+
+
+def predict(  # noqa: PLR0913
+    run: RunFolder,
+    overrides: Overrides = None,
+    data: Data = None,
+    out: Out = None,
+    samples: NumSamples = 1,
+    turns: TurnsChoice = WhichTurns.LAST,
+    metrics: Metrics = None,
+    overwrite: Overwrite = False,
+    json: JsonTarget = None,
+) -> None:
+    """Have a trained run answer held-out rows, and say how good the answers are.
+
+    Model or adapter, tokenizer, template and stop tokens are those that the run
+    left behind; the section generate says how it answers. Answers are kept as
+    they come: the same command goes on where it was stopped.
+
+    [dim]Example[/]   luthier predict output/quickstart
+    [dim]Example[/]   luthier predict output/quickstart --data questions.jsonl generate.max_new_tokens=64
+    """
+    with reporting(json) as output:
+        from luthier.prediction.predicting import PredictOptions
+        from luthier.prediction.predicting import predict as predict_rows
+
+        console = output.console
+
+        def progressed(done: int, total: int) -> None:
+            console.print(f"[dim]answered[/] {done:,} of {total:,}")
+
+        options = PredictOptions(
+            data=data,
+            out=out,
+            samples=samples,
+            turns=turns.value,
+            metrics=None if metrics is None else [name.strip() for name in metrics.split(",")],
+            overwrite=overwrite,
+        )
+        found = predict_rows(run, options, overrides=overrides or (), on_progress=progressed)
+        console.print(_table(found.metrics["metrics"]))
+        if found.metrics["not_installed"]:
+            names = ", ".join(found.metrics["not_installed"])
+            console.print(f"[yellow]not measured, as their packages are not installed: {names}[/]")
+        console.print(f"[dim]answers in[/] {found.predictions}")
+        output.emit({"folder": str(found.folder), **found.metrics})
+
+
+def _table(measured: dict[str, dict[str, object]]) -> Table:
+    table = Table("metric", "value", box=None)
+    for name, values in measured.items():
+        for what, value in values.items():
+            if isinstance(value, float):
+                table.add_row(name if what in ("mean", "score") else f"{name} ({what} of samples)", f"{value:.4g}")
+    return table

@@ -1,0 +1,157 @@
+"""A run's folder as a model that answers: its weights or adapter, its tokenizer and template, its stops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from pydantic import ValidationError
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from luthier.config.choices import QuantizationType
+from luthier.config.loading import load_config
+from luthier.config.schema import GenerateConfig, RunConfig
+from luthier.encoding.encoder import Encoder
+from luthier.engines.local import LocalEngine
+from luthier.errors import ModelError, UserError
+from luthier.loader.run_settings import media_of
+from luthier.models.adapter_files import load_to_answer
+from luthier.models.model import is_reward_model, load_model, run_device
+from luthier.models.submodules import decoder_family
+from luthier.models.vocabulary import Vocabulary
+from luthier.training.assemble import BASE_FOLDER
+from luthier.training.folder.artifacts import TEMPLATE_FILE
+from luthier.training.folder.checkpoint import read_json
+from luthier.training.folder.run_folder import MODEL_FOLDER, RUN_CONFIG
+from luthier.training.folder.state import unreadable
+from luthier.training.report.result import RESULT_FILE
+
+ADAPTER_FILE, GENERATION_FILE = "adapter_config.json", "generation_config.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainedRun:
+    """A finished run.
+
+    config   its description, with the model and tokenizer that it left behind in the place of those it began with
+    encoder  of its rows and prompts
+    stops    ids that end an answer, as training learned them
+    digest   of its result, by which it is told from other runs
+    """
+
+    folder: Path
+    config: RunConfig
+    encoder: Encoder
+    stops: frozenset[int]
+    digest: str
+
+    @property
+    def settings(self) -> GenerateConfig:
+        """How it answers: the section ``generate``, with the run's seed and stops."""
+        own = self.config.generate
+        seed = self.config.runtime.seed if own.seed is None else own.seed
+        stops = sorted({*own.stop_token_ids, *self.stops})
+        return own.model_copy(update={"seed": seed, "stop_token_ids": stops})
+
+    def engine(self, batch_size: int) -> LocalEngine:
+        """Its model, on the run's device. Raises `ModelError`."""
+        transformers_logging.disable_progress_bar()  # of weights being loaded
+        if self.config.runtime.threads is not None:
+            torch.set_num_threads(self.config.runtime.threads)
+        tokenizer = self.encoder.tokenizer
+        model: PreTrainedModel | PeftModel = load_model(self.config, Vocabulary.of(tokenizer)).model
+        if (family := decoder_family(model.config)) is not None:
+            raise UserError(f"answers of {family.name} are not generated: its decoder stands beside an encoder")
+        if (self.folder / MODEL_FOLDER / ADAPTER_FILE).is_file():
+            model = load_to_answer(model, str(self.folder / MODEL_FOLDER))
+        model.to(run_device(self.config))
+        media = media_of(self.config, tokenizer.files.folder)
+        return LocalEngine(model.eval(), tokenizer, media=media, batch_size=batch_size)
+
+
+def open_run(folder: Path, overrides: Sequence[str] = ()) -> TrainedRun:
+    """The run in a folder (``output.dir`` of ``luthier train``). ``overrides`` are of its description:
+    ``generate.max_new_tokens=64``.
+
+    Raises `UserError` where no finished run is there, or one of a reward model, and `ConfigError`.
+    """
+    trained, described = folder / MODEL_FOLDER, folder / RUN_CONFIG
+    if not described.is_file() or not trained.is_dir():
+        lacking = RUN_CONFIG if not described.is_file() else f"{MODEL_FOLDER}/"
+        hint = "name the output.dir of a run that luthier train has finished"
+        raise UserError(f"{folder} holds no finished run: there is no {lacking} in it", hint=hint)
+    config = load_config(_said(described), overrides, check_paths=False)
+    if is_reward_model(config):
+        raise UserError(f"{folder} holds a reward model, which gives numbers and no answers")
+    config = _as_left_behind(config, folder)
+    encoder = Encoder.from_config(config)
+    result = folder / RESULT_FILE
+    return TrainedRun(
+        folder=folder,
+        config=config,
+        encoder=encoder,
+        stops=frozenset({*encoder.tokenizer.stop_token_ids, *_saved_stops(trained)}),
+        digest=sha256(result.read_bytes() if result.is_file() else described.read_bytes()).hexdigest(),
+    )
+
+
+def _said(path: Path) -> dict[str, object]:
+    """What a run's description says beside the defaults, which it has all written out. Raises `CheckpointError`."""
+    try:
+        return RunConfig.model_validate(read_json(path)).model_dump(mode="json", exclude_defaults=True)
+    except ValidationError as error:
+        raise unreadable(path, error) from error
+
+
+def _as_left_behind(config: RunConfig, folder: Path) -> RunConfig:
+    """The description with what the run saved: the whole model, or the base of its adapter if that was saved, too."""
+    trained, base = folder / MODEL_FOLDER, folder / BASE_FOLDER
+    is_adapter = (trained / ADAPTER_FILE).is_file()
+    source = base if is_adapter and base.is_dir() else None if is_adapter else trained
+    adapter = config.adapter.model_copy(update={"merge": False, "merge_first": [], "name_or_path": None})
+    if source is None:  # the base is where it was; what it begins with is fitted to the tokenizer as it was in the run
+        template = config.template.model_copy(update=_own_template(config, trained))
+        return config.model_copy(update={"adapter": adapter, "template": template})
+    quantization = config.model.quantization
+    if not is_adapter:
+        quantization = quantization.model_copy(update={"type": QuantizationType.NONE})
+    model = config.model.model_copy(
+        update={
+            "name_or_path": str(source.resolve()),
+            "tokenizer_name_or_path": str(trained.resolve()),  # where the processor's files are, too
+            "random_init": False,
+            "config_overrides": {},
+            "add_tokens": [],
+            "add_special_tokens": [],
+            "token_descriptions": {},
+            "quantization": quantization,
+        }
+    )
+    template = config.template.model_copy(update={"chat_template": None})  # it is in the folder
+    return config.model_copy(update={"model": model, "adapter": adapter, "template": template})
+
+
+def _own_template(config: RunConfig, trained: Path) -> dict[str, object]:
+    """The saved template, where the run's was a file that may have changed since."""
+    saved = trained / TEMPLATE_FILE
+    told = config.template.chat_template
+    if told is None or not Path(told).suffix or "\n" in told or not saved.is_file():
+        return {}
+    return {"chat_template": saved.read_text(encoding="utf-8")}
+
+
+def _saved_stops(trained: Path) -> list[int]:
+    path = trained / GENERATION_FILE
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return [] if found is None else [found] if isinstance(found, int) else list(found)

@@ -1,0 +1,297 @@
+"""A trained run answers rows as it did when it was trained, whenever it was stopped in between."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import luthier
+from luthier.cli.main import run as run_command
+from luthier.errors import UserError
+from luthier.prediction import metrics as metrics_module
+from luthier.prediction import predicting, trained_run
+from luthier.prediction.metrics import METRICS, chosen_metrics, measured, normalised
+from luthier.training.report.result import GenerationRound, RunResult
+from tests.conftest import SHARE, refused
+
+ROWS = 9
+GENERATE = {"max_new_tokens": 12}
+
+
+def trained(folder: Path, adapter: dict[str, Any], **more: Any) -> RunResult:
+    """A tiny run that learned something in a few steps, and answered its held-out rows after it."""
+    return luthier.train(
+        {
+            "model": "preset:tiny-qwen3",
+            "data": {"train": [{"path": "preset:skills", "first_rows": 60}], "eval_split": ROWS, "max_drop": 0.5},
+            "adapter": adapter,
+            "train": {"max_steps": 8, "learning_rate": 0.01, "per_device_train_batch_size": 2, "precision": "fp32"},
+            "eval": {"strategy": "no", "generate_rows": ROWS, "per_device_eval_batch_size": 4},
+            "generate": GENERATE,
+            "output": {"dir": str(folder), "save_strategy": "no"},
+            "tracking": {"progress": False},
+            **more,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return trained(tmp_path_factory.mktemp("runs") / "lora", {"type": "lora"})
+
+
+def last_round(result: RunResult) -> GenerationRound:
+    return result.generations[-1]
+
+
+def lines(found: luthier.Predicted) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in found.predictions.read_text(encoding="utf-8").splitlines()]
+
+
+def told(found: luthier.Predicted) -> list[tuple[str, str, str, str]]:
+    return sorted((one["row"], one["prompt"], one["expected"], one["generated"]) for one in lines(found))
+
+
+def answered_in_training(result: RunResult) -> list[tuple[str, str, str, str]]:
+    records = last_round(result).records
+    return sorted((one.address, one.prompt, one.expected, one.generated) for one in records)
+
+
+def test_a_run_with_an_adapter_answers_as_it_did_after_training(lora: RunResult, tmp_path: Path) -> None:
+    found = luthier.predict(lora.path, luthier.PredictOptions(out=tmp_path))
+    assert told(found) == answered_in_training(lora)
+    assert found.metrics["metrics"]["exact"]["mean"] == pytest.approx(last_round(lora).exact_match)
+    assert len({one["generated"] for one in lines(found)}) > 2, "the answers depend on what is asked"
+
+
+def test_a_run_of_all_weights_with_settings_of_its_own_answers_as_it_did_wherever_its_folder_is(
+    tmp_path: Path,
+) -> None:
+    """The template's arguments, added tokens and stops come along, and the folder may be moved."""
+    template = tmp_path / "mine.jinja"
+    text = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ mood }}\n{{ m.content }}{% if m.role == 'assistant' %}"
+    text += "<|over|>{% endif %}<|im_end|>\n{% endfor %}"
+    text += "{% if add_generation_prompt %}<|im_start|>assistant:{{ mood }}\n{% endif %}"
+    template.write_text(text, encoding="utf-8")
+    result = trained(
+        tmp_path / "run",
+        {"type": "full"},
+        model={"name_or_path": "preset:tiny-qwen3", "add_special_tokens": ["<|over|>"]},
+        template={"chat_template": str(template), "kwargs": {"mood": "calm"}},
+    )
+    moved = tmp_path / "elsewhere"
+    shutil.move(result.path, moved)
+    template.unlink()
+    found = luthier.predict(moved)
+    assert told(found) == answered_in_training(result)
+    assert found.folder == moved / "predictions" / "eval"
+    assert len(told(found)) == ROWS
+    assert "assistant:calm" in lines(found)[0]["prompt"]
+
+
+def test_the_comparison_finds_an_adapter_that_was_left_out(
+    lora: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the base alone answers otherwise."""
+    monkeypatch.setattr(trained_run, "load_to_answer", lambda model, source: model)
+    assert told(luthier.predict(lora.path, luthier.PredictOptions(out=tmp_path))) != answered_in_training(lora)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows with an answer, with two, without one, and rows that nothing can be made of."""
+    path = tmp_path_factory.mktemp("rows") / "questions.jsonl"
+    ask, answer = {"role": "user", "content": "Which way is up?"}, {"role": "assistant", "content": "North."}
+    rows = [[ask, answer], [ask, answer, ask, answer], [ask], [{"role": "nobody", "content": "x"}], [ask, answer]]
+    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in rows) + "\n", encoding="utf-8")
+    return path
+
+
+Predicting = Callable[..., luthier.Predicted]
+
+
+@pytest.fixture
+def ask(lora: RunResult, questions: Path, monkeypatch: pytest.MonkeyPatch) -> Predicting:
+    """Has the run answer the questions, two a shard, with the engine that was loaded for the first test."""
+    monkeypatch.setattr(predicting, "SHARD", 2)
+    overrides = ["generate.max_new_tokens=5", "generate.do_sample=true", "generate.temperature=2.0"]
+
+    def predict(out: Path, *, more: tuple[str, ...] = (), **options: Any) -> luthier.Predicted:
+        chosen = luthier.PredictOptions(**{"data": questions, "out": out, **options})
+        return luthier.predict(lora.path, chosen, overrides=[*overrides, *more])
+
+    return predict
+
+
+def test_every_row_is_answered_or_counted_by_its_reason(ask: Predicting, tmp_path: Path) -> None:
+    last = ask(tmp_path / "last")
+    assert [one["row"].rpartition(":")[2] for one in lines(last)] == ["1", "2", "3", "5"]
+    assert [one["expected"] for one in lines(last)] == ["North.", "North.", None, "North."]
+    assert last.metrics["lost_rows"] == {"unknown_role": 1} and last.metrics["compared"] == 3
+    every = ask(tmp_path / "every", turns="every")
+    assert [(one["row"].rpartition(":")[2], one["turn"]) for one in lines(every)] == [
+        ("1", 1), ("2", 1), ("2", 2), ("3", 1), ("5", 1)
+    ]  # fmt: skip
+    line = lines(every)[2]
+    assert line["prompt"].count("Which way is up?") == 2 and line["prompt"].endswith("<|im_start|>assistant\n")
+    assert line["ids"] and line["finish"] in ("stop", "length") and line["logprob"] < 0
+
+
+def test_samples_are_kept_apart_and_need_sampling(ask: Predicting, tmp_path: Path) -> None:
+    found = ask(tmp_path / "three", samples=3)
+    assert [one["sample"] for one in lines(found)] == [0, 1, 2] * 4
+    assert len({tuple(one["ids"]) for one in lines(found)[:3]}) > 1
+    assert found.metrics["metrics"]["exact"]["best"] >= found.metrics["metrics"]["exact"]["mean"]
+    first = ask(tmp_path / "one")
+    assert [one["ids"] for one in lines(first)] == [one["ids"] for one in lines(found)[::3]]
+    with refused(UserError, "generate.do_sample=true"):
+        ask(tmp_path / "greedy", samples=2, more=("generate.do_sample=false", "generate.temperature=null"))
+
+
+class Killed(BaseException):
+    """What ends a process at once."""
+
+
+def test_a_prediction_that_was_killed_anywhere_gives_the_same_bytes(
+    ask: Predicting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ask(tmp_path / "whole", turns="every", samples=2)
+    expected = {path.name: path.read_bytes() for path in sorted(whole.folder.rglob("*")) if path.is_file()}
+    write, num_writes = predicting.write_text, len(expected)
+    assert num_writes == 6  # what is predicted, three shards, all answers, metrics
+    engine = trained_run.TrainedRun.engine
+    for point in range(0, 2 * num_writes, 2 if SHARE < 1 else 1):
+        left = [point]
+
+        def write_or_die(path: Path, text: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == -1:
+                raise Killed
+            write(path, text)
+            left[0] -= 1
+            if left[0] == -1:
+                raise Killed
+
+        folder = tmp_path / f"killed{point}"
+        loaded: list[object] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(predicting, "write_text", write_or_die)
+            with pytest.raises(Killed):
+                ask(folder, turns="every", samples=2)
+        num_there = len(list(folder.rglob("*.jsonl")))
+        with monkeypatch.context() as patched:
+            patched.setattr(trained_run.TrainedRun, "engine", lambda *a, n=loaded: n.append(1) or engine(*a))
+            ask(folder, turns="every", samples=2)
+        found = {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+        assert found == expected
+        assert bool(loaded) == (num_there < 3), "what was answered is not asked again"
+
+
+def test_another_prediction_is_not_mixed_with_the_one_that_is_there(ask: Predicting, tmp_path: Path) -> None:
+    ask(tmp_path)
+    with refused(UserError, "generate"):
+        ask(tmp_path, more=("generate.seed=5",))
+    with refused(UserError, "turns", "rows"):
+        ask(tmp_path, turns="every")
+    again = ask(tmp_path, more=("generate.seed=5",), overwrite=True)
+    assert len(lines(again)) == 4
+
+
+def test_what_is_no_finished_run_is_refused(lora: RunResult, tmp_path: Path) -> None:
+    with refused(UserError, "run_config.json"):
+        luthier.predict(tmp_path)
+    half = tmp_path / "half"
+    half.mkdir()
+    shutil.copyfile(lora.path / "run_config.json", half / "run_config.json")
+    with refused(UserError, "model"):
+        luthier.predict(half)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text(json.dumps({"messages": [{"role": "nobody", "content": "x"}]}) + "\n", encoding="utf-8")
+    with refused(UserError, "unknown_role"):
+        luthier.predict(lora.path, luthier.PredictOptions(data=empty))
+
+
+def test_the_command_prints_one_json_document(
+    lora: RunResult, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_command(
+        ["predict", str(lora.path), "generate.max_new_tokens=3", "--data", str(questions), "--out", str(tmp_path),
+         "--metrics", "exact, contains", "--json", "-"]
+    )  # fmt: skip
+    said = json.loads(capsys.readouterr().out)
+    assert code == 0 and said["folder"] == str(tmp_path)
+    assert set(said["metrics"]) == {"exact", "contains"} and said["answers"] == 4
+    assert json.loads((tmp_path / "metrics.json").read_text()) == {k: v for k, v in said.items() if k != "folder"}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Metrics
+
+
+PAIRS = {"a": [("The answer.", " the  ANSWER")], "b": [("no", "yes")], "c": [("4", "It is 4!")], "d": [("x", "x")]}
+
+
+def test_metrics_of_rows_are_means_over_answers() -> None:
+    chosen, _ = chosen_metrics(["exact", "normalised", "contains"])
+    assert measured(chosen, PAIRS) == {
+        "exact": {"mean": 0.25},
+        "normalised": {"mean": 0.5},
+        "contains": {"mean": 0.75},
+    }
+    assert measured(chosen, {"a": [("x", "y"), ("x", "x")]})["exact"] == {"mean": 0.5, "best": 1.0}
+    assert measured(chosen, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ("Straße", "STRASSE", True),
+        ("ﬁn", "fin", True),
+        ("“Yes.”", "yes", True),
+        ("a\u00a0b\n", "a b", True),
+        ("3.5", "35", False),
+        ("-", "", True),
+        ("东京", "东京。", True),
+        ("no", "on", False),
+    ],
+)
+def test_texts_are_normalised_alike_in_every_script(one: str, other: str, equal: bool) -> None:
+    assert (normalised(one) == normalised(other)) is equal
+
+
+def test_bleu_and_chrf_are_those_of_sacrebleu_with_its_signature() -> None:
+    sacrebleu = pytest.importorskip("sacrebleu")
+    chosen, _ = chosen_metrics(["bleu", "chrf"])
+    pairs = {str(n): [(f"the cat {n} sat on the mat in a house", f"the cat sat on mat {n}")] for n in range(5)}
+    expected = [one for ((one, _),) in pairs.values()]
+    generated = [other for ((_, other),) in pairs.values()]
+    found: Any = measured(chosen, pairs)
+    assert found["bleu"]["score"] == pytest.approx(sacrebleu.corpus_bleu(generated, [expected]).score)
+    assert found["chrf"]["score"] == pytest.approx(sacrebleu.corpus_chrf(generated, [expected]).score)
+    assert "version:" in found["bleu"]["signature"] and 0 < found["bleu"]["score"] < 100
+
+
+def test_a_metric_whose_package_is_missing_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "find_spec", lambda name: None)
+    chosen, absent = chosen_metrics(None)
+    assert set(absent) == {"bleu", "chrf"} and {"exact", "normalised", "contains"} <= chosen.keys()
+    with refused(UserError, "bleu", "sacrebleu"):
+        chosen_metrics(["exact", "bleu"])
+    with refused(UserError, "chrff", "chrf"):
+        chosen_metrics(["chrff"])
+
+
+def test_a_metric_of_ones_own_is_measured_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(METRICS, "_rows", dict(METRICS._rows))
+    luthier.register_metric("same_length", lambda expected, generated: float(len(expected) == len(generated)))
+    with pytest.raises(luthier.PluginError):
+        luthier.register_metric("exact", lambda expected, generated: 1.0)
+    chosen, _ = chosen_metrics(["same_length"])
+    assert measured(chosen, {"a": [("ab", "cd")], "b": [("a", "bc")]}) == {"same_length": {"mean": 0.5}}
+    assert replace(chosen["same_length"], package="no_such_package").is_here is False
