@@ -392,6 +392,10 @@ ShareOrCount = Annotated[
     Annotated[float, Field(ge=0), _at_most(LARGEST_COUNT)] | Annotated[int, Field(ge=0), _at_most(LARGEST_COUNT)],
     BeforeValidator(_share_or_count),
 ]
+Interval = Annotated[
+    Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1), _at_most(LARGEST_COUNT)],
+    BeforeValidator(_share_or_count),
+]
 Whole = Annotated[int, BeforeValidator(_float_as_int)]
 Count = Annotated[int, Field(ge=1), _at_most(LARGEST_COUNT), BeforeValidator(_float_as_int)]
 Tokens = Annotated[int, Field(ge=1), _at_most(LONGEST_SEQUENCE), BeforeValidator(_float_as_int)]

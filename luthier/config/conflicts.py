@@ -198,12 +198,17 @@ def _best_checkpoint(draft: Draft) -> Iterator[Problem]:
         )
         hint = f"set output.save_strategy: {evaluation.strategy}"
         yield draft.problem("eval.load_best_model_at_end", what, hint)
-    elif evaluation.strategy is Strategy.STEPS and output.save_steps % evaluation.steps:
+    elif evaluation.strategy is Strategy.STEPS and not _is_multiple(output.save_steps, evaluation.steps):
         what = (
             f"every saved model must be evaluated, but {draft.cite('output.save_steps')} is {output.save_steps}, "
             f"no multiple of {draft.cite('eval.steps')}: {evaluation.steps}"
         )
         yield draft.problem("eval.load_best_model_at_end", what, f"set output.save_steps: {evaluation.steps}")
+
+
+def _is_multiple(every: float, of: float) -> bool:
+    """Of two numbers of steps, or two shares of them."""
+    return (every < 1) is (of < 1) and round(every / of) >= 1 and abs(every / of - round(every / of)) < 1e-9
 
 
 def _metric(draft: Draft) -> Iterator[Problem]:

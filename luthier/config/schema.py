@@ -24,6 +24,7 @@ from luthier.config.choices import (
     Fraction,
     HeadKernel,
     HistoryRendering,
+    Interval,
     ModelPart,
     Natural,
     NonEmpty,
@@ -239,8 +240,8 @@ class EvalConfig(Section):
 
     strategy: Annotated[Strategy, as_enum(Strategy)] = Strategy.EPOCH
     """When to evaluate, if there is eval data."""
-    steps: Count = 500
-    """Optimizer steps between evaluations, for ``strategy: steps``."""
+    steps: Interval = 500
+    """Optimizer steps between evaluations, for ``strategy: steps``; below 1 a share of all steps."""
     per_device_eval_batch_size: Size = 1
     """Rows per device in evaluation."""
     generate_rows: Natural = 0
@@ -303,8 +304,8 @@ class OutputConfig(Section):
     """``auto``: go on from the newest whole checkpoint in ``dir``, if any; ``never``; or a checkpoint's path."""
     save_strategy: Annotated[Strategy, as_enum(Strategy)] = Strategy.EPOCH
     """When to save a checkpoint."""
-    save_steps: Count = 500
-    """Optimizer steps between checkpoints, for ``save_strategy: steps``."""
+    save_steps: Interval = 500
+    """Optimizer steps between checkpoints, for ``save_strategy: steps``; below 1 a share of all steps."""
     save_total_limit: Count | None = 3
     """Keep this many checkpoints, the newest; ``null`` keeps all."""
     save_only_model: bool = False

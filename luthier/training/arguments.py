@@ -48,9 +48,9 @@ def training_arguments(
         # `Flow` decides when; this only tells the loop that evaluation may happen
         "eval_strategy": "steps" if evaluates else "no",
         "eval_on_start": evaluates_first,
-        "eval_steps": config.eval.steps,
+        "eval_steps": max(1, int(config.eval.steps)),
         "save_strategy": "steps",
-        "save_steps": config.output.save_steps,
+        "save_steps": max(1, int(config.output.save_steps)),
         "save_only_model": config.output.save_only_model,
         "metric_for_best_model": config.eval.metric_for_best_model,
         "greater_is_better": is_greater_better(config.eval),

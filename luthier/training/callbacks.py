@@ -37,6 +37,9 @@ class Meter:
         return interval
 
 
+_ROUNDING = 1e-9  # a tenth of the run, ten times, is the run
+
+
 class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no types
     """Decides at the end of each step what is due. Takes the place of transformers' own, which counts epochs by itself.
 
@@ -65,16 +68,22 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
         control.should_save |= stop or self._due(output.save_strategy, output.save_steps, step, last)
         control.should_training_stop |= stop or last
 
-    def _due(self, strategy: Strategy, every: int, step: int, last: bool) -> bool:
+    def _due(self, strategy: Strategy, every: float, step: int, last: bool) -> bool:
         match strategy:
             case Strategy.NO:
                 return False
+            case Strategy.STEPS if every < 1:
+                return last or self._times(every, step) > self._times(every, step - 1)
             case Strategy.STEPS:
                 return last or step % every == 0
             case Strategy.EPOCH:
                 return last or self.schedule.ends_epoch(step)
             case _:
                 raise AssertionError(strategy)
+
+    def _times(self, share: float, step: int) -> int:
+        """How often a share of the run fits into what is done of it."""
+        return math.floor(self.schedule.progress(step) / share + _ROUNDING)
 
 
 class EarlyStopping(TrainerCallback):  # type: ignore[misc]

@@ -71,6 +71,7 @@ def length_notes(config: RunConfig, total_steps: int, micro_batches: int | None 
     patience = evaluation.early_stopping_patience
     if evaluates and patience is not None:
         steps = evaluation.steps if evaluation.strategy is Strategy.STEPS else 1
+        steps = steps * total_steps if steps < 1 else steps
         if patience * steps >= total_steps:
             what = f"{patience:,} evaluations without improvement do not fit into {total_steps:,} steps"
             notes.append(f"eval.early_stopping_patience: {what}: the run cannot stop early")

@@ -248,6 +248,11 @@ def test_what_belongs_together_is_accepted() -> None:
     assert told("eval: {load_best_model_at_end: true, early_stopping_patience: 2}", EVAL) == []
     steps = "eval: {load_best_model_at_end: true, strategy: steps, steps: 30}\n"
     assert told(steps + "output: {save_strategy: steps, save_steps: 60}", EVAL) == []
+    shares = steps.replace("steps: 30", "steps: 0.1")
+    assert shares != steps and told(shares + "output: {save_strategy: steps, save_steps: 0.3}", EVAL) == []
+    for other in ("0.25", "60"):
+        (problem,) = told(shares + f"output: {{save_strategy: steps, save_steps: {other}}}", EVAL)
+        assert "eval.load_best" in problem
     assert told("train: {warmup_steps: 50, max_steps: 50}") == []
     assert told("train: {tokens_per_step: 9000, gradient_accumulation_steps: 1, packing: window}") == []
     assert told("objective: pt\ntrain: {packing: split}") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 import yaml
 from tiny_runs import make_plan
 
-from luthier.config.schema import Packing, RunConfig, TrainConfig
+from luthier.config.schema import Packing, RunConfig, Strategy, TrainConfig
 from luthier.loader import plan as plans
 from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.plan import StreamPlan
 from luthier.loader.run_settings import plan_of_run, train_settings, warmup_steps
 from luthier.loader.stream_state import LoaderState
 from luthier.packing import EpochPlanner, PlanSettings, SegmentTable, plan_epoch, source_counts
+from luthier.training.callbacks import Flow
 from luthier.training.schedule import FEW_STEPS, length_notes, ways_to_more_steps
 
 
@@ -289,3 +291,19 @@ def test_what_a_short_run_will_not_do_is_told() -> None:
             "train.gradient_accumulation_steps"]  # fmt: skip
     assert [note.split()[0].rstrip(":") for note in length_notes(config, 20, 4)] == keys
     assert length_notes(config, 500, 50) == ()
+
+
+@pytest.mark.parametrize(("share", "total", "due"), [
+    (0.1, 10, list(range(1, 11))),
+    (0.25, 10, [3, 5, 8, 10]),
+    (0.5, 3, [2, 3]),
+    (1 / 3, 9, [3, 6, 9]),
+    (0.01, 4, [1, 2, 3, 4]),
+    (0.999, 5, [5]),
+])  # fmt: skip
+def test_what_is_due_after_a_share_of_the_run_is_done_at_the_step_that_completes_it(
+    share: float, total: int, due: list[int]
+) -> None:
+    flow: Any = Flow.__new__(Flow)
+    flow.schedule = SimpleNamespace(progress=lambda step: step / total)
+    assert [step for step in range(1, total + 1) if flow._due(Strategy.STEPS, share, step, step == total)] == due

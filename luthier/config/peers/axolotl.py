@@ -6,6 +6,7 @@ Most keys are lines of ``axolotl.toml``. The functions here are for what several
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -264,7 +265,7 @@ def _precision(reading: Translator) -> None:
         reading.set("train.precision", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[pure[0]], pure[0])
     elif bf16 is False or bf16 == "false":
         reading.set("train.precision", "fp32", "bf16")
-    if not reading.take("adapter"):
+    if not reading.take("adapter") and bf16 not in (False, "false") and not fp16:
         reading.told.append("bf16: weights that are trained are kept in fp32 and computed in bf16, where axolotl keeps "
                             "them in bf16; model.dtype: bfloat16 does so")  # fmt: skip
     keeps, moves = reading.take("gradient_checkpointing"), reading.take("activation_offloading")
@@ -409,9 +410,12 @@ def _when(reading: Translator, section: str, times: Any, times_key: str, steps: 
         reading.set(f"{section}.{word}strategy", "steps", steps_key)
         reading.set(f"{section}.{word}steps", steps, steps_key)
     elif times:
-        reading.set(f"{section}.{word}strategy", "epoch", times_key)
-        if times != 1:
-            reading.told.append(f"{times_key}: it is done at the end of each epoch, not {times} times in one")
+        epochs = reading.take("num_epochs")
+        reading.read.discard("num_epochs")
+        is_share = times != 1 and isinstance(times, int) and isinstance(epochs, int | float) and times * epochs > 1
+        reading.set(f"{section}.{word}strategy", "steps" if is_share else "epoch", times_key)
+        if is_share:
+            reading.set(f"{section}.{word}steps", math.floor(1e6 / (times * epochs)) / 1e6, times_key)
     elif strategy is not None:
         value = "no" if strategy is False else strategy
         reading.set(f"{section}.{word}strategy", value, strategy_key)
