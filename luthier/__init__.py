@@ -62,6 +62,12 @@ if TYPE_CHECKING:
     from luthier.encoding.tokenizer import AddedTokens as AddedTokens
     from luthier.encoding.tokenizer import Tokenizer as Tokenizer
     from luthier.encoding.tokenizer import load_tokenizer as load_tokenizer
+    from luthier.engines.engine import Completion as Completion
+    from luthier.engines.engine import Engine as Engine
+    from luthier.engines.engine import Finish as Finish
+    from luthier.engines.engine import Refusal as Refusal
+    from luthier.engines.engine import Request as Request
+    from luthier.engines.local import LocalEngine as LocalEngine
     from luthier.errors import BudgetError as BudgetError
     from luthier.errors import CheckpointError as CheckpointError
     from luthier.errors import ConfigError as ConfigError
