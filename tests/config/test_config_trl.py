@@ -353,3 +353,23 @@ def test_example_files_train(tmp_path: Path, name: str, rows: list[Mapping[str, 
         "warmup_steps=0", f"data.store={tmp_path / 'store'}", "tracking.progress=false",
     ])  # fmt: skip
     assert result.exit_code == 0 and len(result.steps) == 2
+
+
+@pytest.mark.parametrize("text", [
+    "deepspeed: {zero_optimization: [1]}\n",
+    "deepspeed: [1]\n",
+    "datasets: [{path: json, data_files: []}]\n",
+    "datasets: [5]\n",
+    "model_init_kwargs: '[1]'\n",
+    "loss_type: [[]]\n",
+    "accelerate_config: nowhere.yaml\n",
+], ids=str)  # fmt: skip
+def test_values_of_a_wrong_kind_are_told_and_never_raise_anything_else(text: str) -> None:
+    said = "objective.name=dpo" if "loss" in text else "objective.name=sft"
+    assert keys_refused(RUN + text, said) != []
+
+
+@pytest.mark.parametrize("rows", [b"", b"\xff\xfe", b"[", b'{"a":' * 50_000, b"null\n"])
+def test_rows_that_cannot_be_read_leave_the_command_open(tmp_path: Path, rows: bytes) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(rows)
+    assert keys_refused(RUN.replace("owner/rows", str(tmp_path / "rows.jsonl"))) == ["objective.name"]

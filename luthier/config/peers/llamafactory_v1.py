@@ -10,10 +10,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, beside, names_of, share_as_deepspeed
+from luthier.config.peers.translation import (
+    OUR_SECTIONS,
+    Peer,
+    Translator,
+    beside,
+    mapping_beside,
+    names_of,
+    share_as_deepspeed,
+)
 from luthier.config.peers.trl_rows import columns_of, train_all_parts
 from luthier.config.tree import MappingNode, plain
-from luthier.config.yaml_text import parse_yaml
 
 _MARKS = frozenset({"model_class", "kernel_config", "dist_config", "quant_config", "optim_config", "init_config",
                     "micro_batch_size", "cutoff_len", "batching_strategy", "sample_backend"})  # fmt: skip
@@ -47,8 +54,8 @@ def _rest(reading: Translator, key: str, section: dict[str, Any]) -> None:
 
 
 def _data(reading: Translator) -> None:
-    exports = reading.entries.get("peft_config")
-    if exports is not None and "export_dir" in (plain(exports) or {}):  # type: ignore[operator]
+    adapter = reading.entries.get("peft_config")
+    if isinstance(adapter, MappingNode) and "export_dir" in adapter.entries:
         reading.refuse("peft_config.export_dir", "this file merges and exports a model, it trains nothing",
                        "a run with adapter.merge: true also writes the model merged")  # fmt: skip
         reading.is_no_run = True
@@ -61,12 +68,10 @@ def _data(reading: Translator) -> None:
         return
     listed, where = {"default": {"path": str(name), "source": "local" if os.path.exists(str(name)) else "hf_hub"}}, name
     if str(name).endswith((".yaml", ".yml")):
-        if (file := beside(str(name), reading.name)) is None:
-            reading.refuse("train_dataset", f"there is no such file: {name}", "paths start from the current directory")
+        listed, where = mapping_beside(reading, "train_dataset", name), beside(str(name), reading.name) or name
+        if not listed:
             reading.is_no_run = True
             return
-        tree = parse_yaml(file.read_text(encoding="utf-8"), str(file)).tree
-        listed, where = (plain(tree) if isinstance(tree, MappingNode) else {}), file  # type: ignore[assignment]
     sources = [_source(reading, str(where), name, entry) for name, entry in listed.items()]
     if any("max_rows" in source for source in sources):
         reading.told.append(
@@ -86,10 +91,10 @@ def _source(reading: Translator, where: str, name: str, entry: Any) -> dict[str,
     else:
         source = {"path": f"hub:{path}"}
     converter = given.pop("converter", None)
-    if converter is not None and converter not in _FORMATS:
+    if converter is not None and str(converter) not in _FORMATS:
         reading.refuse("train_dataset", f"{where}: {name} has a converter {converter}", f"choose {', '.join(_FORMATS)}")
     elif converter is not None:
-        source["format"] = _FORMATS[converter]
+        source["format"] = _FORMATS[str(converter)]
     for theirs, ours in (("split", "split"), ("size", "max_rows"), ("weight", "weight"), ("streaming", "streaming")):
         value = given.pop(theirs, None)
         is_usual = (theirs, value) in (("split", "train"), ("streaming", False))
@@ -280,11 +285,11 @@ def _devices(reading: Translator) -> None:
         reading.told.append(f"dist_config: {what} whole on each device, not divided between several")
     elif name is not None:
         reading.set("runtime.sharding", "none" if name == "ddp" else "fsdp", "dist_config")
-    if int(section.get("ep_size") or 1) > 1:
+    if section.get("ep_size") not in (None, 1):
         reading.told.append(
             "dist_config: experts are divided as all weights are, not by ep_size; the results are the same"
         )
-    if int(reading.take("cp_size") or 1) > 1:
+    if reading.take("cp_size") not in (None, 1):
         reading.told.append("cp_size: each row is on one device, not divided between several; the results are the same")
     reading.take("cp_mode")
     if isinstance(seconds := reading.take("dist_timeout"), int) and seconds <= _NO_BOUND:

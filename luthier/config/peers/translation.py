@@ -281,6 +281,23 @@ def beside(path: str, name: str) -> Path | None:
     return next((start / path for start in starts if (start / path).is_file()), None)
 
 
+def mapping_beside(reading: Translator, key: str, path: object) -> dict[str, Any]:
+    """What a YAML file says that theirs names by ``key``; nothing, and a problem, where it is no mapping."""
+    if (file := beside(str(path), reading.name)) is None:
+        reading.refuse(key, f"there is no such file: {path}", "paths start from the current directory")
+        return {}
+    try:
+        parsed = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, ValueError) as error:
+        reading.refuse(key, f"{file} cannot be read: {error}")
+        return {}
+    reading.problems += parsed.problems
+    if not isinstance(parsed.tree, MappingNode):
+        reading.refuse(key, f"{file} is no mapping of keys to values")
+        return {}
+    return {name: plain(value) for name, value in parsed.tree.entries.items()}
+
+
 def share_as_deepspeed(reading: Translator, path: object) -> None:
     """What a file of DeepSpeed's says, or its settings themselves, of sharing a model between processes.
 
@@ -299,13 +316,16 @@ def share_as_deepspeed(reading: Translator, path: object) -> None:
         except (OSError, ValueError) as error:
             reading.refuse("deepspeed", f"{file} is not JSON: {error}")
             return
-    zero = settings.get("zero_optimization", {}) if isinstance(settings, dict) else {}
+    if not isinstance(settings, dict) or not isinstance(zero := settings.get("zero_optimization", {}), dict):
+        reading.refuse("deepspeed", "its settings are no mapping with zero_optimization: {stage: 3}")
+        return
     stage = zero.get("stage", 0)
     reading.set("runtime.sharding", "fsdp" if stage else "none", "deepspeed")
     if "tensor_parallel" in settings:
         reading.refuse("deepspeed", "its tensor_parallel divides single products", "use a file without it")
     what = "shares weights, gradients and optimizer state (runtime.sharding: fsdp)" if stage else "shares nothing"
-    offloads = any(zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param"))
+    moved = [zero.get(key) for key in ("offload_optimizer", "offload_param")]
+    offloads = any(isinstance(each, dict) and each.get("device", "none") != "none" for each in moved)
     alone = "on one GPU, runtime.sharding=none train.offload=optimizer do so"
     kept = f"; nothing is moved to the CPU, which only costs GPU memory ({alone})" if offloads else ""
     reading.told.append(f"deepspeed: ZeRO-{stage} {what}{kept}")

@@ -17,14 +17,13 @@ from luthier.config.peers.translation import (
     OUR_SECTIONS,
     Peer,
     Translator,
-    beside,
     config_of,
+    mapping_beside,
     names_of,
     share_as_deepspeed,
 )
 from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons, train_all_parts
 from luthier.config.tree import MappingNode, plain
-from luthier.config.yaml_text import parse_yaml
 
 _COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}  # TRL's command -> objective.name
 _FOREIGN = frozenset(
@@ -299,6 +298,8 @@ def _mapping(reading: Translator, key: str) -> dict[str, Any]:
         except ValueError as error:
             reading.refuse(key, f"this is not JSON: {error}", "write a mapping")
             return {}
+    if value is not None and not isinstance(value, dict):
+        reading.refuse(key, "this is no mapping", f"for example {key}: {{name: value}}")
     return dict(value) if isinstance(value, dict) else {}
 
 
@@ -392,15 +393,10 @@ def _shares(reading: Translator, launch: object) -> bool:
     profile = {**known, "multi_gpu": False, "single_gpu": False}.get(str(launch))
     if profile is not None:
         return profile
-    if (file := beside(str(launch), reading.name)) is None:
-        reading.refuse(
-            "accelerate_config", f"there is no such file: {launch}", "paths start from the current directory"
-        )
-        return False
-    tree = parse_yaml(file.read_text(encoding="utf-8"), str(file)).tree
-    settings: Any = plain(tree) if isinstance(tree, MappingNode) else {}
-    zero = settings.get("deepspeed_config") or {}
-    return str(settings.get("distributed_type")).upper() == "FSDP" or bool(zero.get("zero_stage"))
+    settings = mapping_beside(reading, "accelerate_config", launch)
+    zero = settings.get("deepspeed_config")
+    divides = isinstance(zero, dict) and bool(zero.get("zero_stage"))
+    return divides or str(settings.get("distributed_type")).upper() == "FSDP"
 
 
 def _folder(reading: Translator) -> None:
@@ -419,9 +415,8 @@ def _folder(reading: Translator) -> None:
     if reading.flag("push_to_hub"):
         reading.told.append("push_to_hub: nothing is uploaded; hf upload NAME DIR/model does it after the run")
         reading.passed["push_to_hub"] = "nothing is uploaded"
-    variables = reading.take("env")
-    unset = {name: value for name, value in (variables if isinstance(variables, dict) else {}).items()
-             if os.environ.get(str(name)) != str(value)}  # fmt: skip
+    variables = _mapping(reading, "env")
+    unset = {name: value for name, value in variables.items() if os.environ.get(str(name)) != str(value)}
     if unset:
         said = " ".join(f"{name}={value}" for name, value in unset.items())
         reading.told.append(f"env: variables of the environment are not set by a file; write {said} before the command")

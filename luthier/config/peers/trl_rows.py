@@ -7,6 +7,7 @@ what cannot be read is told where rows are read.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from luthier.config.tree import plain
 _BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # what TRL names in place of a data set, beside data_files
 _SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _NO_LIMIT = 131_072  # tokens, where `max_length: null` asks for no limit and the model tells none
+_MOST_FILES = 10_000  # of a folder that one is looked for in
 _SLICE = re.compile(r"([\w.-]+)\[:(\d+)\]")
 _JSON, _CELLS, _TABLES = {".json", ".jsonl", ".ndjson"}, {".csv": ",", ".tsv": "\t"}, {".parquet"}
 _FIRST_BYTES = 4 << 20  # of a JSON file: a first row that is longer is not looked at
@@ -63,7 +65,7 @@ def columns_of(path: str, split: str = "train") -> RowColumns | None:
                 header = frozenset(next(csv.reader(cells, delimiter=_CELLS[file.suffix]), ()))
             return RowColumns(names=header, texts=header)
         return _of_json(file)
-    except (OSError, ValueError, csv.Error, pa.ArrowException):
+    except (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException):
         return None
 
 
@@ -71,9 +73,8 @@ def _first_file(path: Path, split: str) -> Path | None:
     known = _JSON | set(_CELLS) | _TABLES
     if path.is_file():
         return path if path.suffix in known else None
-    files = [
-        file for file in sorted(path.rglob("*")) if file.suffix in known and not file.name.startswith(("dataset_", "."))
-    ]
+    seen = sorted(itertools.islice(path.rglob("*"), _MOST_FILES)) if path.is_dir() else []
+    files = [file for file in seen if file.suffix in known and not file.name.startswith(("dataset_", "."))]
     of_split = [file for file in files if split in (file.stem.split("-")[0], file.parent.name)]
     return next(iter(of_split or files), None)
 
@@ -206,7 +207,9 @@ def _files_of(reading: Translator, entry: Mapping[str, Any]) -> list[str]:
     path, files, folder = str(entry["path"]), entry.get("data_files"), str(entry.get("data_dir") or "")
     if isinstance(files, dict):
         files = files.get(str(entry.get("split") or "train"))
-    if files is None:
+    if not files and not folder and path in _BUILDERS:
+        reading.refuse("datasets", f"{path} says how files are written, and no file is named", "add data_files")
+    if not files:
         return [str(Path(path) / folder) if folder else path]
     if path in _BUILDERS or _is_local(path):
         start = Path(folder) if path in _BUILDERS else Path(path) / folder
