@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from luthier.config.objective import Objective as Objective
     from luthier.config.objective import register_loss as register_loss
     from luthier.config.objective import register_objective as register_objective
+    from luthier.config.schema import GenerateConfig as GenerateConfig
     from luthier.config.schema import RunConfig as RunConfig
     from luthier.encoding.interface import EncodeOptions as EncodeOptions
     from luthier.encoding.interface import encode as encode
