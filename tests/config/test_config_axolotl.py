@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Environment
 
 from luthier.config.dumping import dump_translation
 from luthier.config.explain import what_is_meant
@@ -16,6 +17,7 @@ from luthier.config.peers.axolotl_rows import chat_of
 from luthier.config.tree import parse_path
 from luthier.config.words import schema_at
 from luthier.errors import ConfigError
+from luthier.presets.named_templates import named_template
 
 TABLE: dict[str, Any] = dict(AXOLOTL.table)
 KEYS: list[str] = json.loads(Path(__file__).with_name("other_tools.json").read_text(encoding="utf-8"))["axolotl"]
@@ -287,6 +289,29 @@ def test_what_is_wrong_or_missing_is_told_by_their_key_alone(text: str, key: str
     assert keys_refused(text) == [key]
 
 
+INTRO = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+
+
+@pytest.mark.parametrize(("kind", "text"), [
+    ("alpaca", f"{INTRO}\n\n### Instruction:\nSay hi.\n\n### Response:\nHi</s>"),
+    ("alpaca:chat", f"SYSTEM: {INTRO}\nUSER: Say hi.\nASSISTANT:Hi</s>"),
+    ("alpaca:phi", f"<|system|>\n{INTRO}<|end|>\n<|user|>\nSay hi.<|end|>\n<|assistant|>\nHi</s>"),
+    ("alpaca_chat.load_no_prompt", "USER: Say hi.\nASSISTANT:Hi</s>"),
+    ("{system_prompt: Be kind., field_instruction: instruction, system_format: '<<{system}>>', "
+     "format: '[I] {instruction} [/I]'}", "<<Be kind.>>[I] Say hi. [/I]Hi</s>"),
+    ("{system_prompt: 'He said \"no\"', system_format: '{system} |', no_input_format: '{instruction}\\n'}",
+     'He said "no" |Say hi.\\nHi</s>'),
+], ids=str)  # fmt: skip
+def test_rows_are_written_as_axolotl_writes_them(kind: str, text: str) -> None:
+    run = load_config_text(SFT.replace("chat_template", kind), "theirs.yml", check_paths=False).template
+    assert run.chat_template is not None
+    source = named_template(run.chat_template) or run.chat_template
+    system = [{"role": "system", "content": run.default_system}] if run.default_system else []
+    messages = [*system, {"role": "user", "content": "Say hi."}, {"role": "assistant", "content": "Hi"}]
+    shown = Environment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+    assert shown.render(messages=messages, bos_token="<s>", eos_token="</s>").rstrip() == f"<s>{text}"
+
+
 def test_a_fault_below_a_data_set_names_their_line_and_key() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config_text(SFT.replace("chat_template", "jeopardy"), "theirs.yml", check_paths=False)
@@ -322,19 +347,21 @@ def overrides_for(folder: Path, data: Path) -> list[str]:
     ]  # fmt: skip
 
 
+TURNS = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}
+
+
 @pytest.mark.shared
 @pytest.mark.parametrize(("name", "data", "more"), [
     ("archived/tiny-llama/lora.yml", "alpaca_en_demo.json", ["load_in_8bit=false"]),
     ("archived/starcoder2/qlora.yml", "alpaca_en_demo.json", ["optimizer=adamw_torch"]),
-    ("gemma3/gemma-3-4b-qlora.yml", "glaive_toolcall_en_demo.json",
-     ["load_in_4bit=false", "adapter=lora", "optimizer=adamw_torch", "sequence_len=1024", "data.first_rows=5",
-      "data.max_drop=0.9"]),
+    ("gemma3/gemma-3-4b-qlora.yml", None, ["load_in_4bit=false", "adapter=lora", "optimizer=adamw_torch"]),
 ])  # fmt: skip
-def test_example_files_train(shared: Path, tmp_path: Path, name: str, data: str, more: list[str]) -> None:
+def test_example_files_train(shared: Path, tmp_path: Path, name: str, data: str | None, more: list[str]) -> None:
     from luthier.library import train
 
-    overrides = [*overrides_for(tmp_path, shared / "data" / "demo" / data), *more]
-    result = train(examples(shared)[name], overrides=overrides)
+    (tmp_path / "turns.jsonl").write_text(f"{json.dumps(TURNS)}\n" * 8, encoding="utf-8")
+    rows = tmp_path / "turns.jsonl" if data is None else shared / "data" / "demo" / data
+    result = train(examples(shared)[name], overrides=[*overrides_for(tmp_path, rows), *more])
     assert result.exit_code == 0 and len(result.steps) == 2
 
 
