@@ -256,6 +256,8 @@ class SourceConfig(Section):
     the text is left alone."""
     thinking_tags: Annotated[Texts, AfterValidator(_check_pair)] = ["<think>", "</think>"]
     """The opening and the closing tag of thinking in an assistant's text."""
+    drop_system: bool = False
+    """Leave out the system messages of the rows, for a template that takes none."""
     rendered: bool = False
     """Texts were rendered by a template already: control strings in them are meant as control tokens. Plain text and
     text pairs are taken as they are, nothing put around them."""

@@ -55,6 +55,7 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
         rules=tuple(TargetRule(**rule.model_dump()) for rule in config.targets),
         media_root=None if config.media_root is None else str(config.media_root),
         rendered=config.rendered,
+        drop_system=config.drop_system,
         same_role=SameRole.KEEP if config.same_role is None else config.same_role,
         text_limit=config.text_limit,
         version=rule.version,

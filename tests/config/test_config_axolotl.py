@@ -37,7 +37,6 @@ REFUSED = {
     **{f"expert_parallel/qwen3_30ba3b_ep_{name}_4gpu.yaml": ["expert_parallel_size"] for name in ("fft", "lora")},
     "falcon-e/falcon-e-3b-ft.yaml": ["use_onebitllms"],
     "falcon-h1/falcon-h1-1b-qlora-cp.yaml": ["context_parapllel_size"],
-    "gemma2/qlora.yml": ["datasets[0].drop_system_message"],
     "gemma4/26b-a4b-moe-nvfp4-lora.yaml": ["dsv4_fp4_grouped_mode"],
 }  # fmt: skip
 
@@ -226,6 +225,7 @@ def rows(entry: str, more: str = "", key: str = "datasets") -> str:
     (rows("path: r.jsonl, type: chat_template, roles_to_train: [gpt]"), "data.train[0].targets", []),
     (rows("path: r.jsonl, type: chat_template, roles_to_train: []"), "data.train[0].train_on", "none"),
     (rows("path: r.jsonl, type: chat_template, train_on_eos: none"), "template.train_stop", False),
+    (rows("path: r.jsonl, type: chat_template, drop_system_message: true"), "data.train[0].drop_system", True),
     (rows("path: r.jsonl, type: alpaca"), "template.chat_template", "alpaca"),
     (rows("path: r.jsonl, type: 'alpaca:chatml'"), "template.chat_template", "chatml"),
     (rows("path: r.jsonl, type: alpaca_chat.load_qa"), "data.train[0].columns",

@@ -234,6 +234,15 @@ def test_text_rows_are_documents() -> None:
     assert convert({"text": "Once <image>"}) == Document(parts=(Text(text="Once <image>"),), address=ADDRESS)
 
 
+def test_system_messages_are_left_out_where_the_source_drops_them() -> None:
+    row = {"messages": [{"role": "system", "content": "Be brief."}, USER, ASSISTANT], "system": "Be kind."}
+    kept, dropped = convert(row), convert(row, drop_system=True)
+    assert isinstance(kept, Conversation) and isinstance(dropped, Conversation)
+    assert kept.messages[1:] == dropped.messages and kept.messages[0].role == "system"
+    with pytest.raises(RowError, check=reason_is("empty_messages")):
+        convert({"messages": [{"role": "system", "content": "Be brief."}]}, drop_system=True)
+
+
 def test_text_in_pieces_is_learned_where_its_labels_say() -> None:
     row = {"segments": [{"label": False, "text": "Q"}, {"label": True, "text": "A"}, {"label": True, "text": ""}]}
     assert convert(row) == Document(parts=(Text(text="Q", train=False), Text(text="A", train=True)), address=ADDRESS)

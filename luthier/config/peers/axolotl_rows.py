@@ -190,10 +190,11 @@ class _DataSet:
             return {"split": ("split", str(split))}
         match = re.fullmatch(r"(\w+)\[:([1-9]\d*)\]", str(split))
         if match is not None:
-            return {"split": ("split", match[1]), "first_rows": ("split", int(match[2]))}
+            named = {} if match[1] == "train" else {"split": ("split", match[1])}
+            return {**named, "first_rows": ("split", int(match[2]))}
         if "[" in str(split):
             self._refuse("split", f"of files, {split} is not taken", "write train[:1000] for the first 1,000 rows")
-        return {"split": ("split", str(split))}
+        return {} if split == "train" else {"split": ("split", str(split))}
 
     # ------------------------------------------------------------------ how rows are written
 
@@ -359,7 +360,9 @@ class _DataSet:
         for key, value in self.left.items():
             if value in (None, False, "", [], {}):
                 continue
-            if key in table["keys"]:
+            if key == "drop_system_message":
+                settings["drop_system"] = (key, True)
+            elif key in table["keys"]:
                 settings[table["keys"][key]] = (key, str(value))
             elif key in table["columns"]:
                 self.columns[table["columns"][key]] = str(value)

@@ -49,6 +49,7 @@ class Layout:
     ``columns`` maps our column names to the file's; a name that is not there has no column in this source.
     ``train_on`` and ``rules`` are the source's own say on what is learned. ``media_root`` is what relative media paths
     are joined with; None: the folder of the row's file. ``rendered``: texts hold control tokens on purpose.
+    ``drop_system``: system messages are left out.
     ``text_limit``: texts of so many characters or more are refused; None: none is. ``version`` is that of a plugin's
     format; it is part of the key of each row in the store.
     """
@@ -61,6 +62,7 @@ class Layout:
     media_root: str | None = None
     rendered: bool = False
     same_role: SameRole = SameRole.KEEP
+    drop_system: bool = False
     text_limit: int | None = None
     version: str = ""
 
