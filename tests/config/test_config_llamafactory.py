@@ -123,6 +123,9 @@ def test_their_defaults_are_written_out() -> None:
     ("template: qwen3_vl\n", "data.media_root", "data"),  # media are looked for in dataset_dir
     ("template: qwen3_vl\n", "media.max_pixels", 589824),
     ("template: qwen3\n", "media.max_pixels", None),
+    ("template: qwen3_vl\n", "media.min_pixels", None),  # the processor's own least is above theirs
+    ("template: qwen3_vl\n", "media.video_max_pixels", 65536 * 128),  # it counts all frames
+    ("template: qwen2_vl\n", "media.video_max_pixels", 65536),
     ("template: yi\n", "template.chat_template", "own_or_yi"),  # of a model that is not here yet
     ("dataset: a,b\nmix_strategy: interleave_over\ninterleave_probs: 0.7,0.3\n", "data.use_weights", [0.7, 0.3]),
     ("temperature: 0.2\n", "generate.top_p", 0.7),  # what is open has their default

@@ -86,6 +86,7 @@ def _is_multimodal(reading: Translator) -> bool:
 def read_template(reading: Translator) -> None:
     if _is_multimodal(reading):
         reading.fill_in("defaults", "media")
+        _whole_videos(reading)
     name, thinking = reading.take("template"), reading.take("enable_thinking")
     if name is not None:
         own = has_own_template(str(reading.take("model_name_or_path")))
@@ -103,6 +104,22 @@ def read_template(reading: Translator) -> None:
     for key, who in (("train_on_prompt", "all"), ("mask_history", "last_assistant")):
         if reading.flag(key):
             reading.set("template.train_on", who, key)
+
+
+def _whole_videos(reading: Translator) -> None:
+    """Their limit is that of a frame. Where a family's processor counts all frames, it is that of the longest video."""
+    name = reading.entries.get("template")
+    if not isinstance(name, Scalar) or name.value not in reading.peer.table["multimodal"]["whole_videos"]:
+        return
+    pixels, frames = reading.take("video_max_pixels"), reading.take("video_maxlen")
+    reading.read.discard("video_maxlen")
+    if not isinstance(pixels, int) or not isinstance(frames, int):
+        return
+    reading.set("media.video_max_pixels", pixels * frames, "video_max_pixels")
+    reading.told.append(
+        f"video_max_pixels: this model counts the pixels of all frames together, {frames} times {pixels}; the frames "
+        "of a short video are larger than LLaMA-Factory's"
+    )
 
 
 def read_lengths(reading: Translator) -> None:
