@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from luthier.config.peers.trl import TRL
 from luthier.config.tree import parse_path
 from luthier.config.words import schema_at
 from luthier.errors import ConfigError
+from luthier.presets import tokenizer_folder
 
 TABLE: dict[str, Any] = dict(TRL.table)
 EXAMPLES = sorted((Path(__file__).parent / "trl").glob("*.yaml"))
@@ -181,11 +183,13 @@ def test_all_of_a_model_that_sees_is_trained(tmp_path: Path) -> None:
 
 def test_every_key_of_theirs_has_a_meaning(fields: dict[str, dict[str, object]]) -> None:
     """Written with its own default every key is read; and each may be an override."""
+    read: set[str] = set()
     for command, defaults in fields.items():
         for key, value in defaults.items():
             assert TRL.has_key(key), key
-            if key in ("datasets", "dataset_name", "model_name_or_path", "output_dir"):
+            if key in read or key in ("datasets", "dataset_name", "model_name_or_path", "output_dir"):
                 continue
+            read.add(key)
             load_config_text(
                 f"{RUN}{key}: {json.dumps(value)}\n", "theirs.yaml", [f"objective.name={command}"], check_paths=False
             )
@@ -308,19 +312,57 @@ def test_folders_are_read_by_split(tmp_path: Path) -> None:
     assert (source["train_on"], source["format"]) == ("assistant", "prompt_completion")
 
 
-def test_prompts_and_completions_of_text_are_joined_without_a_template(tmp_path: Path) -> None:
-    """As TRL joins them, with an end token behind; the prompt is read only."""
+@pytest.fixture(scope="module")
+def trained_by_trl(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], list[tuple[list[int], list[bool]]]]:
+    """Rows as TRL's own trainer prepares them: ids, and which of them it learns."""
+    import datasets
+    import transformers
+
+    with warnings.catch_warnings():  # the libraries warn as they set up
+        warnings.simplefilter("ignore")
+        import trl
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder("tiny"))
+    config = transformers.Qwen3Config(vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, head_dim=4,
+                                      num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+    model, out = transformers.Qwen3ForCausalLM(config), tmp_path_factory.mktemp("trl")
+
+    def prepare(path: Path) -> list[tuple[list[int], list[bool]]]:
+        rows = datasets.Dataset.from_list([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            args = trl.SFTConfig(output_dir=str(out), use_cpu=True, bf16=False, report_to="none")
+            trainer = trl.SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+        found = [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
+        return sorted((list(ids), [label >= 0 for label in labels[1:]]) for ids, labels in found)
+
+    return prepare
+
+
+@pytest.mark.parametrize(("row", "num_after_stop"), [
+    (MESSAGES, 0),
+    (PAIR, 0),
+    (TALK_PAIR, 1),  # TRL learns what the template prints behind the stop token, which inference never shows
+    ({"text": "The red planet is Mars."}, 0),
+], ids=["messages", "texts", "talk", "text"])  # fmt: skip
+def test_ids_and_labels_are_those_of_trl(
+    tmp_path: Path,
+    trained_by_trl: Callable[[Path], list[tuple[list[int], list[bool]]]],
+    row: Mapping[str, object],
+    num_after_stop: int,
+) -> None:
     import luthier
 
-    path, config = rows_file(tmp_path, PAIR), tmp_path / "sft.json"
+    path, config = rows_file(tmp_path, row), tmp_path / "sft.json"
     config.write_text(
         json.dumps({"model_name_or_path": "preset:tiny-qwen3", "dataset_name": str(path)}), encoding="utf-8"
     )
-    tokenizer = luthier.load_tokenizer("preset:tiny-qwen3")
-    (batch,) = luthier.Loader(config, overrides=[f"data.store={tmp_path / 'store'}", "max_length=64"])
-    assert tokenizer.decode(batch.model_inputs["input_ids"][0]) == "Which planet is red? Mars.<|im_end|>"
-    labels = batch.labels_BT[0]
-    assert tokenizer.decode(labels[labels >= 0]) == " Mars.<|im_end|>"
+    (batch,) = luthier.Loader(config, overrides=[f"data.store={tmp_path / 'store'}"])
+    ((ids, learned),) = trained_by_trl(path)
+    assert batch.model_inputs["input_ids"][0].tolist() == ids
+    assert (batch.labels_BT[0] >= 0).tolist()[:-1] == learned[: len(learned) - num_after_stop] + [
+        False
+    ] * num_after_stop
 
 
 # ------------------------------------------------------------------ whole files
