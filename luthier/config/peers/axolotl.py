@@ -241,6 +241,10 @@ def _quantization(reading: Translator) -> None:
     if kind == "qlora" and not four:
         reading.refuse("adapter", "qlora is LoRA beside weights in four bits, and load_in_4bit is not on",
                        "write load_in_4bit: true, or adapter: lora")  # fmt: skip
+    loaded_as = reading.take("model_quantization_config_kwargs")
+    if isinstance(loaded_as, dict) and loaded_as.get("dequantize") is True:
+        reading.take("model_quantization_config")
+        reading.passed["model_quantization_config"] = "weights in mxfp4 or fp8 are read whole, as dequantize asks"
     if not (four or eight):
         return
     reading.set("model.quantization.type", "nf4" if four else "int8", of)
