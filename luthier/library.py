@@ -338,10 +338,8 @@ def _described(
     with draft.placing():
         if not draft.config.train.enabled:
             what = "this description is of a model that answers: it trains nothing"
-            problem = draft.problem(
-                "train.enabled", what, "luthier config show prints it; to train, name data to train on"
-            )
-            raise ConfigError([problem])
+            hint = "luthier predict has it answer rows; to train, name data to train on"
+            raise ConfigError([draft.problem("train.enabled", what, hint)])
         notes = _checked_to_train(draft) if to_train else list(_found_to_plan(draft)) if to_plan else []
         read = () if draft.translation is None else draft.translation.summary
         for event in (draft.config, *(Remark(text=text) for text in (*read, *notes))):

@@ -6,6 +6,7 @@ Nothing here imports torch or transformers; commands import what they need when 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import sys
@@ -23,6 +24,9 @@ from luthier.cli.output import STDOUT, as_mistake, error_as_json
 from luthier.errors import ConfigError, RowError, UserError
 from luthier.terminal import stderr_terminal
 from luthier.writing import to_json
+
+# torchao is imported where it is installed, and torch then warns of its enums: nothing that a user could change.
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPT, EXIT_TERMINATED = 0, 1, 2, 130, 143
 

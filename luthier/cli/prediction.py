@@ -6,13 +6,15 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import Overrides
 
 RunFolder = Annotated[
-    str, typer.Argument(metavar="RUN", help="The output.dir of a run that was trained.", show_default=False)
+    str,
+    typer.Argument(metavar="RUN", help="The output.dir of a trained run, or a description.", show_default=False),
 ]
 Data = Annotated[str | None, typer.Option(metavar="FILE", help="Rows to answer. Without it, the run's held-out rows.")]
 Out = Annotated[str | None, typer.Option(metavar="DIR", help="Where answers go; RUN/predictions/NAME without it.")]
@@ -54,6 +56,7 @@ def predict(  # noqa: PLR0913
     [dim]Example[/]   luthier predict output/quickstart --data questions.jsonl generate.max_new_tokens=64
     """
     with reporting(json) as output:
+        from luthier.config.loading import is_description, load_draft
         from luthier.prediction.predicting import PredictOptions
         from luthier.prediction.predicting import predict as predict_rows
 
@@ -62,6 +65,10 @@ def predict(  # noqa: PLR0913
         def progressed(done: int, total: int) -> None:
             console.print(f"[dim]answered[/] {done:,} of {total:,}")
 
+        if is_description(run):
+            translation = load_draft(run, overrides or ()).translation
+            for line in () if translation is None else translation.summary:
+                console.print(f"[yellow]{escape(line)}[/]", highlight=False)
         options = PredictOptions(
             data=data,
             out=out,

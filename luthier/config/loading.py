@@ -64,6 +64,11 @@ def _as_text(config: RunConfig | Dictionary[str, object]) -> str:
     return json.dumps(values, default=str)
 
 
+def is_description(path: Path | str) -> bool:
+    """Whether a name is that of a run description, and not of a run's folder."""
+    return Path(path).suffix.lower() in (".yaml", ".yml", ".json")
+
+
 def load_config_text(
     text: str, name: str = "<text>", overrides: Sequence[str] = (), *, check_paths: bool = True
 ) -> RunConfig:

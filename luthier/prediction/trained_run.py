@@ -1,10 +1,10 @@
-"""A run's folder as a model that answers: its weights or adapter, its tokenizer and template, its stops."""
+"""What answers: a run's folder or a described model, with its weights or adapters, its tokenizer and its stops."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from luthier.config.choices import QuantizationType
-from luthier.config.loading import load_config
+from luthier.config.loading import is_description, load_config
 from luthier.config.schema import GenerateConfig, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine
 from luthier.errors import ModelError, UserError
 from luthier.loader.run_settings import media_of
-from luthier.models.adapter_files import load_to_answer
-from luthier.models.model import is_reward_model, load_model, run_device
+from luthier.models.adapter_files import load_to_answer, merge_first
+from luthier.models.model import is_reward_model, load_model, quantize_whole, run_device
 from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
 from luthier.training.assemble import BASE_FOLDER
@@ -37,9 +37,11 @@ ADAPTER_FILE, GENERATION_FILE = "adapter_config.json", "generation_config.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainedRun:
-    """A finished run.
+    """A finished run, or a model that is described and not trained.
 
+    folder   where its predictions go
     config   its description, with the model and tokenizer that it left behind in the place of those it began with
+    adapter  the folder of the adapter that it answers with, beside those that are merged first
     encoder  of its rows and prompts
     stops    ids that end an answer, as training learned them
     digest   of its result, by which it is told from other runs
@@ -47,6 +49,7 @@ class TrainedRun:
 
     folder: Path
     config: RunConfig
+    adapter: str | None
     encoder: Encoder
     stops: frozenset[int]
     digest: str
@@ -65,22 +68,45 @@ class TrainedRun:
         if self.config.runtime.threads is not None:
             torch.set_num_threads(self.config.runtime.threads)
         tokenizer = self.encoder.tokenizer
-        model: PreTrainedModel | PeftModel = load_model(self.config, Vocabulary.of(tokenizer)).model
+        loaded = load_model(self.config, Vocabulary.of(tokenizer))
+        loaded = replace(loaded, model=merge_first(loaded.model, self.config.adapter))
+        model: PreTrainedModel | PeftModel = quantize_whole(loaded, self.config).model
         if (family := decoder_family(model.config)) is not None:
             raise UserError(f"answers of {family.name} are not generated: its decoder stands beside an encoder")
-        if (self.folder / MODEL_FOLDER / ADAPTER_FILE).is_file():
-            model = load_to_answer(model, str(self.folder / MODEL_FOLDER))
+        if self.adapter is not None:
+            model = load_to_answer(model, self.adapter)
         model.to(run_device(self.config))
         media = media_of(self.config, tokenizer.files.folder)
         return LocalEngine(model.eval(), tokenizer, media=media, batch_size=batch_size)
 
 
-def open_run(folder: Path, overrides: Sequence[str] = ()) -> TrainedRun:
-    """The run in a folder (``output.dir`` of ``luthier train``). ``overrides`` are of its description:
+def open_run(path: Path, overrides: Sequence[str] = ()) -> TrainedRun:
+    """The run in a folder (``output.dir`` of ``luthier train``), or of a description: the run that it has left, or the
+    model as it is where the description trains nothing. ``overrides`` are of the description:
     ``generate.max_new_tokens=64``.
 
     Raises `UserError` where no finished run is there, or one of a reward model, and `ConfigError`.
     """
+    if not is_description(path):
+        return _left_behind(path, overrides)
+    config = load_config(path, overrides)
+    if config.train.enabled:
+        return _left_behind(config.output.dir, overrides)
+    if is_reward_model(config):
+        raise UserError(f"{path} describes a reward model, which gives numbers and no answers")
+    encoder = Encoder.from_config(config)
+    source = Path(config.model.name_or_path).expanduser()
+    return TrainedRun(
+        folder=config.output.dir,
+        config=config,
+        adapter=config.adapter.name_or_path,
+        encoder=encoder,
+        stops=frozenset({*encoder.tokenizer.stop_token_ids, *_saved_stops(source)}),
+        digest=sha256(config.model_dump_json(include={"model", "adapter", "template"}).encode()).hexdigest(),
+    )
+
+
+def _left_behind(folder: Path, overrides: Sequence[str]) -> TrainedRun:
     trained, described = folder / MODEL_FOLDER, folder / RUN_CONFIG
     if not described.is_file() or not trained.is_dir():
         lacking = RUN_CONFIG if not described.is_file() else f"{MODEL_FOLDER}/"
@@ -95,6 +121,7 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> TrainedRun:
     return TrainedRun(
         folder=folder,
         config=config,
+        adapter=str(trained) if (trained / ADAPTER_FILE).is_file() else None,
         encoder=encoder,
         stops=frozenset({*encoder.tokenizer.stop_token_ids, *_saved_stops(trained)}),
         digest=sha256(result.read_bytes() if result.is_file() else described.read_bytes()).hexdigest(),

@@ -295,3 +295,42 @@ def test_a_metric_of_ones_own_is_measured_with_the_others(monkeypatch: pytest.Mo
     chosen, _ = chosen_metrics(["same_length"])
     assert measured(chosen, {"a": [("ab", "cd")], "b": [("a", "bc")]}) == {"same_length": {"mean": 0.5}}
     assert replace(chosen["same_length"], package="no_such_package").is_here is False
+
+
+# ----------------------------------------------------------------------------------------- descriptions that answer
+
+
+def described(folder: Path, lora: RunResult, rows: Path, adapter: dict[str, Any]) -> Path:
+    path = folder / "answers.yaml"
+    run = Path(lora.output_dir)
+    path.write_text(json.dumps({
+        "model": str(run / "base"), "data": {"eval": str(rows)}, "train": {"enabled": False}, "adapter": adapter,
+        "generate": GENERATE, "output": {"dir": str(folder / "answers")},
+    }))  # fmt: skip
+    return path
+
+
+def test_a_description_that_trains_nothing_answers_with_its_adapters(
+    lora: RunResult, questions: Path, tmp_path: Path
+) -> None:
+    run = Path(lora.output_dir)
+    expected = told(luthier.predict(run, luthier.PredictOptions(data=questions, out=tmp_path / "of_run")))
+    base = described(tmp_path, lora, questions, {"type": "lora"})
+    without = told(luthier.predict(base))
+    (tmp_path / "merged").mkdir()
+    merged = described(tmp_path / "merged", lora, questions, {"type": "lora", "merge_first": [str(run / "model")]})
+    (tmp_path / "beside").mkdir()
+    beside = described(tmp_path / "beside", lora, questions, {"type": "lora", "name_or_path": str(run / "model")})
+    assert told(luthier.predict(merged)) == told(luthier.predict(beside)) == expected != without
+    with pytest.raises(UserError) as caught:
+        luthier.train(merged)
+    assert "luthier predict" in str(caught.value)
+
+
+def test_a_description_that_trains_is_the_run_that_it_has_left(lora: RunResult, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: preset:tiny-qwen3\ndata: {{train: preset:skills}}\noutput: {{dir: {lora.output_dir}}}\n")
+    assert trained_run.open_run(path).digest == trained_run.open_run(Path(lora.output_dir)).digest
+    path.write_text(path.read_text().replace(str(lora.output_dir), str(tmp_path / "nothing")))
+    with pytest.raises(UserError, match="holds no finished run"):
+        luthier.predict(path)
