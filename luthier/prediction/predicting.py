@@ -34,12 +34,8 @@ from luthier.training.generate import Question, questions_of, shown, wanted
 from luthier.writing import to_json, write_text
 
 SHARD = 64  # questions whose answers are kept together: what a killed process loses at most
-PREDICTION_FILE, SHARDS, PREDICTIONS_FILE, METRICS_FILE = (
-    "prediction.json",
-    "shards",
-    "predictions.jsonl",
-    "metrics.json",
-)
+PREDICTIONS, SHARDS = "predictions", "shards"  # folders: in that of the run, in that of a prediction
+PREDICTION_FILE, PREDICTIONS_FILE, METRICS_FILE = "prediction.json", "predictions.jsonl", "metrics.json"
 Turns = Literal["last", "every"]
 OnProgress = Callable[[int, int], None]  # answered so far, of how many
 
@@ -137,7 +133,7 @@ def predict(
         raise UserError(f"samples is {samples}; at least one answer is given to each row")
     rows = _rows(opened, None if data is None else str(data), options.turns)
     name = "eval" if data is None else Path(str(data).replace(":", "_")).stem
-    folder = opened.folder / "predictions" / name if options.out is None else Path(options.out).expanduser()
+    folder = opened.folder / PREDICTIONS / name if options.out is None else Path(options.out).expanduser()
     told = {
         "luthier": __version__,
         "run": opened.digest,
@@ -234,7 +230,8 @@ def _held_out(run: TrainedRun) -> Iterator[tuple[Segment, bool]]:
     if not run.config.data.eval_split:
         hint = "name a file of rows (--data FILE)"
         raise UserError(f"the run in {run.folder} has no held-out rows", hint=hint)
-    held_out = load_rows(run.config).held_out
+    output = run.config.output.model_copy(update={"dir": run.folder / PREDICTIONS})  # lost rows are named there
+    held_out = load_rows(run.config.model_copy(update={"output": output})).held_out
     for index in () if held_out is None else wanted(held_out):
         assert held_out is not None
         yield held_out[index], False

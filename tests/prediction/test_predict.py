@@ -92,6 +92,7 @@ def test_a_run_of_all_weights_with_settings_of_its_own_answers_as_it_did_whereve
     assert told(found) == answered_in_training(result)
     assert found.folder == moved / "predictions" / "eval"
     assert len(told(found)) == ROWS
+    assert not result.path.exists(), "nothing is written where the folder was"
     assert "assistant:calm" in lines(found)[0]["prompt"]
 
 
