@@ -335,3 +335,21 @@ def test_a_description_that_trains_is_the_run_that_it_has_left(lora: RunResult, 
     path.write_text(path.read_text().replace(str(lora.output_dir), str(tmp_path / "nothing")))
     with pytest.raises(UserError, match="holds no finished run"):
         luthier.predict(path)
+
+
+def test_a_file_of_llamafactory_that_only_answers_answers_as_the_run_whose_adapter_it_names(
+    lora: RunResult, tmp_path: Path
+) -> None:
+    rows = [{"instruction": f"Which way is {word}?", "output": "North."} for word in ("up", "down", "left", "home")]
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    (tmp_path / "dataset_info.json").write_text('{"some": {"file_name": "rows.json"}}', encoding="utf-8")
+    run = Path(lora.output_dir)
+    file = tmp_path / "theirs.yaml"
+    file.write_text(
+        f"model_name_or_path: {run / 'base'}\nadapter_name_or_path: {run / 'model'}\ndo_predict: true\n"
+        f"eval_dataset: some\ndataset_dir: {tmp_path}\ndo_sample: false\nmax_new_tokens: 12\n"
+        f"output_dir: {tmp_path / 'answers'}\n",
+        encoding="utf-8",
+    )
+    expected = told(luthier.predict(run, luthier.PredictOptions(data=tmp_path / "rows.json", out=tmp_path / "run")))
+    assert told(luthier.predict(file)) == expected and len(expected) == 4
