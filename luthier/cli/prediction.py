@@ -78,7 +78,8 @@ def predict(  # noqa: PLR0913
             overwrite=overwrite,
         )
         found = predict_rows(run, options, overrides=overrides or (), on_progress=progressed)
-        console.print(_table(found.metrics["metrics"]))
+        if found.metrics["compared"]:
+            console.print(_table(found.metrics["metrics"]))
         if found.metrics["not_installed"]:
             names = ", ".join(found.metrics["not_installed"])
             console.print(f"[yellow]not measured, as their packages are not installed: {names}[/]")

@@ -58,7 +58,8 @@ def _answers(reading: Translator, of: str) -> None:
     for key in [key for key in reading.entries if key.startswith(("lora_", "vllm_", "sglang_")) or key in _ANSWERED]:
         reading.take(key)
         reading.passed[key] = "the model is loaded and answers by Luthier's own engine"
-    reading.told.append(f"{of}: this file trains nothing; luthier predict has its model answer, all adapters merged")
+    merged = "" if adapters is None else ", with all of its adapters merged"
+    reading.told.append(f"{of}: this file trains nothing; luthier predict has its model answer{merged}")
 
 
 _ANSWERED = ("infer_dtype", "overwrite_output_dir", "per_device_eval_batch_size", "report_to",
