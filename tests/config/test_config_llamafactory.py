@@ -18,6 +18,7 @@ from luthier.errors import ConfigError
 
 TABLE: dict[str, Any] = dict(LLAMA_FACTORY.table)
 SFT = "model_name_or_path: preset:tiny-qwen3\nstage: sft\ndataset: some\n"
+AXOLOTL_SFT = "base_model: preset:tiny-qwen3\ndatasets: [{path: preset:skills, type: chat_template}]\n"
 KEYS: list[str] = json.loads(Path(__file__).with_name("other_tools.json").read_text(encoding="utf-8"))["llamafactory"]
 
 # Files that are refused, and the keys that say why; all others of LLaMA-Factory's examples are translated.
@@ -66,6 +67,14 @@ def test_lines_of_the_table_name_keys_that_are_there() -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_of_theirs_may_be_written_over_on_the_command_line(key: str) -> None:
     assert LLAMA_FACTORY.has_key(key)
+
+
+@pytest.mark.parametrize(("file", "key"), [
+    *((SFT, key) for key in ("base_model", "micro_batch_size", "name", "batch_size", "lora_r", "max_length2")),
+    *((AXOLOTL_SFT, key) for key in ("lora_rank", "cutoff_len", "model_name_or_path", "name", "beta")),
+])  # fmt: skip
+def test_a_key_that_only_another_tool_has_is_refused_and_never_obeyed(file: str, key: str) -> None:
+    assert keys_refused(f"{file}{key}: 7\n") == [key]
 
 
 def test_the_table_for_messages_and_the_table_for_files_agree() -> None:

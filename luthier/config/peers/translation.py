@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,19 +83,24 @@ class Peer:
 
     def has_key(self, key: str) -> bool:
         """True for a key that a file of this tool may have, or for one below it, such as ``datasets[0].path``."""
-        path, read = parse_path(key), self.table.get("read", ())
-        if key in read:
-            return True
-        if path is None or (len(path) > 1 and path[0] in known_keys(())):
-            return False
-        key = str(path[0])
-        listed = {name for names in self.table["passed"].values() for name in names}
-        listed |= {*self.table["keys"], *self.table["missing"], *read}
-        return key in listed or what_is_meant(key) is not None
+        path = parse_path(key)
+        if key in self.known or path is None:
+            return key in self.known
+        return str(path[0]) in self.known and not (len(path) > 1 and path[0] in known_keys(()))
+
+    @property
+    def known(self) -> frozenset[str]:
+        """All keys that the tool has."""
+        return _known(self.file)
 
     def translate(self, tree: MappingNode, name: str) -> Translation:
         """Read a file of this tool; ``name`` is its path, for messages."""
         reading = Translator(peer=self, name=name, entries=dict(tree.entries))
+        for key in [key for key in tree.entries if key not in self.known]:
+            close = difflib.get_close_matches(key, self.known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "remove the line"
+            reading.refuse(key, f"{self.name} has no such key", hint)
+            reading.take(key)
         for rule in self.rules:
             rule(reading)
             if reading.is_no_run:  # one reason is enough: none of it is read
@@ -112,6 +117,20 @@ class Peer:
 @functools.cache
 def _table(file: str) -> Mapping[str, Any]:
     return tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _known(file: str) -> frozenset[str]:
+    table = _table(file)
+    lists: list[Iterable[str]] = [table.get("read", ()), table.get("elsewhere", ()), _names(table["defaults"])]
+    lists += [table.get(name, ()) for name in ("keys", "missing", "off", "older")]
+    lists += [keys for name in ("passed", "commands", "on_policy") for keys in table.get(name, {}).values()]
+    return frozenset(key for keys in lists for key in keys)
+
+
+def _names(defaults: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in defaults.items():
+        yield from _names(value) if isinstance(value, dict) else (key,)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -215,9 +234,7 @@ def read_one(reading: Translator, key: str) -> None:
         return
     match what_is_meant(key, value):
         case None:
-            close = difflib.get_close_matches(key, table["keys"], n=1)
-            hint = f"did you mean {close[0]}?" if close else "remove the line"
-            reading.refuse(key, f"{reading.peer.name} has no such key, nor has Luthier", hint)
+            raise AssertionError(f"{reading.peer.name}'s key {key} has no meaning")
         case Meant(key=str(ours), value=str(written)):
             parsed = parse_yaml(written, reading.name, line_numbers=False).tree
             assert parsed is not None, written

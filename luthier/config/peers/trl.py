@@ -6,7 +6,6 @@ name its command: that follows from its keys, or from the columns of local rows,
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -44,27 +43,11 @@ def _is_its(tree: MappingNode) -> bool:
 
 
 def _keys(reading: Translator) -> None:
-    """Keys that TRL calls otherwise now, and those that none of its commands has: it would refuse them, too."""
-    table = reading.peer.table
-    for old, new in table["older"].items():
+    """Keys that TRL calls otherwise now."""
+    for old, new in reading.peer.table["older"].items():
         if old in reading.entries and new not in reading.entries:
             reading.entries[new] = reading.entries[old]
             reading.take(old)
-    lists = [*table["passed"].values(), *table["commands"].values(), *table["on_policy"].values()]
-    known = {
-        *table["keys"],
-        *table["missing"],
-        *table["older"],
-        *table["defaults"],
-        *table["read"],
-        *table["elsewhere"],
-    }
-    known |= {key for keys in lists for key in keys}
-    for key in reading.entries.keys() - known:
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "remove the line"
-        reading.refuse(key, "none of trl sft, dpo, kto and reward has this key", hint)
-        reading.take(key)
     if reading.entries.get("model_name_or_path") is None:
         reading.refuse("model_name_or_path", "no model is named", "add model_name_or_path=NAME to the command")
         reading.is_no_run = True
