@@ -327,11 +327,11 @@ def trained_by_trl(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path],
                                       num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
     model, out = transformers.Qwen3ForCausalLM(config), tmp_path_factory.mktemp("trl")
 
-    def prepare(path: Path) -> list[tuple[list[int], list[bool]]]:
+    def prepare(path: Path, **more: object) -> list[tuple[list[int], list[bool]]]:
         rows = datasets.Dataset.from_list([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            args = trl.SFTConfig(output_dir=str(out), use_cpu=True, bf16=False, report_to="none")
+            args = trl.SFTConfig(output_dir=str(out), use_cpu=True, bf16=False, report_to="none", **more)
             trainer = trl.SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
         found = [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
         return sorted((list(ids), [label >= 0 for label in labels[1:]]) for ids, labels in found)
@@ -339,26 +339,33 @@ def trained_by_trl(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path],
     return prepare
 
 
-@pytest.mark.parametrize(("row", "num_after_stop"), [
-    (MESSAGES, 0),
-    (PAIR, 0),
-    (TALK_PAIR, 1),  # TRL learns what the template prints behind the stop token, which inference never shows
-    ({"text": "The red planet is Mars."}, 0),
-], ids=["messages", "texts", "talk", "text"])  # fmt: skip
+WHOLE = {"completion_only_loss": False}
+
+
+@pytest.mark.parametrize(("row", "more", "num_after_stop"), [
+    (MESSAGES, {}, 0),
+    (PAIR, {}, 0),
+    (PAIR, WHOLE, 0),
+    (TALK_PAIR, {}, 1),  # TRL learns what the template prints behind the stop token, which inference never shows
+    (TALK_PAIR, WHOLE, 0),
+    ({**TALK_PAIR, "prompt": [*TALK_PAIR["completion"], *TALK_PAIR["prompt"]]}, WHOLE, 0),  # an answer in the prompt
+    ({"text": "The red planet is Mars."}, {}, 0),
+], ids=["messages", "texts", "texts, whole", "talk", "talk, whole", "answers, whole", "text"])  # fmt: skip
 def test_ids_and_labels_are_those_of_trl(
     tmp_path: Path,
-    trained_by_trl: Callable[[Path], list[tuple[list[int], list[bool]]]],
+    trained_by_trl: Callable[..., list[tuple[list[int], list[bool]]]],
     row: Mapping[str, object],
+    more: Mapping[str, object],
     num_after_stop: int,
 ) -> None:
     import luthier
 
     path, config = rows_file(tmp_path, row), tmp_path / "sft.json"
     config.write_text(
-        json.dumps({"model_name_or_path": "preset:tiny-qwen3", "dataset_name": str(path)}), encoding="utf-8"
+        json.dumps({"model_name_or_path": "preset:tiny-qwen3", "dataset_name": str(path), **more}), encoding="utf-8"
     )
     (batch,) = luthier.Loader(config, overrides=[f"data.store={tmp_path / 'store'}"])
-    ((ids, learned),) = trained_by_trl(path)
+    ((ids, learned),) = trained_by_trl(path, **more)
     assert batch.model_inputs["input_ids"][0].tolist() == ids
     assert (batch.labels_BT[0] >= 0).tolist()[:-1] == learned[: len(learned) - num_after_stop] + [
         False

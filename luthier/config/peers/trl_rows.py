@@ -256,9 +256,9 @@ def _source(reading: Translator, given: Mapping[str, Any]) -> dict[str, Any]:
         source["format"] = "prompt_completion"
         if rows is not None and {"prompt", "completion"} <= rows.texts:  # TRL joins them without a template
             source |= {"format": "text", "columns": {"text": "completion", "prompt": "prompt"}}
-            if learns(reading) == "all":
-                source["train_on"] = "all"
-        elif learns(reading) is None:
+        if learns(reading) == "all":
+            source["train_on"] = "all"
+        elif learns(reading) is None and source["format"] != "text":
             source["train_on"] = "assistant"
     return source
 

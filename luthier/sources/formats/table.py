@@ -40,12 +40,13 @@ def convert_alpaca(reading: Reading) -> Row:
 
 
 def convert_prompt_completion(reading: Reading) -> Row:
-    """A prompt and its completion, each text or messages. Only the completion is learned."""
+    """A prompt and its completion, each text or messages. Only the completion is learned, unless the data set says
+    ``train_on: all``."""
     if not reading.has("response"):
         raise reading.missing("response")
     if reading.layout.rendered:
         return _rendered_pair(reading)
-    return _answered(reading, mark_prompt=True)
+    return _answered(reading, mark_prompt=reading.train_on() != "all")
 
 
 def convert_text(reading: Reading) -> Document:
