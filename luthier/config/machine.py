@@ -34,6 +34,7 @@ from luthier.errors import Problem
 
 MAX_LISTED = 10_000  # files of a folder that a near name is looked for among
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ROWS = re.compile(r"[\w.-]+(/[\w.-]+)*")  # perhaps one folder of a data set
 _TEMPLATE_NAME = re.compile(r"[\w-]+(\.\d+)?")  # chatml, openchat-3.6; chat.jinja is a file
 
 
@@ -79,7 +80,7 @@ def _source(draft: Draft, key: str, source: SourceConfig) -> Iterator[Problem]:
         yield from _preset(draft, at, path, DATA_PRESETS)
     elif path.startswith(("hub:", "modelscope:")):
         hub, _, name = path.partition(":")
-        if not _HUB_ID.fullmatch(name):
+        if not _HUB_ROWS.fullmatch(name):
             yield draft.problem(at, f'"{source.path}" names no data set of the Hub', f"write {hub}:OWNER/NAME")
     elif re.match(r"[a-z][a-z0-9+]*://", path):
         yield draft.problem(at, f'"{source.path}" is an address, not a file', "download it, and name the file")

@@ -41,7 +41,7 @@ def told(model: str = "preset:tiny-qwen3", train: str = "preset:skills", more: s
         ("data/train.jsonl#-5", ('"-5" rows',)),
         ("data/nope.jsonl#5", ("no such file {cwd}/data/nope.jsonl (",)),
         ("preset:skils", ('no preset "skils"', "did you mean preset:skills?")),
-        ("hub:a/b/c", ("no data set of the Hub", "hub:OWNER/NAME")),
+        ("hub:a//c", ("no data set of the Hub", "hub:OWNER/NAME")),
         ("tatsu-lab/alpaca", ("no such file", "hub:tatsu-lab/alpaca")),
         ("https://example.org/x.jsonl", ("an address, not a file", "download")),
     ],
@@ -54,7 +54,7 @@ def test_training_data_that_is_not_there_is_told(folder: Path, path: str, pieces
 
 @pytest.mark.parametrize(
     "path", ["data", "data/train.jsonl", "data/train.jsonl#10", "data/*.jsonl", "data/a#b.jsonl", "data/a#b.jsonl#3",
-             "hub:tatsu-lab/alpaca", "hub:squad", "preset:skills", "preset:skills#100"],
+             "hub:tatsu-lab/alpaca", "hub:squad", "hub:owner/name/folder", "preset:skills", "preset:skills#100"],
 )  # fmt: skip
 def test_training_data_that_is_there_is_accepted(folder: Path, path: str) -> None:
     assert told(train=f'"{path}"') == ""

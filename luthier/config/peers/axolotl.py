@@ -342,6 +342,8 @@ def _optimizer(reading: Translator) -> None:
         reading.set("train.warmup_steps", steps, "warmup_steps")
     elif share is not None:
         reading.set("train.warmup_steps", share, "warmup_ratio")
+        if "warmup_ratio" in reading.defaults:
+            reading.told.append(f"warmup_steps: {share:.0%} of all steps; of more than 3,333, axolotl warms up for 100")
     if (rates := reading.take("embedding_lr")) is not None:
         reading.set("train.learning_rates.embedding", rates, "embedding_lr")
 
