@@ -74,16 +74,22 @@ class BatchRow:
         """What its random numbers are made of beside the place: the seed, the request's key, the sample."""
         return self.settings.seed or 0, self.request.key, self.sample
 
-    def noise(self, position: int, size: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Gumbel noise [V] for the token at this place of the answer: the likeliest token behind it is a draw.
+    def draw(self, position: int) -> float:
+        """The uniform number in [0, 1) that the token at this place of the answer is drawn by.
 
         It is computed from `noise_key` and the place, by a counter-based generator.
-        Maddison et al., "A* sampling", 2014.
         """
         seed, request, sample = self.noise_key
         key, counter = np.array([seed, request], np.uint64), np.array([0, 0, sample, position], np.uint64)
-        generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
-        return np.asarray(-np.log(-np.log(generator.random(size) + 1e-300)))
+        return float(np.random.Generator(np.random.Philox(key=key, counter=counter)).random())
+
+
+def token_at(scores_V: torch.Tensor, draw: float) -> torch.Tensor:
+    """The token, int64[], whose part of [0, 1) a draw falls into, each part being as long as its probability; one of
+    probability 0 has none."""
+    sums_V = scores_V.double().softmax(-1).cumsum(-1)
+    below = torch.nextafter(sums_V[-1], torch.zeros_like(sums_V[-1]))  # a product may be rounded up to the sum
+    return torch.searchsorted(sums_V, torch.minimum(draw * sums_V[-1], below), right=True)
 
 
 class Choosing:
@@ -102,11 +108,10 @@ class Choosing:
             if not row.rules and not row.settings.do_sample:
                 continue
             own = slice(self.width - len(row.request.prompt), None)  # padding is no text of this row
-            scores_V = row.rules(ids_BT[number : number + 1, own], scores_BV[number : number + 1].clone())[0].double()
-            if row.settings.do_sample:
-                noise_V = row.noise(ids_BT.shape[1] - self.width, scores_V.shape[0])
-                scores_V = scores_V + torch.from_numpy(noise_V).to(scores_V.device)
-            chosen_B[number] = scores_V.argmax()
+            scores_V = row.rules(ids_BT[number : number + 1, own], scores_BV[number : number + 1].clone())[0]
+            position = ids_BT.shape[1] - self.width
+            drawn = row.settings.do_sample
+            chosen_B[number] = token_at(scores_V, row.draw(position)) if drawn else scores_V.argmax()
         self.logprobs.append(scores_BV.log_softmax(-1).gather(1, chosen_B[:, None])[:, 0].cpu())
         return torch.full_like(scores_BV, -torch.inf).scatter_(1, chosen_B[:, None], 0.0)
 

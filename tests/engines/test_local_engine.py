@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ import luthier
 from luthier.config.schema import GenerateConfig
 from luthier.engines.engine import Completion, Finish, Refusal, Request
 from luthier.engines.local import LocalEngine
-from luthier.engines.next_tokens import BatchRow
+from luthier.engines.next_tokens import BatchRow, token_at
 from luthier.presets import model_folder
 
 TOKENIZER = luthier.load_tokenizer("preset:tiny-qwen3")
@@ -120,13 +121,15 @@ def test_samples_differ_from_each_other_and_are_fixed_by_seed_key_and_number(mod
 
 
 def test_draws_have_the_probabilities_of_the_model() -> None:
-    """10,000 draws from four tokens, within four standard deviations of each share."""
-    shares = np.array([0.5, 0.3, 0.15, 0.05])
+    """10,000 draws from five tokens, within four standard deviations of each share; one has none."""
+    shares = np.array([0.0, 0.5, 0.3, 0.15, 0.05])
     request = Request(prompt=np.array([1], np.int32), settings=GenerateConfig(do_sample=True), key=0)
     row = BatchRow(request=request, sample=0, features={})
-    drawn = [int((np.log(shares) + row.noise(position, 4)).argmax()) for position in range(10_000)]
-    counts = np.bincount(drawn, minlength=4) / 10_000
-    assert (abs(counts - shares) < 4 * np.sqrt(shares * (1 - shares) / 10_000)).all()
+    scores = torch.from_numpy(shares).log() + 3.0
+    drawn = [int(token_at(scores, row.draw(position))) for position in range(10_000)]
+    counts = np.bincount(drawn, minlength=5) / 10_000
+    assert int(token_at(scores, 0.0)) == 1 and int(token_at(scores, math.nextafter(1.0, 0.0))) == 4
+    assert (abs(counts - shares) <= 4 * np.sqrt(shares * (1 - shares) / 10_000)).all()
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED, {"repetition_penalty": 3.0}, {"num_beams": 3}], ids=str)
