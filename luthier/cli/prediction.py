@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import Overrides
+from luthier.errors import UserError
 
 RunFolder = Annotated[
     str,
@@ -57,6 +59,11 @@ def predict(  # noqa: PLR0913
     """
     with reporting(json) as output:
         from luthier.config.loading import is_description, load_draft
+
+        if not Path(run).expanduser().exists():  # told before torch is loaded
+            hint = "name the output.dir of a run that luthier train has finished, or a run description"
+            raise UserError(f"there is no {run}", hint=hint)
+
         from luthier.prediction.predicting import PredictOptions
         from luthier.prediction.predicting import predict as predict_rows
 
