@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import Offload
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.schema import AdapterType, Packing, Precision, RunConfig
+from luthier.config.schema import AdapterType, Packing, Precision, RunConfig, TrainConfig
 from luthier.errors import ModelError, UserError
 from luthier.packing import EpochPlan, SegmentTable
 
@@ -41,11 +41,8 @@ LOSS_CHUNK_BYTES = 1 << 26  # what the loss copies to float32 at a time
 Ints = NDArray[np.int64]
 
 # Bytes of optimizer state for each byte (of weights) or number (of 8-bit and 4-bit ones) that is trained.
-_STATES = {
-    "adam_mini": 1.0, "muon": 1.0, "adam": 2.0, "ademamix": 3.0, "lion": 1.0, "adagrad": 1.0, "rmsprop": 1.0,
-    "radam": 2.0,
-}  # fmt: skip
-_NEARLY_STATELESS = ("adafactor", "sgd", "lomo", "adalomo", "galore", "apollo")
+_STATES = {"adam_mini": 1.0, "adam": 2.0, "ademamix": 3.0, "lion": 1.0, "adagrad": 1.0, "rmsprop": 1.0, "radam": 2.0}
+_NEARLY_STATELESS = ("adafactor", "sgd", "lomo", "adalomo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -193,15 +190,20 @@ def memory_of(shape: ModelShape, work: EpochWork, config: RunConfig, *, on_gpu: 
         casts=(2 * shape.trainable if in_16_bits and shape.is_single else 0)
         + (2 if in_16_bits else 4) * shape.largest_quantized,
         gradients=0 if OPTIMIZERS[config.train.optim].in_backward else shape.gradient_bytes,
-        optimizer=0 if is_offloaded else round(optimizer_bytes(config.train.optim, shape)),
+        optimizer=0 if is_offloaded else round(optimizer_bytes(config.train, shape)),
         activations=_activation_bytes(shape, work.largest_tokens, config, in_16_bits=in_16_bits),
         logits=2 * (2 if in_16_bits else 4) * work.largest_targets * shape.vocabulary + LOSS_CHUNK_BYTES,
         reserve=RESERVE_BYTES if on_gpu else 0,
     )
 
 
-def optimizer_bytes(name: str, shape: ModelShape) -> float:
+def optimizer_bytes(train: TrainConfig, shape: ModelShape) -> float:
     """Bytes of an optimizer's state, which follows the type of what it trains, or is of 8 or 4 bits a number."""
+    name, number = train.optim, shape.gradient_bytes / max(1, shape.trainable)
+    if name == "muon" or name.startswith(("galore", "apollo")):
+        rest = shape.trainable - sum(rows * columns for rows, columns in shape.hidden)
+        inner = sum(_hidden_states(train, *sizes) for sizes in shape.hidden)
+        return (1.0 if "8bit" in name else number) * (inner + (0 if "adafactor" in name else 2 * rest))
     if any(part in name for part in _NEARLY_STATELESS):
         return 0.0
     if name == "badam":
@@ -210,6 +212,18 @@ def optimizer_bytes(name: str, shape: ModelShape) -> float:
     if "8bit" in name:
         return states * shape.trainable
     return states * shape.trainable / 2 if "4bit" in name else states * shape.gradient_bytes
+
+
+def _hidden_states(train: TrainConfig, rows: int, columns: int) -> int:
+    """Numbers of state for one matrix: Muon's momentum, or two moments of a projected gradient and the projection."""
+    if train.optim == "muon":
+        return rows * columns
+    given: dict[str, Any] = {**OPTIMIZERS[train.optim].settings, **train.optim_args}
+    rank, kind = min(rows, columns, int(given["rank"])), given["proj_type"]
+    sides: dict[str, int] = {"reverse_std": min(rows, columns), "right": rows, "left": columns, "full": rank}
+    kept = max(rows, columns) if isinstance(kind, tuple) else sides.get(kind, max(rows, columns))
+    projection = rank * (rows + columns - (0 if kind == "full" else kept))
+    return projection + (0 if "adafactor" in train.optim else 2 * rank * kept)
 
 
 def _activation_bytes(shape: ModelShape, tokens: int, config: RunConfig, *, in_16_bits: bool) -> int:
@@ -356,6 +370,7 @@ class ModelShape:
     kept_whole               numbers of all quantized weights, where autograd keeps them whole for the backward pass
     trains_norms             whether norms are trained, which keeps what they multiply
     gradient_bytes           of those that are trained
+    hidden                   rows and columns of each trained matrix of a linear layer, but the head
     body, trained_body       parameters that each token is multiplied with, without the head; of experts, the chosen
     head                     parameters of the head, which is computed at targets only
     trains_head              whether the head has gradients
@@ -372,6 +387,7 @@ class ModelShape:
     kept_whole: int
     trains_norms: bool
     gradient_bytes: int
+    hidden: tuple[tuple[int, int], ...]
     body: int
     trained_body: int
     head: int
@@ -437,6 +453,7 @@ def shape_of(
         trains_norms=any(one.requires_grad and one.ndim == 1 and "norm" in name for name, one in everything),
         largest_quantized=max((one.numel() for _, one in everything if id(one) in quantized), default=0),
         gradient_bytes=sum(_num_bytes(one) for _, one in everything if one.requires_grad),
+        hidden=tuple((len(one), one.shape[1]) for _, one in matrices if one.requires_grad and one.ndim == 2),
         body=_count(matrices, active),
         trained_body=_count([(name, one) for name, one in matrices if one.requires_grad], active),
         head=table[0] * table[1],
