@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peer_files import value_of
 
 from luthier.config.dumping import dump_translation
 from luthier.config.loading import load_config_text, load_draft
@@ -252,10 +253,7 @@ def test_their_defaults_are_written_out(fields: dict[str, dict[str, object]]) ->
     ("packing: false\npush_to_hub: true\nhub_model_id: a/b\n", "objective.name", "sft"),
 ], ids=str)  # fmt: skip
 def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) -> None:
-    run: Any = loaded(RUN + text)
-    for step in parse_path(ours) or ():
-        run = run[step]
-    assert run == value
+    assert value_of(RUN + text, ours) == value
 
 
 @pytest.mark.parametrize(("text", "key"), [

@@ -36,7 +36,7 @@ def _purpose(reading: Translator) -> None:
     """What the file is for. What learns from answers that are drawn in the run is no run of ours."""
     reading.entries = {key: _number(node) for key, node in reading.entries.items() if value_of(node) is not None}
     reading.fill_in("defaults")
-    rl = reading.take("rl")
+    rl, told = reading.take("rl"), len(reading.problems)
     if rl in ("grpo", "gdpo", "ebft"):
         reading.refuse("rl", f"{rl} learns from answers drawn in the run, Luthier from rows that are there before it")
     elif rl not in (None, False, "", "kto", *_PAIRS):
@@ -50,7 +50,7 @@ def _purpose(reading: Translator) -> None:
         reading.take(key)  # read below, where rows ask for it
     for index, name in enumerate(names_of(reading.take("plugins") or [])):
         _plugin(reading, index, name)
-    reading.is_no_run = bool(reading.problems)
+    reading.is_no_run = len(reading.problems) > told
 
 
 def _number(node: Node) -> Node:

@@ -25,6 +25,10 @@ from luthier.config.tree import MappingNode, plain
 _MARKS = frozenset({"model_class", "kernel_config", "dist_config", "quant_config", "optim_config", "init_config",
                     "micro_batch_size", "cutoff_len", "batching_strategy", "sample_backend"})  # fmt: skip
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}
+# Of `dist_config`: where numbers lie and how they travel, which changes none of them.
+_PLACES = frozenset({"name", "config_file", "mixed_precision", "reshard_after_forward", "offload_params", "pin_memory",
+                     "ep_size", "ep_dispatcher", "fsdp_implementation", "hook_modules", "fsdp_ignored_modules",
+                     "chunk_size"})  # fmt: skip
 _NO_BOUND = 86_400  # seconds: whoever writes a longer time for ranks to wait wants none
 
 
@@ -157,7 +161,7 @@ def _model(reading: Translator) -> None:
     kernels = _section(reading, "kernel_config")
     if "liger_kernel" in names_of(kernels.get("name", "")):
         reading.set("model.use_liger_kernel", True, "kernel_config")
-    elif kernels:
+    if kernels.keys() - {"name"} or (kernels and "model.use_liger_kernel" not in reading.origins):
         reading.passed["kernel_config"] = "kernels are chosen by model.attn_implementation and model.use_liger_kernel"
     quantization = _section(reading, "quant_config")
     bits = quantization.pop("quantization_bit", 4 if quantization.get("name") == "bnb" else None)
@@ -254,13 +258,14 @@ def _optimizer(reading: Translator) -> None:
     """AdamW at one rate throughout, where the file names nothing else."""
     reading.defaults |= {"lr_scheduler_config"} - set(reading.entries)
     schedule = _section(reading, "lr_scheduler_config")
-    reading.set("train.lr_scheduler_type", schedule.get("name", "constant"), "lr_scheduler_config")
-    reading.set(
-        "train.warmup_steps", schedule.get("warmup_steps", schedule.get("warmup_ratio", 0)), "lr_scheduler_config"
-    )
+    reading.set("train.lr_scheduler_type", schedule.pop("name", "constant"), "lr_scheduler_config")
+    share = schedule.pop("warmup_ratio", 0)
+    reading.set("train.warmup_steps", schedule.pop("warmup_steps", share), "lr_scheduler_config")
+    _rest(reading, "lr_scheduler_config", schedule)
     section = _section(reading, "optim_config")
     name = section.pop("name", "adamw_torch")
-    section.pop("lr", None)
+    if section.pop("lr", None) is not None:
+        reading.passed["optim_config.lr"] = "learning_rate overrides it there, too"
     reading.defaults |= {"optim_config"} - set(reading.entries)
     reading.set("train.optim", name, "optim_config")
     reading.set("train.weight_decay", section.pop("wd", 0.1 if name == "muon" else 0.01), "optim_config")
@@ -285,6 +290,10 @@ def _devices(reading: Translator) -> None:
         reading.told.append(f"dist_config: {what} whole on each device, not divided between several")
     elif name is not None:
         reading.set("runtime.sharding", "none" if name == "ddp" else "fsdp", "dist_config")
+    if section.pop("dcp_path", None) is not None:
+        reading.refuse("dist_config.dcp_path", "weights are read from the model's folder, not from a torch checkpoint",
+                       "convert it to safetensors, and name that folder as the model")  # fmt: skip
+    _rest(reading, "dist_config", {key: value for key, value in section.items() if key not in _PLACES})
     if section.get("ep_size") not in (None, 1):
         reading.told.append(
             "dist_config: experts are divided as all weights are, not by ep_size; the results are the same"

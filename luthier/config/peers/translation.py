@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from luthier.config.explain import Meant, what_is_meant
+from luthier.config.explain import Meant, our_name, what_is_meant
 from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, find, parse_path, plain, put, show_path
 from luthier.config.words import kinds, known_keys, schema_at
 from luthier.config.yaml_text import parse_yaml
@@ -88,6 +88,17 @@ class Peer:
             return key in self.known
         return str(path[0]) in self.known and not (len(path) > 1 and path[0] in known_keys(()))
 
+    def _nearest(self, key: str) -> str | None:
+        """The key of this tool that means what another tool's ``key`` does, else the one that is spelled most alike."""
+        same = (
+            name for name in sorted(self.known) if (ours := self._ours(name)) is not None and ours == self._ours(key)
+        )
+        return next(same, next(iter(difflib.get_close_matches(key, self.known, n=1)), None))
+
+    def _ours(self, key: str) -> str | None:
+        meant: str | None = self.table["keys"].get(key) or our_name(key)
+        return meant
+
     @property
     def known(self) -> frozenset[str]:
         """All keys that the tool has."""
@@ -97,8 +108,8 @@ class Peer:
         """Read a file of this tool; ``name`` is its path, for messages."""
         reading = Translator(peer=self, name=name, entries=dict(tree.entries))
         for key in [key for key in tree.entries if key not in self.known]:
-            close = difflib.get_close_matches(key, self.known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "remove the line"
+            near = self._nearest(key)
+            hint = "remove the line" if near is None else f"did you mean {near}?"
             reading.refuse(key, f"{self.name} has no such key", hint)
             reading.take(key)
         for rule in self.rules:
