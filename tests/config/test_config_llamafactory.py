@@ -63,7 +63,8 @@ def test_a_key_that_only_another_tool_has_is_refused_and_never_obeyed(file: str,
 
 @pytest.mark.parametrize(("file", "key", "meant", "another"), [
     (SFT, "lora_r", "lora_rank", "learning_rate"), (SFT, "sequence_len", "cutoff_len", "lora_rank"),
-    (AXOLOTL_SFT, "lora_rank", "lora_r", "learning_rate"), (AXOLOTL_SFT, "cutoff_len", "sequence_len", "micro_batch_size"),
+    (AXOLOTL_SFT, "lora_rank", "lora_r", "learning_rate"),
+    (AXOLOTL_SFT, "cutoff_len", "sequence_len", "micro_batch_size"),
 ])  # fmt: skip
 def test_what_was_meant_is_told_together_with_every_other_fault(file: str, key: str, meant: str, another: str) -> None:
     with pytest.raises(ConfigError) as caught:
