@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -30,6 +30,7 @@ class Request:
     key: int
     media: tuple[MediaItem, ...] = ()
     num_samples: int = 1
+    top_logprobs: int = 0  # of how many likeliest tokens at each place the probabilities are told, too
 
 
 class Finish(StrEnum):
@@ -61,6 +62,26 @@ class Completion:
         return before_stop(tokenizer.decode(ids), stop_strings)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Step:
+    """What was added to sample ``sample`` of the answer to request ``key`` since the step before.
+
+    ids           int32[N]       the tokens, N >= 1
+    logprobs      float32[N]     as those of a `Completion`
+    top_ids       int32[N, K]    the K likeliest tokens at each place, the likeliest first; K is ``top_logprobs``
+    top_logprobs  float32[N, K]  theirs
+    finish        what ended the answer, in its last step; else None
+    """
+
+    key: int
+    sample: int
+    ids: Ids
+    logprobs: NDArray[np.float32]
+    top_ids: Ids
+    top_logprobs: NDArray[np.float32]
+    finish: Finish | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
     """A request that is not answered, and why: the reason and detail of a `RowError`."""
@@ -78,6 +99,23 @@ class Engine(Protocol):
 
     def score(self, ids: Ids, start: int, media: Sequence[MediaItem] = ()) -> NDArray[np.float32]:
         """Log-probabilities of ``ids[start:]``, float32[T - start], each behind all ids before it; ``start`` >= 1."""
+
+
+OnStep = Callable[[Step | Refusal], None]
+
+
+class Session(Protocol):
+    """An engine that is at work: requests come while others are answered. All its methods may be called by any thread,
+    and each request of a session has a key of its own."""
+
+    def submit(self, request: Request, on_step: OnStep) -> None:
+        """Begin an answer. ``on_step`` is called by a thread of the session, and is to return at once."""
+
+    def cancel(self, key: int) -> None:
+        """End a request's answers where they are: nothing more is told of it, and what it held is free again."""
+
+    def close(self) -> None:
+        """Cancel all requests, and end the session's threads."""
 
 
 def before_stop(text: str, stop_strings: Sequence[str]) -> str:
