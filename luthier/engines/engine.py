@@ -63,14 +63,14 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Step:
-    """What was added to sample ``sample`` of the answer to request ``key`` since the step before.
+class NewTokens:
+    """What was added to sample ``sample`` of the answer to request ``key`` since it was told last.
 
     ids           int32[N]       the tokens, N >= 1
     logprobs      float32[N]     as those of a `Completion`
     top_ids       int32[N, K]    the K likeliest tokens at each place, the likeliest first; K is ``top_logprobs``
     top_logprobs  float32[N, K]  theirs
-    finish        what ended the answer, in its last step; else None
+    finish        what ended the answer, with its last tokens; else None
     """
 
     key: int
@@ -101,15 +101,15 @@ class Engine(Protocol):
         """Log-probabilities of ``ids[start:]``, float32[T - start], each behind all ids before it; ``start`` >= 1."""
 
 
-OnStep = Callable[[Step | Refusal], None]
+OnTokens = Callable[[NewTokens | Refusal], None]
 
 
 class Session(Protocol):
     """An engine that is at work: requests come while others are answered. All its methods may be called by any thread,
     and each request of a session has a key of its own."""
 
-    def submit(self, request: Request, on_step: OnStep) -> None:
-        """Begin an answer. ``on_step`` is called by a thread of the session, and is to return at once."""
+    def submit(self, request: Request, on_tokens: OnTokens) -> None:
+        """Begin an answer. ``on_tokens`` is called by a thread of the session, and is to return at once."""
 
     def cancel(self, key: int) -> None:
         """End a request's answers where they are: nothing more is told of it, and what it held is free again."""
