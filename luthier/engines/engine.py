@@ -22,7 +22,8 @@ class Request:
     """One prompt, int32[T], with its ``media``, to be answered ``num_samples`` times under ``settings``.
 
     ``key`` names the request. What is drawn depends on the settings' seed (0 where there is none), the key, the number
-    of the sample and the place of the token, and on nothing else: not on the requests beside it.
+    of the sample and the place of the token, and on nothing else: not on the requests beside it. ``draw`` stands for
+    the key in this, so that a server gives two requests of one seed the same answer.
     """
 
     prompt: Ids
@@ -30,6 +31,7 @@ class Request:
     key: int
     media: tuple[MediaItem, ...] = ()
     num_samples: int = 1
+    draw: int | None = None
     top_logprobs: int = 0  # of how many likeliest tokens at each place the probabilities are told, too
 
 

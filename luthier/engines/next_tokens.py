@@ -71,8 +71,9 @@ class BatchRow:
 
     @property
     def noise_key(self) -> tuple[int, int, int]:
-        """What its random numbers are made of beside the place: the seed, the request's key, the sample."""
-        return self.settings.seed or 0, self.request.key, self.sample
+        """What its random numbers are made of beside the place: the seed, the request's key or what stands for it, the sample."""
+        draw = self.request.key if self.request.draw is None else self.request.draw
+        return self.settings.seed or 0, draw, self.sample
 
     def draw(self, position: int) -> float:
         """The uniform number in [0, 1) that the token at this place of the answer is drawn by.

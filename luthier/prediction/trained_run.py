@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -32,7 +33,7 @@ from luthier.training.folder.run_folder import MODEL_FOLDER, RUN_CONFIG
 from luthier.training.folder.state import unreadable
 from luthier.training.report.result import RESULT_FILE
 
-ADAPTER_FILE, GENERATION_FILE = "adapter_config.json", "generation_config.json"
+ADAPTER_FILE, GENERATION_FILE, MODEL_CONFIG = "adapter_config.json", "generation_config.json", "config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,16 +83,19 @@ class TrainedRun:
 
 def open_run(path: Path, overrides: Sequence[str] = ()) -> TrainedRun:
     """The run in a folder (``output.dir`` of ``luthier train``), or of a description: the run that it has left, or the
-    model as it is where the description trains nothing. ``overrides`` are of the description:
-    ``generate.max_new_tokens=64``.
+    model as it is where the description trains nothing. A name that is neither is that of a model: its folder,
+    ``preset:NAME`` or a Hub id. ``overrides`` are of the description: ``generate.max_new_tokens=64``.
 
     Raises `UserError` where no finished run is there, or one of a reward model, and `ConfigError`.
     """
-    if not is_description(path):
+    if is_description(path):
+        config = load_config(path, overrides)
+        if config.train.enabled:
+            return _left_behind(config.output.dir, overrides)
+    elif (name := _model_name(path)) is not None:
+        config = load_config({"model": name, "data": {}, "train": {"enabled": False}}, overrides)
+    else:
         return _left_behind(path, overrides)
-    config = load_config(path, overrides)
-    if config.train.enabled:
-        return _left_behind(config.output.dir, overrides)
     if is_reward_model(config):
         raise UserError(f"{path} describes a reward model, which gives numbers and no answers")
     encoder = Encoder.from_config(config)
@@ -104,6 +108,13 @@ def open_run(path: Path, overrides: Sequence[str] = ()) -> TrainedRun:
         stops=frozenset({*encoder.tokenizer.stop_token_ids, *_saved_stops(source)}),
         digest=sha256(config.model_dump_json(include={"model", "adapter", "template"}).encode()).hexdigest(),
     )
+
+
+def _model_name(path: Path) -> str | None:
+    """The name of a model; None for a run's folder, and for what may be meant as one."""
+    is_model = path.is_dir() and not (path / RUN_CONFIG).is_file() and (path / MODEL_CONFIG).is_file()
+    is_named = not path.exists() and re.fullmatch(r"preset:[\w.-]+|[\w.-]+/[\w.-]+", str(path)) is not None
+    return str(path) if is_model or is_named else None
 
 
 def _left_behind(folder: Path, overrides: Sequence[str]) -> TrainedRun:

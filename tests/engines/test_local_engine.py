@@ -87,6 +87,13 @@ def test_200_sampled_answers_are_the_same_alone_and_in_any_batch(model: Any) -> 
     assert len({tuple(ids) for ids in together.values()}) > 190
 
 
+def test_requests_of_one_draw_and_seed_get_the_same_numbers_whatever_their_keys(model: Any) -> None:
+    (one,) = requests(1, **SAMPLED)
+    asked = [replace(one, key=key, draw=draw) for key, draw in ((0, 5), (1, 5), (2, 6))]
+    found = ids_of(answers(model, asked))
+    assert found[0, 0] == found[1, 0] != found[2, 0]
+
+
 def test_rows_of_a_batch_have_settings_of_their_own(model: Any) -> None:
     kinds: Sequence[dict[str, Any]] = (
         {},

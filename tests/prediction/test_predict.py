@@ -17,6 +17,7 @@ from luthier.errors import UserError
 from luthier.prediction import metrics as metrics_module
 from luthier.prediction import predicting, trained_run
 from luthier.prediction.metrics import METRICS, chosen_metrics, measured, normalised
+from luthier.presets import model_folder
 from luthier.training.report.result import GenerationRound, RunResult
 from tests.conftest import SHARE, refused
 
@@ -326,6 +327,17 @@ def test_a_description_that_trains_nothing_answers_with_its_adapters(
     with pytest.raises(UserError) as caught:
         luthier.train(merged)
     assert "luthier predict" in str(caught.value)
+
+
+def test_a_model_is_opened_by_its_name_or_folder_with_what_is_said_of_answers(tmp_path: Path) -> None:
+    shutil.copytree(model_folder("tiny-qwen3"), tmp_path / "model")
+    for name in (Path("preset:tiny-qwen3"), tmp_path / "model"):
+        opened = trained_run.open_run(name, ["generate.max_new_tokens=7"])
+        assert (opened.settings.max_new_tokens, opened.adapter) == (7, None)
+        assert opened.stops >= set(luthier.load_tokenizer(str(name)).stop_token_ids)
+    (tmp_path / "model" / "config.json").unlink()
+    with pytest.raises(UserError, match="no finished run"):
+        trained_run.open_run(tmp_path / "model")
 
 
 def test_a_description_that_trains_is_the_run_that_it_has_left(lora: RunResult, tmp_path: Path) -> None:
