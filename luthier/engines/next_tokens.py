@@ -71,7 +71,7 @@ class BatchRow:
 
     @property
     def noise_key(self) -> tuple[int, int, int]:
-        """What its random numbers are made of beside the place: the seed, the request's key or what stands for it, the sample."""
+        """What its random numbers are made of beside the place: the seed, the key or its stand-in, the sample."""
         draw = self.request.key if self.request.draw is None else self.request.draw
         return self.settings.seed or 0, draw, self.sample
 

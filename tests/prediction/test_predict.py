@@ -17,7 +17,7 @@ from luthier.errors import UserError
 from luthier.prediction import metrics as metrics_module
 from luthier.prediction import predicting, trained_run
 from luthier.prediction.metrics import METRICS, chosen_metrics, measured, normalised
-from luthier.presets import model_folder
+from luthier.presets import model_folder, tokenizer_folder
 from luthier.training.report.result import GenerationRound, RunResult
 from tests.conftest import SHARE, refused
 
@@ -330,7 +330,8 @@ def test_a_description_that_trains_nothing_answers_with_its_adapters(
 
 
 def test_a_model_is_opened_by_its_name_or_folder_with_what_is_said_of_answers(tmp_path: Path) -> None:
-    shutil.copytree(model_folder("tiny-qwen3"), tmp_path / "model")
+    shutil.copytree(tokenizer_folder("tiny-qwen3"), tmp_path / "model")
+    shutil.copytree(model_folder("tiny-qwen3"), tmp_path / "model", dirs_exist_ok=True)
     for name in (Path("preset:tiny-qwen3"), tmp_path / "model"):
         opened = trained_run.open_run(name, ["generate.max_new_tokens=7"])
         assert (opened.settings.max_new_tokens, opened.adapter) == (7, None)
