@@ -127,11 +127,12 @@ class Video:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audio:
-    """A sound by reference."""
+    """A sound by reference. ``window``: of a file only the samples [start, end), of one channel, at its own rate."""
 
     source: str | bytes
     root: str | None = None
     slots: str | None = None
+    window: tuple[int, int] | None = None
 
 
 Media = Image | Video | Audio

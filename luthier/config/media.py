@@ -34,6 +34,7 @@ class LongAudio(StrEnum):
     """What becomes of a sound that is longer than the model hears."""
 
     CUT = "cut"
+    SPLIT = "split"
     QUARANTINE = "quarantine"
 
 
@@ -69,7 +70,8 @@ class MediaConfig(Section):
     """Longest sound, in seconds. 40 minutes at 48 kHz are 460 MB when decoded."""
     long_audio: Annotated[LongAudio, as_enum(LongAudio)] = LongAudio.CUT
     """A sound of more seconds than the model's own feature extractor takes (30 for Qwen2-Audio): ``cut`` lets it cut
-    the end off, as inference does, and counts it in the ledger; ``quarantine`` takes the row out."""
+    the end off, as inference does, and counts it in the ledger; ``split`` puts as many sounds of equal length in its
+    place as are needed ([media.md](media.md)); ``quarantine`` takes the row out."""
     max_decoded_bytes: Count = 2_000_000_000
     """Most memory that the chosen frames of one video may take, in bytes: 320 frames of 1920 x 1080."""
     cache: Annotated[MediaCache, as_enum(MediaCache)] = MediaCache.NONE

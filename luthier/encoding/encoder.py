@@ -172,6 +172,7 @@ class Encoder:
         """The pieces of a row as it is encoded: where it was shortened those that are left, their messages numbered as
         in the whole row. Raises `RowError` with the row's address."""
         try:
+            row = self.measurer.with_short_sounds(row)
             if not (contexts := self._contexts(row)):
                 return self.renderer.render(row)
             rendered = [self._renderer_under(shorter.policy).render(shorter.row) for shorter in contexts]
@@ -182,6 +183,7 @@ class Encoder:
     def expansions(self, row: Row) -> tuple[Expansion, ...]:
         """What stands for each of the row's media. Raises `RowError` with the row's address."""
         try:
+            row = self.measurer.with_short_sounds(row)
             if not (contexts := self._contexts(row)):
                 return self.measurer.measure(self.renderer.fill(row)).expansions
             filled = (self._renderer_under(shorter.policy).fill(shorter.row) for shorter in contexts)
@@ -263,7 +265,7 @@ def encode_rows(
             if isinstance(row, Tokenized):
                 batch.append(_as_given(row, renderer, assembler.tokenizer, measurer))
                 continue
-            filled = measurer.measure(renderer.fill(row))
+            filled = measurer.measure(renderer.fill(measurer.with_short_sounds(row)))
             batch.append(filled)
             size += sum(map(len, filled.values)) + 1
         except RowError as error:

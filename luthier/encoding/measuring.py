@@ -12,8 +12,9 @@ from pathlib import Path
 
 from luthier.config.media import LongAudio
 from luthier.errors import RowError, TemplateError
-from luthier.media import MediaAccess, MediaKind, MediaProcessor, own_template, probe
+from luthier.media import MediaAccess, MediaKind, MediaProcessor, own_template, probe, split_long_sounds
 from luthier.records import (
+    Audio,
     AudioHeader,
     Media,
     MediaHeader,
@@ -21,6 +22,7 @@ from luthier.records import (
     MediaPiece,
     Message,
     Part,
+    Row,
     Text,
     TextPiece,
     Video,
@@ -33,6 +35,7 @@ from luthier.rendering.template import SOME_MEDIA, ChatTemplate
 from luthier.store.disk import Disk
 
 CUT_SOUND = "sound longer than the model hears, its end cut off"
+SPLIT_SOUND = "sound longer than the model hears, split"
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,12 @@ class Measurer:
     @cached_property
     def _slots(self) -> MediaSlots:
         return NO_SLOTS if self.processor is None else slots_of(self.processor)
+
+    def with_short_sounds(self, row: Row) -> Row:
+        """The row with its long sounds split, if the run wants that."""
+        if self.access.config.long_audio is not LongAudio.SPLIT:
+            return row  # and the processor is not asked for
+        return split_long_sounds(row, self.processor, self.access)
 
     def measure(self, filled: Filled) -> Filled:
         """The row with the expansions of its media. Raises `RowError` for media that cannot be used."""
@@ -121,7 +130,9 @@ class Measurer:
             Expansion(media=item, header=header, text=text, fold=_fold(processor, item))
             for item, header, text in zip(media, headers, texts, strict=True)
         )
-        notes = ((CUT_SOUND, cut),) if (cut := self._cut_sounds(processor, headers)) else ()
+        split = sum(isinstance(item, Audio) and item.window is not None and item.window[0] == 0 for item in media)
+        counts = {CUT_SOUND: self._cut_sounds(processor, headers), SPLIT_SOUND: split}
+        notes = tuple((what, count) for what, count in counts.items() if count)
         return replace(filled, media=tuple(media), expansions=expansions, counted=(*filled.counted, *notes))
 
     def _cut_sounds(self, processor: MediaProcessor, headers: Sequence[MediaHeader]) -> int:

@@ -292,6 +292,8 @@ def _item(plain: list[Any]) -> MediaItem:
     kind, media, header, start, length, encoder_length = plain
     if isinstance(media["source"], list):
         media["source"] = tuple(media["source"])
+    if media.get("window") is not None:
+        media["window"] = tuple(media["window"])
     if header.get("audio") is not None:
         header["audio"] = AudioHeader(**header["audio"])
     return MediaItem(

@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 
 import luthier
-from luthier.encoding.measuring import CUT_SOUND
+from luthier.check.verify.row import RowVerifier
+from luthier.config.media import LongAudio
+from luthier.config.schema import MediaConfig, ModelConfig, TemplateConfig
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.measuring import CUT_SOUND, SPLIT_SOUND
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
-from tests.media.media_files import RATE, tone
+from luthier.media import MediaAccess, decode, probe, split_long_sounds
+from luthier.media.long_sounds import windows
+from luthier.records import Audio, AudioHeader, Conversation, Document, Message, Text
+from luthier.store.shard import media_from_bytes, media_to_bytes
+from tests.media.media_files import RATE, sound, tone, wav
+from tests.media.tiny_av_folders import write_audio_folder
 from tests.media.tiny_av_processors import qwen2_audio
 
 
@@ -62,6 +71,73 @@ def test_a_sound_that_is_longer_than_the_model_hears_is_counted_or_refused_as_th
     )
     assert not isinstance(whole, RowError)
     assert isinstance(refused, RowError) and refused.reason == "media_limit"
+
+
+# --------------------------------------------------------------------------------------- sounds that are split
+
+
+@pytest.fixture(scope="module")
+def splitting(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    folder = tmp_path_factory.mktemp("split")
+    media = MediaConfig(roots=[folder], long_audio=LongAudio.SPLIT)
+    model = ModelConfig(name_or_path=str(write_audio_folder(folder / "model")))
+    return Encoder(model, TemplateConfig(), media=media, blobs=folder / "blobs")
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 44_100, 11_025])
+@pytest.mark.parametrize("seconds", [30.001, 59.9, 60.0, 61.3, 2_399.0])
+def test_windows_are_the_fewest_that_hold_all_of_a_sound(rate: int, seconds: float) -> None:
+    header = AudioHeader(num_samples=round(seconds * rate), sampling_rate=rate)
+    found = windows(header, 30.0)
+    assert [start for start, _ in found] == [0, *(end for _, end in found[:-1])]
+    assert found[-1][1] == header.num_samples
+    lengths = [end - start for start, end in found]
+    assert max(lengths) <= 30 * rate and max(lengths) - min(lengths) <= 1
+    assert len(found) == -(-header.num_samples // (30 * rate))
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [("wav", None), ("flac", "flac"), ("mp3", "libmp3lame")])
+def test_the_windows_of_a_split_sound_hold_its_samples(suffix: str, codec: str | None, splitting: Encoder) -> None:
+    """Together they are the sound, as it is decoded whole; and verification, which splits the row anew, agrees."""
+    samples = np.concatenate([tone(33), tone(32.5, hertz=660.0)])
+    path = splitting.media.roots[0] / f"long.{suffix}"
+    if codec is None:
+        path.write_bytes(wav(samples))
+    else:
+        sound(path, samples, codec=codec)
+    question = Message(role="user", parts=(Audio(source=str(path)), Text(text="What is said?")))
+    row = Conversation(messages=(question, Message(role="assistant", parts=(Text(text="Two tones."),))))
+    sample = splitting.encode(row)
+    assert dict(sample.notes) == {SPLIT_SOUND: 1}
+    access = MediaAccess(splitting.media)
+    items = media_from_bytes(media_to_bytes(sample.media))
+    assert items == sample.media and len(items) == 3
+    parts = [decode(item.media, item.header, access).samples for item in items]  # type: ignore[union-attr]
+    whole = decode(Audio(source=str(path)), probe(Audio(source=str(path)), access), access)
+    assert np.array_equal(np.concatenate(parts), whole.samples)  # type: ignore[union-attr]
+    verdict = RowVerifier(splitting, num_decoded=1).verify(row, sample)
+    assert verdict.violations == ()
+
+    cutting = Encoder(splitting.model, splitting.options, media=MediaConfig(roots=splitting.media.roots))
+    assert splitting.fingerprint != cutting.fingerprint
+    cut = cutting.encode(row)
+    assert dict(cut.notes) == {CUT_SOUND: 1}
+    assert RowVerifier(splitting).verify(row, cut).violations  # the row promises three, the sample has one
+
+
+def test_sounds_are_split_wherever_they_stand_and_others_stay(splitting: Encoder) -> None:
+    for length, name in ((31.0, "over.wav"), (29.0, "under.wav")):
+        (splitting.media.roots[0] / name).write_bytes(wav(tone(length)))
+    over, under = (Audio(source=str(splitting.media.roots[0] / name)) for name in ("over.wav", "under.wav"))
+    gone = Audio(source=str(splitting.media.roots[0] / "gone.wav"))
+    document = Document(parts=(Text(text="a"), under, over, gone))
+    split = split_long_sounds(document, splitting.measurer.processor, MediaAccess(splitting.media))
+    first, second = (Audio(source=over.source, window=window) for window in ((0, 248_000), (248_000, 496_000)))
+    assert split.parts == (Text(text="a"), under, first, second, gone)
+    assert split_long_sounds(split, splitting.measurer.processor, MediaAccess(splitting.media)) == split
+    with pytest.raises(RowError) as caught:
+        splitting.encode(document)
+    assert caught.value.reason == "media_missing"
 
 
 @pytest.mark.parametrize(

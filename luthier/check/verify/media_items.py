@@ -128,6 +128,8 @@ def _miscount(item: MediaItem, found: list[int], wanted: list[int], tokenizer: R
 def _is_same(item: MediaItem, media: Media, header: MediaHeader) -> bool:
     """Whether an item is the row's. What a row holds as bytes is a file of the same content in the store's folder."""
     same_kind = type(item.media) is type(media)
+    if isinstance(media, Audio) and isinstance(item.media, Audio) and item.media.window != media.window:
+        return False
     named = isinstance(media.source, str)
     return same_kind and _sizes(item.header) == _sizes(header) and (not named or item.media.source == media.source)
 

@@ -34,8 +34,10 @@ from luthier.check.verify.token_runs import (
     run_faults,
     whole_text_faults,
 )
-from luthier.media import MediaAccess, MediaSource
+from luthier.config.media import LongAudio
+from luthier.media import MediaAccess, MediaSource, split_long_sounds
 from luthier.records import (
+    Audio,
     Branch,
     Conversation,
     Document,
@@ -124,6 +126,8 @@ class RowVerifier:
 
     def verify(self, row: Row, sample: Sample) -> RowVerdict:
         """Compare a sample with its row. Raises `RowError` if the template refuses the row."""
+        if self._run.media.long_audio is LongAudio.SPLIT and any(isinstance(one.media, Audio) for one in sample.media):
+            row = split_long_sounds(row, self._reader.processor, self._reader.access)
         if self.keep_answer_within is not None and not any(tree_faults(sample)):
             shorter = self._verify_shorter(row, sample, self.keep_answer_within)
             if shorter is not None:

@@ -206,13 +206,14 @@ def _decode_wanted(
 # -------------------------------------------------------------------------------------------------------------- sound
 
 
-def read_audio(content: Content, header: AudioHeader) -> NDArray[np.float32]:
-    """The samples, the mean of all channels, float32[header.num_samples].
+def read_audio(content: Content, header: AudioHeader, window: tuple[int, int] | None = None) -> NDArray[np.float32]:
+    """The samples, the mean of all channels, float32[header.num_samples]; of a ``window`` [start, end) those.
 
     A tenth of a second more or less than the header says is cut off or silence, as encoders pad lossy sound; more is
     `RowError` (``media_broken``). Decoding stops there, so a header cannot hide hours.
     """
     slack = round(_SECONDS_OFF * header.sampling_rate)
+    start, end = window or (0, header.num_samples)
     blocks: list[NDArray[np.float32]] = []
     total = 0
     with _opened(content, "sound", _AUDIO_READERS) as container:
@@ -224,14 +225,14 @@ def read_audio(content: Content, header: AudioHeader) -> NDArray[np.float32]:
                 raise RowError("media_broken", f"{content.name} changes from {rates}")
             blocks.append(_mono(frame))
             total += len(blocks[-1])
-            if total > header.num_samples + slack:
+            if total > end + slack:
                 break
-    if abs(total - header.num_samples) > slack:
-        more = "at least " if total > header.num_samples else ""
-        what = f"promises {header.num_samples:,} samples and has {more}{total:,}"
+    if total < end - slack or (window is None and total > end + slack):
+        more = "at least " if total > end else ""
+        what = f"promises {end:,} samples and has {more}{total:,}"
         raise RowError("media_broken", f"{content.name} {what}")
-    samples = np.concatenate(blocks)[: header.num_samples]
-    return np.pad(samples, (0, header.num_samples - len(samples)))
+    samples = np.concatenate(blocks)[start:end]
+    return np.pad(samples, (0, end - start - len(samples)))
 
 
 def _mono(frame: AudioFrame) -> NDArray[np.float32]:

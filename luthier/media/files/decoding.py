@@ -84,7 +84,7 @@ def decode(
                 return DecodedImage(pixels=_decode_image(content, (header.width, header.height)))
         case Audio(), AudioHeader():
             with _unchanged(media.source, media.root, header.version, access) as content:
-                return _decode_audio(content, header, sampling_rate)
+                return _decode_audio(content, header, sampling_rate, media.window)
         case Video(), VideoHeader():
             indices = tuple(range(header.num_frames)) if frame_indices is None else tuple(frame_indices)
             assert all(0 <= index < header.num_frames for index in indices), f"{indices} of {header.num_frames}"
@@ -183,9 +183,11 @@ def _as_rgb(image: PIL.Image.Image, content: Content) -> PIL.Image.Image:
 # -------------------------------------------------------------------------------------------------------------- sound
 
 
-def _decode_audio(content: Content, header: AudioHeader, sampling_rate: int | None) -> DecodedAudio:
+def _decode_audio(
+    content: Content, header: AudioHeader, sampling_rate: int | None, window: tuple[int, int] | None = None
+) -> DecodedAudio:
     wave = read_wave(content)
-    samples = read_audio(content, header) if wave is None else decode_wave(content, wave)
+    samples = read_audio(content, header, window) if wave is None else decode_wave(content, wave, window)
     if not np.isfinite(samples).all():
         number = int(np.flatnonzero(~np.isfinite(samples))[0])
         detail = f"{content.name}: sample {number} is {samples[number]}, and samples are numbers"

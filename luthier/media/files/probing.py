@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 from luthier.config.media import MediaConfig
 from luthier.errors import RowError
@@ -28,7 +29,8 @@ def probe(media: Media, access: MediaAccess) -> MediaHeader:
                 return _image(content, access)
         case Audio():
             with access.open(media.source, media.root) as content:
-                return _audio(content, access)
+                header = _audio(content, access)
+                return header if media.window is None else _of_window(header, media.window, content)
         case Video() if isinstance(media.source, tuple):
             return _frame_list(media, media.source, access)
         case Video():
@@ -57,6 +59,14 @@ def _audio(content: Content, access: MediaAccess) -> AudioHeader:
         header = AudioHeader(num_samples=wave.num_samples, sampling_rate=wave.sampling_rate, version=content.version)
     check_audio(header, access.config, content.name)
     return header
+
+
+def _of_window(whole: AudioHeader, window: tuple[int, int], content: Content) -> AudioHeader:
+    start, end = window
+    if end > whole.num_samples:
+        what = f"{content.name} has {whole.num_samples:,} samples, and its part up to {end:,} was planned with"
+        raise RowError("media_changed", f"{what}; prepare again")
+    return replace(whole, num_samples=end - start)
 
 
 def _frame_list(media: Video, sources: tuple[str | bytes, ...], access: MediaAccess) -> VideoHeader:

@@ -61,14 +61,15 @@ def read_wave(content: Content) -> Wave | None:
     raise RowError("media_broken", f"{content.name} begins like a WAV but holds no samples")
 
 
-def decode_wave(content: Content, wave: Wave) -> NDArray[np.float32]:
-    """The samples from -1 to 1, the mean of all channels, float32[num_samples]."""
+def decode_wave(content: Content, wave: Wave, window: tuple[int, int] | None = None) -> NDArray[np.float32]:
+    """The samples from -1 to 1, the mean of all channels, float32[num_samples]; of a ``window`` [start, end) those."""
     kind, shift, scale = _SAMPLES[wave.coding, wave.bits]
-    samples = np.empty(wave.num_samples, dtype=np.float32)
+    start, end = window or (0, wave.num_samples)
+    samples = np.empty(end - start, dtype=np.float32)
     frame = wave.num_channels * wave.bits // 8
-    for first in range(0, wave.num_samples, _FRAMES_AT_ONCE):
-        count = min(_FRAMES_AT_ONCE, wave.num_samples - first)
-        data = content.read(wave.start + first * frame, count * frame)
+    for first in range(0, end - start, _FRAMES_AT_ONCE):
+        count = min(_FRAMES_AT_ONCE, end - start - first)
+        data = content.read(wave.start + (start + first) * frame, count * frame)
         if len(data) < count * frame:
             raise RowError("media_broken", f"{content.name} ends before its samples do")
         if wave.bits == 24:
