@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -108,6 +108,20 @@ class Draft:
         """The key that an error says itself, or that its message begins with."""
         found = _KEY.match(error.message)
         return error.key or (None if found is None else self._known_key(found[0]))
+
+    def told(self, key: str, check: Callable[[], object]) -> Iterator[Problem]:
+        """What a check raises, as a problem: at the key that its message begins with, else at this one."""
+        try:
+            check()
+        except ConfigError as error:
+            yield from error.problems
+        except UserError as error:
+            yield self.at_its_key(error, key)
+
+    def at_its_key(self, error: UserError, key: str) -> Problem:
+        """An error as a problem: at the key that its message begins with, else at this one."""
+        at = self.leading_key(error) or key
+        return self.problem(at, error.message.removeprefix(f"{at}: "), error.hint or "see docs/config.md")
 
     def _placed(self, problem: Problem) -> Problem:
         if problem.where == UNPLACED:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +28,9 @@ from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import AdapterConfig, AdapterType, Precision, RunConfig, Sharding, Strategy
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
-from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, SourceError, UserError
-from luthier.loader.run_settings import media_of, mixture_of
+from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError
+from luthier.loader.data_faults import data_faults
+from luthier.loader.run_settings import media_of
 from luthier.media import MediaSource
 from luthier.models.adapter_files import check_mergeable, shape_existing
 from luthier.models.adapters import apply_adapter
@@ -40,10 +41,6 @@ from luthier.models.routers import balanced_routers, choose_experts
 from luthier.models.sharding import divisible_layers, refuse_other_ways
 from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
-from luthier.packing.order import check_mixture
-from luthier.preparation.prepared import num_held_out
-from luthier.sources import Source, open_sources, resolve_sources
-from luthier.sources.origins import HUB, MODELSCOPE
 from luthier.training.arguments import optimization
 from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.folder.state import check_writable
@@ -53,7 +50,6 @@ from luthier.training.optimizer import make_optimizer, rate_factors
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
 ONE_PROCESS = ("badam",)  # what is trained changes on the way, which other processes would have to be told
-COUNTED_BYTES = 32_000_000  # of text files: the rows of more are counted when they are read
 FOLLOWS_MEASURE = ("reduce_lr_on_plateau", "greedy")
 TAKES_NOTHING = ("constant", "constant_with_warmup")
 _FAULTS = (
@@ -75,11 +71,11 @@ def check_run(draft: Draft) -> list[str]:
     found = [
         *lacking,
         *_devices(draft),
-        *_told(draft, "output.dir", lambda: check_run_folder(draft.config)),
+        *draft.told("output.dir", lambda: check_run_folder(draft.config)),
         *_schedule(draft),
-        *_data(draft),
+        *data_faults(draft),
         *(() if "train.optim" in told else _optimizer(draft)),
-        *_told(draft, "objective.reference", lambda: check_reference(draft.config)),
+        *draft.told("objective.reference", lambda: check_reference(draft.config)),
     ]
     if not lacking:  # without them no processor, and so no model, is loaded
         encoder, more = _encoder(draft)
@@ -92,21 +88,6 @@ def check_run(draft: Draft) -> list[str]:
     if problems:
         raise ConfigError(sorted(problems, key=_line))
     return notes
-
-
-def _told(draft: Draft, key: str, check: Callable[[], object]) -> Iterator[Problem]:
-    """What a check raises, as a problem: at the key that its message begins with, else at this one."""
-    try:
-        check()
-    except ConfigError as error:
-        yield from error.problems
-    except UserError as error:
-        yield _at_its_key(draft, error, key)
-
-
-def _at_its_key(draft: Draft, error: UserError, key: str) -> Problem:
-    at = draft.leading_key(error) or key
-    return draft.problem(at, error.message.removeprefix(f"{at}: "), error.hint or "see docs/config.md")
 
 
 def _environment(draft: Draft) -> Iterator[Problem]:
@@ -176,41 +157,6 @@ def _schedule(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.lr_scheduler_kwargs", what, "names and values are those of transformers' schedules")
 
 
-def _data(draft: Draft) -> Iterator[Problem]:
-    """The data sets are opened, and their rows counted where that is quick: no row is encoded."""
-    config = draft.config
-    seed, size = config.runtime.seed, config.data.eval_split
-    try:
-        named, held_out = resolve_sources(config.data)
-    except SourceError as error:
-        yield _at_its_key(draft, error, "data.registry")
-        return
-    opened: list[Source] = []
-    for each in (*named, *held_out):
-        if each.path.startswith(HUB) or (each.path.startswith(MODELSCOPE) and is_installed("modelscope")):
-            continue  # its first rows would be fetched by every process
-        try:
-            opened += open_sources([each], seed=seed)
-        except SourceError as error:
-            yield _at_its_key(draft, error, draft.key_of(error) or "data.train")
-    if len(opened) < len(named) + len(held_out):
-        return
-    counts = [source.count_at_most(COUNTED_BYTES) for source in opened[: len(named)]]
-    most = sum(count for count, _ in counts)
-    wanted = num_held_out(size, most)
-    are_counted = all(is_exact for _, is_exact in counts)
-    if size and (not 0 < wanted < most if are_counted else size >= 1 and wanted >= most):
-        there = f"{most:,} rows" if are_counted else f"at most {most:,} rows, by the size of their files"
-        side = "nothing to evaluate on" if wanted < 1 else "nothing to train on"
-        what = f"{size:g} holds out {wanted:,} of {there}: that leaves {side}"
-        yield draft.problem("data.eval_split", what, "a share such as 0.05, or a smaller number of rows")
-        return
-    if are_counted:
-        mixture = mixture_of(config, [source.config.weight for source in opened[: len(named)]])
-        limit, numbers = config.data.max_length, [count for count, _ in counts]
-        yield from _told(draft, "data.train", lambda: check_mixture(numbers, mixture, seed=seed, most_tokens=limit))
-
-
 def _optimizer(draft: Draft) -> Iterator[Problem]:
     """The optimizer takes a step on a small matrix, on the device of the run."""
     train, row = draft.config.train, OPTIMIZERS[draft.config.train.optim]
@@ -256,7 +202,7 @@ def _encoder(draft: Draft) -> tuple[Encoder | None, list[Problem]]:
     except ConfigError as error:
         return None, error.problems
     except UserError as error:
-        return None, [_at_its_key(draft, error, draft.key_of_class(error) or "model.name_or_path")]
+        return None, [draft.at_its_key(error, draft.key_of_class(error) or "model.name_or_path")]
 
 
 def _of_no_use(draft: Draft, encoder: Encoder) -> Iterator[str]:
@@ -280,19 +226,19 @@ def _of_no_use(draft: Draft, encoder: Encoder) -> Iterator[str]:
 def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem]:
     """The model without weights: what is trained of it, and what it is asked to do."""
     config, tokenizer = draft.config, encoder.tokenizer
-    choices = list(_told(draft, "model.attn_implementation", lambda: check_choices(config)))
+    choices = list(draft.told("model.attn_implementation", lambda: check_choices(config)))
     yield from choices
     vocabulary, descriptions = Vocabulary.of(tokenizer), config.model.token_descriptions
-    yield from _told(draft, "model.token_descriptions", lambda: Vocabulary.of(tokenizer, descriptions))
+    yield from draft.told("model.token_descriptions", lambda: Vocabulary.of(tokenizer, descriptions))
     try:
         model = build_weightless(config, vocabulary)
     except UserError as error:
         if not choices:  # it has been told already
-            yield _at_its_key(draft, error, "model.name_or_path")
+            yield draft.at_its_key(error, "model.name_or_path")
         return
     chosen = config.model.experts_implementation
-    yield from _told(draft, "model.experts_implementation", lambda: choose_experts(model, chosen))
-    yield from _told(draft, "model.quantization", lambda: check_quantized(config, model))
+    yield from draft.told("model.experts_implementation", lambda: choose_experts(model, chosen))
+    yield from draft.told("model.quantization", lambda: check_quantized(config, model))
     yield from _weights(draft, model)
     yield from _positions(draft, model, notes)
     yield from _generation(draft, model)
@@ -301,26 +247,26 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         return  # such matrices may be larger than the memory
     # no weights are there for an adapter to be made of
     fresh = config.adapter.model_copy(update={"init_lora_weights": True})
-    yield from _told(draft, "train.router_aux_loss_coef", lambda: balanced_routers(model, config.train))
+    yield from draft.told("train.router_aux_loss_coef", lambda: balanced_routers(model, config.train))
     if config.train.torch_compile:
-        yield from _told(draft, "train.torch_compile", lambda: compilable_layers(model))
+        yield from draft.told("train.torch_compile", lambda: compilable_layers(model))
     if config.media.cache is not MediaCache.NONE:
         media = media_of(config, tokenizer.files.folder)
-        yield from _told(draft, "media.cache", lambda: readable_media(media, model))
+        yield from draft.told("media.cache", lambda: readable_media(media, model))
     for index, first in enumerate(config.adapter.merge_first):
         key = f"adapter.merge_first[{index}]"
-        yield from _told(draft, key, partial(check_mergeable, model, first, key))
+        yield from draft.told(key, partial(check_mergeable, model, first, key))
     adapted: list[PreTrainedModel | PeftModel] = []
     if (existing := config.adapter.name_or_path) is not None:
         shaped = lambda: adapted.append(shape_existing(model, config.adapter, existing))  # noqa: E731
-        yield from _told(draft, "adapter.name_or_path", shaped)
+        yield from draft.told("adapter.name_or_path", shaped)
     else:
         new_ids = vocabulary.new_ids
-        yield from _told(draft, "adapter.type", lambda: adapted.append(apply_adapter(model, fresh, new_ids=new_ids)))
+        yield from draft.told("adapter.type", lambda: adapted.append(apply_adapter(model, fresh, new_ids=new_ids)))
     if adapted:
-        yield from _told(draft, "train.learning_rates", lambda: rate_factors(adapted[0], config))
+        yield from draft.told("train.learning_rates", lambda: rate_factors(adapted[0], config))
     if config.runtime.sharding is Sharding.FSDP and adapted:
-        yield from _told(draft, "runtime.sharding", lambda: divisible_layers(adapted[0]))
+        yield from draft.told("runtime.sharding", lambda: divisible_layers(adapted[0]))
 
 
 def _weights(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 
+from luthier import library
 from luthier.config import machine
 from luthier.config.choices import SCHEDULERS, TRACKERS, QuantizationType
 from luthier.config.draft import Draft
@@ -23,6 +24,7 @@ from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ConfigError, ModelError, Problem
+from luthier.loader import data_faults
 from luthier.models.adapter_files import shape_existing
 from luthier.models.adapters import apply_adapter
 from luthier.models.model import build_weightless
@@ -270,11 +272,11 @@ def problems_with(given: list[str], described: Callable[..., Draft], monkeypatch
     """``counted=0`` stands for files that are too large to be counted. Of faults of data only data are asked about."""
     Path("rows.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 9)
     if "counted=0" in given:
-        monkeypatch.setattr(preflight, "COUNTED_BYTES", 0)
+        monkeypatch.setattr(data_faults, "COUNTED_BYTES", 0)
     draft = described(*(override for override in given if override != "counted=0"))
     if given[0].startswith("adapter"):
         return problems_of(lambda: check_run(draft))
-    return list(preflight._data(draft))
+    return list(data_faults.data_faults(draft))
 
 
 @pytest.mark.parametrize(("key", "given"), WRONG_TOO)
@@ -285,6 +287,23 @@ def test_what_can_be_known_of_data_and_adapter_is_told_before_a_row_is_encoded(
     (problem,) = problems_with(given, described, monkeypatch)
     assert problem.key.startswith(key) and problem.hint and problem.where.startswith("override ")
     assert "combination of mismatched" not in problem.what  # PEFT's own sentence
+
+
+@pytest.mark.parametrize("command", [library.prepare, library.plan, library.stats, library.show])
+@pytest.mark.parametrize(
+    "given", [given for key, given in WRONG_TOO if key.startswith("data") and "counted=0" not in given]
+)
+def test_every_command_that_loads_rows_tells_what_is_wrong_with_them_before_one_is_encoded(
+    command: Callable[..., object],
+    given: list[str],
+    described: Callable[..., Draft],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded_nothing(monkeypatch)
+    Path("rows.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 9)
+    described()  # writes the file
+    (problem,) = problems_of(lambda: command("run.yaml", overrides=given))
+    assert problem.key.startswith("data") and problem.where.startswith("override ")
 
 
 @pytest.mark.parametrize("given", RIGHT)
