@@ -121,7 +121,7 @@ def train_and_report(
 ) -> Report:
     """`train`, with the report that was written. ``quickstart``: the report says how exact the answers were."""
     tell = on_event if on_event is not None and is_main_process() else _silent
-    with _described(config, overrides, tell, to_train=True) as run:
+    with _described(config, overrides, tell, "train") as run:
         from luthier.loader.choosing import prepares_meanwhile
 
         if prepares_meanwhile(run):
@@ -149,7 +149,7 @@ def verify(
     cannot be used, or the server cannot be reached.
     """
     tell = on_event or _silent
-    with _described(config, overrides, tell) as run:
+    with _described(config, overrides, tell, "read") as run:
         from luthier.check.verify.run import verify as verify_rows
 
         return verify_rows(run, options, on_progress=tell)
@@ -179,7 +179,7 @@ def prepare(
         if on_progress is not None:
             on_progress(progress)
 
-    with _described(config, overrides, tell, to_load=True) as run:
+    with _described(config, overrides, tell, "load") as run:
         return _load(run, tell, on_progress=progressed, ray_address=ray_address).prepared
 
 
@@ -203,7 +203,7 @@ def plan(
     from luthier.errors import ModelError
 
     tell = on_event or _silent
-    with _described(config, overrides, tell, to_plan=True, to_load=True) as run:
+    with _described(config, overrides, tell, "plan") as run:
         check_name(device)  # before the data is prepared, which may take long
         loaded = _load(run, tell)
         schedule = schedule_of(loaded)
@@ -224,7 +224,7 @@ def stats(config: RunDescription, *, overrides: Sequence[str] = (), on_event: Li
     from luthier.sources import open_sources, repeated_ids, resolve_sources
 
     tell = on_event or _silent
-    with _described(config, overrides, tell, to_load=True) as run:
+    with _described(config, overrides, tell, "load") as run:
         loaded = _load(run, tell)
         limit, held_out = run.data.max_length, loaded.prepared.eval
         files = [source for side in resolve_sources(run.data) for source in side if not source.streaming]
@@ -260,7 +260,7 @@ def show(
 
     tell = on_event or _silent
     selection = Selection.of_options(row=row, pack=pack, batch=batch, held_out=split == "eval")
-    with _described(config, overrides, tell, to_load=True) as run:
+    with _described(config, overrides, tell, "load") as run:
         loaded = _load(run, tell)
         rows = selection.views(loaded)
         shown = Shown(title=selection.title, facts=run_facts(run, loaded.encoder), rows=tuple(rows))
@@ -324,35 +324,29 @@ def _silent(event: object) -> None:
 
 @contextmanager
 def _described(
-    config: RunDescription,
-    overrides: Sequence[str],
-    tell: Listener,
-    *,
-    to_plan: bool = False,
-    to_train: bool = False,
-    to_load: bool = False,
+    config: RunDescription, overrides: Sequence[str], tell: Listener, to: Literal["read", "load", "plan", "train"]
 ) -> Iterator[RunConfig]:
     """The run description; errors that are raised within are told with the line of their key.
 
-    ``to_train``: it is checked against this machine, the model, the optimizer and the folders that it names; all that
-    would stop the run later is raised as one `ConfigError`. ``to_plan``: what would is told. ``to_load``: its rows are
-    to be encoded, so that what is wrong with its data sets is raised.
+    ``to`` train it is checked against this machine, the model, the optimizer and the folders that it names; all that
+    would stop the run later is raised as one `ConfigError`. To plan it such things are told. To load its rows, which
+    planning does too, what is wrong with its data sets is raised.
     """
     from luthier.config.loading import load_draft
     from luthier.errors import ConfigError
 
-    draft = load_draft(config, overrides, to_train=to_train)
+    draft = load_draft(config, overrides, to_train=to == "train")
     with draft.placing():
         if not draft.config.train.enabled:
             what = "this description is of a model that answers: it trains nothing"
             hint = "luthier predict has it answer rows; to train, name data to train on"
             raise ConfigError([draft.problem("train.enabled", what, hint)])
-        if to_load:
+        if to in ("load", "plan"):
             from luthier.loader.data_faults import data_faults
 
             if faults := list(data_faults(draft)):
                 raise ConfigError(faults)
-        notes = _checked_to_train(draft) if to_train else list(_found_to_plan(draft)) if to_plan else []
+        notes = _checked_to_train(draft) if to == "train" else list(_found_to_plan(draft)) if to == "plan" else []
         read = () if draft.translation is None else draft.translation.summary
         for event in (draft.config, *(Remark(text=text) for text in (*read, *notes))):
             tell(event)

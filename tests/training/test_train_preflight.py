@@ -290,9 +290,7 @@ def test_what_can_be_known_of_data_and_adapter_is_told_before_a_row_is_encoded(
 
 
 @pytest.mark.parametrize("command", [library.prepare, library.plan, library.stats, library.show])
-@pytest.mark.parametrize(
-    "given", [given for key, given in WRONG_TOO if key.startswith("data") and "counted=0" not in given]
-)
+@pytest.mark.parametrize("given", [g for key, g in WRONG_TOO if key.startswith("data") and "counted=0" not in g])
 def test_every_command_that_loads_rows_tells_what_is_wrong_with_them_before_one_is_encoded(
     command: Callable[..., object],
     given: list[str],
