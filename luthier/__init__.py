@@ -115,6 +115,9 @@ if TYPE_CHECKING:
     from luthier.media.families.family import Settings as Settings
     from luthier.media.families.family import SharedSlots as SharedSlots
     from luthier.media.families.table import register_family as register_family
+    from luthier.metrics.table import Metric as Metric
+    from luthier.metrics.table import register_metric as register_metric
+    from luthier.metrics.texts import CorpusScore as CorpusScore
     from luthier.models.passes import ModelPass as ModelPass
     from luthier.objectives.feedback_losses import FeedbackBaselines as FeedbackBaselines
     from luthier.objectives.feedback_losses import FeedbackSettings as FeedbackSettings
@@ -135,9 +138,6 @@ if TYPE_CHECKING:
     from luthier.packing import UnitKind as UnitKind
     from luthier.packing import plan_packs as plan_packs
     from luthier.plugins import load_plugins as load_plugins
-    from luthier.prediction.metrics import CorpusScore as CorpusScore
-    from luthier.prediction.metrics import Metric as Metric
-    from luthier.prediction.metrics import register_metric as register_metric
     from luthier.prediction.predicting import Predicted as Predicted
     from luthier.prediction.predicting import PredictOptions as PredictOptions
     from luthier.prediction.predicting import predict as predict

@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "luthier"
 # except for the records of line one.
 LINES = (
     "records errors ledger locks writing terminal plugins",
-    "config presets templating",
+    "config presets templating metrics",
     "sources rendering layout",
     "media packing",
     "store",

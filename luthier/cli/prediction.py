@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -22,7 +22,8 @@ Data = Annotated[str | None, typer.Option(metavar="FILE", help="Rows to answer. 
 Out = Annotated[str | None, typer.Option(metavar="DIR", help="Where answers go; RUN/predictions/NAME without it.")]
 NumSamples = Annotated[int, typer.Option(metavar="K", min=1, help="Answers to each row; needs generate.do_sample.")]
 Metrics = Annotated[
-    str | None, typer.Option(metavar="NAMES", help="Metrics by name, with commas; all that are installed without it.")
+    list[str] | None,
+    typer.Option(metavar="NAMES", help="Metrics by name, with commas; all installed without it. Repeatable."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace another prediction that is in the folder.")]
 
@@ -64,6 +65,7 @@ def predict(  # noqa: PLR0913
             hint = "name the output.dir of a run that luthier train has finished, or a run description"
             raise UserError(f"there is no {run}", hint=hint)
 
+        from luthier.metrics.table import names_in
         from luthier.prediction.predicting import PredictOptions
         from luthier.prediction.predicting import predict as predict_rows
 
@@ -81,7 +83,7 @@ def predict(  # noqa: PLR0913
             out=out,
             samples=samples,
             turns=turns.value,
-            metrics=None if metrics is None else [name.strip() for name in metrics.split(",")],
+            metrics=None if not metrics else [name for text in metrics for name in names_in(text)],
             overwrite=overwrite,
         )
         found = predict_rows(run, options, overrides=overrides or (), on_progress=progressed)
@@ -94,10 +96,16 @@ def predict(  # noqa: PLR0913
         output.emit({"folder": str(found.folder), **found.metrics})
 
 
-def _table(measured: dict[str, dict[str, object]]) -> Table:
-    table = Table("metric", "value", box=None)
+def _table(measured: dict[str, dict[str, Any]]) -> Table:
+    table = Table("metric", "value", "95 % interval", box=None)
     for name, values in measured.items():
         for what, value in values.items():
             if isinstance(value, float):
-                table.add_row(name if what in ("mean", "score") else f"{name} ({what} of samples)", f"{value:.4g}")
+                is_main = what in ("mean", "score")
+                ends = values.get("interval") if is_main else None
+                shown = "" if ends is None else f"{ends[0]:.4g} to {ends[1]:.4g}"
+                table.add_row(escape(name if is_main else f"{name} ({_WORDS.get(what, what)})"), f"{value:.4g}", shown)
     return table
+
+
+_WORDS = {"best": "best of samples"}

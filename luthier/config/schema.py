@@ -247,6 +247,9 @@ class EvalConfig(Section):
     generate_rows: Natural = 0
     """Answer this many held-out rows, as the section ``generate`` says (by greedy search), before and after training,
     and report exact match."""
+    metrics: Texts = []
+    """What else is measured of these answers: names of metrics ([predict.md](predict.md#metrics)), as ``rougeL`` or
+    ``regex:#### (-?\\d+)``."""
     max_new_tokens: Tokens | None = None
     """Longest answer in such a generation, in tokens. Default: ``generate.max_new_tokens``."""
     early_stopping_patience: Count | None = None

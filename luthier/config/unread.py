@@ -35,13 +35,14 @@ def unread_settings(draft: Draft) -> list[str]:
 def _evaluation(draft: Draft) -> Iterator[tuple[str, str]]:
     data, evaluation = draft.config.data, draft.config.eval
     if not (data.eval or data.eval_use or data.eval_split):
-        for key in ("strategy", "steps", "per_device_eval_batch_size", "max_new_tokens", "metric_for_best_model"):
+        of_answers = ("metrics", "max_new_tokens")
+        for key in ("strategy", "steps", "per_device_eval_batch_size", "metric_for_best_model", *of_answers):
             yield f"eval.{key}", "there is no eval data"
         return
     if evaluation.strategy is not Strategy.STEPS:
         yield "eval.steps", f"{draft.cite('eval.strategy')} is {evaluation.strategy}"
     if not evaluation.generate_rows:
-        for key in ("eval.max_new_tokens", "generate"):
+        for key in ("eval.metrics", "eval.max_new_tokens", "generate"):
             yield key, "eval.generate_rows is 0, so that no answers are generated"
     if not evaluation.load_best_model_at_end and evaluation.early_stopping_patience is None:
         why = "no checkpoint is chosen (eval.load_best_model_at_end) and nothing stops early"

@@ -26,7 +26,7 @@ from luthier.config.schema import SourceConfig
 from luthier.encoding.interface import as_prompt
 from luthier.engines.engine import Completion, Engine, Refusal, Request
 from luthier.errors import RowError, UserError
-from luthier.prediction.metrics import Metric, chosen_metrics, measured
+from luthier.metrics.table import Answered, Metric, chosen_metrics, measured
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.records import Address, Conversation, Row, Sample, Segment
 from luthier.sources import open_sources, resolve_sources
@@ -92,7 +92,7 @@ class PredictOptions:
     out        a folder; None: ``predictions/eval`` in the run's folder, or ``predictions/NAME`` for a file
     samples    answers to each question, drawn apart from each other
     turns      the last answer of each row, or every answer that training would learn
-    metrics    names of metrics; None: all whose packages are installed
+    metrics    names of metrics; None: all that need no argument and whose packages are installed
     overwrite  replace another prediction that ``out`` holds
     """
 
@@ -312,20 +312,24 @@ def _metrics(
     lines: Sequence[Mapping[str, Any]], rows: _Questions, chosen: Mapping[str, Metric], absent: Sequence[str]
 ) -> dict[str, object]:
     answered = [line for line in lines if "refused" not in line]
-    pairs: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    questions: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for line in answered:
         if line["expected"] is not None:
-            pairs[f"{line['row']} {line['turn']}"].append((line["expected"], line["generated"]))
+            questions[line["row"], line["turn"]].append(line)
+    compared = [
+        Answered(row=row, expected=some[0]["expected"], generated=tuple(line["generated"] for line in some))
+        for (row, _), some in questions.items()
+    ]
     tokens = sum(len(line["ids"]) for line in answered)
     return {
         "asked": len(rows.asked),
         "answers": len(answered),
-        "compared": sum(map(len, pairs.values())),
+        "compared": sum(len(one.generated) for one in compared),
         "refused": dict(Counter(line["refused"]["reason"] for line in lines if "refused" in line)),
         "lost_rows": dict(rows.lost),
         "finish": dict(Counter(line["finish"] for line in answered)),
         "tokens": tokens,
         "logprob_per_token": sum(line["logprob"] for line in answered) / tokens if tokens else None,
-        "metrics": measured(chosen, pairs),
+        "metrics": measured(chosen, compared),
         "not_installed": list(absent),
     }

@@ -24,6 +24,7 @@ from luthier.loader.feed import FeedReader
 from luthier.loader.run_settings import media_of
 from luthier.loader.stream_state import LoaderState
 from luthier.media.families.family import PackingSupport
+from luthier.metrics.table import chosen_metrics
 from luthier.models import adapter_files
 from luthier.models.model import run_device
 from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
@@ -284,6 +285,7 @@ def _questions(run: Run) -> list[Question]:
     wanted = run.config.eval.generate_rows
     if not wanted:
         return []
+    chosen_metrics(run.config.eval.metrics)  # raises before any answer is generated
     if (family := decoder_family(run.run_model.loaded.model.config)) is not None:
         raise UserError(
             f"eval.generate_rows is {wanted}, and answers of {family.name} are not generated in training",
@@ -313,6 +315,7 @@ def _answer(run: Run, questions: list[Question]) -> None:
             batch_size=run.config.eval.per_device_eval_batch_size,
             settings=answering(run.config),
             media=run.run_model.media,
+            metrics=chosen_metrics(run.config.eval.metrics)[0],
         )
         give_up_gathered(run.run_model.model)
         run.hooks.tell(answers)

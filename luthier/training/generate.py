@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from luthier.config.schema import GenerateConfig, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Ids, Refusal, Request
 from luthier.engines.local import LocalEngine, base_of
+from luthier.metrics.table import Answered, Metric, measured
 from luthier.packing import Segments, UnitKind
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
@@ -104,8 +105,9 @@ def answer_all(
     batch_size: int,
     settings: GenerateConfig,
     media: MediaInputs | None = None,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> GenerationRound:
-    """Answer ``batch_size`` questions at a time (`LocalEngine`).
+    """Answer ``batch_size`` questions at a time (`LocalEngine`), and measure the answers.
 
     ``media`` makes the inputs of questions with pictures, videos or sounds. One whose media cannot be had any more is
     not answered: its record says why.
@@ -114,16 +116,22 @@ def answer_all(
     engine = LocalEngine(model, tokenizer, media=media, batch_size=batch_size)
     requests = [question.request(number, settings) for number, question in enumerate(questions)]
     texts: dict[int, str] = {}
+    answered: set[int] = set()
     for answer in engine.generate(requests):
         match answer:
             case Completion():
                 texts[answer.key] = answer.text(tokenizer, settings.stop_strings)
+                answered.add(answer.key)
             case Refusal():
                 texts[answer.key] = f"no answer: {answer.reason}: {answer.detail}"
+    records = tuple(_record(question, texts[number], tokenizer) for number, question in enumerate(questions))
+    pairs = [records[number] for number in sorted(answered)]
+    compared = [Answered(row=one.address, expected=one.expected, generated=(one.generated,)) for one in pairs]
     return GenerationRound(
         step=step,
-        records=tuple(_record(question, texts[number], tokenizer) for number, question in enumerate(questions)),
+        records=records,
         seconds=time.perf_counter() - begun,
+        metrics=measured(metrics or {}, compared),
     )
 
 

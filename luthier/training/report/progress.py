@@ -130,7 +130,9 @@ def sentence(event: Event) -> str:
             )
         case GenerationRound():
             right = sum(record.equal for record in event.records)
-            return f"answers at step {event.step}: {right} of {len(event.records)} exactly right"
+            return f"answers at step {event.step}: {right} of {len(event.records)} exactly right" + "".join(
+                f", {name} {score:.4g}" for name, score in event.scores.items()
+            )
         case Saved():
             return f"saved {event.name}"
         case _:

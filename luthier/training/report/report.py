@@ -73,6 +73,7 @@ class Report:
             "exact_match": [
                 {"step": one.step, "share": one.exact_match, "rows": len(one.records)} for one in result.generations
             ],
+            "answer_metrics": [{"step": one.step, **one.metrics} for one in result.generations if one.metrics],
             "generations": [asdict(one) for one in result.generations],
             "best_checkpoint": result.best_checkpoint,
             "best_metric": result.best_metric,
@@ -196,6 +197,7 @@ def _facts(report: Report) -> list[tuple[str, RenderableType]]:
             facts.append(("judged right", _judged(result)))
     if result.generations:
         facts.append(("exact answers", _exact(result.generations)))
+        facts += [(name, _change(name, result.generations)) for name in result.generations[-1].scores]
     speed = tokens_per_second(result)
     if speed is not None:
         tokens = sum(step.tokens for step in result.steps)
@@ -230,6 +232,15 @@ def _exact(rounds: tuple[GenerationRound, ...]) -> Text:
     before = "" if len(rounds) == 1 else f"{rounds[0].exact_match:.0%} → "
     rows = f"   of {len(last.records)} held-out rows, answered exactly"
     return Text.assemble(before, (f"{last.exact_match:.0%}", "bold"), (rows, "dim"))
+
+
+def _change(name: str, rounds: tuple[GenerationRound, ...]) -> Text:
+    """A metric of answers before and after, with the interval after: ``0.12 → 0.34   0.30 to 0.38``."""
+    first, last = rounds[0], rounds[-1]
+    before = f"{first.scores[name]:.4g} → " if len(rounds) > 1 and name in first.scores else ""
+    ends = last.metrics[name].get("interval")
+    told = "" if ends is None else f"   {ends[0]:.4g} to {ends[1]:.4g} (95 %)"
+    return Text.assemble(before, (f"{last.scores[name]:.4g}", "bold"), (told, "dim"))
 
 
 def _rows(ledger: Mapping[str, Any]) -> Text:

@@ -114,6 +114,12 @@ class GenerationRound:
     step: int  # 0: before training
     records: tuple[GenerationRecord, ...]
     seconds: float
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)  # of `eval.metrics`, as `metrics.json` has them
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The number of each metric, by name."""
+        return {name: float(told["mean"] if "mean" in told else told["score"]) for name, told in self.metrics.items()}
 
     @property
     def exact_match(self) -> float:

@@ -1,0 +1,1 @@
+"""How good answers are: metrics of what was expected and what was generated, with intervals."""

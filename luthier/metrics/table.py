@@ -1,0 +1,194 @@
+"""Metrics by name, in one open table, and what they say of answers. N answers, S sums, R draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from math import comb
+
+import numpy as np
+
+from luthier.errors import UserError, install_hint
+from luthier.metrics import texts
+from luthier.metrics.bootstrap import interval, mean_of
+from luthier.metrics.texts import CorpusScore, OfRow
+from luthier.plugins import Table
+
+OfCorpus = Callable[[Sequence[str], Sequence[str]], CorpusScore]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One of the two functions: ``of_row(expected, generated)`` gives a number for each answer, whose mean is told, or
+    None where the row has no say; ``of_corpus(all expected, all generated)`` gives one for all of them.
+    ``with_argument`` makes the metric that a name with an argument means: ``regex:PATTERN``. ``package`` is what it
+    needs beside Luthier, which ``extra`` of Luthier installs."""
+
+    of_row: OfRow | None = None
+    of_corpus: OfCorpus | None = None
+    with_argument: Callable[[str], Metric] | None = None
+    package: str | None = None
+    extra: str | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether what it needs is installed."""
+        return self.package is None or find_spec(self.package) is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be measured without an argument."""
+        return self.of_row is not None or self.of_corpus is not None
+
+
+def _bleu_by(tokenize: str) -> Metric:
+    texts.bleu(["a"], ["a"], tokenize)  # raises for a way that there is not
+    return Metric(of_corpus=partial(texts.bleu, tokenize=tokenize))
+
+
+METRICS: Table[Metric] = Table(
+    "metric",
+    {
+        "exact": Metric(of_row=texts.is_exact),
+        "normalised": Metric(of_row=texts.is_alike),
+        "contains": Metric(of_row=texts.is_contained),
+        "regex": Metric(with_argument=lambda pattern: Metric(of_row=texts.by_pattern(pattern))),
+        "json": Metric(of_row=texts.is_same_json),
+        "rouge1": Metric(of_row=texts.rouge("rouge1"), package="rouge_score", extra="metrics"),
+        "rouge2": Metric(of_row=texts.rouge("rouge2"), package="rouge_score", extra="metrics"),
+        "rougeL": Metric(of_row=texts.rouge("rougeL"), package="rouge_score", extra="metrics"),
+        "bleu": Metric(of_corpus=texts.bleu, with_argument=_bleu_by, package="sacrebleu", extra="metrics"),
+        "chrf": Metric(of_corpus=texts.chrf, package="sacrebleu", extra="metrics"),
+    },
+)
+
+
+def register_metric(name: str, metric: OfRow | Metric) -> None:
+    """Add a metric of predictions: a function of (expected, generated) that gives a number, or a `Metric`.
+
+    Raises `PluginError` where there is one of this name.
+    """
+    METRICS.add(name, metric if isinstance(metric, Metric) else Metric(of_row=metric))
+
+
+def names_in(text: str) -> list[str]:
+    """Names with commas between them. What stands behind a colon is an argument, which goes to the end.
+
+    ``"exact, regex:#### (a,b)" -> ["exact", "regex:#### (a,b)"]``
+    """
+    names: list[str] = []
+    while text:
+        name, _, rest = text.partition(",")
+        if ":" in name:
+            return [*names, text.lstrip()]
+        names, text = [*names, name.strip()], rest
+    return names
+
+
+def chosen_metrics(names: Sequence[str] | None) -> tuple[dict[str, Metric], list[str]]:
+    """The metrics of these names, or all that need no argument and whose packages are here; and the names of those
+    whose packages are not.
+
+    Raises `UserError` for a name that is unknown, that was asked for and lacks its package, or whose argument is
+    missing or wrong.
+    """
+    if names is None:
+        found = {name: metric for name, metric in METRICS.items() if metric.is_whole}
+        here = {name: metric for name, metric in found.items() if metric.is_here}
+        return here, [name for name in found if name not in here]
+    return {name: _asked_for(name) for name in names}, []
+
+
+def _asked_for(name: str) -> Metric:
+    of, colon, argument = name.partition(":")
+    metric = METRICS.named(of)
+    if not metric.is_here:
+        hint = None if metric.extra is None else install_hint(metric.extra)
+        raise UserError(f"the metric {of} needs the package {metric.package!r}, which is not installed", hint=hint)
+    if colon:
+        if metric.with_argument is None:
+            raise UserError(f"the metric {of} takes no argument, and {argument!r} stands behind it", hint=f"write {of}")
+        return replace(metric.with_argument(argument), package=metric.package, extra=metric.extra)
+    if not metric.is_whole:
+        raise UserError(f"the metric {of} needs an argument", hint=f"write {of}:ARGUMENT (docs/predict.md)")
+    return metric
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """The answers to one question, a sample each, and the row that the question is of."""
+
+    row: str
+    expected: str
+    generated: tuple[str, ...]
+
+
+def measured(metrics: Mapping[str, Metric], answers: Sequence[Answered]) -> dict[str, dict[str, object]]:
+    """What each metric says of the answers; a metric that no row has a say in is left out.
+
+    mean, score  over all samples of all questions; with ``interval``, its 95 % interval over rows
+    counted      how many samples were measured, where it is not all of them
+    best         the mean over questions of each question's best sample, where there are several
+    pass@K       of a metric of right and wrong: the chance that one of K samples is right
+    """
+    told: dict[str, dict[str, object]] = {}
+    for name, metric in metrics.items() if answers else ():
+        found = _of_rows(metric.of_row, answers) if metric.of_row is not None else _of_all(metric, answers)
+        if found:
+            told[name] = found
+    return told
+
+
+def _of_all(metric: Metric, answers: Sequence[Answered]) -> dict[str, object]:
+    assert metric.of_corpus is not None, "a metric has one of the two functions"
+    pairs = [(one.row, one.expected, sample) for one in answers for sample in one.generated]
+    rows, expected, generated = (list(column) for column in zip(*pairs, strict=True))
+    found = metric.of_corpus(expected, generated)
+    told: dict[str, object] = {"score": found.score, "signature": found.signature}
+    if found.parts_NS is not None and found.score_of is not None:
+        told |= _ends(interval(found.parts_NS, rows, found.score_of))
+    return told
+
+
+def _of_rows(of_row: OfRow, answers: Sequence[Answered]) -> dict[str, object]:
+    values = [[of_row(one.expected, sample) for sample in one.generated] for one in answers]
+    counted = [
+        (one.row, [value for value in row if value is not None]) for one, row in zip(answers, values, strict=True)
+    ]
+    samples = [sample for _, row in counted for sample in row]
+    if not samples:
+        return {}
+    parts_N2 = np.array([(sum(row), len(row)) for _, row in counted], dtype=np.float64)
+    told: dict[str, object] = {"mean": mean_of(parts_N2.sum(axis=0))}
+    told |= _ends(interval(parts_N2, [row for row, _ in counted], mean_of))
+    if len(samples) < sum(map(len, values)):
+        told["counted"] = len(samples)
+    several = [row for _, row in counted if row]
+    most = max(map(len, several))
+    if most > 1:
+        told["best"] = sum(map(max, several)) / len(several)
+        if all(sample in (0.0, 1.0) for sample in samples):
+            told |= {f"pass@{k}": _pass_at(k, several) for k in _powers(most)}
+    return told
+
+
+def pass_at(k: int, samples: int, right: int) -> float:
+    """The chance that of ``k`` samples, drawn from ``samples`` of which some are right, one is right: the unbiased
+    estimate of Chen et al. 2021 (arXiv 2107.03374), ``1 - C(n - c, k) / C(n, k)``."""
+    return 1 - comb(samples - right, k) / comb(samples, k)
+
+
+def _pass_at(k: int, several: Sequence[Sequence[float]]) -> float:
+    enough = [row for row in several if len(row) >= k]
+    return sum(pass_at(k, len(row), int(sum(row))) for row in enough) / len(enough)
+
+
+def _powers(most: int) -> list[int]:
+    """``10 -> [1, 2, 4, 8, 10]``"""
+    return sorted({most, *(2**power for power in range(most.bit_length()))})
+
+
+def _ends(found: tuple[float, float] | None) -> dict[str, object]:
+    return {} if found is None else {"interval": list(found)}

@@ -1,0 +1,255 @@
+"""What metrics say of two texts: equal, alike, one inside the other, of the same words, of the same value."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from enum import Enum
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from luthier.errors import UserError
+from luthier.metrics.bootstrap import ScoreOf, Sums
+
+PATTERN_SECONDS = 2.0  # a pattern that needs longer for one text has no end
+OfRow = Callable[[str, str], float | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CorpusScore:
+    """A score of all answers together. ``signature`` says how it was computed, for others to compute the same.
+
+    ``parts_NS``, float64[N, S], are what each answer adds to the sums that ``score_of`` makes the score of; with them
+    the score has an interval.
+    """
+
+    score: float
+    signature: str
+    parts_NS: Sums | None = None
+    score_of: ScoreOf | None = None
+
+
+def normalised(text: str) -> str:
+    """``" The  Answer. " -> "the answer"``: Unicode NFKC, case folded, white space as one blank, no punctuation at the
+    ends."""
+    words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    inner = [at for at, letter in enumerate(words) if not unicodedata.category(letter).startswith(("P", "Z"))]
+    return words[inner[0] : inner[-1] + 1] if inner else ""
+
+
+def is_exact(expected: str, generated: str) -> float:
+    """Letter for letter."""
+    return float(expected == generated)
+
+
+def is_alike(expected: str, generated: str) -> float:
+    """As `normalised` texts."""
+    return float(normalised(expected) == normalised(generated))
+
+
+def is_contained(expected: str, generated: str) -> float:
+    """Whether the expected text is in the generated one, both `normalised`."""
+    return float(normalised(expected) in normalised(generated))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+# Beginnings of the Unicode names of letters whose scripts put no blanks between words.
+_UNSPACED = (
+    "CJK UNIFIED", "CJK COMPATIBILITY", "HIRAGANA", "KATAKANA", "IDEOGRAPHIC", "BOPOMOFO", "YI SYLLABLE", "THAI", "LAO",
+    "KHMER", "MYANMAR", "TAI LE", "NEW TAI LUE", "TAI THAM", "TAI VIET", "JAVANESE", "BALINESE", "TIBETAN",
+)  # fmt: skip
+
+
+def words(text: str) -> list[str]:
+    """Lower-case runs of letters, marks and digits; in scripts without blanks between words each letter with its marks.
+
+    ``"It's 東京." -> ["it", "s", "東", "京"]``. Of ASCII text these are the words of the package rouge-score.
+    """
+    found: list[str] = []
+    before = _Letter.OTHER  # what the letter before is, as far as the next one may join it
+    for letter in unicodedata.normalize("NFKC", text).casefold():
+        kind = _kind(letter)
+        if kind is _Letter.UNSEEN:
+            continue
+        joins = (
+            before in (_Letter.SPACED, _Letter.UNSPACED) if kind is _Letter.MARK else kind is before is _Letter.SPACED
+        )
+        if joins:
+            found[-1] += letter
+        elif kind is not _Letter.OTHER:
+            found.append(letter)
+        before = before if kind is _Letter.MARK and joins else _Letter.SPACED if kind is _Letter.MARK else kind
+    return found
+
+
+class _Letter(Enum):
+    SPACED, UNSPACED, MARK, UNSEEN, OTHER = range(5)
+
+
+@lru_cache(maxsize=2**16)
+def _kind(letter: str) -> _Letter:
+    category = unicodedata.category(letter)
+    if category == "Cf":  # joiners inside of words
+        return _Letter.UNSEEN
+    if category.startswith("M"):
+        return _Letter.MARK
+    if not category.startswith(("L", "N")):
+        return _Letter.OTHER
+    return _Letter.UNSPACED if unicodedata.name(letter, "").startswith(_UNSPACED) else _Letter.SPACED
+
+
+class _Splitter:
+    """`words` as rouge-score asks for them."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return words(text)
+
+
+def rouge(kind: str) -> OfRow:
+    """ROUGE of one kind (``rougeL``), the F-measure of the package rouge-score over `words`, without stemming."""
+
+    @cache
+    def scorer() -> Any:
+        from rouge_score.rouge_scorer import RougeScorer
+
+        return RougeScorer([kind], tokenizer=_Splitter())
+
+    def of_row(expected: str, generated: str) -> float:
+        return float(scorer().score(expected, generated)[kind].fmeasure)
+
+    return of_row
+
+
+def bleu(expected: Sequence[str], generated: Sequence[str], tokenize: str | None = None) -> CorpusScore:
+    """BLEU by sacrebleu, with one of its ways to find words: ``13a`` (its default), ``zh``, ``char``, ``intl`` …
+
+    Raises `UserError` for a way that it does not know.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+
+    if tokenize is not None and tokenize not in BLEU.TOKENIZERS:
+        raise UserError(f"sacrebleu finds no words by {tokenize!r}", hint=f"choose one of {', '.join(BLEU.TOKENIZERS)}")
+    return _of_sacrebleu(BLEU(tokenize=tokenize), expected, generated)
+
+
+def chrf(expected: Sequence[str], generated: Sequence[str]) -> CorpusScore:
+    """chrF by sacrebleu."""
+    from sacrebleu.metrics.chrf import CHRF
+
+    return _of_sacrebleu(CHRF(), expected, generated)
+
+
+def _of_sacrebleu(metric: Any, expected: Sequence[str], generated: Sequence[str]) -> CorpusScore:
+    """The score with what each answer adds to it: as sacrebleu's own significance tests do it."""
+    parts_NS = np.array(metric._extract_corpus_statistics(list(generated), [list(expected)]), dtype=np.float64)
+
+    def score_of(sums_S: Sums) -> float:
+        return float(metric._compute_score_from_stats(sums_S.tolist()).score)
+
+    return CorpusScore(
+        score=score_of(parts_NS.sum(axis=0)),
+        signature=str(metric.get_signature()),
+        parts_NS=parts_NS,
+        score_of=score_of,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parts of texts, and values
+
+
+def by_pattern(pattern: str) -> OfRow:
+    """Whether what a pattern finds first is the same in both texts: its first group that matched, or all without one.
+
+    ``#### (-?\\d+)`` compares the final answers of GSM8K. An expected text in which nothing is found has no say.
+
+    Raises `UserError` for a pattern that is none, and for one that needs more than `PATTERN_SECONDS` for a text.
+    """
+    import regex  # which can be told how long it may search
+
+    try:
+        compiled = regex.compile(pattern)
+    except regex.error as error:
+        raise UserError(
+            f"regex:{pattern} is no pattern: {error}", hint="it is one of Python's regular expressions"
+        ) from error
+
+    def found(text: str) -> str | None:
+        try:
+            match = compiled.search(text, timeout=PATTERN_SECONDS)
+        except TimeoutError as error:
+            what = f"regex:{pattern} needs more than {PATTERN_SECONDS:g} s for a text of {len(text):,} letters"
+            hint = "write it without nested repetitions; answers are kept, and the same command measures them anew"
+            raise UserError(what, hint=hint) from error
+        return None if match is None else next((group for group in match.groups() if group is not None), match[0])
+
+    def of_row(expected: str, generated: str) -> float | None:
+        wanted = found(expected)
+        return None if wanted is None else float(found(generated) == wanted)
+
+    return of_row
+
+
+_FENCE = re.compile(r"\s*```(?:json|JSON)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+_NO_JSON = object()
+
+
+def is_same_json(expected: str, generated: str) -> float | None:
+    """Whether both are the same JSON value, whatever the order of keys: numbers by their value, and ``true`` is not 1.
+
+    A text may stand in a Markdown fence. An expected text that is no JSON has no say.
+    """
+    wanted = _value(expected)
+    return None if wanted is _NO_JSON else float(same_value(wanted, _value(generated)))
+
+
+def same_value(one: object, other: object) -> bool:
+    """Whether two JSON values are the same; numbers are compared by value, and never with booleans."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_value(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    numbers = (int, float, Decimal)
+    if isinstance(one, numbers) and isinstance(other, numbers):
+        return one == other
+    return type(one) is type(other) and one == other
+
+
+MOST_NESTED = 200  # levels of a JSON value; deeper ones are taken for no JSON
+
+
+def _value(text: str) -> object:
+    fenced = _FENCE.fullmatch(text)
+    inner = text if fenced is None else fenced[1]
+    try:
+        value = json.loads(inner, parse_float=Decimal, parse_int=Decimal, parse_constant=_no_constant)
+    except (ValueError, RecursionError, InvalidOperation):
+        return _NO_JSON
+    return value if _depth_is_under(value, MOST_NESTED) else _NO_JSON
+
+
+def _depth_is_under(value: object, limit: int) -> bool:
+    level: list[object] = [value]
+    while level and limit:
+        limit -= 1
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+        ]
+    return not level
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
