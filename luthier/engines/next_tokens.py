@@ -1,19 +1,20 @@
 """The next token of each row of a batch, and when a row is finished: each row by its own settings and its own numbers.
 
-# B rows, T tokens of prompts and answers so far, V vocabulary
+# B rows, G rows of one group, T tokens of prompts and answers so far, V vocabulary, K likeliest tokens
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from threading import RLock
 from typing import Any
 
 import numpy as np
 import torch
 from transformers.generation.logits_process import (
-    LogitsProcessorList,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -24,16 +25,83 @@ from transformers.generation.logits_process import (
 
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Finish, Request
+from luthier.engines.engine import Completion, Finish, NewTokens, OnTokens, Refusal, Request
+
+Likeliest = tuple[list[int], list[float]]
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BatchRow:
-    """One sample of a request in a batch. ``features`` are what the processor made of its media."""
+class Listener:
+    """Who follows a request. Once `cancel` has returned nothing more is told, whichever thread tells."""
+
+    def __init__(self, on_tokens: OnTokens) -> None:
+        self.on_tokens, self.cancelled, self._lock = on_tokens, False, RLock()
+
+    def tell(self, told: NewTokens | Refusal) -> None:
+        """Pass on what is new. A listener that fails is told nothing more."""
+        with self._lock:
+            if not self.cancelled:
+                try:
+                    self.on_tokens(told)
+                except Exception:
+                    self.cancelled = True
+                    logger.exception("Answers to request %d end here: who follows them has failed.", told.key)
+
+    def cancel(self) -> None:
+        """Tell nothing more."""
+        with self._lock:
+            self.cancelled = True
+
+
+@dataclass(kw_only=True, eq=False)
+class Row:
+    """One sample of a request while it is answered. ``features`` are what the processor made of its media.
+
+    ``listener`` is told each token as it is chosen.
+    """
 
     request: Request
     sample: int
     features: Mapping[str, Any]
+    listener: Listener | None = None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it gets no further tokens."""
+        return self.finish is not None or (self.listener is not None and self.listener.cancelled)
+
+    def add(self, token: int, logprob: float, likeliest: Likeliest, tokenizer: Tokenizer) -> None:
+        """One more token of the answer, which may be its last."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token in tokenizer.stop_token_ids or token in self.settings.stop_token_ids:
+            self.finish = Finish.STOP
+        elif has_stop_string(self.ids, self.settings.stop_strings, tokenizer):
+            self.finish = Finish.STRING
+        elif len(self.ids) >= self.room:
+            self.finish = Finish.LENGTH
+        if self.listener is not None:
+            top_ids, top_logprobs = likeliest
+            told = NewTokens(
+                key=self.request.key,
+                sample=self.sample,
+                ids=np.array([token], np.int32),
+                logprobs=np.array([logprob], np.float32),
+                top_ids=np.array([top_ids], np.int32),
+                top_logprobs=np.array([top_logprobs], np.float32),
+                finish=self.finish,
+            )
+            self.listener.tell(told)
+
+    def completion(self) -> Completion:
+        """The answer of a row that is finished."""
+        assert self.finish is not None, "every row ends at its room at the latest"
+        ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
+        return Completion(key=self.request.key, sample=self.sample, ids=ids, logprobs=logprobs, finish=self.finish)
 
     @property
     def settings(self) -> GenerateConfig:
@@ -48,26 +116,27 @@ class BatchRow:
         return longest if settings.max_length is None else min(longest, settings.max_length - used)
 
     @cached_property
-    def rules(self) -> LogitsProcessorList:
-        """Transformers' own penalties and filters, in its order."""
+    def penalties(self) -> list[Any]:
+        """Transformers' own rules that look at the text so far, in its order."""
         told = self.settings
         found: list[Any] = []
         if told.repetition_penalty not in (None, 1.0):
             found.append(RepetitionPenaltyLogitsProcessor(told.repetition_penalty))
         if told.no_repeat_ngram_size:
             found.append(NoRepeatNGramLogitsProcessor(told.no_repeat_ngram_size))
-        if told.do_sample:
-            found += [
-                make(value)
-                for make, value, neutral in (
-                    (TemperatureLogitsWarper, told.temperature, 1.0),
-                    (TopKLogitsWarper, told.top_k, 0),
-                    (TopPLogitsWarper, told.top_p, 1.0),
-                    (MinPLogitsWarper, told.min_p, 0.0),
-                )
-                if value not in (None, neutral)
-            ]
-        return LogitsProcessorList(found)
+        return found
+
+    @cached_property
+    def filters(self) -> list[Any]:
+        """Transformers' own rules of sampling, which look at the scores alone, in its order."""
+        told = self.settings
+        kinds = (
+            (TemperatureLogitsWarper, told.temperature, 1.0),
+            (TopKLogitsWarper, told.top_k, 0),
+            (TopPLogitsWarper, told.top_p, 1.0),
+            (MinPLogitsWarper, told.min_p, 0.0),
+        )
+        return [make(value) for make, value, neutral in kinds if value not in (None, neutral)] if told.do_sample else []
 
     @property
     def noise_key(self) -> tuple[int, int, int]:
@@ -85,70 +154,101 @@ class BatchRow:
         return float(np.random.Generator(np.random.Philox(key=key, counter=counter)).random())
 
 
-def token_at(scores_V: torch.Tensor, draw: float) -> torch.Tensor:
-    """The token, int64[], whose part of [0, 1) a draw falls into, each part being as long as its probability; one of
-    probability 0 has none."""
-    sums_V = scores_V.double().softmax(-1).cumsum(-1)
-    below = torch.nextafter(sums_V[-1], torch.zeros_like(sums_V[-1]))  # a product may be rounded up to the sum
-    return torch.searchsorted(sums_V, torch.minimum(draw * sums_V[-1], below), right=True)
+def advance(rows: Sequence[Row], scores_BV: torch.Tensor, tokenizer: Tokenizer) -> list[int]:
+    """Give each row that has not ended its next token. Returns the tokens, those of rows that have ended being 0.
+
+    ``scores_BV`` are what the model says of the next token. Rows of one group are filtered together.
+    """
+    live = [number for number, row in enumerate(rows) if not row.ended]
+    tokens = [0] * len(rows)
+    if not live:
+        return tokens
+    scores_BV = scores_BV[live].float() if len(live) < len(rows) else scores_BV.float()
+    chosen_B = scores_BV.argmax(-1)
+    for group in _groups([rows[number] for number in live]):
+        chosen_B[group] = _chosen([rows[live[number]] for number in group], scores_BV[group])
+    sums_B = scores_BV.logsumexp(-1)
+    logprobs = (scores_BV.gather(1, chosen_B[:, None])[:, 0] - sums_B).tolist()
+    likeliest = _likeliest([rows[number].request.top_logprobs for number in live], scores_BV, sums_B)
+    for number, token, logprob, top in zip(live, chosen_B.tolist(), logprobs, likeliest, strict=True):
+        rows[number].add(token, logprob, top, tokenizer)
+        tokens[number] = token
+    return tokens
+
+
+def _groups(rows: Sequence[Row]) -> list[list[int]]:
+    """Numbers of the rows whose token is not simply the likeliest: those with the same filters, which look at the
+    scores alone, together, and each whose penalties look at its text by itself."""
+    found: dict[object, list[int]] = {}
+    for number, row in enumerate(rows):
+        told = row.settings
+        if row.penalties:
+            found[number, "alone"] = [number]
+        elif told.do_sample:
+            found.setdefault((told.temperature, told.top_k, told.top_p, told.min_p), []).append(number)
+    return list(found.values())
+
+
+def _chosen(rows: Sequence[Row], scores_GV: torch.Tensor) -> torch.Tensor:
+    """The tokens, int64[G], of rows of one group."""
+    first, device = rows[0], scores_GV.device
+    text_1T = torch.tensor([[*first.request.prompt.tolist(), *first.ids]], device=device) if first.penalties else None
+    for rule in (*first.penalties, *first.filters):
+        scores_GV = rule(text_1T, scores_GV)
+    if not first.settings.do_sample:
+        return scores_GV.argmax(-1)
+    draws_G = torch.tensor([row.draw(len(row.ids)) for row in rows], dtype=torch.float64, device=device)
+    return tokens_at(scores_GV, draws_G)
+
+
+def tokens_at(scores_GV: torch.Tensor, draws_G: torch.Tensor) -> torch.Tensor:
+    """The tokens, int64[G], whose part of [0, 1) each draw falls into, each part being as long as its probability; one
+    of probability 0 has none."""
+    sums_GV = scores_GV.double().softmax(-1).cumsum(-1)
+    total_G1 = sums_GV[:, -1:]
+    below_G1 = torch.nextafter(total_G1, torch.zeros_like(total_G1))  # a product may be rounded up to the sum
+    return torch.searchsorted(sums_GV, torch.minimum(draws_G[:, None] * total_G1, below_G1), right=True)[:, 0]
+
+
+def _likeliest(counts: Sequence[int], scores_BV: torch.Tensor, sums_B: torch.Tensor) -> list[Likeliest]:
+    """The likeliest tokens of each row, as many as it asks for, and their log-probabilities."""
+    most = min(max(counts), scores_BV.shape[-1])
+    if not most:
+        return [([], [])] * len(counts)
+    top = scores_BV.topk(most, dim=-1)
+    ids, logprobs = top.indices.tolist(), (top.values - sums_B[:, None]).tolist()
+    return [(ids[row][:count], logprobs[row][:count]) for row, count in enumerate(counts)]
+
+
+def has_stop_string(ids: Sequence[int], stop_strings: Sequence[str], tokenizer: Tokenizer) -> bool:
+    """Whether one of the strings is complete in the last tokens of an answer."""
+    if not stop_strings:
+        return False
+    # a character has at most four tokens; what is cut through at the beginning of the tail does no harm
+    window = 4 * max(map(len, stop_strings)) + 16
+    text = tokenizer.decode(ids[-window:])
+    return any(stop in text for stop in stop_strings)
 
 
 class Choosing:
-    """A logits processor of transformers' greedy search that leaves each row one token, which its settings choose.
+    """A logits processor of transformers' greedy search that gives each row its next token, and leaves it that one."""
 
-    ``width`` is that of the prompts, which are padded on the left. ``logprobs`` are of the chosen tokens, [B] a step.
-    """
-
-    def __init__(self, rows: Sequence[BatchRow], width: int) -> None:
-        self.rows, self.width = rows, width
-        self.logprobs: list[torch.Tensor] = []
+    def __init__(self, rows: Sequence[Row], tokenizer: Tokenizer) -> None:
+        self.rows, self.tokenizer = rows, tokenizer
 
     def __call__(self, ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
-        chosen_B = scores_BV.argmax(-1)
-        for number, row in enumerate(self.rows):
-            if not row.rules and not row.settings.do_sample:
-                continue
-            own = slice(self.width - len(row.request.prompt), None)  # padding is no text of this row
-            scores_V = row.rules(ids_BT[number : number + 1, own], scores_BV[number : number + 1].clone())[0]
-            position = ids_BT.shape[1] - self.width
-            drawn = row.settings.do_sample
-            chosen_B[number] = token_at(scores_V, row.draw(position)) if drawn else scores_V.argmax()
-        self.logprobs.append(scores_BV.log_softmax(-1).gather(1, chosen_B[:, None])[:, 0].cpu())
-        return torch.full_like(scores_BV, -torch.inf).scatter_(1, chosen_B[:, None], 0.0)
+        tokens = advance(self.rows, scores_BV, self.tokenizer)
+        chosen_B1 = torch.tensor(tokens, device=scores_BV.device)[:, None]
+        return torch.full_like(scores_BV, -torch.inf).scatter_(1, chosen_B1, 0.0)
 
 
 class Stopping:
-    """A stopping criterion that ends each row by its own rules. ``ends`` and ``finishes`` say where and why."""
+    """A stopping criterion of transformers' search that ends each row where `Choosing` did."""
 
     eos_token_id = None  # transformers fills finished rows with padding only where a criterion has this name
 
-    def __init__(self, rows: Sequence[BatchRow], width: int, tokenizer: Tokenizer) -> None:
-        self.rows, self.width, self.tokenizer = rows, width, tokenizer
-        self.stops = [{*tokenizer.stop_token_ids, *row.settings.stop_token_ids} for row in rows]
-        self.ends = [0] * len(rows)
-        self.finishes: list[Finish | None] = [None] * len(rows)
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
 
     def __call__(self, ids_BT: torch.Tensor, scores: object, **kwargs: Any) -> torch.Tensor:
-        length = ids_BT.shape[1] - self.width
-        for number, last in enumerate(ids_BT[:, -1].tolist()):
-            if self.finishes[number] is None:
-                self.finishes[number] = self._finish(number, last, ids_BT[number, self.width :])
-                self.ends[number] = length
-        return torch.tensor([finish is not None for finish in self.finishes], device=ids_BT.device)
-
-    def _finish(self, number: int, last: int, new_T: torch.Tensor) -> Finish | None:
-        row = self.rows[number]
-        if last in self.stops[number]:
-            return Finish.STOP
-        if self.has_stop_string(row.settings.stop_strings, new_T):
-            return Finish.STRING
-        return Finish.LENGTH if len(new_T) >= row.room else None
-
-    def has_stop_string(self, stop_strings: Sequence[str], new_T: torch.Tensor) -> bool:
-        """Whether one of the strings is complete in the last tokens of an answer."""
-        if not stop_strings:
-            return False
-        # a character has at most four tokens; what is cut through at the beginning of the tail does no harm
-        window = 4 * max(map(len, stop_strings)) + 16
-        text = self.tokenizer.decode(new_T[-window:].tolist())
-        return any(stop in text for stop in stop_strings)
+        return torch.tensor([row.ended for row in self.rows], device=ids_BT.device)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -15,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import luthier
 from luthier.config.schema import GenerateConfig
-from luthier.engines.engine import Completion, Finish, Refusal, Request
+from luthier.engines.engine import Completion, Finish, NewTokens, Refusal, Request
 from luthier.engines.local import LocalEngine
-from luthier.engines.next_tokens import BatchRow, token_at
+from luthier.engines.next_tokens import Row, tokens_at
 from luthier.presets import model_folder
 
 TOKENIZER = luthier.load_tokenizer("preset:tiny-qwen3")
@@ -131,11 +136,15 @@ def test_draws_have_the_probabilities_of_the_model() -> None:
     """10,000 draws from five tokens, within four standard deviations of each share; one has none."""
     shares = np.array([0.0, 0.5, 0.3, 0.15, 0.05])
     request = Request(prompt=np.array([1], np.int32), settings=GenerateConfig(do_sample=True), key=0)
-    row = BatchRow(request=request, sample=0, features={})
-    scores = torch.from_numpy(shares).log() + 3.0
-    drawn = [int(token_at(scores, row.draw(position))) for position in range(10_000)]
+    row = Row(request=request, sample=0, features={})
+    scores_1V = (torch.from_numpy(shares).log() + 3.0)[None]
+
+    def token_at(draw: float) -> int:
+        return int(tokens_at(scores_1V, torch.tensor([draw], dtype=torch.float64))[0])
+
+    drawn = [token_at(row.draw(position)) for position in range(10_000)]
     counts = np.bincount(drawn, minlength=5) / 10_000
-    assert int(token_at(scores, 0.0)) == 1 and int(token_at(scores, math.nextafter(1.0, 0.0))) == 4
+    assert token_at(0.0) == 1 and token_at(math.nextafter(1.0, 0.0)) == 4
     assert (abs(counts - shares) <= 4 * np.sqrt(shares * (1 - shares) / 10_000)).all()
 
 
@@ -189,3 +198,172 @@ def test_the_model_and_other_random_numbers_are_left_as_they_were(model: Any) ->
         assert torch.equal(state, torch.random.get_rng_state())
     finally:
         model.eval()
+
+
+class Followed:
+    """What a session has told of a request; ``done`` is set when its last sample has ended or it is refused."""
+
+    def __init__(self, num_samples: int = 1) -> None:
+        self.left, self.told, self.done = num_samples, list[NewTokens | Refusal](), Event()
+
+    def __call__(self, told: NewTokens | Refusal) -> None:
+        self.told.append(told)
+        self.left -= isinstance(told, NewTokens) and told.finish is not None
+        if self.left == 0 or isinstance(told, Refusal):
+            self.done.set()
+
+    def ids(self, sample: int = 0) -> list[int]:
+        assert self.done.wait(60)
+        new = [told for told in self.told if isinstance(told, NewTokens) and told.sample == sample]
+        assert [told.finish is None for told in new] == [True] * (len(new) - 1) + [False]
+        return [token for told in new for token in told.ids.tolist()]
+
+
+def test_a_session_tells_the_answers_of_generate_token_by_token(model: Any) -> None:
+    asked = [
+        *requests(12, num_samples=3, top_k=20, **SAMPLED),
+        *(replace(one, key=100 + one.key) for one in requests(4, repetition_penalty=2.0)),
+        *(replace(one, key=200 + one.key) for one in requests(2, num_beams=2)),
+    ]
+    expected = ids_of(answers(model, asked, 4))
+    with closing(LocalEngine(model, TOKENIZER, batch_size=4).session()) as session:
+        followed = {one.key: Followed(one.num_samples) for one in asked}
+        for one in asked:
+            session.submit(one, followed[one.key])
+        assert {key: followed[key[0]].ids(key[1]) for key in expected} == expected
+
+
+def test_a_request_joins_those_that_are_being_answered(model: Any) -> None:
+    """A short answer that is asked for while a long one is drawn ends before it."""
+    long = replace(requests(1, max_new_tokens=400)[0], key=1)
+    short = replace(requests(1, max_new_tokens=3)[0], key=2)
+    following, begun = Followed(), Event()
+    told_before = []
+
+    def follow_long(told: NewTokens | Refusal) -> None:
+        begun.set()
+        following(told)
+
+    def follow_short(told: NewTokens | Refusal) -> None:
+        told_before.append(following.done.is_set())
+
+    with closing(LocalEngine(model, TOKENIZER).session()) as session:
+        session.submit(long, follow_long)
+        assert begun.wait(60)
+        session.submit(short, follow_short)
+        assert len(following.ids()) == 400
+    assert told_before == [False] * 3
+
+
+def test_the_likeliest_tokens_are_told_with_their_log_probabilities(model: Any) -> None:
+    asked = [replace(one, top_logprobs=one.key) for one in requests(4)]
+    with closing(LocalEngine(model, TOKENIZER).session()) as session:
+        followed = [Followed() for _ in asked]
+        for one, follow in zip(asked, followed, strict=True):
+            session.submit(one, follow)
+        found = [follow.ids() for follow in followed]
+    for request, ids, follow in zip(asked, found, followed, strict=True):
+        whole = torch.tensor([[*request.prompt.tolist(), *ids]])
+        with torch.no_grad():
+            expected = model(whole).logits[0, len(request.prompt) - 1 : -1].log_softmax(-1).topk(request.top_logprobs)
+        told = [one for one in follow.told if isinstance(one, NewTokens)]
+        assert np.concatenate([one.top_ids for one in told]).tolist() == expected.indices.tolist()
+        assert np.allclose(np.concatenate([one.top_logprobs for one in told]), expected.values, atol=1e-4)
+
+
+def test_a_cancelled_request_is_told_nothing_more_and_leaves_nothing_behind(model: Any) -> None:
+    threads = threading.active_count()
+    session = LocalEngine(model, TOKENIZER).session()
+    told, begun = Counter[int](), [Event() for _ in range(200)]
+
+    def follow(one: NewTokens | Refusal) -> None:
+        told[one.key] += 1
+        begun[one.key].set()
+
+    for request in requests(200, num_samples=2, max_new_tokens=10_000):
+        session.submit(request, follow)
+        assert begun[request.key].wait(60)
+        session.cancel(request.key)
+        before = told[request.key]
+        if request.key % 20 == 0:
+            time.sleep(0.02)
+        assert told[request.key] == before
+    last = Followed()
+    session.submit(requests(1)[0], last)
+    assert last.ids() == answers(model, requests(1))[0, 0].ids.tolist()
+    assert session.keys() == () and session.rows_held() == 0
+    session.close()
+    assert threading.active_count() == threads
+    with pytest.raises(ValueError, match="closed"):
+        session.submit(requests(1)[0], last)
+
+
+def test_a_session_that_is_closed_ends_within_a_step(model: Any) -> None:
+    session = LocalEngine(model, TOKENIZER, batch_size=2).session()
+    followed = Followed()
+    for request in requests(5, max_new_tokens=100_000):
+        session.submit(request, followed)
+    begun = time.monotonic()
+    session.close()
+    assert time.monotonic() - begun < 5 and not followed.done.is_set()
+
+
+def test_a_step_that_fails_and_a_listener_that_fails_end_their_own_requests_only(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = LocalEngine(model, TOKENIZER)
+    good, bad = Followed(), Followed()
+    forward = model.forward
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["input_ids"].shape[1] == 29:
+            raise RuntimeError("out of memory")
+        return forward(*args, **kwargs)
+
+    def angry(told: NewTokens | Refusal) -> None:
+        raise KeyError("gone")
+
+    prompt = np.arange(10, 39, dtype=np.int32)
+    expected = answers(model, requests(1))[0, 0].ids.tolist()
+    with closing(engine.session()) as session:
+        session.submit(replace(requests(1)[0], key=7), angry)
+        while session.keys():  # it has not failed yet
+            time.sleep(0.001)
+        monkeypatch.setattr(model, "forward", failing)
+        session.submit(replace(requests(1)[0], key=8, prompt=prompt), bad)
+        assert bad.done.wait(60)
+        session.submit(requests(1)[0], good)
+        assert good.ids() == expected
+    refusal = bad.told[-1]
+    assert isinstance(refusal, Refusal) and refusal.reason == "engine_failed" and "out of memory" in refusal.detail
+
+
+def test_what_cannot_be_answered_is_refused_in_a_session_and_a_key_in_use_is_no_key(model: Any) -> None:
+    with closing(LocalEngine(model, TOKENIZER).session()) as session:
+        followed = Followed()
+        session.submit(replace(requests(1, max_length=3)[0], prompt=np.arange(5, dtype=np.int32)), followed)
+        assert followed.done.wait(60)
+        assert [one.reason for one in followed.told if isinstance(one, Refusal)] == ["prompt_too_long"]
+        session.submit(requests(1, max_new_tokens=10_000)[0], Followed())
+        with pytest.raises(ValueError, match="request 0"):
+            session.submit(requests(1)[0], Followed())
+
+
+def test_others_use_the_model_between_the_steps_of_a_session(model: Any) -> None:
+    engine = LocalEngine(model, TOKENIZER)
+    request = requests(1)[0]
+    alone = engine.score(request.prompt, 1)
+    followed, begun = Followed(), Event()
+
+    def follow(told: NewTokens | Refusal) -> None:
+        begun.set()
+        followed(told)
+
+    with closing(engine.session()) as session:
+        session.submit(replace(request, settings=GenerateConfig(max_new_tokens=500)), follow)
+        assert begun.wait(60)
+        assert np.array_equal(engine.score(request.prompt, 1), alone)
+        other = replace(requests(2)[1], key=9)
+        assert [one.key for one in engine.generate([other])] == [9]
+        assert not followed.done.is_set()
+        assert len(followed.ids()) == 500

@@ -1,0 +1,315 @@
+"""Requests being answered by a model in this process, some rows at a time, one step after the other.
+
+# B rows, T tokens of prompts, padded on the left: what is generated follows the prompt's last token, V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
+
+from luthier.collation import MediaInputs
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines.engine import Ids, Refusal, Request
+from luthier.engines.joined import JoinedCache, read_prompts
+from luthier.engines.next_tokens import Choosing, Listener, Row, Stopping, advance, has_stop_string
+from luthier.errors import RowError
+from luthier.media import PREFIX_TYPES
+
+_MOST_PROMPT_TOKENS = 16_384  # that are read at once, padding included
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answerer:
+    """A model with what it needs to answer. ``joins``: rows may join others that are being answered."""
+
+    model: PreTrainedModel | PeftModel
+    tokenizer: Tokenizer
+    media: MediaInputs | None
+    batch_size: int
+    joins: bool
+
+    def inputs(self, prompts: Sequence[Ids], features: Sequence[Any]) -> tuple[dict[str, torch.Tensor], int]:
+        """What the model is given, and how wide it is."""
+        width = max(map(len, prompts))
+        ids_BT = np.full((len(prompts), width), self.tokenizer.pad_token_id, dtype=np.int64)
+        mask_BT = np.zeros_like(ids_BT)
+        for row, prompt in enumerate(prompts):
+            ids_BT[row, width - len(prompt) :] = prompt
+            mask_BT[row, width - len(prompt) :] = 1
+        arrays = {"input_ids": ids_BT, "attention_mask": mask_BT}
+        if self.media is not None:
+            arrays |= self.media.of_prompts(ids_BT, features)
+        device = next(self.model.parameters()).device
+        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}, width
+
+    def features(self, request: Request) -> Mapping[str, Any]:
+        """What the processor makes of its media. Raises `RowError` where it cannot be answered."""
+        limit = request.settings.max_length
+        if limit is not None and len(request.prompt) >= limit:
+            what = f"the prompt has {len(request.prompt)} tokens, generate.max_length is {limit}"
+            raise RowError("prompt_too_long", what)
+        if self.media is None:
+            if request.media:
+                raise RowError("media_unread", f"{len(request.media)} media items, and the model reads none")
+            return {}
+        return self.media.features(request.media)
+
+    def scored(self, ids: Ids, start: int, features: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Log-probabilities of ``ids[start:]``."""
+        inputs, _ = self.inputs([ids], [features])
+        if PREFIX_TYPES in inputs:
+            inputs[PREFIX_TYPES][:, start:] = 1  # the answer does not see itself both ways
+        logits_TV = self.model(**inputs, use_cache=False).logits[0, start - 1 : -1].float()
+        new_T1 = torch.from_numpy(ids[start:].astype(np.int64)).to(logits_TV.device)[:, None]
+        return np.asarray(logits_TV.log_softmax(-1).gather(1, new_T1)[:, 0].cpu().numpy(), dtype=np.float32)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Asked:
+    """A request of which ``begun`` samples have begun. Its prompt is read once for all of them: row ``row`` of
+    ``cache``, with the scores behind it."""
+
+    request: Request
+    listener: Listener | None
+    begun: int = 0
+    features: Mapping[str, Any] | None = None
+    cache: Cache | None = None
+    row: int = 0
+    scores_V: torch.Tensor | None = None
+    refused: bool = False
+
+    @property
+    def left(self) -> int:
+        cancelled = self.listener is not None and self.listener.cancelled
+        return 0 if self.refused or cancelled else self.request.num_samples - self.begun
+
+    def begin(self) -> Row:
+        """Its next sample."""
+        assert self.features is not None
+        self.begun += 1
+        return Row(request=self.request, sample=self.begun - 1, features=self.features, listener=self.listener)
+
+
+class Answering:
+    """The requests that wait and the rows that are being answered, which one thread advances by `step`.
+
+    Where rows can join, those of a request begin as soon as there is room for them, beside those that go on. Elsewhere
+    a batch is answered to its end before the next begins (by transformers' ``generate``). ``ended`` are the rows that
+    nobody follows and that are finished, and the requests that are refused.
+    """
+
+    def __init__(self, answerer: Answerer) -> None:
+        self.answerer = answerer
+        self.waiting: deque[_Asked] = deque()
+        self.rows: list[Row] = []
+        self._beginning: list[tuple[_Asked, int]] = []
+        self.joined = JoinedCache()
+        self.ended: deque[Row | Refusal] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something left to do."""
+        return bool(self.waiting or self.rows)
+
+    def add(self, request: Request, listener: Listener | None = None) -> None:
+        """A request to be answered behind those that wait."""
+        self.waiting.append(_Asked(request=request, listener=listener))
+
+    def step(self) -> None:
+        """One token more for each row, and as many new rows as there is room for; or a whole batch."""
+        self._forget()
+        if self.rows:
+            scores_BV = self.joined.read(self.answerer.model, [row.ids[-1] for row in self.rows])
+            advance(self.rows, scores_BV, self.answerer.tokenizer)
+            self._forget()
+        self._begin()
+
+    def fail(self, detail: str) -> None:
+        """After a step that has failed: refuse what was being answered, and hold nothing of it."""
+        listeners = [row.listener for row in self.rows] + [asked.listener for asked, _ in self._beginning]
+        keys = [row.request.key for row in self.rows] + [asked.request.key for asked, _ in self._beginning]
+        self.rows, self._beginning, self.joined = [], [], JoinedCache()
+        for key, listener in zip(keys, listeners, strict=True):
+            assert listener is not None, "what nobody listens to fails where it is asked"
+            listener.tell(Refusal(key=key, reason="engine_failed", detail=detail))
+            listener.cancel()
+
+    def _forget(self) -> None:
+        """Take out the rows that have ended."""
+        for number in reversed(range(len(self.rows))):
+            if self.rows[number].ended:
+                self._tell_end(self.rows[number])
+                self.joined.leave(number)
+                last = self.rows.pop()
+                if number < len(self.rows):
+                    self.rows[number] = last
+
+    def _tell_end(self, row: Row) -> None:
+        if row.listener is None:
+            self.ended.append(row)
+
+    def _begin(self) -> None:
+        """Rows of requests that wait, in their order, as many as there is room for."""
+        free = self.answerer.batch_size - len(self.rows)
+        chosen: list[tuple[_Asked, int]] = []
+        while free and self.waiting:
+            asked = self.waiting[0]
+            if asked.left and not self._is_ready(asked):
+                asked.refused = True
+            if not asked.left:
+                self.waiting.popleft()
+                continue
+            if asked.request.settings.num_beams > 1:
+                if chosen:
+                    break
+                self._beginning = [(asked, 1)]
+                self._search(asked)
+                continue
+            count = min(free, asked.left)
+            chosen.append((asked, count))
+            free -= count
+            if count < asked.left:
+                break
+            self.waiting.popleft()
+        self._beginning = chosen
+        if chosen and self.answerer.joins:
+            self._join(chosen)
+        elif chosen:
+            self._answer_whole([asked.begin() for asked, count in chosen for _ in range(count)])
+        self._beginning = []
+
+    def _is_ready(self, asked: _Asked) -> bool:
+        if asked.features is None:
+            try:
+                asked.features = self.answerer.features(asked.request)
+            except RowError as error:
+                refusal = Refusal(key=asked.request.key, reason=error.reason, detail=error.detail)
+                if asked.listener is None:
+                    self.ended.append(refusal)
+                else:
+                    asked.listener.tell(refusal)
+        return asked.features is not None
+
+    def _join(self, chosen: Sequence[tuple[_Asked, int]]) -> None:
+        """Read the prompts that were not read before, and let their rows join the others."""
+        for unread in _portions([asked for asked, _ in chosen if asked.cache is None]):
+            cache, scores_BV = read_prompts(self.answerer.model, [asked.request.prompt for asked in unread])
+            for number, asked in enumerate(unread):
+                asked.cache, asked.row, asked.scores_V = cache, number, scores_BV[number]
+        rows = [(asked, asked.begin()) for asked, count in chosen for _ in range(count)]
+        scores_BV = torch.stack([asked.scores_V for asked, _ in rows if asked.scores_V is not None])
+        advance([row for _, row in rows], scores_BV, self.answerer.tokenizer)
+        for asked, row in rows:
+            if row.ended:
+                self._tell_end(row)
+            else:
+                assert asked.cache is not None
+                self.joined.join(asked.cache, asked.row, len(asked.request.prompt))
+                self.rows.append(row)
+
+    def _answer_whole(self, rows: list[Row]) -> None:
+        """A batch from its beginning to its end."""
+        answerer = self.answerer
+        inputs, _ = answerer.inputs([row.request.prompt for row in rows], [row.features for row in rows])
+        how = GenerationConfig(
+            do_sample=False,  # of what `Choosing` leaves, which is one token
+            max_new_tokens=max(row.room for row in rows),
+            pad_token_id=answerer.tokenizer.pad_token_id,
+            use_cache=True,
+        )
+        answerer.model.generate(
+            **inputs,
+            generation_config=how,
+            logits_processor=[Choosing(rows, answerer.tokenizer)],
+            stopping_criteria=[Stopping(rows)],
+        )
+        for row in rows:
+            self._tell_end(row)
+
+    def _search(self, asked: _Asked) -> None:
+        """The best of some beams, by transformers' search, as one step."""
+        answerer, row = self.answerer, asked.begin()
+        tokenizer, prompt = answerer.tokenizer, asked.request.prompt
+        inputs, width = answerer.inputs([prompt], [row.features])
+        stops = sorted({*tokenizer.stop_token_ids, *row.settings.stop_token_ids})
+        with torch.random.fork_rng(devices=[d] if (d := inputs["input_ids"].device).type == "cuda" else []):
+            torch.manual_seed(int(np.random.SeedSequence(row.noise_key).generate_state(1)[0]))
+            out_T = answerer.model.generate(
+                **inputs,
+                generation_config=_beam_search(row, stops, tokenizer),
+                stopping_criteria=[_AnyString(row, width, tokenizer)],
+            )[0, width:].cpu()
+        new = _up_to_its_end(row, out_T.tolist(), tokenizer)
+        ids = np.concatenate([prompt, new]).astype(np.int32)
+        for token, logprob in zip(new, answerer.scored(ids, len(prompt), row.features).tolist(), strict=True):
+            row.add(token, logprob, ([], []), tokenizer)
+        self._tell_end(row)
+
+
+def _portions(asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
+    """Those whose prompts are read at once."""
+    portion: list[_Asked] = []
+    longest = 0
+    for one in asked:
+        longest = max(longest, len(one.request.prompt))
+        if portion and longest * (len(portion) + 1) > _MOST_PROMPT_TOKENS:
+            yield portion
+            portion, longest = [], len(one.request.prompt)
+        portion.append(one)
+    if portion:
+        yield portion
+
+
+def _up_to_its_end(row: Row, found: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """What a search has found, without the padding behind it."""
+    probe = Row(request=row.request, sample=row.sample, features={}, listener=None)
+    for token in found:
+        probe.add(token, 0.0, ([], []), tokenizer)
+        if probe.ended:
+            break
+    return probe.ids
+
+
+class _AnyString:
+    """Ends each beam in which a stop string is complete."""
+
+    def __init__(self, row: Row, width: int, tokenizer: Tokenizer) -> None:
+        self.strings, self.width, self.tokenizer = row.settings.stop_strings, width, tokenizer
+
+    def __call__(self, ids_BT: torch.Tensor, scores: object, **kwargs: Any) -> torch.Tensor:
+        new_BT = ids_BT[:, self.width :].tolist()
+        ended = [has_stop_string(new_T, self.strings, self.tokenizer) for new_T in new_BT]
+        return torch.tensor(ended, device=ids_BT.device)
+
+
+def _beam_search(row: Row, stops: Sequence[int], tokenizer: Tokenizer) -> GenerationConfig:
+    """Every value that matters is said, as those that are not are filled in by transformers (top_k 50)."""
+    told = row.settings
+    of_sampling: dict[str, Any] = {}
+    if told.do_sample:
+        of_sampling = {
+            "temperature": told.temperature or 1.0,
+            "top_p": told.top_p or 1.0,
+            "top_k": told.top_k or 0,
+            "min_p": told.min_p,
+        }
+    return GenerationConfig(
+        do_sample=told.do_sample,
+        max_new_tokens=row.room,
+        num_beams=told.num_beams,
+        repetition_penalty=told.repetition_penalty or 1.0,
+        no_repeat_ngram_size=told.no_repeat_ngram_size or 0,
+        eos_token_id=list(stops),
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,
+        **({} if told.length_penalty is None else {"length_penalty": told.length_penalty}),
+        **of_sampling,
+    )
