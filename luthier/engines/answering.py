@@ -19,7 +19,7 @@ from luthier.collation import MediaInputs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Ids, Refusal, Request
 from luthier.engines.joined import JoinedCache, read_prompts
-from luthier.engines.next_tokens import Choosing, Listener, Row, Stopping, advance, has_stop_string
+from luthier.engines.next_tokens import BatchRow, Choosing, Follower, Stopping, advance, has_stop_string
 from luthier.errors import RowError
 from luthier.media import PREFIX_TYPES
 
@@ -73,12 +73,12 @@ class Answerer:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Asked:
+class _WaitingRequest:
     """A request of which ``begun`` samples have begun. Its prompt is read once for all of them: row ``row`` of
     ``cache``, with the scores behind it."""
 
     request: Request
-    listener: Listener | None
+    follower: Follower | None
     begun: int = 0
     features: Mapping[str, Any] | None = None
     cache: Cache | None = None
@@ -88,14 +88,14 @@ class _Asked:
 
     @property
     def left(self) -> int:
-        cancelled = self.listener is not None and self.listener.cancelled
+        cancelled = self.follower is not None and self.follower.cancelled
         return 0 if self.refused or cancelled else self.request.num_samples - self.begun
 
-    def begin(self) -> Row:
+    def begin(self) -> BatchRow:
         """Its next sample."""
         assert self.features is not None
         self.begun += 1
-        return Row(request=self.request, sample=self.begun - 1, features=self.features, listener=self.listener)
+        return BatchRow(request=self.request, sample=self.begun - 1, features=self.features, follower=self.follower)
 
 
 class Answering:
@@ -108,20 +108,20 @@ class Answering:
 
     def __init__(self, answerer: Answerer) -> None:
         self.answerer = answerer
-        self.waiting: deque[_Asked] = deque()
-        self.rows: list[Row] = []
-        self._beginning: list[tuple[_Asked, int]] = []
+        self.waiting: deque[_WaitingRequest] = deque()
+        self.rows: list[BatchRow] = []
+        self._beginning: list[tuple[_WaitingRequest, int]] = []
         self.joined = JoinedCache()
-        self.ended: deque[Row | Refusal] = deque()
+        self.ended: deque[BatchRow | Refusal] = deque()
 
     @property
     def busy(self) -> bool:
         """Whether there is something left to do."""
         return bool(self.waiting or self.rows)
 
-    def add(self, request: Request, listener: Listener | None = None) -> None:
+    def add(self, request: Request, follower: Follower | None = None) -> None:
         """A request to be answered behind those that wait."""
-        self.waiting.append(_Asked(request=request, listener=listener))
+        self.waiting.append(_WaitingRequest(request=request, follower=follower))
 
     def step(self) -> None:
         """One token more for each row, and as many new rows as there is room for; or a whole batch."""
@@ -134,13 +134,13 @@ class Answering:
 
     def fail(self, detail: str) -> None:
         """After a step that has failed: refuse what was being answered, and hold nothing of it."""
-        listeners = [row.listener for row in self.rows] + [asked.listener for asked, _ in self._beginning]
+        followers = [row.follower for row in self.rows] + [asked.follower for asked, _ in self._beginning]
         keys = [row.request.key for row in self.rows] + [asked.request.key for asked, _ in self._beginning]
         self.rows, self._beginning, self.joined = [], [], JoinedCache()
-        for key, listener in zip(keys, listeners, strict=True):
-            assert listener is not None, "what nobody listens to fails where it is asked"
-            listener.tell(Refusal(key=key, reason="engine_failed", detail=detail))
-            listener.cancel()
+        for key, follower in zip(keys, followers, strict=True):
+            assert follower is not None, "what nobody follows fails where it is asked"
+            follower.tell(Refusal(key=key, reason="engine_failed", detail=detail))
+            follower.cancel()
 
     def _forget(self) -> None:
         """Take out the rows that have ended."""
@@ -152,14 +152,14 @@ class Answering:
                 if number < len(self.rows):
                     self.rows[number] = last
 
-    def _tell_end(self, row: Row) -> None:
-        if row.listener is None:
+    def _tell_end(self, row: BatchRow) -> None:
+        if row.follower is None:
             self.ended.append(row)
 
     def _begin(self) -> None:
         """Rows of requests that wait, in their order, as many as there is room for."""
         free = self.answerer.batch_size - len(self.rows)
-        chosen: list[tuple[_Asked, int]] = []
+        chosen: list[tuple[_WaitingRequest, int]] = []
         while free and self.waiting:
             asked = self.waiting[0]
             if asked.left and not self._is_ready(asked):
@@ -186,19 +186,19 @@ class Answering:
             self._answer_whole([asked.begin() for asked, count in chosen for _ in range(count)])
         self._beginning = []
 
-    def _is_ready(self, asked: _Asked) -> bool:
+    def _is_ready(self, asked: _WaitingRequest) -> bool:
         if asked.features is None:
             try:
                 asked.features = self.answerer.features(asked.request)
             except RowError as error:
                 refusal = Refusal(key=asked.request.key, reason=error.reason, detail=error.detail)
-                if asked.listener is None:
+                if asked.follower is None:
                     self.ended.append(refusal)
                 else:
-                    asked.listener.tell(refusal)
+                    asked.follower.tell(refusal)
         return asked.features is not None
 
-    def _join(self, chosen: Sequence[tuple[_Asked, int]]) -> None:
+    def _join(self, chosen: Sequence[tuple[_WaitingRequest, int]]) -> None:
         """Read the prompts that were not read before, and let their rows join the others."""
         for unread in _portions([asked for asked, _ in chosen if asked.cache is None]):
             cache, scores_BV = read_prompts(self.answerer.model, [asked.request.prompt for asked in unread])
@@ -215,7 +215,7 @@ class Answering:
                 self.joined.join(asked.cache, asked.row, len(asked.request.prompt))
                 self.rows.append(row)
 
-    def _answer_whole(self, rows: list[Row]) -> None:
+    def _answer_whole(self, rows: list[BatchRow]) -> None:
         """A batch from its beginning to its end."""
         answerer = self.answerer
         inputs, _ = answerer.inputs([row.request.prompt for row in rows], [row.features for row in rows])
@@ -234,7 +234,7 @@ class Answering:
         for row in rows:
             self._tell_end(row)
 
-    def _search(self, asked: _Asked) -> None:
+    def _search(self, asked: _WaitingRequest) -> None:
         """The best of some beams, by transformers' search, as one step."""
         answerer, row = self.answerer, asked.begin()
         tokenizer, prompt = answerer.tokenizer, asked.request.prompt
@@ -254,9 +254,9 @@ class Answering:
         self._tell_end(row)
 
 
-def _portions(asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
+def _portions(asked: Sequence[_WaitingRequest]) -> Iterator[list[_WaitingRequest]]:
     """Those whose prompts are read at once."""
-    portion: list[_Asked] = []
+    portion: list[_WaitingRequest] = []
     longest = 0
     for one in asked:
         longest = max(longest, len(one.request.prompt))
@@ -268,9 +268,9 @@ def _portions(asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
         yield portion
 
 
-def _up_to_its_end(row: Row, found: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+def _up_to_its_end(row: BatchRow, found: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """What a search has found, without the padding behind it."""
-    probe = Row(request=row.request, sample=row.sample, features={}, listener=None)
+    probe = BatchRow(request=row.request, sample=row.sample, features={}, follower=None)
     for token in found:
         probe.add(token, 0.0, ([], []), tokenizer)
         if probe.ended:
@@ -281,7 +281,7 @@ def _up_to_its_end(row: Row, found: Sequence[int], tokenizer: Tokenizer) -> list
 class _AnyString:
     """Ends each beam in which a stop string is complete."""
 
-    def __init__(self, row: Row, width: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, row: BatchRow, width: int, tokenizer: Tokenizer) -> None:
         self.strings, self.width, self.tokenizer = row.settings.stop_strings, width, tokenizer
 
     def __call__(self, ids_BT: torch.Tensor, scores: object, **kwargs: Any) -> torch.Tensor:
@@ -290,7 +290,7 @@ class _AnyString:
         return torch.tensor(ended, device=ids_BT.device)
 
 
-def _beam_search(row: Row, stops: Sequence[int], tokenizer: Tokenizer) -> GenerationConfig:
+def _beam_search(row: BatchRow, stops: Sequence[int], tokenizer: Tokenizer) -> GenerationConfig:
     """Every value that matters is said, as those that are not are filled in by transformers (top_k 50)."""
     told = row.settings
     of_sampling: dict[str, Any] = {}

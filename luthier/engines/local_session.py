@@ -9,7 +9,7 @@ from threading import Condition, Thread, current_thread
 
 from luthier.engines.answering import Answering
 from luthier.engines.engine import NewTokens, OnTokens, Refusal, Request
-from luthier.engines.next_tokens import Listener
+from luthier.engines.next_tokens import Follower
 
 _MOST_SECONDS = 60.0  # that a step may take when a session is closed
 
@@ -28,8 +28,8 @@ class LocalSession:
     ) -> None:
         self._answering, self._at_work, self._is_wanted = answering, at_work, is_wanted
         self._changed = Condition()
-        self._new: list[tuple[Request, Listener]] = []
-        self._listeners: dict[int, Listener] = {}
+        self._new: list[tuple[Request, Follower]] = []
+        self._followers: dict[int, Follower] = {}
         self._closed = False
         self._thread = Thread(target=self._run, name="luthier-session", daemon=True)
         self._thread.start()
@@ -51,26 +51,26 @@ class LocalSession:
                 if ended:
                     self._forget(request.key)
 
-        listener = Listener(tell)
+        follower = Follower(tell)
         with self._changed:
-            if self._closed or request.key in self._listeners:
+            if self._closed or request.key in self._followers:
                 why = "this session is closed" if self._closed else f"request {request.key} is being answered"
                 raise ValueError(f"{why}: no request {request.key} can begin")
-            self._listeners[request.key] = listener
-            self._new.append((request, listener))
+            self._followers[request.key] = follower
+            self._new.append((request, follower))
             self._changed.notify()
 
     def cancel(self, key: int) -> None:
         """End a request's answers where they are. Nothing is done for one that has ended, or never was."""
-        listener = self._forget(key)
-        if listener is not None:
-            listener.cancel()
+        follower = self._forget(key)
+        if follower is not None:
+            follower.cancel()
 
     def close(self) -> None:
         """Cancel all requests, and end the thread: it ends after the step that it is in."""
         with self._changed:
             self._closed = True
-            keys = list(self._listeners)
+            keys = list(self._followers)
             self._changed.notify()
         for key in keys:
             self.cancel(key)
@@ -80,15 +80,15 @@ class LocalSession:
     def keys(self) -> tuple[int, ...]:
         """The requests that wait or are being answered."""
         with self._changed:
-            return tuple(self._listeners)
+            return tuple(self._followers)
 
     def rows_held(self) -> int:
         """How many rows hold a part of the model's cache."""
         return len(self._answering.joined.lengths)
 
-    def _forget(self, key: int) -> Listener | None:
+    def _forget(self, key: int) -> Follower | None:
         with self._changed:
-            return self._listeners.pop(key, None)
+            return self._followers.pop(key, None)
 
     def _run(self) -> None:
         while self._has_work():
@@ -113,5 +113,5 @@ class LocalSession:
     def _take_new(self) -> None:
         with self._changed:
             new, self._new = self._new, []
-        for request, listener in new:
-            self._answering.add(request, listener)
+        for request, follower in new:
+            self._answering.add(request, follower)

@@ -32,14 +32,14 @@ Likeliest = tuple[list[int], list[float]]
 logger = logging.getLogger(__name__)
 
 
-class Listener:
+class Follower:
     """Who follows a request. Once `cancel` has returned nothing more is told, whichever thread tells."""
 
     def __init__(self, on_tokens: OnTokens) -> None:
         self.on_tokens, self.cancelled, self._lock = on_tokens, False, RLock()
 
     def tell(self, told: NewTokens | Refusal) -> None:
-        """Pass on what is new. A listener that fails is told nothing more."""
+        """Pass on what is new. A follower that fails is told nothing more."""
         with self._lock:
             if not self.cancelled:
                 try:
@@ -55,16 +55,16 @@ class Listener:
 
 
 @dataclass(kw_only=True, eq=False)
-class Row:
+class BatchRow:
     """One sample of a request while it is answered. ``features`` are what the processor made of its media.
 
-    ``listener`` is told each token as it is chosen.
+    ``follower`` is told each token as it is chosen.
     """
 
     request: Request
     sample: int
     features: Mapping[str, Any]
-    listener: Listener | None = None
+    follower: Follower | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
@@ -72,7 +72,7 @@ class Row:
     @property
     def ended(self) -> bool:
         """Whether it gets no further tokens."""
-        return self.finish is not None or (self.listener is not None and self.listener.cancelled)
+        return self.finish is not None or (self.follower is not None and self.follower.cancelled)
 
     def add(self, token: int, logprob: float, likeliest: Likeliest, tokenizer: Tokenizer) -> None:
         """One more token of the answer, which may be its last."""
@@ -84,7 +84,7 @@ class Row:
             self.finish = Finish.STRING
         elif len(self.ids) >= self.room:
             self.finish = Finish.LENGTH
-        if self.listener is not None:
+        if self.follower is not None:
             top_ids, top_logprobs = likeliest
             told = NewTokens(
                 key=self.request.key,
@@ -95,7 +95,7 @@ class Row:
                 top_logprobs=np.array([top_logprobs], np.float32),
                 finish=self.finish,
             )
-            self.listener.tell(told)
+            self.follower.tell(told)
 
     def completion(self) -> Completion:
         """The answer of a row that is finished."""
@@ -154,7 +154,7 @@ class Row:
         return float(np.random.Generator(np.random.Philox(key=key, counter=counter)).random())
 
 
-def advance(rows: Sequence[Row], scores_BV: torch.Tensor, tokenizer: Tokenizer) -> list[int]:
+def advance(rows: Sequence[BatchRow], scores_BV: torch.Tensor, tokenizer: Tokenizer) -> list[int]:
     """Give each row that has not ended its next token. Returns the tokens, those of rows that have ended being 0.
 
     ``scores_BV`` are what the model says of the next token. Rows of one group are filtered together.
@@ -176,7 +176,7 @@ def advance(rows: Sequence[Row], scores_BV: torch.Tensor, tokenizer: Tokenizer) 
     return tokens
 
 
-def _groups(rows: Sequence[Row]) -> list[list[int]]:
+def _groups(rows: Sequence[BatchRow]) -> list[list[int]]:
     """Numbers of the rows whose token is not simply the likeliest: those with the same filters, which look at the
     scores alone, together, and each whose penalties look at its text by itself."""
     found: dict[object, list[int]] = {}
@@ -189,7 +189,7 @@ def _groups(rows: Sequence[Row]) -> list[list[int]]:
     return list(found.values())
 
 
-def _chosen(rows: Sequence[Row], scores_GV: torch.Tensor) -> torch.Tensor:
+def _chosen(rows: Sequence[BatchRow], scores_GV: torch.Tensor) -> torch.Tensor:
     """The tokens, int64[G], of rows of one group."""
     first, device = rows[0], scores_GV.device
     text_1T = torch.tensor([[*first.request.prompt.tolist(), *first.ids]], device=device) if first.penalties else None
@@ -233,7 +233,7 @@ def has_stop_string(ids: Sequence[int], stop_strings: Sequence[str], tokenizer: 
 class Choosing:
     """A logits processor of transformers' greedy search that gives each row its next token, and leaves it that one."""
 
-    def __init__(self, rows: Sequence[Row], tokenizer: Tokenizer) -> None:
+    def __init__(self, rows: Sequence[BatchRow], tokenizer: Tokenizer) -> None:
         self.rows, self.tokenizer = rows, tokenizer
 
     def __call__(self, ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ class Stopping:
 
     eos_token_id = None  # transformers fills finished rows with padding only where a criterion has this name
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[BatchRow]) -> None:
         self.rows = rows
 
     def __call__(self, ids_BT: torch.Tensor, scores: object, **kwargs: Any) -> torch.Tensor:

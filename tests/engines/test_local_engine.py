@@ -22,7 +22,7 @@ import luthier
 from luthier.config.schema import GenerateConfig
 from luthier.engines.engine import Completion, Finish, NewTokens, Refusal, Request
 from luthier.engines.local import LocalEngine
-from luthier.engines.next_tokens import Row, tokens_at
+from luthier.engines.next_tokens import BatchRow, tokens_at
 from luthier.presets import model_folder
 
 TOKENIZER = luthier.load_tokenizer("preset:tiny-qwen3")
@@ -136,7 +136,7 @@ def test_draws_have_the_probabilities_of_the_model() -> None:
     """10,000 draws from five tokens, within four standard deviations of each share; one has none."""
     shares = np.array([0.0, 0.5, 0.3, 0.15, 0.05])
     request = Request(prompt=np.array([1], np.int32), settings=GenerateConfig(do_sample=True), key=0)
-    row = Row(request=request, sample=0, features={})
+    row = BatchRow(request=request, sample=0, features={})
     scores_1V = (torch.from_numpy(shares).log() + 3.0)[None]
 
     def token_at(draw: float) -> int:
