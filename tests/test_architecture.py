@@ -34,6 +34,7 @@ LINES = (
     "engines",
     "training check",
     "prediction",
+    "serve",
     "library",
     "cli",
     "__main__",

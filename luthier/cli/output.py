@@ -31,6 +31,7 @@ EXTRAS = {
     "ray": ("ray",),
     "kernels": ("liger_kernel",),
     "metrics": ("sacrebleu",),
+    "serve": ("fastapi", "uvicorn"),
 }
 EXIT_UNTRUE = 3  # what was asked was answered, and the answer is no: it differs, it does not hold
 

@@ -84,6 +84,7 @@ __all__ = [
     "RunConfig",
     "RuntimeConfig",
     "Section",
+    "ServeConfig",
     "Sharding",
     "SourceConfig",
     "Strategy",
@@ -296,6 +297,29 @@ class GenerateConfig(Section):
     """Further ids that end an answer."""
 
 
+class ServeConfig(Section):
+    """Limits of ``luthier serve``: a request over one of them is refused, with the number ([serve.md](serve.md))."""
+
+    max_body: Count = 20_000_000
+    """Largest request, in bytes; pictures and sounds in it count as base64 writes them."""
+    max_context: Tokens | None = None
+    """Longest prompt and answer together, in tokens. Default: what the model's config says, else 32768."""
+    max_tokens: Tokens = 4096
+    """Longest answer that may be asked for, in tokens; who asks for none gets ``generate.max_new_tokens``."""
+    max_samples: Size = 16
+    """Most answers to one request (``n``)."""
+    max_requests: Size = 64
+    """Most requests that are answered or wait at a time."""
+    max_media: Size = 16
+    """Most pictures, videos and sounds of a request."""
+    max_pixels: Count = 50_000_000
+    """Most pixels of all pictures of a request together."""
+    timeout: Positive = 600.0
+    """Seconds from a request's first byte to the last of its answer."""
+    hosts: Texts = []
+    """Names that clients may call the server by, beside addresses and this machine's own (their ``Host`` header)."""
+
+
 class OutputConfig(Section):
     """Where results go."""
 
@@ -360,6 +384,7 @@ class RunConfig(Section):
     adapter: AdapterConfig = AdapterConfig()
     eval: EvalConfig = EvalConfig()
     generate: GenerateConfig = GenerateConfig()
+    serve: ServeConfig = ServeConfig()
     output: OutputConfig = OutputConfig()
     tracking: TrackingConfig = TrackingConfig()
     runtime: RuntimeConfig = RuntimeConfig()

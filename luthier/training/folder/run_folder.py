@@ -25,8 +25,8 @@ MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapt
 # What may differ between a run and the run that goes on from it: places, views, and how a step is shared out (that the
 # steps are the same is checked against the loader's state).
 FREE = (
-    "output", "tracking", "eval", "generate", "runtime.device", "runtime.dataloader_num_workers", "runtime.threads",
-    "data.workers", "data.store", "data.max_drop", "train.gradient_accumulation_steps",
+    "output", "tracking", "eval", "generate", "serve", "runtime.device", "runtime.dataloader_num_workers",
+    "runtime.threads", "data.workers", "data.store", "data.max_drop", "train.gradient_accumulation_steps",
     "train.per_device_train_batch_size", "runtime.seed", "data.max_length", "train.packing",
 )  # fmt: skip
 

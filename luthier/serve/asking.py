@@ -1,0 +1,188 @@
+"""Between a session of an engine, whose thread tells tokens, and the coroutine that waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+from pydantic import ValidationError
+
+from luthier.config.schema import GenerateConfig, ServeConfig
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines.engine import Finish, NewTokens, Refusal, Request, Session, before_stop
+from luthier.serve.wire import ChatBody, RefusedRequest, SamplingBody, texts_of
+
+HALF_CHARACTER = "\ufffd"  # what a tokenizer prints for bytes that are no whole character, yet
+
+
+class Asker:
+    """Asks a session. ``active`` is how many requests are at work or wait."""
+
+    def __init__(self, session: Session, limits: ServeConfig) -> None:
+        self.session, self.limits = session, limits
+        self._keys = itertools.count()
+        self.active = 0
+        self.prompt_tokens = self.completion_tokens = 0
+
+    async def tell(self, request: Request) -> AsyncGenerator[NewTokens, None]:
+        """What is added to the request's answers, until all are finished. Whoever closes this before ends them.
+
+        Raises `RefusedRequest` where the engine refuses, and for the time that a request may take.
+        """
+        loop = asyncio.get_running_loop()
+        told: asyncio.Queue[NewTokens | Refusal] = asyncio.Queue()
+
+        def on_tokens(new: NewTokens | Refusal) -> None:
+            with suppress(RuntimeError):  # the loop has ended, so nobody waits
+                loop.call_soon_threadsafe(told.put_nowait, new)
+
+        request = replace(request, key=next(self._keys))
+        left = request.num_samples
+        self.prompt_tokens += len(request.prompt)
+        self.session.submit(request, on_tokens)
+        try:
+            while left:
+                new = await told.get()
+                if isinstance(new, Refusal):
+                    left = 0
+                    raise RefusedRequest(400, new.detail or new.reason, code=new.reason)
+                left -= new.finish is not None
+                self.completion_tokens += len(new.ids)
+                yield new
+        finally:
+            if left:
+                self.session.cancel(request.key)
+
+    def limit(self) -> asyncio.Timeout:
+        """The time of one request."""
+        return asyncio.timeout(self.limits.timeout)
+
+
+def too_late(seconds: float) -> RefusedRequest:
+    """What a client is told whose answer takes too long."""
+    what = f"the answer was not finished within {seconds:g} s"
+    return RefusedRequest(504, what, code="timeout", hint="ask for fewer tokens (max_tokens), or raise serve.timeout")
+
+
+def settings_of(
+    body: SamplingBody, own: GenerateConfig, limits: ServeConfig, *, prompt: int, context: int
+) -> GenerateConfig:
+    """How an answer is drawn: as the request says, and where it says nothing as the run's section ``generate`` does.
+
+    ``prompt`` is its length in tokens, ``context`` the most that prompt and answer may have. Raises `RefusedRequest`.
+    """
+    asked, name = body.max_tokens, "max_tokens"
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        asked, name = body.max_completion_tokens, "max_completion_tokens"
+    if asked is not None and asked > limits.max_tokens:
+        what = f"{name} is {asked:,}, the limit is {limits.max_tokens:,}"
+        raise RefusedRequest(400, what, code="invalid_value", param=name, hint="serve.max_tokens is the limit")
+    room = context - prompt
+    if room < max(1, asked or 1):
+        what = f"the prompt has {prompt:,} tokens"
+        what += f" and the answer may have {asked:,}" if asked else ""
+        hint = "serve.max_context is the limit, where the model's own is not lower"
+        raise RefusedRequest(
+            400, f"{what}, the context has {context:,}", code="context_length_exceeded", param="messages", hint=hint
+        )
+    given = {
+        "temperature": body.temperature or None,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k in (0, -1) else body.top_k,
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
+    }
+    changed: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    changed["max_new_tokens"] = min(asked or min(own.max_new_tokens, limits.max_tokens), room)
+    if body.stop is not None:
+        changed["stop_strings"] = [*own.stop_strings, *texts_of(body.stop)]
+    if body.stop_token_ids:
+        changed["stop_token_ids"] = [*own.stop_token_ids, *body.stop_token_ids]
+    if body.temperature is not None:
+        changed["do_sample"] = body.temperature > 0
+    elif {"top_p", "top_k", "min_p"} & changed.keys():
+        changed["do_sample"] = True
+    changed["seed"] = secrets.randbits(31) if body.seed is None else body.seed
+    changed["max_length"] = None  # the room is counted above
+    try:
+        settings = GenerateConfig(**{**own.model_dump(), **changed})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        param = str(wrong["loc"][0])
+        raise RefusedRequest(400, f"{param}: {wrong['msg']}", code="invalid_value", param=param) from None
+    _check_samples(body, settings, limits)
+    return settings
+
+
+def _check_samples(body: SamplingBody, settings: GenerateConfig, limits: ServeConfig) -> None:
+    count = body.n or 1
+    if count > limits.max_samples:
+        what = f"n is {count}, the limit is {limits.max_samples}"
+        raise RefusedRequest(400, what, code="invalid_value", param="n", hint="serve.max_samples is the limit")
+    if count > 1 and not settings.do_sample:
+        what = f"{count} answers are all the same while the likeliest token is taken"
+        raise RefusedRequest(400, what, code="invalid_value", param="n", hint="give a temperature above 0")
+    if settings.num_beams > 1 and (body.stream or count > 1):
+        raise RefusedRequest(
+            400, "a search with beams gives one answer, at its end", code="not_supported", param="stream"
+        )
+
+
+class TextReader:
+    """The text of one answer as its tokens come: what it gives, joined, is `Completion.text`.
+
+    Bytes that are no whole character yet are held back, and so is what may be the beginning of a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
+        self.tokenizer, self.stop_strings = tokenizer, tuple(stop_strings)
+        self._ids: list[int] = []
+        self._shown = self._read = 0  # what was told last is the text of ids[shown:read]
+        self._held = ""
+        self._is_over = False
+
+    def feed(self, new: NewTokens) -> str:
+        """The text that the tokens add."""
+        ids = new.ids.tolist()
+        self._ids += ids[:-1] if new.finish is Finish.STOP else ids
+        text = self._decoded(is_last=new.finish is not None)
+        if self._is_over:
+            return ""
+        whole = self._held + text
+        before = before_stop(whole, self.stop_strings)
+        self._is_over = len(before) < len(whole)
+        kept = 0 if self._is_over or new.finish is not None else self._beginning_of_stop(before)
+        self._held = before[len(before) - kept :]
+        return before[: len(before) - kept]
+
+    def _decoded(self, *, is_last: bool) -> str:
+        known = self.tokenizer.decode(self._ids[self._shown : self._read])
+        text = self.tokenizer.decode(self._ids[self._shown :])
+        if text.endswith(HALF_CHARACTER) and not is_last:
+            return ""
+        self._shown, self._read = self._read, len(self._ids)
+        return text[len(known) :]
+
+    def _beginning_of_stop(self, text: str) -> int:
+        """How many of the last characters may be the beginning of a stop string."""
+        longest = max((len(stop) - 1 for stop in self.stop_strings), default=0)
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self.stop_strings):
+                return size
+        return 0
+
+
+def joined(tokens: Sequence[NewTokens]) -> NewTokens:
+    """All that was told of one answer as if it had been told at once."""
+    return replace(
+        tokens[-1],
+        ids=np.concatenate([new.ids for new in tokens]),
+        logprobs=np.concatenate([new.logprobs for new in tokens]),
+        top_ids=np.concatenate([new.top_ids for new in tokens]),
+        top_logprobs=np.concatenate([new.top_logprobs for new in tokens]),
+    )

@@ -1,0 +1,202 @@
+"""From what a client sends to ids, as training makes them; no path and no address of a request is ever opened."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from luthier.config.schema import ServeConfig, SourceConfig
+from luthier.encoding.encoder import Encoder, encode_rows
+from luthier.encoding.interface import as_prompt
+from luthier.encoding.measuring import Measurer
+from luthier.engines.engine import Ids
+from luthier.errors import RowError, TemplateError
+from luthier.media import MediaAccess, decoder_of
+from luthier.records import Address, Conversation, ImageHeader, Sample, VideoHeader
+from luthier.rendering.render import Renderer
+from luthier.serve.wire import (
+    AudioPart,
+    AudioUrlPart,
+    ContentPart,
+    ImagePart,
+    MessageBody,
+    RefusedRequest,
+    TextPart,
+    Url,
+    VideoPart,
+    of_row,
+)
+from luthier.sources import RawRow, RowReader
+from luthier.sources.detect import detect_layout
+
+REQUEST = "request"  # the file of rows that come from clients
+MOST_VARIANTS = 8  # renderers that are kept, one for each set of template variables
+OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "documents"})
+EMPTY = {"messages": [{"role": "user", "content": ""}], "tools": []}
+
+
+class Histories:
+    """Makes prompts under one run. Not for several threads at a time."""
+
+    def __init__(self, encoder: Encoder, limits: ServeConfig) -> None:
+        self.encoder, self.limits = encoder, limits
+        one_each = decoder_of(encoder.tokenizer.files.processor_class) is not None
+        inside = encoder.media.model_copy(update={"roots": [], "url_hosts": []})  # nothing but what requests hold
+        self._measurer = Measurer(encoder.media_source.load, MediaAccess(inside), None, one_each)
+        self._reader = RowReader(layout=detect_layout(SourceConfig(path=REQUEST), [EMPTY]))
+        self._renderers: OrderedDict[str, Renderer] = OrderedDict()
+
+    def of_messages(
+        self,
+        messages: Sequence[MessageBody],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Sample:
+        """The generation prompt of a history. Raises `RefusedRequest`."""
+        items = sum(not isinstance(part, TextPart) for message in messages for part in _parts(message))
+        if items > self.limits.max_media:
+            what = f"the messages hold {items} media items, the limit is {self.limits.max_media}"
+            raise RefusedRequest(413, what, code="media_limit", param="messages", hint="serve.max_media is the limit")
+        data: dict[str, Any] = {
+            "messages": [_as_row(message, f"messages[{number}]") for number, message in enumerate(messages)]
+        }
+        if tools:
+            data["tools"] = list(tools)
+        renderer = self._renderer(kwargs or {})
+        try:
+            record = self._reader.convert(RawRow(raw=b"", data=data, address=Address(file=REQUEST, row=1)))
+            assert isinstance(record, Conversation), "messages make a conversation"
+            (outcome,) = encode_rows([as_prompt(record)], renderer, self.encoder.assembler, self._measurer)
+        except RowError as error:
+            raise of_row(error) from None
+        except TemplateError as error:
+            raise RefusedRequest(400, error.message, code="template", hint=error.hint) from None
+        if isinstance(outcome, RowError):
+            raise of_row(outcome)
+        self._check_pixels(outcome)
+        return outcome
+
+    def of_text(self, text: str, *, opened: bool = True) -> Ids:
+        """Ids of a text, in which no control token is reachable; ``opened``: behind what begins a document."""
+        tokenizer = self.encoder.tokenizer
+        try:
+            (ids,) = tokenizer.encode_runs([text])
+        except RowError as error:
+            raise of_row(error) from None
+        opening = [tokenizer.control_id(token) for token in tokenizer.control.opening] if opened else []
+        return np.concatenate([np.array(opening, dtype=np.int32), ids]).astype(np.int32)
+
+    def _renderer(self, kwargs: Mapping[str, Any]) -> Renderer:
+        key = json.dumps(kwargs, sort_keys=True)
+        if key in self._renderers:
+            self._renderers.move_to_end(key)
+            return self._renderers[key]
+        own = self.encoder.renderer
+        template = own.template
+        if kwargs:
+            self._check_variables(kwargs)
+            assert template is not None, "a model without a template has refused variables"
+            template = template.changed(kwargs={**template.kwargs, **kwargs})
+        made = Renderer(template, own.control, own.policy, replay=own.replay, slots=self._measurer.slots)
+        self._renderers[key] = made
+        if len(self._renderers) > MOST_VARIANTS:
+            self._renderers.popitem(last=False)
+        return made
+
+    def _check_variables(self, kwargs: Mapping[str, Any]) -> None:
+        tokenizer = self.encoder.tokenizer
+        template = tokenizer.template
+        known = frozenset() if template is None else template.variables
+        free = sorted(known - OWN_VARIABLES - tokenizer.special_tokens.keys())
+        for name, value in kwargs.items():
+            param = f"chat_template_kwargs.{name}"
+            if name not in free:
+                what = f"the chat template reads no variable {name[:80]!r} of a request"
+                raise RefusedRequest(
+                    400, what, code="template", param=param, hint=f"it reads {', '.join(free) or 'none'}"
+                )
+            text = json.dumps(value, ensure_ascii=False)
+            if any(token in text for token in tokenizer.control.tokens):
+                what = f"the variable {name[:80]!r} holds a control token"
+                raise RefusedRequest(400, what, code="control_in_text", param=param)
+
+    def _check_pixels(self, sample: Sample) -> None:
+        headers = [item.header for item in sample.media]
+        pixels = sum(one.width * one.height for one in headers if isinstance(one, ImageHeader | VideoHeader))
+        if pixels > self.limits.max_pixels:
+            what = f"the pictures have {pixels:,} pixels together, the limit is {self.limits.max_pixels:,}"
+            raise RefusedRequest(413, what, code="media_limit", param="messages", hint="serve.max_pixels is the limit")
+
+
+def _parts(message: MessageBody) -> Sequence[ContentPart]:
+    return message.content if isinstance(message.content, list) else ()
+
+
+def _as_row(message: MessageBody, place: str) -> dict[str, Any]:
+    """The message in the form of rows that are trained on."""
+    if message.reasoning_content and message.thinking and message.reasoning_content != message.thinking:
+        what = "reasoning_content and thinking are two names of one thing, and differ"
+        raise RefusedRequest(400, what, code="invalid_value", param=f"{place}.thinking")
+    content: Any = message.content
+    if isinstance(content, list):
+        content = [_as_part(part, f"{place}.content[{number}]") for number, part in enumerate(content)]
+    calls = [_as_call(call) for call in message.tool_calls or ()]
+    if content is None and (calls or message.reasoning_content or message.thinking):
+        content = ""
+    told = {
+        "content": content,
+        "reasoning_content": message.reasoning_content or message.thinking or None,
+        "tool_calls": calls or None,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+    }
+    return {"role": message.role} | {key: value for key, value in told.items() if value is not None}
+
+
+def _as_call(call: Any) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments or {}}
+    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
+
+
+def _as_part(part: ContentPart, place: str) -> dict[str, Any]:
+    match part:
+        case TextPart():
+            return {"type": "text", "text": part.text}
+        case ImagePart():
+            return {"type": "image", "bytes": _bytes_of(part.image_url, f"{place}.image_url")}
+        case VideoPart():
+            return {"type": "video", "bytes": _bytes_of(part.video_url, f"{place}.video_url")}
+        case AudioUrlPart():
+            return {"type": "audio", "bytes": _bytes_of(part.audio_url, f"{place}.audio_url")}
+        case AudioPart():
+            return {"type": "audio", "bytes": _decoded(part.input_audio.data, f"{place}.input_audio.data")}
+        case _:
+            raise AssertionError(part)
+
+
+def _bytes_of(url: Url | str, place: str) -> bytes:
+    """What a data URL holds. Raises `RefusedRequest` for anything else: no file is read and nothing is fetched."""
+    if isinstance(url, Url) and url.detail != "auto":
+        what = f"{place}.detail is not done by this server"
+        raise RefusedRequest(400, what, code="not_supported", param=f"{place}.detail", hint="auto")
+    text = url.url if isinstance(url, Url) else url
+    head, comma, _ = text[:200].partition(",")
+    if not head.startswith("data:") or not head.lower().endswith(";base64") or not comma:
+        hint = "send the file itself: data:image/png;base64,…"
+        raise RefusedRequest(400, "media come as data URLs in base64 only", code="media_url", param=place, hint=hint)
+    return _decoded(text[len(head) + 1 :], place)
+
+
+def _decoded(data: str, place: str) -> bytes:
+    try:
+        found = msgspec.convert(data, bytes, strict=False)
+    except msgspec.ValidationError:
+        found = b""
+    if not found:
+        raise RefusedRequest(400, "this is no base64", code="bad_media", param=place)
+    return found

@@ -1,0 +1,128 @@
+"""Servers in this process: with a model, and with a session that says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from luthier.config.loading import load_config
+from luthier.config.schema import GenerateConfig, ServeConfig
+from luthier.encoding.encoder import Encoder
+from luthier.engines.engine import Finish, NewTokens, OnTokens, Request, Session
+from luthier.serve.app import Served, application
+from luthier.serve.gate import Gate
+from luthier.serve.histories import Histories
+from luthier.serve.running import HttpServer, ServeOptions, listening, url_of
+
+TOKEN = "a-token-of-the-tests"
+
+
+@pytest.fixture(scope="session")
+def encoder() -> Encoder:
+    config = load_config({"model": "preset:tiny-qwen3", "data": {}, "train": {"enabled": False}})
+    return Encoder.from_config(config)
+
+
+@dataclass
+class Scripted:
+    """A session that answers each request with the ids that ``script`` gives, ``step`` at a time. ``stop`` ends one."""
+
+    script: Callable[[Request], Iterable[int]]
+    step: int = 1
+    stop: int = -1
+    pause: float = 0.0  # seconds between two steps
+    working: set[int] = field(default_factory=set)
+    asked: list[Request] = field(default_factory=list)
+
+    def submit(self, request: Request, on_tokens: OnTokens) -> None:
+        self.asked.append(request)
+        self.working.add(request.key)
+        threading.Thread(target=self._answer, args=(request, on_tokens), daemon=True).start()
+
+    def cancel(self, key: int) -> None:
+        self.working.discard(key)
+
+    def close(self) -> None:
+        self.working.clear()
+
+    def _answer(self, request: Request, on_tokens: OnTokens) -> None:
+        for sample in range(request.num_samples):
+            left = iter(self.script(request))
+            some, more = list(islice(left, self.step)), True
+            while more and request.key in self.working:
+                then = list(islice(left, self.step))
+                more = bool(then)
+                finish = Finish.STOP if some[-1] == self.stop else None if more else Finish.LENGTH
+                on_tokens(new_tokens(request, sample, some, finish))
+                some = then
+                time.sleep(self.pause)
+        self.working.discard(request.key)
+
+
+def new_tokens(request: Request, sample: int, ids: Sequence[int], finish: Finish | None) -> NewTokens:
+    count, tops = len(ids), request.top_logprobs
+    return NewTokens(
+        key=request.key,
+        sample=sample,
+        ids=np.array(ids, dtype=np.int32),
+        logprobs=np.full(count, -0.5, dtype=np.float32),
+        top_ids=np.tile(np.arange(10, 10 + tops, dtype=np.int32), (count, 1)),
+        top_logprobs=np.tile(-np.arange(1, 1 + tops, dtype=np.float32), (count, 1)),
+        finish=finish,
+    )
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers, and what a test asks it with."""
+
+    url: str
+    gate: Gate
+    session: Any
+    http: httpx.Client
+
+    def chat(self, **body: Any) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json={"messages": ASK, **body})
+
+
+ASK = [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+@contextmanager
+def running(encoder: Encoder, session: Session, *, context: int = 2048, **limits: Any) -> Iterator[Running]:
+    told = ServeConfig(**limits)
+    served = Served(
+        prompts=Histories(encoder, told),
+        session=session,
+        settings=GenerateConfig(seed=1, stop_token_ids=list(encoder.tokenizer.stop_token_ids)),
+        limits=told,
+        names=("tiny",),
+        context=context,
+        started=0,
+    )
+    gate, ready = application(served, token=TOKEN), threading.Event()
+    with listening(ServeOptions(port=0)) as taken:
+        server = HttpServer(gate, ready.set)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[taken])))
+        thread.start()
+        try:
+            assert ready.wait(30)
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            with httpx.Client(base_url=url_of(taken), headers=headers, timeout=30) as http:
+                yield Running(url_of(taken), gate, session, http)
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+            gate.close()
+            session.close()

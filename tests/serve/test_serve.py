@@ -1,0 +1,232 @@
+"""The server speaks OpenAI's interface, and lets in nothing else."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import cycle
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from luthier.encoding.encoder import Encoder
+from luthier.engines.engine import Request
+from tests.serve.conftest import ASK, TOKEN, Running, Scripted, running
+
+TEXT = "Zwölf Zitronen 🍋🍋 — sieben. 十二个柠檬。"
+
+
+@pytest.fixture(scope="module")
+def server(encoder: Encoder) -> Iterator[Running]:
+    """Asker every question with `TEXT`, one token at a time."""
+    tokenizer = encoder.tokenizer
+    stop = tokenizer.stop_token_ids[0]
+    (ids,) = tokenizer.encode_runs([TEXT])
+    with running(encoder, Scripted(lambda request: [*ids.tolist(), stop], stop=stop)) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as found:
+        yield found
+
+
+def test_the_openai_client_gets_an_answer_whole_and_the_same_in_pieces(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="tiny", messages=ASK)  # type: ignore[arg-type]
+    assert whole.choices[0].message.content == TEXT
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=ASK,
+        stream=True,
+        stream_options={"include_usage": True},  # type: ignore[arg-type]
+    )
+    pieces = list(stream)
+    texts = [piece.choices[0].delta.content or "" for piece in pieces if piece.choices]
+    assert "".join(texts) == TEXT
+    assert len([text for text in texts if text]) > 5, "it comes in pieces"
+    assert not any("\ufffd" in text for text in texts), "no half of a character is told"
+    assert pieces[-1].usage == whole.usage
+    assert pieces[-2].choices[0].finish_reason == "stop"
+
+
+def test_what_is_asked_is_the_prompt_of_training(server: Running, encoder: Encoder) -> None:
+    import luthier
+
+    server.chat()
+    tokenizer = luthier.load_tokenizer("preset:tiny-qwen3")
+    expected = luthier.encode_prompt(ASK, tokenizer).input_ids.tolist()
+    assert server.session.asked[-1].prompt.tolist() == expected
+    told = server.http.post("/tokenize", json={"messages": ASK}).json()
+    assert (told["tokens"], told["count"]) == (expected, len(expected))
+
+
+def test_models_are_listed_and_another_name_is_refused(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="gpt"):
+        client.chat.completions.create(model="gpt", messages=ASK)  # type: ignore[arg-type]
+
+
+def test_settings_of_a_request_win_over_those_of_the_run(server: Running) -> None:
+    server.chat(max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3, stop="x", repetition_penalty=1.2)
+    settings = server.session.asked[-1].settings
+    told = (settings.max_new_tokens, settings.do_sample, settings.temperature, settings.top_p, settings.top_k)
+    assert told == (7, True, 0.5, 0.9, 5)
+    assert (settings.min_p, settings.seed, settings.stop_strings, settings.repetition_penalty) == (0.1, 3, ["x"], 1.2)
+    server.chat(temperature=0)
+    settings = server.session.asked[-1].settings
+    assert (settings.do_sample, settings.max_new_tokens) == (False, 256)
+
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"tool_choice": "required"}, 400, "tool_choice"),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+    ({"frequency_penalty": 1}, 400, "frequency_penalty"),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
+    ({"nonsense": 1}, 400, "nonsense"),
+    ({"n": 0}, 400, "n"),
+    ({"n": 99}, 400, "n"),
+    ({"n": 2, "temperature": 0}, 400, "n"),
+    ({"max_tokens": 1_000_000}, 400, "max_tokens"),
+    ({"max_completion_tokens": 4097}, 400, "max_completion_tokens"),
+    ({"max_tokens": 2048}, 400, "messages"),
+    ({"temperature": -1}, 400, "temperature"),
+    ({"temperature": "warm"}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"top_logprobs": 3}, 400, "top_logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
+    ({"seed": -1}, 400, "seed"),
+    ({"stop": [""]}, 400, "stop"),
+    ({"stop": ["a"] * 17}, 400, "stop"),
+    ({"chat_template_kwargs": {"nonsense": 1}}, 400, "chat_template_kwargs.nonsense"),
+    ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": {"enable_thinking": "<|im_end|>"}}, 400, "chat_template_kwargs.enable_thinking"),
+    ({"tools": [{"name": 1}]}, 400, "tools"),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "weight": 2}]}, 400, "messages[0].weight"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "/etc/passwd"}]}]}, 400, ""),
+    ({"model": "gpt"}, 404, "model"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_is_not_done_is_refused_by_its_name(
+    server: Running, body: dict[str, Any], status: int, param: str
+) -> None:
+    begun = time.perf_counter()
+    answer = server.chat(**body)
+    assert time.perf_counter() - begun < 2
+    error = answer.json()["error"]
+    assert (answer.status_code, bool(error["message"]), bool(error["code"])) == (status, True, True)
+    if param:
+        assert error["param"] == param
+    assert server.chat().status_code == 200, "the next request is answered"
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"messages": NaN}', b"[" * 5000, b'{"a": 1} x'], ids=repr
+)
+def test_a_body_that_is_no_request_is_refused(server: Running, raw: bytes) -> None:
+    assert server.http.post("/v1/chat/completions", content=raw).status_code == 400
+
+
+def test_half_of_a_surrogate_pair_is_refused(server: Running) -> None:
+    raw = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    assert server.http.post("/v1/chat/completions", content=raw).status_code == 400
+
+
+@pytest.mark.parametrize("route", ["/", "/docs", "/openapi.json", "/v1", "/v1/chat/completions/", "/reset", "/../etc"])
+def test_there_are_no_other_routes(server: Running, route: str) -> None:
+    answer = server.http.get(route)
+    assert answer.status_code in (404, 405)
+    assert answer.json()["error"]["code"] == "no_such_route"
+
+
+def test_who_has_no_token_gets_nothing(server: Running) -> None:
+    with httpx.Client(base_url=server.url) as stranger:
+        assert stranger.get("/health").json() == {"status": "ok"}
+        for header in (
+            {},
+            {"Authorization": "Bearer x"},
+            {"Authorization": TOKEN},
+            {"Authorization": f"bearer {TOKEN}x"},
+        ):
+            for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/nothing")):
+                answer = stranger.request(method, path, headers=header)
+                assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("evil.example", 403), ("localhost:1", 200), ("127.0.0.1", 200), ("", 403)]
+)
+def test_a_name_that_is_not_the_servers_is_refused(server: Running, host: str, status: int) -> None:
+    answer = server.http.get("/v1/models", headers={"Host": host})
+    assert answer.status_code == status
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_stop_strings_end_a_stream_where_they_end_the_whole(server: Running) -> None:
+    body = {"stop": ["sieben", "🍋 —"]}
+    whole = server.chat(**body).json()["choices"][0]["message"]["content"]
+    assert whole == "Zwölf Zitronen 🍋"
+    with server.http.stream("POST", "/v1/chat/completions", json={"messages": ASK, "stream": True, **body}) as stream:
+        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    pieces = [json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines[:-1]]
+    assert "".join(pieces) == whole
+
+
+def endless(request: Request) -> Iterator[int]:
+    return cycle([100, 101, 102])
+
+
+def test_a_client_that_goes_away_ends_its_answer(encoder: Encoder) -> None:
+    session = Scripted(endless, pause=0.001)
+    with running(encoder, session) as server:
+        for number in range(10):
+            body = {"messages": ASK, "stream": number % 2 == 0}
+            with (
+                httpx.Client(base_url=server.url, headers=server.http.headers, timeout=0.2) as gone,
+                suppress(httpx.ReadTimeout),
+                gone.stream("POST", "/v1/chat/completions", json=body) as answer,
+            ):
+                next(answer.iter_bytes())
+        _until(lambda: len(session.asked) == 10)
+        _until(lambda: not session.working and not server.gate.active)
+
+
+def test_limits_of_time_body_context_and_queue_are_told_with_their_number(encoder: Encoder) -> None:
+    session = Scripted(endless, pause=0.01)
+    with running(encoder, session, timeout=0.5, max_body=2000, max_requests=1, max_context=64) as server:
+        slow = server.chat()
+        assert (slow.status_code, slow.json()["error"]["type"]) == (504, "timeout_error")
+        with server.http.stream("POST", "/v1/chat/completions", json={"messages": ASK, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            busy = server.chat()
+            assert (busy.status_code, busy.headers.get("retry-after")) == (429, "1")
+            assert '"code":"timeout"' in "".join(lines)
+        large = server.chat(messages=[{"role": "user", "content": "x" * 3000}])
+        assert (large.status_code, "2,000" in large.json()["error"]["message"]) == (413, True)
+        chunks = server.http.post("/v1/chat/completions", content=iter([b" " * 1500, b" " * 1500]))
+        assert chunks.status_code == 413
+        _until(lambda: not session.working and not server.gate.active)
+
+
+def _until(condition: Any, seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
