@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from luthier.encoding.interface import encode as encode
     from luthier.encoding.interface import encode_many as encode_many
     from luthier.encoding.interface import encode_prompt as encode_prompt
+    from luthier.encoding.replies import ReplyReader as ReplyReader
+    from luthier.encoding.replies import parse_reply as parse_reply
     from luthier.encoding.tokenizer import AddedTokens as AddedTokens
     from luthier.encoding.tokenizer import Tokenizer as Tokenizer
     from luthier.encoding.tokenizer import load_tokenizer as load_tokenizer
@@ -178,6 +180,7 @@ if TYPE_CHECKING:
     from luthier.records import Unit as Unit
     from luthier.records import Video as Video
     from luthier.records import VideoHeader as VideoHeader
+    from luthier.rendering.replies.form import ReplyDelta as ReplyDelta
     from luthier.sources import RepeatedIds as RepeatedIds
     from luthier.sources.formats.media import MediaQueue as MediaQueue
     from luthier.sources.formats.reading import Reading as Reading

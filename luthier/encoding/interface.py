@@ -212,12 +212,13 @@ def _machinery(
             MediaAccess(options),
             one_each=decoder_of(tokenizer.files.processor_class) is not None,
         )
-        renderer = Renderer(_template(tokenizer, kwargs), tokenizer.control, policy, slots=measurer.slots)
+        renderer = Renderer(template_under(tokenizer, kwargs), tokenizer.control, policy, slots=measurer.slots)
         known[key] = partial(encode_rows, renderer=renderer, assembler=Assembler(tokenizer), measurer=measurer)
     return known[key]
 
 
-def _template(tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> ChatTemplate | None:
+def template_under(tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> ChatTemplate | None:
+    """The tokenizer's chat template with more variables. Raises `TemplateError` for one that it does not read."""
     template = tokenizer.template
     if template is None or not kwargs:
         return template

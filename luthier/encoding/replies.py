@@ -1,0 +1,171 @@
+"""Replies of a model, as ids, read back into messages: whole, or as they come.
+
+message = luthier.parse_reply(ids, tokenizer, tools=tools, prompt=prompt_ids)
+
+reader = luthier.ReplyReader(tokenizer)
+for ids in stream:
+    delta = reader.feed(ids)          # .content, .reasoning, .calls
+delta = reader.close()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.config.loading import RunDescription, load_draft
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.interface import Tools, template_under
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import TemplateError
+from luthier.records import Message
+from luthier.rendering.render import Renderer
+from luthier.rendering.replies.form import ReplyDelta, ReplyForm, joined
+from luthier.rendering.replies.learning import TEXT, TOOLS, learn_replies
+from luthier.rendering.replies.reading import ReplyScanner
+from luthier.rendering.targets import TargetPolicy
+
+Ids = Sequence[int] | NDArray[np.int32] | NDArray[np.int64]
+
+PROMPT_END = 256  # tokens of a prompt that are looked at: how it ends is what counts
+MOST_HELD = 16  # tokens that may be parts of one character; UTF-8 has four bytes to one
+_UNFINISHED = "\ufffd"  # what decoders put in the place of half a character
+_forms: WeakKeyDictionary[Tokenizer, dict[bytes, ReplyForm]] = WeakKeyDictionary()
+
+
+def parse_reply(
+    ids: Ids,
+    tokenizer: Tokenizer | RunDescription,
+    *,
+    tools: Tools | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    prompt: Ids | None = None,
+) -> Message:
+    """The assistant's message that a model said: its thought, text and tool calls.
+
+    ``ids``, [N], are what it emitted behind a generation prompt, with the stop token or without it. ``prompt``, [T],
+    is that prompt: where one ends with an opened thought, the reply begins in it. Without it, it is the one of
+    `encode_prompt` under the same ``template_kwargs``. ``tools`` are those on offer: a call that is written with no
+    control token before it, which a text might be, is read only if it names one of them.
+
+    Control tokens are known by their ids, so that a tag written as text is text. What is no call after all (cut off,
+    bad JSON) is in the text, as it was written.
+
+    Raises `TemplateError` if there is no chat template, or if it is proven on trial that its answers, or its tool
+    calls where tools are on offer, cannot be read back.
+    """
+    reader = ReplyReader(tokenizer, tools=tools, template_kwargs=template_kwargs, prompt=prompt)
+    return joined([reader.feed(ids), reader.close()]).message
+
+
+class ReplyReader:
+    """Reads one reply as it comes. The deltas joined are what `parse_reply` gives, however the ids are divided.
+
+    The arguments are those of `parse_reply`, and so are the errors.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | RunDescription,
+        *,
+        tools: Tools | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        prompt: Ids | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else _of_run(tokenizer)
+        self.form = reply_form(self._tokenizer, template_kwargs)
+        for what in (TEXT, *([TOOLS] if tools else [])):
+            if what in self.form.unreadable:
+                raise TemplateError(
+                    f"{what} cannot be read back under the chat template of {self._tokenizer.files.origin}: the "
+                    f"answer {self.form.unreadable[what][:200]!r} was read as another",
+                    hint="offer no tools, or choose another template (template.chat_template)",
+                )
+        end = None if prompt is None else self._signed(prompt[-PROMPT_END:])
+        self._scanner = ReplyScanner(self.form, prompt=end, tools=tools)
+        self._decoder = _Decoder(self._tokenizer)
+        self.is_ended = False
+
+    def feed(self, ids: Ids) -> ReplyDelta:
+        """What some more ids add to the reply. Behind a stop token there is nothing more."""
+        return joined([self._scanner.feed(signed) for signed in self._pieces(ids)])
+
+    def close(self) -> ReplyDelta:
+        """What is left when the model has stopped."""
+        return joined([self._scanner.feed(self._decoder.flush()), self._scanner.close()])
+
+    def _pieces(self, ids: Ids) -> Iterable[str]:
+        for number in map(int, ids):
+            if self.is_ended:
+                return
+            token = self._decoder.control.get(number)
+            if token is None:
+                yield self._decoder.push(number)
+                continue
+            yield self._decoder.flush()
+            sign = self._scanner.signs.sign(token)
+            self.is_ended = self.form.ends_with(sign)
+            if not self.is_ended:
+                yield sign
+
+    def _signed(self, ids: Ids) -> str:
+        decoder, signs, texts = _Decoder(self._tokenizer), self.form.signs.copy(), []
+        for number in map(int, ids):
+            token = decoder.control.get(number)
+            texts += [decoder.push(number)] if token is None else [decoder.flush(), signs.sign(token)]
+        return "".join((*texts, decoder.flush()))
+
+
+class _Decoder:
+    """Text of ids that come one by one; what may be half a character is held back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.control = {tokenizer.control_id(token): token for token in tokenizer.control.tokens}
+        self._ids: list[int] = []
+        self._told = 0  # how many of them have been told; those before the next are kept, as text depends on them
+
+    def push(self, number: int) -> str:
+        """The text that one more id makes certain."""
+        self._ids.append(number)
+        text = self._new_text()
+        if text.endswith(_UNFINISHED) and len(self._ids) - self._told < MOST_HELD:
+            return ""
+        self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
+        return text
+
+    def flush(self) -> str:
+        """The text that is held back; what comes next is decoded by itself."""
+        text = self._new_text() if self._told < len(self._ids) else ""
+        self._ids, self._told = [], 0
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._ids[: self._told]) if self._told else ""
+        return self._tokenizer.decode(self._ids)[len(before) :]
+
+
+def reply_form(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> ReplyForm:
+    """How the tokenizer's chat template writes answers, learned once. Raises `TemplateError`."""
+    key = msgspec.json.encode(dict(sorted((template_kwargs or {}).items())))
+    known = _forms.setdefault(tokenizer, {})
+    if key not in known:
+        template = template_under(tokenizer, template_kwargs or {})
+        if template is None:
+            raise TemplateError(
+                f"{tokenizer.files.origin} has no chat template, so its replies have no form",
+                hint="set template.chat_template",
+            )
+        known[key] = learn_replies(Renderer(template, tokenizer.control, TargetPolicy()))
+    return known[key]
+
+
+def _of_run(description: RunDescription) -> Tokenizer:
+    draft = load_draft(description)
+    with draft.placing():
+        return Encoder.from_config(draft.config).tokenizer
