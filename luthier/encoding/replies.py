@@ -27,10 +27,10 @@ from luthier.records import Message
 from luthier.rendering.render import Renderer
 from luthier.rendering.replies.form import ReplyDelta, ReplyForm, joined
 from luthier.rendering.replies.learning import TEXT, TOOLS, learn_replies
-from luthier.rendering.replies.reading import ReplyScanner
+from luthier.rendering.replies.scanner import ReplyScanner
 from luthier.rendering.targets import TargetPolicy
 
-Ids = Sequence[int] | NDArray[np.int32] | NDArray[np.int64]
+SomeIds = Sequence[int] | NDArray[np.int32] | NDArray[np.int64]
 
 PROMPT_END = 256  # tokens of a prompt that are looked at: how it ends is what counts
 MOST_HELD = 16  # tokens that may be parts of one character; UTF-8 has four bytes to one
@@ -39,12 +39,12 @@ _forms: WeakKeyDictionary[Tokenizer, dict[bytes, ReplyForm]] = WeakKeyDictionary
 
 
 def parse_reply(
-    ids: Ids,
+    ids: SomeIds,
     tokenizer: Tokenizer | RunDescription,
     *,
     tools: Tools | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-    prompt: Ids | None = None,
+    prompt: SomeIds | None = None,
 ) -> Message:
     """The assistant's message that a model said: its thought, text and tool calls.
 
@@ -75,7 +75,7 @@ class ReplyReader:
         *,
         tools: Tools | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        prompt: Ids | None = None,
+        prompt: SomeIds | None = None,
     ) -> None:
         self._tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else _of_run(tokenizer)
         self.form = reply_form(self._tokenizer, template_kwargs)
@@ -91,7 +91,7 @@ class ReplyReader:
         self._decoder = _Decoder(self._tokenizer)
         self.is_ended = False
 
-    def feed(self, ids: Ids) -> ReplyDelta:
+    def feed(self, ids: SomeIds) -> ReplyDelta:
         """What some more ids add to the reply. Behind a stop token there is nothing more."""
         return joined([self._scanner.feed(signed) for signed in self._pieces(ids)])
 
@@ -99,7 +99,7 @@ class ReplyReader:
         """What is left when the model has stopped."""
         return joined([self._scanner.feed(self._decoder.flush()), self._scanner.close()])
 
-    def _pieces(self, ids: Ids) -> Iterable[str]:
+    def _pieces(self, ids: SomeIds) -> Iterable[str]:
         for number in map(int, ids):
             if self.is_ended:
                 return
@@ -113,7 +113,7 @@ class ReplyReader:
             if not self.is_ended:
                 yield sign
 
-    def _signed(self, ids: Ids) -> str:
+    def _signed(self, ids: SomeIds) -> str:
         decoder, signs, texts = _Decoder(self._tokenizer), self.form.signs.copy(), []
         for number in map(int, ids):
             token = decoder.control.get(number)

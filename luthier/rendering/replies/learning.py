@@ -22,7 +22,7 @@ from luthier.errors import RowError, TemplateError
 from luthier.records import Conversation, Message, Part, Piece, Text, Thinking, ToolCall
 from luthier.rendering.render import Renderer
 from luthier.rendering.replies.form import JSON, Edge, Field, ObjectKeys, ReplyForm, Signs, joined
-from luthier.rendering.replies.reading import ReplyScanner
+from luthier.rendering.replies.scanner import ReplyScanner
 from luthier.rendering.template import Tools
 
 QUESTION = Message(role="user", parts=(Text(text="qzquestion"),))
@@ -40,7 +40,7 @@ def learn_replies(renderer: Renderer) -> ReplyForm:
     """How the renderer's template writes answers. Raises `TemplateError` where none of the answers that are tried can
     be rendered.
     """
-    writer = _Writer(renderer, Signs())
+    writer = _ProbeRenderer(renderer, Signs())
     examples = [example for message, tools in _taught() if (example := writer.written(message, tools)) is not None]
     if not examples:
         raise TemplateError(
@@ -52,7 +52,7 @@ def learn_replies(renderer: Renderer) -> ReplyForm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Written:
+class _Example:
     """An answer as its template writes it, signed: the end of its prompt that is the template's own, and the reply."""
 
     message: Message
@@ -61,11 +61,11 @@ class _Written:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _ProbeRenderer:
     renderer: Renderer
     signs: Signs
 
-    def written(self, message: Message, tools: Tools) -> _Written | None:
+    def written(self, message: Message, tools: Tools) -> _Example | None:
         """The answer to a question; None where the template refuses it."""
         row = Conversation(messages=(QUESTION, message), tools=tuple(tools))
         try:
@@ -76,7 +76,7 @@ class _Writer:
             places = [n for n, piece in enumerate(path) if getattr(piece, "by_model", False)]
             if places:
                 prompt, reply = path[: places[0]], path[places[0] : places[-1] + 1]
-                return _Written(message=message, prompt=self._own_end(prompt), reply=self.signs.of(reply))
+                return _Example(message=message, prompt=self._own_end(prompt), reply=self.signs.of(reply))
         return None
 
     def default_prompt(self, tools: Tools) -> str | None:
@@ -131,7 +131,7 @@ class _Stretch:
     call: int | None = None
 
 
-def _form(examples: list[_Written], writer: _Writer) -> ReplyForm:
+def _form(examples: list[_Example], writer: _ProbeRenderer) -> ReplyForm:
     stops = frozenset(writer.signs.sign(token) for token in sorted(writer.renderer.control.stops))
     starts: dict[str, set[Edge]] = {}
     edges: dict[Field, set[Edge]] = {}
@@ -157,7 +157,7 @@ def _form(examples: list[_Written], writer: _Writer) -> ReplyForm:
     )
 
 
-def _stretches(example: _Written) -> tuple[list[_Stretch] | None, ObjectKeys | None]:
+def _stretches(example: _Example) -> tuple[list[_Stretch] | None, ObjectKeys | None]:
     """Where the words of an answer stand in it; None where one of them stands in it in another form."""
     found: list[_Stretch] = []
     keys: ObjectKeys | None = None
@@ -274,7 +274,7 @@ _ARGUMENTS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def _proven(form: ReplyForm, writer: _Writer) -> ReplyForm:
+def _proven(form: ReplyForm, writer: _ProbeRenderer) -> ReplyForm:
     """The form, with what the template does not write, and what cannot be read back."""
     absent: set[str] = set()
     unreadable: dict[str, str] = {}
@@ -289,7 +289,7 @@ def _proven(form: ReplyForm, writer: _Writer) -> ReplyForm:
     return replace(form, absent=frozenset(absent), unreadable=unreadable)
 
 
-def _reads(form: ReplyForm, writer: _Writer, one: _Written, tools: Tools) -> bool:
+def _reads(form: ReplyForm, writer: _ProbeRenderer, one: _Example, tools: Tools) -> bool:
     scanner = ReplyScanner(form, prompt=one.prompt, tools=tools)
     said = one.reply[:-1] if one.reply[-1:] in form.stops else one.reply
     read = joined([scanner.feed(said), scanner.close()]).message

@@ -26,11 +26,11 @@ _SIGN = re.compile("[\ud800-\udfff]")
 _PYTHON = {"True": True, "False": False, "None": None}  # as templates print them that write no JSON
 
 
-class Waiting:
+class NotKnownYet:
     """Whether an edge is at hand is not known before more of the reply is."""
 
 
-WAITING = Waiting()
+NOT_KNOWN_YET = NotKnownYet()
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class ReplyScanner:
         match self._edge_at(self._place, is_final):
             case Edge() as edge:
                 self._take(edge)
-            case Waiting():
+            case NotKnownYet():
                 return False
             case None:
                 if self._place == len(self._buffer) and not is_final:
@@ -230,14 +230,14 @@ class ReplyScanner:
                     self._place = place
                     self._take(edge)
                     return True
-                case Waiting():
+                case NotKnownYet():
                     return False
         if not begun.is_signed:
             return self._fail()
         self._take(Edge(self._state, "", Field.CONTENT))  # words that no template writes behind a call
         return True
 
-    def _edge_at(self, place: int, is_final: bool) -> Edge | Waiting | None:
+    def _edge_at(self, place: int, is_final: bool) -> Edge | NotKnownYet | None:
         """The longest edge from the field that begins at a place."""
         rest = len(self._buffer) - place
         for edge in self._edges.get(self._state, ()):
@@ -247,11 +247,11 @@ class ReplyScanner:
                 if is_final and self._ends(edge, place):
                     return edge
                 if not is_final and rest and edge.text.startswith(self._buffer[place:]):
-                    return WAITING
+                    return NOT_KNOWN_YET
             elif self._buffer.startswith(edge.text, place):
                 return edge
             elif not is_final and rest < len(edge.text) and edge.text.startswith(self._buffer[place:]):
-                return WAITING
+                return NOT_KNOWN_YET
         return None
 
     def _ends(self, edge: Edge, place: int) -> bool:
