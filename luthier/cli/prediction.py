@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +28,9 @@ Metrics = Annotated[
     typer.Option(metavar="NAMES", help="Metrics by name, with commas; all installed without it. Repeatable."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace another prediction that is in the folder.")]
+
+
+SECONDS_BETWEEN = 2.0  # between two lines of progress
 
 
 class WhichTurns(StrEnum):
@@ -71,8 +76,13 @@ def predict(  # noqa: PLR0913
 
         console = output.console
 
+        told_at = monotonic()
+
         def progressed(done: int, total: int) -> None:
-            console.print(f"[dim]answered[/] {done:,} of {total:,}")
+            nonlocal told_at
+            if done == total or monotonic() - told_at > SECONDS_BETWEEN:
+                told_at = monotonic()
+                console.print(f"[dim]answered[/] {done:,} of {total:,}")
 
         if is_description(run):
             translation = load_draft(run, overrides or ()).translation
@@ -87,13 +97,21 @@ def predict(  # noqa: PLR0913
             overwrite=overwrite,
         )
         found = predict_rows(run, options, overrides=overrides or (), on_progress=progressed)
-        if found.metrics["compared"]:
+        console.print(_summary(found.metrics), highlight=False)
+        if found.metrics["metrics"]:
             console.print(_table(found.metrics["metrics"]))
         if found.metrics["not_installed"]:
             names = ", ".join(found.metrics["not_installed"])
             console.print(f"[yellow]not measured, as their packages are not installed: {names}[/]")
         console.print(f"[dim]answers in[/] {found.predictions}")
         output.emit({"folder": str(found.folder), **found.metrics})
+
+
+def _summary(metrics: Mapping[str, Any]) -> str:
+    """``9 answers to 9 questions written, 8 of them compared; not answered: 1 unknown_role``"""
+    lost = [f"{count:,} {reason}" for reason, count in {**metrics["refused"], **metrics["lost_rows"]}.items()]
+    told = f"{metrics['answers']:,} answers to {metrics['asked']:,} questions written, {metrics['compared']:,} compared"
+    return told + (f"; not answered: {', '.join(lost)}" if lost else "")
 
 
 def _table(measured: dict[str, dict[str, Any]]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 
 from luthier.errors import UserError, install_hint
 from luthier.metrics import texts
-from luthier.metrics.bootstrap import interval, mean_of
+from luthier.metrics.bootstrap import Sums, interval, mean_of
 from luthier.metrics.texts import CorpusScore, OfRow
 from luthier.plugins import Table
 
@@ -20,14 +21,28 @@ OfCorpus = Callable[[Sequence[str], Sequence[str]], CorpusScore]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowLoss:
+    """The mean cross-entropy of a row's own answers, in nats, over so many targets."""
+
+    row: str
+    loss: float
+    targets: int
+
+
+OfLosses = Callable[[Sequence[RowLoss]], CorpusScore]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One of the two functions: ``of_row(expected, generated)`` gives a number for each answer, whose mean is told, or
-    None where the row has no say; ``of_corpus(all expected, all generated)`` gives one for all of them.
+    """One of three functions: ``of_row(expected, generated)`` gives a number for each answer, whose mean is told, or
+    None where the row has no say; ``of_corpus(all expected, all generated)`` gives one for all of them; ``of_losses``
+    one for the losses of the rows' own answers, for which nothing is generated.
     ``with_argument`` makes the metric that a name with an argument means: ``regex:PATTERN``. ``package`` is what it
     needs beside Luthier, which ``extra`` of Luthier installs."""
 
     of_row: OfRow | None = None
     of_corpus: OfCorpus | None = None
+    of_losses: OfLosses | None = None
     with_argument: Callable[[str], Metric] | None = None
     package: str | None = None
     extra: str | None = None
@@ -40,12 +55,23 @@ class Metric:
     @property
     def is_whole(self) -> bool:
         """Whether it can be measured without an argument."""
-        return self.of_row is not None or self.of_corpus is not None
+        return self.of_row is not None or self.of_corpus is not None or self.of_losses is not None
 
 
 def _bleu_by(tokenize: str) -> Metric:
     texts.bleu(["a"], ["a"], tokenize)  # raises for a way that there is not
     return Metric(of_corpus=partial(texts.bleu, tokenize=tokenize))
+
+
+def _perplexity(losses: Sequence[RowLoss]) -> CorpusScore:
+    parts_N2 = np.array([(each.loss * each.targets, each.targets) for each in losses], dtype=np.float64)
+
+    def score_of(sums_2: Sums) -> float:
+        return math.exp(min(mean_of(sums_2), 700.0))  # a float ends at e^709
+
+    sums_2 = parts_N2.sum(axis=0)
+    signature = f"loss:{mean_of(sums_2):.9g}|targets:{int(sums_2[1])}"
+    return CorpusScore(score=score_of(sums_2), signature=signature, parts_NS=parts_N2, score_of=score_of)
 
 
 METRICS: Table[Metric] = Table(
@@ -61,6 +87,7 @@ METRICS: Table[Metric] = Table(
         "rougeL": Metric(of_row=texts.rouge("rougeL"), package="rouge_score", extra="metrics"),
         "bleu": Metric(of_corpus=texts.bleu, with_argument=_bleu_by, package="sacrebleu", extra="metrics"),
         "chrf": Metric(of_corpus=texts.chrf, package="sacrebleu", extra="metrics"),
+        "perplexity": Metric(of_losses=_perplexity),
     },
 )
 
@@ -101,6 +128,16 @@ def chosen_metrics(names: Sequence[str] | None) -> tuple[dict[str, Metric], list
     return {name: _asked_for(name) for name in names}, []
 
 
+def metrics_of_answers(names: Sequence[str]) -> dict[str, Metric]:
+    """`chosen_metrics` of these names, for answers alone. Raises `UserError` for a metric of losses too."""
+    chosen, _ = chosen_metrics(names)
+    for name, metric in chosen.items():
+        if metric.of_losses is not None:
+            hint = "leave it out: each evaluation tells it (eval.strategy), and so does luthier predict"
+            raise UserError(f"the metric {name} is not of answers, but of losses", hint=hint)
+    return chosen
+
+
 def _asked_for(name: str) -> Metric:
     of, colon, argument = name.partition(":")
     metric = METRICS.named(of)
@@ -125,8 +162,10 @@ class Answered:
     generated: tuple[str, ...]
 
 
-def measured(metrics: Mapping[str, Metric], answers: Sequence[Answered]) -> dict[str, dict[str, object]]:
-    """What each metric says of the answers; a metric that no row has a say in is left out.
+def measured(
+    metrics: Mapping[str, Metric], answers: Sequence[Answered], losses: Sequence[RowLoss] = ()
+) -> dict[str, dict[str, object]]:
+    """What each metric says of the answers, or of the losses; a metric that no row has a say in is left out.
 
     mean, score  over all samples of all questions; with ``interval``, its 95 % interval over rows
     counted      how many samples were measured, where it is not all of them
@@ -134,8 +173,12 @@ def measured(metrics: Mapping[str, Metric], answers: Sequence[Answered]) -> dict
     pass@K       of a metric of right and wrong: the chance that one of K samples is right
     """
     told: dict[str, dict[str, object]] = {}
-    for name, metric in metrics.items() if answers else ():
-        found = _of_rows(metric.of_row, answers) if metric.of_row is not None else _of_all(metric, answers)
+    for name, metric in metrics.items():
+        found: dict[str, object] = {}
+        if metric.of_losses is not None:
+            found = _whole(metric.of_losses(losses), [each.row for each in losses]) if losses else {}
+        elif answers:
+            found = _of_rows(metric.of_row, answers) if metric.of_row is not None else _of_all(metric, answers)
         if found:
             told[name] = found
     return told
@@ -145,7 +188,10 @@ def _of_all(metric: Metric, answers: Sequence[Answered]) -> dict[str, object]:
     assert metric.of_corpus is not None, "a metric has one of the two functions"
     pairs = [(one.row, one.expected, sample) for one in answers for sample in one.generated]
     rows, expected, generated = (list(column) for column in zip(*pairs, strict=True))
-    found = metric.of_corpus(expected, generated)
+    return _whole(metric.of_corpus(expected, generated), rows)
+
+
+def _whole(found: CorpusScore, rows: Sequence[str]) -> dict[str, object]:
     told: dict[str, object] = {"score": found.score, "signature": found.signature}
     if found.parts_NS is not None and found.score_of is not None:
         told |= _ends(interval(found.parts_NS, rows, found.score_of))

@@ -1,9 +1,10 @@
-"""Answers to held-out rows, written shard by shard, so that a process that was killed goes on where it was.
+"""Answers to held-out rows, kept as they come, so that a process that was killed goes on where it was.
 
-OUT/prediction.json     what is predicted; another prediction is not mixed with it
-OUT/shards/00000.jsonl  the answers of `SHARD` questions, whole or not there
-OUT/predictions.jsonl   all of them, once they are complete, one answer a line
-OUT/metrics.json        how good they are
+OUT/prediction.json         what is predicted; another prediction is not mixed with it
+OUT/answers.partial.jsonl   the answers so far, a line for each batch of questions that are answered together
+OUT/predictions.jsonl       all of them, once they are complete, one answer a line
+OUT/losses.jsonl            the loss of each row's own answers, by the pass of training
+OUT/metrics.json            how good they are
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from itertools import tee
 from pathlib import Path
@@ -24,18 +26,22 @@ from luthier.check.loaded import load_rows
 from luthier.config.choices import RowKind
 from luthier.config.schema import SourceConfig
 from luthier.encoding.interface import as_prompt
-from luthier.engines.engine import Completion, Engine, Refusal, Request
+from luthier.engines.engine import Completion, Engine, Refusal
 from luthier.errors import RowError, UserError
-from luthier.metrics.table import Answered, Metric, chosen_metrics, measured
+from luthier.metrics.table import Answered, RowLoss, chosen_metrics, measured
+from luthier.prediction.likelihood import LOSSES_FILE, keep_losses, kept_losses, row_losses
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.records import Address, Conversation, Row, Sample, Segment
 from luthier.sources import open_sources, resolve_sources
+from luthier.training.assemble import RunModel
+from luthier.training.folder.staging import FILES
 from luthier.training.generate import Question, questions_of, shown, wanted
 from luthier.writing import to_json, write_text
 
-SHARD = 64  # questions whose answers are kept together: what a killed process loses at most
-PREDICTIONS, SHARDS = "predictions", "shards"  # folders: in that of the run, in that of a prediction
+WINDOW = 64  # questions that are sorted by their length before they are divided into batches
+PREDICTIONS = "predictions"  # the folder in that of the run
 PREDICTION_FILE, PREDICTIONS_FILE, METRICS_FILE = "prediction.json", "predictions.jsonl", "metrics.json"
+ANSWERS_FILE = "answers.partial.jsonl"
 Turns = Literal["last", "every"]
 OnProgress = Callable[[int, int], None]  # answered so far, of how many
 
@@ -68,10 +74,11 @@ class _RowQuestion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Questions:
-    """What is asked, and why the other rows are not: reason -> how many."""
+    """What is asked, why the other rows are not (reason -> how many), and what they hold."""
 
     asked: list[_RowQuestion]
     lost: Mapping[str, int]
+    segments: list[Segment]  # with the answers that the rows hold
 
     @property
     def digest(self) -> str:
@@ -141,13 +148,23 @@ def predict(
         "samples": samples,
         "turns": options.turns,
         "generate": settings.model_dump(mode="json"),
+        "batch": _at_once(opened, samples),
         "engine": "local" if engine is None else type(engine).__name__,
     }
     _begin(folder, told, overwrite=options.overwrite)
-    _answer(opened, rows.asked, samples, folder, engine, on_progress)
-    lines = [line for path in sorted((folder / SHARDS).glob("*.jsonl")) for line in _lines(path)]
-    write_text(folder / PREDICTIONS_FILE, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    found = _metrics(lines, rows, chosen, absent)
+    loaded = cache(opened.load)
+    answering = cache(lambda: opened.engine_of(loaded())) if engine is None else (lambda: engine)
+    written = folder / PREDICTIONS_FILE
+    if not written.is_file():
+        lines = _answer(opened, rows.asked, samples, folder, answering, on_progress)
+        told_lines = [{name: value for name, value in line.items() if name != "question"} for line in lines]
+        write_text(written, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in told_lines))
+    (folder / ANSWERS_FILE).unlink(missing_ok=True)
+    lines = _lines(written)
+    losses: list[RowLoss] = []
+    if engine is None and any(metric.of_losses is not None for metric in chosen.values()):
+        losses = _losses(opened, loaded, rows, folder, lines)
+    found = _metrics(lines, rows, measured(chosen, _compared(lines), losses), absent)
     write_text(folder / METRICS_FILE, to_json(found) + "\n")
     return Predicted(folder=folder, metrics=found)
 
@@ -162,6 +179,7 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
     sources = resolve_sources(config.data)[1] if data is None else [SourceConfig(path=data)]
     segments = _of_sources(run, sources, lost) if sources else _held_out(run)
     asked: list[_RowQuestion] = []
+    answered: list[Segment] = []
     by_row: dict[Address, list[_RowQuestion]] = defaultdict(list)
     for segment, is_prompt in segments:
         if is_prompt:
@@ -169,6 +187,7 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
             history = Question(prompt=ids, answer=ids[:0], address=segment.address, media=segment.media)
             by_row[segment.address].append(_RowQuestion(question=history, turn=1, has_answer=False))
             continue
+        answered.append(segment)
         found = questions_of(segment, run.stops)
         before = len(by_row[segment.address])
         for turn, question in enumerate(found, start=before + 1):
@@ -182,7 +201,7 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
         reasons = ", ".join(f"{count} {reason}" for reason, count in lost.items())
         hint = "data= or --data names a file of rows; luthier show tells what becomes of a row"
         raise UserError(f"no row can be answered{': ' + reasons if reasons else ''}", hint=hint)
-    return _Questions(asked=asked, lost=lost)
+    return _Questions(asked=asked, lost=lost, segments=answered)
 
 
 def _of_sources(run: TrainedRun, sources: Sequence[SourceConfig], lost: Counter[str]) -> Iterator[tuple[Segment, bool]]:
@@ -238,7 +257,7 @@ def _held_out(run: TrainedRun) -> Iterator[tuple[Segment, bool]]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Answers, shard by shard.
+# Answers, batch by batch.
 
 
 def _begin(folder: Path, told: dict[str, Any], *, overwrite: bool) -> None:
@@ -254,8 +273,8 @@ def _begin(folder: Path, told: dict[str, Any], *, overwrite: bool) -> None:
             return
         hint = "choose another folder (--out), or replace it with --overwrite"
         raise UserError(f"{folder} holds another prediction: {', '.join(differing)} differ", hint=hint)
-    for stale in [*(folder / SHARDS).glob("*.jsonl"), folder / PREDICTIONS_FILE, folder / METRICS_FILE]:
-        stale.unlink(missing_ok=True)
+    for stale in (ANSWERS_FILE, PREDICTIONS_FILE, LOSSES_FILE, METRICS_FILE):
+        (folder / stale).unlink(missing_ok=True)
     write_text(path, to_json(told) + "\n")
 
 
@@ -264,72 +283,122 @@ def _answer(
     asked: Sequence[_RowQuestion],
     samples: int,
     folder: Path,
-    engine: Engine | None,
+    engine: Callable[[], Engine],
     on_progress: OnProgress | None,
-) -> None:
-    settings = run.settings
-    for number, start in enumerate(range(0, len(asked), SHARD)):
-        path, some = folder / SHARDS / f"{number:05d}.jsonl", asked[start : start + SHARD]
-        if not path.is_file():
-            engine = engine or run.engine(run.config.eval.per_device_eval_batch_size)
-            requests = [one.question.request(start + at, settings, samples) for at, one in enumerate(some)]
-            write_text(path, _shard(run, engine, some, requests))
+) -> list[dict[str, Any]]:
+    """All answers, in the order of the rows, each row's samples in theirs. They are kept batch by batch as they come,
+    and what was kept is not asked again."""
+    batches = _batches([len(one.question.prompt) for one in asked], _at_once(run, samples))
+    kept = _kept(folder / ANSWERS_FILE)
+    done = sum(map(len, batches[: len(kept)]))
+    for batch in batches[len(kept) :]:
+        kept.append(_answers(run, engine(), {number: asked[number] for number in batch}, samples))
+        FILES.append(folder / ANSWERS_FILE, json.dumps(kept[-1], ensure_ascii=False).encode() + b"\n")
+        done += len(batch)
         if on_progress is not None:
-            on_progress(start + len(some), len(asked))
+            on_progress(done, len(asked))
+    lines = [line for batch in kept for line in batch]
+    return sorted(lines, key=lambda line: (line["question"], line.get("sample", 0)))
 
 
-def _shard(run: TrainedRun, engine: Engine, some: Sequence[_RowQuestion], requests: Sequence[Request]) -> str:
-    """The answers to some questions as lines, in the order of the rows, each row's samples in theirs."""
-    one_of = {request.key: one for request, one in zip(requests, some, strict=True)}
-    lines: dict[tuple[int, int], dict[str, object]] = {}
-    tokenizer, strings = run.encoder.tokenizer, run.settings.stop_strings
-    for answer in engine.generate(requests):
-        one = one_of[answer.key]
-        expected = tokenizer.decode(one.question.answer) if one.has_answer else None
-        line: dict[str, object] = {"row": one.row, "turn": one.turn}
+def _at_once(run: TrainedRun, samples: int) -> int:
+    """How many questions are answered together: what a process that is killed loses at most."""
+    return max(1, run.config.eval.per_device_eval_batch_size // samples)
+
+
+def _batches(lengths: Sequence[int], at_once: int) -> list[list[int]]:
+    """Numbers of questions that are answered together, of prompts that are about as long: ``WINDOW`` are sorted."""
+    found: list[list[int]] = []
+    for start in range(0, len(lengths), WINDOW):
+        order = sorted(range(start, min(start + WINDOW, len(lengths))), key=lambda number: lengths[number])
+        found += [order[first : first + at_once] for first in range(0, len(order), at_once)]
+    return found
+
+
+def _kept(path: Path) -> list[list[dict[str, Any]]]:
+    """The answers of each batch that an earlier process has finished; what it was writing when it ended is cut off."""
+    kept: list[list[dict[str, Any]]] = []
+    content, end = path.read_bytes() if path.is_file() else b"", 0
+    for line in content.split(b"\n")[:-1]:
+        try:
+            kept.append(json.loads(line))
+        except ValueError:  # a power cut may leave zeros
+            break
+        end += len(line) + 1
+    if end < len(content):
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return kept
+
+
+def _answers(run: TrainedRun, engine: Engine, asked: Mapping[int, _RowQuestion], samples: int) -> list[dict[str, Any]]:
+    """The answers to some questions, by their numbers."""
+    settings, tokenizer = run.settings, run.encoder.tokenizer
+    found: list[dict[str, Any]] = []
+    for answer in engine.generate([one.question.request(number, settings, samples) for number, one in asked.items()]):
+        one = asked[answer.key]
+        line: dict[str, Any] = {"question": answer.key, "row": one.row, "turn": one.turn}
         match answer:
             case Completion():
                 line |= {
                     "sample": answer.sample,
                     "prompt": shown(one.question, tokenizer),
-                    "expected": expected,
-                    "generated": answer.text(tokenizer, strings),
+                    "expected": tokenizer.decode(one.question.answer) if one.has_answer else None,
+                    "generated": answer.text(tokenizer, settings.stop_strings),
                     "ids": answer.ids.tolist(),
                     "finish": str(answer.finish),
                     "logprob": float(answer.logprobs.astype(np.float64).sum()),
                 }
-                lines[answer.key, answer.sample] = line
             case Refusal():
-                lines[answer.key, 0] = line | {"refused": {"reason": answer.reason, "detail": answer.detail}}
-    return "".join(json.dumps(lines[key], ensure_ascii=False) + "\n" for key in sorted(lines))
+                line["refused"] = {"reason": answer.reason, "detail": answer.detail}
+        found.append(line)
+    return found
+
+
+def _losses(
+    run: TrainedRun, model: Callable[[], RunModel], rows: _Questions, folder: Path, lines: Sequence[Mapping[str, Any]]
+) -> list[RowLoss]:
+    """Of the answers that rows hold which were answered; measured once, and kept."""
+    kept = kept_losses(folder)
+    if kept is not None:
+        return kept
+    refused = {line["row"] for line in lines if "refused" in line}
+    segments = [segment for segment in rows.segments if str(segment.address) not in refused]
+    found = row_losses(run.config, run.encoder.tokenizer, model(), segments) if segments else []
+    keep_losses(folder, found)
+    return found
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def _metrics(
-    lines: Sequence[Mapping[str, Any]], rows: _Questions, chosen: Mapping[str, Metric], absent: Sequence[str]
-) -> dict[str, object]:
-    answered = [line for line in lines if "refused" not in line]
+def _compared(lines: Sequence[Mapping[str, Any]]) -> list[Answered]:
+    """The answers to each question that has one to compare with."""
     questions: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
-    for line in answered:
-        if line["expected"] is not None:
+    for line in lines:
+        if "refused" not in line and line["expected"] is not None:
             questions[line["row"], line["turn"]].append(line)
-    compared = [
+    return [
         Answered(row=row, expected=some[0]["expected"], generated=tuple(line["generated"] for line in some))
         for (row, _), some in questions.items()
     ]
+
+
+def _metrics(
+    lines: Sequence[Mapping[str, Any]], rows: _Questions, measures: Mapping[str, object], absent: Sequence[str]
+) -> dict[str, object]:
+    answered = [line for line in lines if "refused" not in line]
     tokens = sum(len(line["ids"]) for line in answered)
     return {
         "asked": len(rows.asked),
         "answers": len(answered),
-        "compared": sum(len(one.generated) for one in compared),
+        "compared": sum(line["expected"] is not None for line in answered),
         "refused": dict(Counter(line["refused"]["reason"] for line in lines if "refused" in line)),
         "lost_rows": dict(rows.lost),
         "finish": dict(Counter(line["finish"] for line in answered)),
         "tokens": tokens,
         "logprob_per_token": sum(line["logprob"] for line in answered) / tokens if tokens else None,
-        "metrics": measured(chosen, compared),
+        "metrics": dict(measures),
         "not_installed": list(absent),
     }

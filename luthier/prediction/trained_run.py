@@ -26,7 +26,7 @@ from luthier.models.adapter_files import load_to_answer, merge_first
 from luthier.models.model import is_reward_model, load_model, quantize_whole, run_device
 from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
-from luthier.training.assemble import BASE_FOLDER
+from luthier.training.assemble import BASE_FOLDER, RunModel
 from luthier.training.folder.artifacts import TEMPLATE_FILE
 from luthier.training.folder.checkpoint import read_json
 from luthier.training.folder.run_folder import MODEL_FOLDER, RUN_CONFIG
@@ -65,20 +65,33 @@ class TrainedRun:
 
     def engine(self, batch_size: int) -> LocalEngine:
         """Its model, on the run's device. Raises `ModelError`."""
+        return self.engine_of(self.load(), batch_size)
+
+    def engine_of(self, found: RunModel, batch_size: int | None = None) -> LocalEngine:
+        """The same for a model that is loaded; without ``batch_size`` that of the run's evaluation."""
+        size = self.config.eval.per_device_eval_batch_size if batch_size is None else batch_size
+        return LocalEngine(found.model, self.encoder.tokenizer, media=found.media, batch_size=size)
+
+    def load(self) -> RunModel:
+        """Its model, on the run's device, as training has it. Raises `ModelError`."""
         transformers_logging.disable_progress_bar()  # of weights being loaded
         if self.config.runtime.threads is not None:
             torch.set_num_threads(self.config.runtime.threads)
         tokenizer = self.encoder.tokenizer
-        loaded = load_model(self.config, Vocabulary.of(tokenizer))
+        vocabulary = Vocabulary.of(tokenizer)
+        loaded = load_model(self.config, vocabulary)
         loaded = replace(loaded, model=merge_first(loaded.model, self.config.adapter))
-        model: PreTrainedModel | PeftModel = quantize_whole(loaded, self.config).model
+        loaded = quantize_whole(loaded, self.config)
+        model: PreTrainedModel | PeftModel = loaded.model
         if (family := decoder_family(model.config)) is not None:
             raise UserError(f"answers of {family.name} are not generated: its decoder stands beside an encoder")
         if self.adapter is not None:
             model = load_to_answer(model, self.adapter)
         model.to(run_device(self.config))
         media = media_of(self.config, tokenizer.files.folder)
-        return LocalEngine(model.eval(), tokenizer, media=media, batch_size=batch_size)
+        return RunModel(
+            model=model.eval(), loaded=loaded, vocabulary=vocabulary, initial=None, use_cache=True, media=media
+        )
 
 
 def open_run(path: Path, overrides: Sequence[str] = ()) -> TrainedRun:

@@ -138,9 +138,9 @@ def make_trainer(
     evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
     meter = Meter()
     shared = _shares(config, data, schedule)
-    collating = _collating(config, tokenizer, run_model.loaded, shared=shared)
+    how = collating(config, tokenizer, run_model.loaded, shared=shared)
     lost = LostRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
-    stream = _train_stream(config, data, run_model, schedule, collating, first_step or 0, world.rank, shared=shared)
+    stream = _train_stream(config, data, run_model, schedule, how, first_step or 0, world.rank, shared=shared)
     arguments = training_arguments(
         config,
         max_steps=stream.first_step if stream.is_over else schedule.horizon,  # the horizon may be an estimate
@@ -148,10 +148,10 @@ def make_trainer(
         evaluates_first=evaluates and first_step is None,
     )
     losses, eval_losses = _losses(
-        config, data, run_model, schedule, collating, shared=shared, device=arguments.device, hooks=hooks
+        config, data, run_model, schedule, how, shared=shared, device=arguments.device, hooks=hooks
     )
     if first_step is None and isinstance(run_model.model, PeftModel):
-        _first_values(run_model.model, run_model, config, data, collating, losses, hooks)
+        _first_values(run_model.model, run_model, config, data, how, losses, hooks)
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
     stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees))
     callbacks = _callbacks(config, schedule, losses, meter, hooks, evaluates=evaluates)
@@ -165,7 +165,7 @@ def make_trainer(
     parts = TrainerParts(
         config=config,
         stream=stream,
-        eval_stream=_eval_stream(config, data, run_model, collating, world, lost=lost),
+        eval_stream=_eval_stream(config, data, run_model, how, world, lost=lost),
         sources=data.sources,
         eval_sources=data.eval_sources,
         losses=losses,
@@ -235,7 +235,8 @@ def _shares(config: RunConfig, data: RunData, schedule: StreamPlan) -> bool:
     return units_of(config).are_compared or in_evaluation or schedule.has_trees
 
 
-def _collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel, *, shared: bool) -> CollateSettings:
+def collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel, *, shared: bool) -> CollateSettings:
+    """How the run lays segments out in batches."""
     packed = config.train.packing.is_packed
     return CollateSettings(
         packed=packed,

@@ -24,7 +24,7 @@ from luthier.loader.feed import FeedReader
 from luthier.loader.run_settings import media_of
 from luthier.loader.stream_state import LoaderState
 from luthier.media.families.family import PackingSupport
-from luthier.metrics.table import chosen_metrics
+from luthier.metrics.table import metrics_of_answers
 from luthier.models import adapter_files
 from luthier.models.model import run_device
 from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
@@ -131,7 +131,7 @@ def _fit(
         num_gpus = torch.cuda.device_count() if run_device(config) == "cuda" else 0
         for note in idle_gpus(world.size, num_gpus):
             tell(Note(text=note))
-        config = _as_packed(config, tokenizer, tell)
+        config = as_packed(config, tokenizer, tell)
         with StopSignals() as signals, naming_lost_ranks(config.output.dir, world):
             found = data if isinstance(data, RunData) else _open(data)
             hooks = Hooks(tell=tell, stop=StopAgreement(signals, world), callbacks=callbacks)
@@ -149,7 +149,7 @@ def _fit(
     return result
 
 
-def _as_packed(config: RunConfig, tokenizer: Tokenizer, tell: EventListener) -> RunConfig:
+def as_packed(config: RunConfig, tokenizer: Tokenizer, tell: EventListener) -> RunConfig:
     """The run with rows of one segment, where its family of models cannot have several in a row."""
     media = media_of(config, tokenizer.files.folder)
     if media is None or not config.train.packing.is_packed:
@@ -285,7 +285,7 @@ def _questions(run: Run) -> list[Question]:
     wanted = run.config.eval.generate_rows
     if not wanted:
         return []
-    chosen_metrics(run.config.eval.metrics)  # raises before any answer is generated
+    metrics_of_answers(run.config.eval.metrics)  # raises before any answer is generated
     if (family := decoder_family(run.run_model.loaded.model.config)) is not None:
         raise UserError(
             f"eval.generate_rows is {wanted}, and answers of {family.name} are not generated in training",
@@ -315,7 +315,7 @@ def _answer(run: Run, questions: list[Question]) -> None:
             batch_size=run.config.eval.per_device_eval_batch_size,
             settings=answering(run.config),
             media=run.run_model.media,
-            metrics=chosen_metrics(run.config.eval.metrics)[0],
+            metrics=metrics_of_answers(run.config.eval.metrics),
         )
         give_up_gathered(run.run_model.model)
         run.hooks.tell(answers)

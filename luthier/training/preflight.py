@@ -32,7 +32,7 @@ from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, Us
 from luthier.loader.data_faults import data_faults
 from luthier.loader.run_settings import media_of
 from luthier.media import MediaSource
-from luthier.metrics.table import chosen_metrics
+from luthier.metrics.table import metrics_of_answers
 from luthier.models.adapter_files import check_mergeable, shape_existing
 from luthier.models.adapters import apply_adapter
 from luthier.models.compiled import compilable_layers
@@ -312,7 +312,7 @@ def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
         hint = "set eval.generate_rows: 0; held-out rows still have their loss"
         yield draft.problem("eval.generate_rows", what, hint)
     try:
-        chosen_metrics(evaluation.metrics)
+        metrics_of_answers(evaluation.metrics)
     except UserError as error:
         yield draft.problem("eval.metrics", error.message, error.hint or "")
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)

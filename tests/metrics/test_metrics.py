@@ -14,7 +14,16 @@ import luthier
 from luthier.errors import UserError
 from luthier.metrics import bootstrap, table, texts
 from luthier.metrics.bootstrap import drawn_sums, interval, mean_of, sums_by_row
-from luthier.metrics.table import METRICS, Answered, chosen_metrics, measured, names_in, pass_at
+from luthier.metrics.table import (
+    METRICS,
+    Answered,
+    RowLoss,
+    chosen_metrics,
+    measured,
+    metrics_of_answers,
+    names_in,
+    pass_at,
+)
 from luthier.metrics.texts import by_pattern, is_same_json, normalised, words
 from tests.conftest import refused
 
@@ -111,6 +120,14 @@ def test_the_interval_of_a_corpus_is_that_of_the_package_on_drawn_rows() -> None
     scores = [sacrebleu.corpus_bleu([pairs[n][1] for n in some], [[pairs[n][0] for n in some]]).score for some in drawn]
     assert found["interval"] == pytest.approx(np.quantile(scores, [0.025, 0.975]))
     assert found["interval"][0] < found["score"] < found["interval"][1]
+
+
+def test_perplexity_is_that_of_all_targets_together() -> None:
+    losses = [RowLoss(row="a", loss=1.0, targets=10), RowLoss(row="b", loss=2.0, targets=30)]
+    told: Any = measured(chosen_metrics(["perplexity"])[0], [], losses)["perplexity"]
+    assert told["score"] == pytest.approx(np.exp(70 / 40)) and told["signature"] == "loss:1.75|targets:40"
+    assert told["interval"] == pytest.approx([np.exp(1), np.exp(2)])
+    assert measured(chosen_metrics(None)[0], []) == {}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -294,6 +311,8 @@ def test_an_argument_goes_to_the_end_of_the_names() -> None:
     assert names_in("exact,chrf") == ["exact", "chrf"]
     with refused(UserError, "argument"):
         chosen_metrics(["exact:1"])
+    with refused(UserError, "perplexity"):
+        metrics_of_answers(["exact", "perplexity"])
     with refused(UserError, "char", "zh"):
         chosen_metrics(["bleu:no_such_way"])
 

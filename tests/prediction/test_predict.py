@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import luthier
@@ -99,6 +100,26 @@ def test_a_run_of_all_weights_with_settings_of_its_own_answers_as_it_did_whereve
     assert "assistant:calm" in lines(found)[0]["prompt"]
 
 
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_perplexity_is_that_of_the_runs_own_evaluation(tmp_path: Path, packing: str) -> None:
+    """The last evaluation of the run, of other batches, with the weights that it has left behind."""
+    result = trained(
+        tmp_path,
+        {"type": "lora"},
+        train={"max_steps": 4, "learning_rate": 0.01, "precision": "fp32", "packing": packing},
+        eval={"strategy": "steps", "steps": 4, "per_device_eval_batch_size": 4},
+    )
+    options = luthier.PredictOptions(metrics=["perplexity"])
+    found = luthier.predict(tmp_path, options, overrides=["eval.per_device_eval_batch_size=3"])
+    last, told = result.evals[-1], found.metrics["metrics"]["perplexity"]
+    rows = [json.loads(line) for line in (found.folder / "losses.jsonl").read_text().splitlines()]
+    assert sum(row["targets"] for row in rows) == last.num_targets and len(rows) == ROWS
+    loss = sum(row["loss"] * row["targets"] for row in rows) / last.num_targets
+    assert loss == pytest.approx(last.loss, abs=1e-6) and told["score"] == pytest.approx(last.perplexity, rel=1e-6)
+    assert told["interval"][0] < told["score"] < told["interval"][1]
+    assert result.evals[0].loss != pytest.approx(last.loss, abs=1e-3), "the run has learned, so that its base differs"
+
+
 def test_the_comparison_finds_an_adapter_that_was_left_out(
     lora: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,9 +143,10 @@ Predicting = Callable[..., luthier.Predicted]
 
 @pytest.fixture
 def ask(lora: RunResult, questions: Path, monkeypatch: pytest.MonkeyPatch) -> Predicting:
-    """Has the run answer the questions, two a shard, with the engine that was loaded for the first test."""
-    monkeypatch.setattr(predicting, "SHARD", 2)
+    """Has the run answer the questions, each by itself where it has two samples; three are sorted by their length."""
+    monkeypatch.setattr(predicting, "WINDOW", 3)
     overrides = ["generate.max_new_tokens=5", "generate.do_sample=true", "generate.temperature=2.0"]
+    overrides += ["eval.per_device_eval_batch_size=2"]
 
     def predict(out: Path, *, more: tuple[str, ...] = (), **options: Any) -> luthier.Predicted:
         chosen = luthier.PredictOptions(**{"data": questions, "out": out, **options})
@@ -158,43 +180,55 @@ def test_samples_are_kept_apart_and_need_sampling(ask: Predicting, tmp_path: Pat
         ask(tmp_path / "greedy", samples=2, more=("generate.do_sample=false", "generate.temperature=null"))
 
 
-class Killed(BaseException):
-    """What ends a process at once."""
-
-
 def test_a_prediction_that_was_killed_anywhere_gives_the_same_bytes(
     ask: Predicting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = ask(tmp_path / "whole", turns="every", samples=2)
-    expected = {path.name: path.read_bytes() for path in sorted(whole.folder.rglob("*")) if path.is_file()}
-    write, num_writes = predicting.write_text, len(expected)
-    assert num_writes == 6  # what is predicted, three shards, all answers, metrics
-    engine = trained_run.TrainedRun.engine
-    for point in range(0, 2 * num_writes, 2 if SHARE < 1 else 1):
-        left = [point]
+    expected = files(whole.folder)
+    assert set(expected) == {"prediction.json", "predictions.jsonl", "losses.jsonl", "metrics.json"}
+    written: list[bytes] = []
+    append = type(predicting.FILES).append
 
-        def write_or_die(path: Path, text: str, left: list[int] = left) -> None:
-            left[0] -= 1
-            if left[0] == -1:
-                raise Killed
-            write(path, text)
-            left[0] -= 1
-            if left[0] == -1:
-                raise Killed
+    def watched(self: object, path: Path, line: bytes) -> None:
+        written.append(line)
+        append(self, path, line)
 
+    with monkeypatch.context() as patched:
+        patched.setattr(type(predicting.FILES), "append", watched)
+        ask(tmp_path / "watched", turns="every", samples=2)
+    assert len(written) == 5, "each of the questions is kept as it is answered"
+    journal = b"".join(written)
+    for point in np.linspace(0, len(journal), 100 if SHARE == 1 else 6).astype(int).tolist():
         folder = tmp_path / f"killed{point}"
-        loaded: list[object] = []
+        folder.mkdir()
+        (folder / "prediction.json").write_bytes(expected["prediction.json"])
+        (folder / "answers.partial.jsonl").write_bytes(journal[:point])
+        asked: list[int] = []
         with monkeypatch.context() as patched:
-            patched.setattr(predicting, "write_text", write_or_die)
-            with pytest.raises(Killed):
-                ask(folder, turns="every", samples=2)
-        num_there = len(list(folder.rglob("*.jsonl")))
-        with monkeypatch.context() as patched:
-            patched.setattr(trained_run.TrainedRun, "engine", lambda *a, n=loaded: n.append(1) or engine(*a))
+            answers = predicting._answers
+            patched.setattr(predicting, "_answers", lambda *a, n=asked, of=answers: n.extend(a[2]) or of(*a))
             ask(folder, turns="every", samples=2)
-        found = {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-        assert found == expected
-        assert bool(loaded) == (num_there < 3), "what was answered is not asked again"
+        assert files(folder) == expected
+        assert len(asked) == 5 - journal[:point].count(b"\n"), "what was answered is not asked again"
+
+
+def test_what_comes_behind_the_answers_is_made_anew_without_them(
+    ask: Predicting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ask(tmp_path / "whole")
+    expected, load = files(whole.folder), trained_run.TrainedRun.load
+    for name, is_loaded in (("metrics.json", False), ("losses.jsonl", True)):
+        (whole.folder / name).unlink()
+        loaded: list[int] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(trained_run.TrainedRun, "load", lambda run, n=loaded: n.append(1) or load(run))
+            patched.setattr(predicting, "_answers", None)
+            ask(whole.folder)
+        assert files(whole.folder) == expected and bool(loaded) is is_loaded
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def test_another_prediction_is_not_mixed_with_the_one_that_is_there(ask: Predicting, tmp_path: Path) -> None:

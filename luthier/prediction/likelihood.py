@@ -1,0 +1,121 @@
+"""The loss of rows' own answers, by the pass of training itself: what evaluation measures, row by row. S segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from luthier.config.schema import ObjectiveConfig, Packing, RunConfig
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.loader.numbered_rows import RowTable
+from luthier.loader.run_settings import eval_settings
+from luthier.metrics.table import RowLoss
+from luthier.models.model import run_device, run_precision
+from luthier.models.sharding import place
+from luthier.packing import SegmentTable
+from luthier.records import Segment
+from luthier.training.assemble import RunModel, collating
+from luthier.training.fit import as_packed
+from luthier.training.losses.mean_losses import LossSums
+from luthier.training.losses.objective import model_pass
+from luthier.training.losses.parts import ObjectiveParts
+from luthier.training.losses.tokens import TokenLosses
+from luthier.training.losses.tower_features import AUTOCAST_DTYPES
+from luthier.training.report.events import silent
+from luthier.training.streams import EvalStream
+from luthier.writing import write_text
+
+LOSSES_FILE = "losses.jsonl"
+
+
+def row_losses(
+    config: RunConfig, tokenizer: Tokenizer, run_model: RunModel, segments: Sequence[Segment]
+) -> list[RowLoss]:
+    """The cross-entropy of all targets of each row. Summed over the rows of a run's evaluation and divided by their
+    targets it is the run's ``eval_loss``: the batches go through the model as they do there.
+
+    The segments of a row are next to each other. Raises `ModelError`, and `RowError` for media that are gone.
+    """
+    config = _evaluating(config, tokenizer, max(map(len, segments)))
+    how, device = collating(config, tokenizer, run_model.loaded, shared=False), torch.device(run_device(config))
+    place(run_model.model, device, config.runtime.sharding)
+    run_model.model.eval()
+    segments = [_without_first_target(segment) for segment in segments]
+    number_of = {row: number for number, row in enumerate(dict.fromkeys(str(each.address) for each in segments))}
+    described = SegmentTable(
+        lengths=np.array([len(each) for each in segments], dtype=np.int64),
+        num_targets=np.array([each.target.sum() for each in segments], dtype=np.int64),
+        row_ids=np.array([number_of[str(each.address)] for each in segments], dtype=np.int64),
+        source_ids=np.zeros(len(segments), dtype=np.int64),
+    )
+    parts = ObjectiveParts(
+        config=config,
+        model=run_model.model,
+        loaded=run_model.loaded,
+        vocabulary=run_model.vocabulary,
+        how=how,
+        device=device,
+        train=segments,
+        held_out=None,
+        passes=_nothing_beforehand,
+        needed=_nothing_beforehand,
+        num_sources=(len(number_of), len(number_of)),
+        media=run_model.media,
+        autocast=AUTOCAST_DTYPES.get(run_precision(config)),
+    )
+    rows = RowTable.of_segments(segments, described)
+    stream = EvalStream.of_segments(segments, rows, eval_settings(config), how, rank=0, media=run_model.media)
+    losses = TokenLosses(forward=model_pass(parts, lambda text: None), num_sources=len(number_of))
+    sums = LossSums(tuple(number_of), losses.measured, device)
+    with torch.no_grad():
+        for batch in stream:
+            each = tuple(number_of[str(address)] for address in batch.addresses)  # a row is told apart as a data set is
+            sums.add(losses.loss(run_model.model, replace(batch, sources=each)))
+    found = sums.drain(lambda total: total)
+    if len(number_of) == 1:
+        return [RowLoss(row=next(iter(number_of)), loss=found.loss, targets=found.num_units)]
+    counts = found.targets_by_source
+    return [RowLoss(row=row, loss=loss, targets=counts[row]) for row, loss in found.loss_by_source.items()]
+
+
+def kept_losses(folder: Path) -> list[RowLoss] | None:
+    """Those that an earlier process has written; None where there are none."""
+    path = folder / LOSSES_FILE
+    if not path.is_file():
+        return None
+    return [msgspec.json.decode(line, type=RowLoss) for line in path.read_bytes().split(b"\n") if line]
+
+
+def keep_losses(folder: Path, losses: Sequence[RowLoss]) -> None:
+    """Write them, a row a line."""
+    write_text(folder / LOSSES_FILE, "".join(msgspec.json.encode(each).decode() + "\n" for each in losses))
+
+
+def _evaluating(config: RunConfig, tokenizer: Tokenizer, longest: int) -> RunConfig:
+    """The run as its evaluation computes, for rows that may be longer than its own, with the plain loss of tokens."""
+    train = config.train.model_copy(update={"torch_compile": False})
+    if not config.train.enabled:
+        train = train.model_copy(update={"packing": Packing.NONE})  # nobody has proven that segments are kept apart
+    data = config.data.model_copy(update={"max_length": max(longest, config.data.max_length)})
+    objective = ObjectiveConfig() if config.objective.name not in ("sft", "pt") else config.objective
+    config = config.model_copy(update={"train": train, "data": data, "objective": objective})
+    return as_packed(config, tokenizer, silent)
+
+
+def _without_first_target(segment: Segment) -> Segment:
+    """Nothing stands before a segment's first token for the model to say it from."""
+    if not segment.target[0]:
+        return segment
+    target = segment.target.copy()
+    target[0] = False
+    return replace(segment, target=target)
+
+
+def _nothing_beforehand(segments: object) -> Any:
+    raise AssertionError("the loss of tokens needs no pass before it")
