@@ -17,7 +17,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from luthier.collation import MediaInputs
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Ids, Refusal, Request
+from luthier.engines.engine import Ids, NewTokens, Refusal, Request
 from luthier.engines.joined import JoinedCache, read_prompts
 from luthier.engines.next_tokens import BatchRow, Choosing, Follower, Stopping, advance, has_stop_string
 from luthier.errors import RowError
@@ -62,14 +62,23 @@ class Answerer:
             return {}
         return self.media.features(request.media)
 
-    def scored(self, ids: Ids, start: int, features: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Log-probabilities of ``ids[start:]``."""
+    def scored(self, ids: Ids, start: int, features: Any, top: int = 0) -> NewTokens:
+        """``ids[start:]`` as if they had been emitted, with the ``top`` likeliest tokens at each place."""
         inputs, _ = self.inputs([ids], [features])
         if PREFIX_TYPES in inputs:
             inputs[PREFIX_TYPES][:, start:] = 1  # the answer does not see itself both ways
         logits_TV = self.model(**inputs, use_cache=False).logits[0, start - 1 : -1].float()
         new_T1 = torch.from_numpy(ids[start:].astype(np.int64)).to(logits_TV.device)[:, None]
-        return np.asarray(logits_TV.log_softmax(-1).gather(1, new_T1)[:, 0].cpu().numpy(), dtype=np.float32)
+        logprobs_TV = logits_TV.log_softmax(-1)
+        tops = logprobs_TV.topk(min(top, logprobs_TV.shape[1]))
+        return NewTokens(
+            key=0,
+            sample=0,
+            ids=ids[start:],
+            logprobs=np.asarray(logprobs_TV.gather(1, new_T1)[:, 0].cpu().numpy(), dtype=np.float32),
+            top_ids=tops.indices.cpu().numpy().astype(np.int32),
+            top_logprobs=tops.values.cpu().numpy().astype(np.float32),
+        )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -249,7 +258,7 @@ class Answering:
             )[0, width:].cpu()
         new = _up_to_its_end(row, out_T.tolist(), tokenizer)
         ids = np.concatenate([prompt, new]).astype(np.int32)
-        for token, logprob in zip(new, answerer.scored(ids, len(prompt), row.features).tolist(), strict=True):
+        for token, logprob in zip(new, answerer.scored(ids, len(prompt), row.features).logprobs.tolist(), strict=True):
             row.add(token, logprob, ([], []), tokenizer)
         self._tell_end(row)
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from luthier.collation import MediaInputs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.answering import Answerer, Answering
-from luthier.engines.engine import Completion, Ids, Refusal, Request
+from luthier.engines.engine import Completion, Ids, NewTokens, Refusal, Request
 from luthier.engines.joined import rows_can_join
 from luthier.engines.local_session import LocalSession
 from luthier.models.compiled import uncompiled
@@ -72,9 +72,13 @@ class LocalEngine:
 
     def score(self, ids: Ids, start: int, media: Sequence[MediaItem] = ()) -> NDArray[np.float32]:
         """Log-probabilities of ``ids[start:]``, float32[T - start]. Raises `RowError` for media that are gone."""
+        return self.scored(ids, start, media).logprobs
+
+    def scored(self, ids: Ids, start: int, media: Sequence[MediaItem] = (), *, top: int = 0) -> NewTokens:
+        """``ids[start:]`` as if they had been emitted, with the ``top`` likeliest tokens at each place."""
         features = {} if self.media is None else self.media.features(media)
         with self._at_work():
-            return self._answerer.scored(ids, start, features)
+            return self._answerer.scored(ids, start, features, top)
 
     def _begin(self) -> Answering:
         """Nothing asked so far. The model is tried at the first time."""

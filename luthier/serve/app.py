@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -15,16 +15,23 @@ from fastapi.responses import JSONResponse
 
 from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines.engine import Ids, NewTokens, Session
 from luthier.engines.engine import Request as Question
-from luthier.engines.engine import Session
 from luthier.records import Sample
 from luthier.serve.asking import Asker, settings_of
-from luthier.serve.bodies import ClientRequest, Teller
-from luthier.serve.gate import ClientGone, EventStream, Gate, as_response, read, while_there
+from luthier.serve.bodies import ClientRequest, Echo, Teller
+from luthier.serve.gate import ClientGone, Counts, EventStream, Gate, as_response, read, while_there
 from luthier.serve.histories import Histories
-from luthier.serve.wire import AnyBody, ChatBody, RefusedRequest, TokenizeBody, read_body
+from luthier.serve.wire import AnyBody, ChatBody, CompletionBody, RefusedRequest, SamplingBody, TokenizeBody, read_body
 
+MOST_SCORES = 500_000_000  # numbers in the scores of one prompt's tokens: 2 GB
 Made = TypeVar("Made")
+
+
+class ScoreTokens(Protocol):
+    """`LocalEngine.scored`."""
+
+    def __call__(self, ids: Ids, start: int, *, top: int = 0) -> NewTokens: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -34,6 +41,7 @@ class Served:
 
     prompts: Histories
     session: Session
+    score: ScoreTokens
     settings: GenerateConfig
     limits: ServeConfig
     names: tuple[str, ...]
@@ -49,10 +57,9 @@ class Served:
 class Api:
     """The functions behind the routes. Histories are made by one thread, so that the others are not kept waiting."""
 
-    def __init__(self, served: Served) -> None:
-        self.served, self.limits = served, served.limits
-        self.answers = Asker(served.session, served.limits)
-        self.teller = Teller(self.answers, served.tokenizer)
+    def __init__(self, served: Served, counts: Counts) -> None:
+        self.served, self.limits, self.counts = served, served.limits, counts
+        self.teller = Teller(Asker(served.session, served.limits, counts), served.tokenizer)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
 
     def close(self) -> None:
@@ -62,6 +69,10 @@ class Api:
     async def health(self, request: Request) -> Response:
         """Whether the server is there. It asks for no token."""
         return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """What was done so far."""
+        return Response(self.counts.as_text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
         """What is served."""
@@ -107,26 +118,61 @@ class Api:
         prompt = await self._prompt(body.messages, tools, body.chat_template_kwargs)
         ids = prompt.input_ids
         settings = settings_of(body, self.served.settings, self.limits, prompt=len(ids), context=self.served.context)
-        asked = ClientRequest(
-            request=Question(
-                prompt=ids,
-                settings=settings,
-                key=0,
-                media=prompt.media,
-                num_samples=body.n or 1,
-                draw=0,
-                top_logprobs=body.top_logprobs or 0,
-            ),
-            model=name,
-            is_chat=True,
-            logprobs=bool(body.logprobs),
-            usage_at_end=body.stream_options is not None and body.stream_options.include_usage,
+        question = Question(
+            prompt=ids,
+            settings=settings,
+            key=0,
+            media=prompt.media,
+            num_samples=body.n or 1,
+            draw=0,
+            top_logprobs=body.top_logprobs or 0,
         )
-        return await self._answer(request, asked, streamed=bool(body.stream))
+        asked = ClientRequest(questions=(question,), model=name, is_chat=True, logprobs=bool(body.logprobs))
+        return await self._answer(request, asked, body)
 
-    async def _answer(self, request: Request, asked: ClientRequest, *, streamed: bool) -> Response:
-        if streamed:
-            return EventStream(self.teller.pieces(asked))
+    async def complete(self, request: Request) -> Response:
+        """What follows texts or ids, by the model alone: no template is around them."""
+        body = await self._body(request, CompletionBody)
+        name, top = self._name(body.model), body.logprobs or 0
+        if body.max_tokens == 0 and not (body.echo and not body.stream):
+            hint = "with echo: true, and not as a stream, it tells the prompt alone"
+            raise RefusedRequest(400, "max_tokens is 0", code="invalid_value", param="max_tokens", hint=hint)
+        prompts = await self._made(partial(self.served.prompts.of_prompts, body.prompt))
+        if (body.n or 1) * len(prompts) > self.limits.max_samples:
+            what = f"{len(prompts)} prompts and n = {body.n or 1}: the limit is {self.limits.max_samples} answers"
+            raise RefusedRequest(400, what, code="invalid_value", param="n", hint="serve.max_samples is the limit")
+        questions = []
+        for number, ids in enumerate(prompts):
+            settings = settings_of(
+                body, self.served.settings, self.limits, prompt=len(ids), context=self.served.context
+            )
+            questions.append(
+                Question(prompt=ids, settings=settings, key=0, num_samples=body.n or 1, draw=number, top_logprobs=top)
+            )
+        asked = ClientRequest(
+            questions=tuple(questions),
+            model=name,
+            is_chat=False,
+            logprobs=body.logprobs is not None,
+            answered=body.max_tokens != 0,
+            echoes=tuple([await self._echo(ids, body) for ids in prompts]) if body.echo else (),
+        )
+        return await self._answer(request, asked, body)
+
+    async def _echo(self, ids: Ids, body: CompletionBody) -> Echo:
+        others = None
+        if body.logprobs is not None and len(ids) > 1:
+            most = MOST_SCORES // self.served.tokenizer.vocab_size
+            if len(ids) > most:
+                what = f"the prompt has {len(ids):,} tokens, and the probabilities of up to {most:,} are told with echo"
+                raise RefusedRequest(400, what, code="invalid_value", param="prompt")
+            others = await self._made(partial(self.served.score, ids, 1, top=body.logprobs))
+        return Echo(text=self.served.tokenizer.decode(ids), first=int(ids[0]), others=others)
+
+    async def _answer(self, request: Request, asked: ClientRequest, body: SamplingBody) -> Response:
+        if body.stream:
+            usage_at_end = body.stream_options is not None and body.stream_options.include_usage
+            return EventStream(self.teller.pieces(replace(asked, usage_at_end=usage_at_end)))
         return JSONResponse(await while_there(request.receive, self.teller.whole(asked)))
 
     async def _body(self, request: Request, kind: type[AnyBody]) -> AnyBody:
@@ -149,18 +195,22 @@ class Api:
 
 def application(served: Served, *, token: str | None) -> Gate:
     """The application as a server runs it: all routes behind the gate."""
-    api = Api(served)
+    counts = Counts()
+    api = Api(served, counts)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_route("/health", api.health, ["GET"])
-    app.add_route("/v1/models", api.models, ["GET"])
+    asked = {"/health": api.health, "/metrics": api.metrics, "/v1/models": api.models}
+    answered = {"/v1/chat/completions": api.chat, "/v1/completions": api.complete, "/tokenize": api.tokenize}
+    for path, function in asked.items():
+        app.add_route(path, function, ["GET"])
+    for path, function in answered.items():
+        app.add_route(path, function, ["POST"])
     app.add_route("/v1/models/{name:path}", api.model, ["GET"])
-    app.add_route("/v1/chat/completions", api.chat, ["POST"])
-    app.add_route("/tokenize", api.tokenize, ["POST"])
+    counts.paths = frozenset({*asked, *answered})
     for wrong in (404, 405):
         app.add_exception_handler(wrong, _no_such_route)
     for kind in (RefusedRequest, ClientGone, Exception):
         app.add_exception_handler(kind, _as_response)
-    return Gate(app, token=token, limits=served.limits, on_close=api.close)
+    return Gate(app, token=token, limits=served.limits, counts=counts, close=api.close)
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

@@ -15,22 +15,22 @@ from pydantic import ValidationError
 from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Finish, NewTokens, Refusal, Request, Session, before_stop
+from luthier.serve.gate import Counts
 from luthier.serve.wire import ChatBody, RefusedRequest, SamplingBody, texts_of
 
 HALF_CHARACTER = "\ufffd"  # what a tokenizer prints for bytes that are no whole character, yet
 
 
 class Asker:
-    """Asks a session. ``active`` is how many requests are at work or wait."""
+    """Asks a session, and counts the tokens of prompts and answers."""
 
-    def __init__(self, session: Session, limits: ServeConfig) -> None:
-        self.session, self.limits = session, limits
+    def __init__(self, session: Session, limits: ServeConfig, counts: Counts) -> None:
+        self.session, self.limits, self.counts = session, limits, counts
         self._keys = itertools.count()
-        self.active = 0
-        self.prompt_tokens = self.completion_tokens = 0
 
-    async def tell(self, request: Request) -> AsyncGenerator[NewTokens, None]:
-        """What is added to the request's answers, until all are finished. Whoever closes this before ends them.
+    async def tell(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, NewTokens], None]:
+        """What is added to the answers of some requests, each with its number, until all are finished: those of the
+        first request come first. Whoever closes this before ends them.
 
         Raises `RefusedRequest` where the engine refuses, and for the time that a request may take.
         """
@@ -41,22 +41,29 @@ class Asker:
             with suppress(RuntimeError):  # the loop has ended, so nobody waits
                 loop.call_soon_threadsafe(told.put_nowait, new)
 
-        request = replace(request, key=next(self._keys))
-        left = request.num_samples
-        self.prompt_tokens += len(request.prompt)
-        self.session.submit(request, on_tokens)
+        left: dict[int, int] = {}  # key -> samples that are not finished
+        first: dict[int, int] = {}  # key -> number of its first answer
         try:
+            for request in requests:
+                key = next(self._keys)
+                first[key] = sum(one.num_samples for one in requests[: len(first)])
+                self.counts.tokens["prompt"] += len(request.prompt)
+                self.session.submit(replace(request, key=key), on_tokens)
+                left[key] = request.num_samples
             while left:
                 new = await told.get()
                 if isinstance(new, Refusal):
-                    left = 0
-                    raise RefusedRequest(400, new.detail or new.reason, code=new.reason)
-                left -= new.finish is not None
-                self.completion_tokens += len(new.ids)
-                yield new
+                    del left[new.key]
+                    status = 500 if new.reason == "engine_failed" else 400
+                    raise RefusedRequest(status, "" if status == 500 else new.detail, code=new.reason)
+                left[new.key] -= new.finish is not None
+                if not left[new.key]:
+                    del left[new.key]
+                self.counts.tokens["answer"] += len(new.ids)
+                yield first[new.key] + new.sample, new
         finally:
-            if left:
-                self.session.cancel(request.key)
+            for key in left:
+                self.session.cancel(key)
 
     def limit(self) -> asyncio.Timeout:
         """The time of one request."""
@@ -83,7 +90,7 @@ def settings_of(
         what = f"{name} is {asked:,}, the limit is {limits.max_tokens:,}"
         raise RefusedRequest(400, what, code="invalid_value", param=name, hint="serve.max_tokens is the limit")
     room = context - prompt
-    if room < max(1, asked or 1):
+    if room < (1 if asked is None else asked):
         what = f"the prompt has {prompt:,} tokens"
         what += f" and the answer may have {asked:,}" if asked else ""
         hint = "serve.max_context is the limit, where the model's own is not lower"
@@ -98,7 +105,8 @@ def settings_of(
         "repetition_penalty": body.repetition_penalty,
     }
     changed: dict[str, object] = {name: value for name, value in given.items() if value is not None}
-    changed["max_new_tokens"] = min(asked or min(own.max_new_tokens, limits.max_tokens), room)
+    longest = min(own.max_new_tokens, limits.max_tokens) if asked is None else asked
+    changed["max_new_tokens"] = max(1, min(longest, room))
     if body.stop is not None:
         changed["stop_strings"] = [*own.stop_strings, *texts_of(body.stop)]
     if body.stop_token_ids:

@@ -11,7 +11,7 @@ from typing import Any
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Finish, NewTokens, Request
-from luthier.serve.asking import Asker, TextReader, joined, too_late
+from luthier.serve.asking import HALF_CHARACTER, Asker, TextReader, joined, too_late
 from luthier.serve.wire import RefusedRequest
 
 FINISHES = {Finish.STOP: "stop", Finish.STRING: "stop", Finish.LENGTH: "length"}
@@ -19,15 +19,36 @@ FINISHES = {Finish.STOP: "stop", Finish.STRING: "stop", Finish.LENGTH: "length"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientRequest:
-    """One request of a client: what the engine is asked, and how the answer is told."""
+    """One request of a client: what the engine is asked, and how the answers are told.
 
-    request: Request
+    questions  one for each prompt; all are answered alike
+    echoes     of each prompt its text, and its tokens from the second on as if they had been emitted; or ``()``
+    answered   False: nothing is emitted, only the prompts are told
+    """
+
+    questions: tuple[Request, ...]
     model: str
     is_chat: bool
     logprobs: bool = False
     usage_at_end: bool = False  # of a stream
+    echoes: tuple[Echo, ...] = ()
+    answered: bool = True
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def strings(self) -> list[str]:
+        """What ends an answer, as text."""
+        return self.questions[0].settings.stop_strings
+
+    @property
+    def num_answers(self) -> int:
+        """How many there are."""
+        return sum(question.num_samples for question in self.questions)
+
+    def echo(self, number: int) -> Echo | None:
+        """The prompt of answer ``number``, where it is told."""
+        return self.echoes[number // self.questions[0].num_samples] if self.echoes else None
 
     def envelope(self, *, streamed: bool) -> dict[str, Any]:
         """What every answer and every piece of one begins with."""
@@ -38,6 +59,15 @@ class ClientRequest:
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Echo:
+    """A prompt that is told with its answer."""
+
+    text: str
+    first: int  # its first token, which nothing predicts
+    others: NewTokens | None  # None where no probabilities are asked for
+
+
 class Teller:
     """Tells the answers to requests."""
 
@@ -46,42 +76,41 @@ class Teller:
 
     async def whole(self, asked: ClientRequest) -> dict[str, Any]:
         """The answers of a request, when all are finished. Raises `RefusedRequest`."""
-        told: dict[int, list[NewTokens]] = {number: [] for number in range(asked.request.num_samples)}
+        told: list[list[NewTokens]] = [[] for _ in range(asked.num_answers)]
         try:
-            async with self.answers.limit(), aclosing(self.answers.tell(asked.request)) as tokens:
-                async for new in tokens:
-                    told[new.sample].append(new)
+            async with self.answers.limit(), aclosing(self._told(asked)) as tokens:
+                async for number, new in tokens:
+                    told[number].append(new)
         except TimeoutError:
             raise too_late(self.answers.limits.timeout) from None
         choices = []
-        for sample, pieces in told.items():
-            all_of_it = joined(pieces)
-            text = TextReader(self.tokenizer, asked.request.settings.stop_strings).feed(all_of_it)
-            content = {"message": {"role": "assistant", "content": text}} if asked.is_chat else {"text": text}
-            choices.append(self._choice(asked, sample, content, all_of_it))
-        count = sum(len(new.ids) for pieces in told.values() for new in pieces)
+        for number, pieces in enumerate(told):
+            answer = joined(pieces) if pieces else None
+            text = "" if answer is None else TextReader(self.tokenizer, asked.strings).feed(answer)
+            choices.append(self._choice(asked, number, text, answer, echo=asked.echo(number)))
+        count = sum(len(new.ids) for pieces in told for new in pieces)
         return asked.envelope(streamed=False) | {"choices": choices, "usage": usage(asked, count)}
 
     async def pieces(self, asked: ClientRequest) -> AsyncGenerator[dict[str, Any], None]:
         """The same as it comes. What goes wrong on the way is the last piece."""
         begun = asked.envelope(streamed=True)
-        strings = asked.request.settings.stop_strings
-        readers = [TextReader(self.tokenizer, strings) for _ in range(asked.request.num_samples)]
+        readers = [TextReader(self.tokenizer, asked.strings) for _ in range(asked.num_answers)]
         count = 0
         try:
-            async with self.answers.limit(), aclosing(self.answers.tell(asked.request)) as tokens:
-                if asked.is_chat:
-                    for sample in range(len(readers)):
-                        first = {"delta": {"role": "assistant", "content": ""}}
-                        yield begun | {"choices": [{"index": sample, **first, "logprobs": None, "finish_reason": None}]}
-                async for new in tokens:
+            async with self.answers.limit(), aclosing(self._told(asked)) as tokens:
+                for number in range(len(readers)):
+                    if asked.is_chat:
+                        delta = {"role": "assistant", "content": ""}
+                        first = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+                        yield begun | {"choices": [first]}
+                    elif asked.echoes:
+                        told = self._choice(asked, number, "", None, echo=asked.echo(number), streamed=True)
+                        yield begun | {"choices": [told]}
+                async for number, new in tokens:
                     count += len(new.ids)
-                    text = readers[new.sample].feed(new)
-                    content: dict[str, Any] = (
-                        {"delta": {"content": text} if text else {}} if asked.is_chat else {"text": text}
-                    )
+                    text = readers[number].feed(new)
                     if text or asked.logprobs or new.finish is not None:
-                        yield begun | {"choices": [self._choice(asked, new.sample, content, new)]}
+                        yield begun | {"choices": [self._choice(asked, number, text, new, streamed=True)]}
         except TimeoutError:
             yield too_late(self.answers.limits.timeout).body
             return
@@ -91,12 +120,34 @@ class Teller:
         if asked.usage_at_end:
             yield begun | {"choices": [], "usage": usage(asked, count)}
 
-    def _choice(self, asked: ClientRequest, sample: int, content: dict[str, Any], new: NewTokens) -> dict[str, Any]:
-        finish = None if new.finish is None else FINISHES[new.finish]
-        logprobs = None
-        if asked.logprobs:
-            logprobs = self._chat_logprobs(new) if asked.is_chat else self._text_logprobs(new)
-        return {"index": sample, **content, "logprobs": logprobs, "finish_reason": finish}
+    def _told(self, asked: ClientRequest) -> AsyncGenerator[tuple[int, NewTokens], None]:
+        return self.answers.tell(asked.questions if asked.answered else ())
+
+    def _choice(
+        self,
+        asked: ClientRequest,
+        number: int,
+        text: str,
+        new: NewTokens | None,
+        *,
+        echo: Echo | None = None,
+        streamed: bool = False,
+    ) -> dict[str, Any]:
+        """An answer, or a piece of one; without tokens where only the prompt is told."""
+        content: dict[str, Any] = {"text": text if echo is None else echo.text + text}
+        if asked.is_chat and streamed:
+            content = {"delta": {"content": text} if text else {}}
+        elif asked.is_chat:
+            content = {"message": {"role": "assistant", "content": text}}
+        finish = None if new is None or new.finish is None else FINISHES[new.finish]
+        if new is None and not asked.answered:
+            finish = FINISHES[Finish.LENGTH]
+        logprobs: dict[str, Any] | None = None
+        if asked.logprobs and asked.is_chat:
+            logprobs = None if new is None else self._chat_logprobs(new)
+        elif asked.logprobs:
+            logprobs = self._text_logprobs(echo, new)
+        return {"index": number, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def _chat_logprobs(self, new: NewTokens) -> dict[str, Any]:
         return {
@@ -108,20 +159,26 @@ class Teller:
             "refusal": None,
         }
 
-    def _text_logprobs(self, new: NewTokens) -> dict[str, Any]:
-        shown = _shown(new)
+    def _text_logprobs(self, echo: Echo | None, new: NewTokens | None) -> dict[str, Any]:
+        shown: list[Any] = []
+        if echo is not None and echo.others is not None:
+            shown = [(echo.first, None, None, None), *_shown(echo.others)]
+        shown += [] if new is None else _shown(new)
         return {
             "tokens": [self.tokenizer.decode([number]) for number, *_ in shown],
             "token_logprobs": [logprob for _, logprob, *_ in shown],
             "top_logprobs": [
-                {self.tokenizer.decode([top]): value for top, value in zip(tops, values, strict=True)}
+                None
+                if tops is None
+                else {self.tokenizer.decode([top]): one for top, one in zip(tops, values, strict=True)}
                 for _, _, tops, values in shown
             ],
         }
 
     def _token(self, number: int, logprob: float) -> dict[str, Any]:
         text = self.tokenizer.decode([number])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        is_whole = HALF_CHARACTER not in text  # else its bytes are those of a part of a character
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
 
 
 def _shown(new: NewTokens) -> list[tuple[int, float, list[int], list[float]]]:
@@ -133,5 +190,5 @@ def _shown(new: NewTokens) -> list[tuple[int, float, list[int], list[float]]]:
 
 def usage(asked: ClientRequest, completion: int) -> dict[str, int]:
     """Tokens of the prompt and of all answers, those that ended them included."""
-    prompt = len(asked.request.prompt)
+    prompt = sum(len(question.prompt) for question in asked.questions)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

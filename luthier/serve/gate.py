@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +33,27 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class Counts:
+    """What a server has done. ``answered``: requests by path (of ``paths``, or ``other``) and status; ``active`` are
+    those that are being answered, or wait for it; ``tokens`` of prompts and answers."""
+
+    paths: frozenset[str] = frozenset()
+    answered: Counter[tuple[str, int]] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    active: int = 0
+
+    def as_text(self) -> str:
+        """As Prometheus reads it."""
+        lines = ["# TYPE luthier_requests counter"]
+        for (path, status), count in sorted(self.answered.items()):
+            lines.append(f'luthier_requests_total{{path="{path}",status="{status}"}} {count}')
+        lines += ["# TYPE luthier_tokens counter"]
+        lines += [f'luthier_tokens_total{{of="{name}"}} {self.tokens[name]}' for name in ("prompt", "answer")]
+        lines += ["# TYPE luthier_requests_active gauge", f"luthier_requests_active {self.active}"]
+        return "\n".join([*lines, ""])
+
+
 class Gate:
     """The outermost layer of the application: it checks the ``Host`` header and the token, and counts what is answered.
 
@@ -40,14 +62,12 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, *, token: str | None, limits: ServeConfig, on_close: Callable[[], None] = lambda: None
+        self, app: ASGIApp, *, token: str | None, limits: ServeConfig, counts: Counts, close: Callable[[], None]
     ) -> None:
-        """``on_close`` is called by `close`."""
-        self.app, self.limits, self.close = app, limits, on_close
+        """``close`` is for whoever runs the application, when it is over."""
+        self.app, self.limits, self.counts, self.close = app, limits, counts, close
         self._hosts = {*LOOPBACK_NAMES, *(host.lower() for host in limits.hosts)}
         self._expected = None if token is None else f"Bearer {token}".encode()
-        self.answered: Counter[tuple[str, int]] = Counter()  # by path and status
-        self.active = 0  # requests that are being answered, or wait for it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,7 +78,8 @@ class Gate:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                self.answered[scope["path"] if "endpoint" in scope else "other", message["status"]] += 1
+                path = scope["path"] if scope["path"] in self.counts.paths else "other"
+                self.counts.answered[path, message["status"]] += 1
             await send(message)
 
         try:
@@ -77,15 +98,15 @@ class Gate:
     def _place(self, wanted: bool) -> Iterator[None]:
         """A place among the requests that are at work. Raises `RefusedRequest` where there is none."""
         most = self.limits.max_requests
-        if wanted and self.active >= most:
-            what = f"{self.active} requests are answered or wait, the limit is {most}"
+        if wanted and self.counts.active >= most:
+            what = f"{self.counts.active} requests are answered or wait, the limit is {most}"
             hint = "try again in a moment; serve.max_requests is the limit"
             raise RefusedRequest(429, what, code="too_many_requests", hint=hint, headers={"Retry-After": "1"})
-        self.active += wanted
+        self.counts.active += wanted
         try:
             yield
         finally:
-            self.active -= wanted
+            self.counts.active -= wanted
 
     def _check(self, scope: Scope) -> None:
         named = [value for name, value in scope["headers"] if name == b"host"]
@@ -159,7 +180,7 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, Work]) -> Work
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        if not working.done() or working.cancelled():
             raise ClientGone
         return working.result()
     finally:

@@ -91,6 +91,30 @@ class Histories:
         opening = [tokenizer.control_id(token) for token in tokenizer.control.opening] if opened else []
         return np.concatenate([np.array(opening, dtype=np.int32), ids]).astype(np.int32)
 
+    def of_prompts(self, prompt: str | Sequence[int | str | Sequence[int]]) -> list[Ids]:
+        """The prompts of a completion: a text, ids, or a list of either. Raises `RefusedRequest`."""
+        if isinstance(prompt, str):
+            return [self.of_text(prompt)]
+        if all(isinstance(one, int) for one in prompt):
+            return [self._known(prompt)]  # type: ignore[arg-type]
+        if any(isinstance(one, int) for one in prompt) or len(prompt) > self.limits.max_samples:
+            what = f"prompt is a text, ids, or a list of up to {self.limits.max_samples} of either"
+            raise RefusedRequest(400, what, code="invalid_value", param="prompt")
+        return [self.of_text(one) if isinstance(one, str) else self._known(one) for one in prompt]  # type: ignore[arg-type]
+
+    def _known(self, ids: Sequence[int]) -> Ids:
+        """Ids that name tokens, and none that stands for pictures or sounds. Raises `RefusedRequest`."""
+        tokenizer = self.encoder.tokenizer
+        found = np.array([number if abs(number) < 2**31 else -1 for number in ids], dtype=np.int64)
+        slots = {number for token in self._measurer.slots().tokens.values() for number in tokenizer.encode_whole(token)}
+        wrong = np.flatnonzero(~tokenizer.knows(found) | np.isin(found, list(slots)))
+        if len(wrong) or not len(found):
+            what = (
+                f"id {ids[wrong[0]]} at place {wrong[0]} names no token of text" if len(wrong) else "no ids are given"
+            )
+            raise RefusedRequest(400, what, code="invalid_value", param="prompt")
+        return found.astype(np.int32)
+
     def _renderer(self, kwargs: Mapping[str, Any]) -> Renderer:
         key = json.dumps(kwargs, sort_keys=True)
         if key in self._renderers:

@@ -73,6 +73,7 @@ def serve(
         served = Served(
             prompts=Histories(opened.encoder, limits),
             session=session,
+            score=engine.scored,
             settings=opened.settings,
             limits=limits,
             names=names,

@@ -178,6 +178,7 @@ class CompletionBody(SamplingBody, frozen=True, kw_only=True):
     """``/v1/completions``. A prompt is a text, ids, or a list of either."""
 
     prompt: str | list[int | str | list[int]]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0 with echo: the prompt alone
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: Any = None

@@ -99,11 +99,14 @@ ASK = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
 @contextmanager
-def running(encoder: Encoder, session: Session, *, context: int = 2048, **limits: Any) -> Iterator[Running]:
+def running(
+    encoder: Encoder, session: Session, *, context: int = 2048, score: Any = None, **limits: Any
+) -> Iterator[Running]:
     told = ServeConfig(**limits)
     served = Served(
         prompts=Histories(encoder, told),
         session=session,
+        score=score,
         settings=GenerateConfig(seed=1, stop_token_ids=list(encoder.tokenizer.stop_token_ids)),
         limits=told,
         names=("tiny",),

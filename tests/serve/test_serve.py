@@ -177,6 +177,16 @@ def test_a_name_that_is_not_the_servers_is_refused(server: Running, host: str, s
     assert "access-control-allow-origin" not in answer.headers
 
 
+def test_what_was_done_is_counted_without_names_that_clients_choose(server: Running) -> None:
+    server.chat(max_tokens=0)
+    server.http.get("/secret/place")
+    told = server.http.get("/metrics")
+    assert told.headers["content-type"].startswith("text/plain")
+    assert 'luthier_requests_total{path="/v1/chat/completions",status="400"}' in told.text
+    assert 'path="other",status="404"' in told.text and "secret" not in told.text
+    assert "luthier_requests_active 0" in told.text
+
+
 def test_stop_strings_end_a_stream_where_they_end_the_whole(server: Running) -> None:
     body = {"stop": ["sieben", "🍋 —"]}
     whole = server.chat(**body).json()["choices"][0]["message"]["content"]
@@ -204,7 +214,7 @@ def test_a_client_that_goes_away_ends_its_answer(encoder: Encoder) -> None:
             ):
                 next(answer.iter_bytes())
         _until(lambda: len(session.asked) == 10)
-        _until(lambda: not session.working and not server.gate.active)
+        _until(lambda: not session.working and not server.gate.counts.active)
 
 
 def test_limits_of_time_body_context_and_queue_are_told_with_their_number(encoder: Encoder) -> None:
@@ -222,7 +232,7 @@ def test_limits_of_time_body_context_and_queue_are_told_with_their_number(encode
         assert (large.status_code, "2,000" in large.json()["error"]["message"]) == (413, True)
         chunks = server.http.post("/v1/chat/completions", content=iter([b" " * 1500, b" " * 1500]))
         assert chunks.status_code == 413
-        _until(lambda: not session.working and not server.gate.active)
+        _until(lambda: not session.working and not server.gate.counts.active)
 
 
 def _until(condition: Any, seconds: float = 10) -> None:

@@ -1,0 +1,157 @@
+"""A server with a model: what it answers is what the engine answers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import luthier
+from luthier.config.schema import GenerateConfig
+from luthier.encoding.encoder import Encoder
+from luthier.engines.engine import Completion, Request
+from luthier.engines.local import LocalEngine
+from luthier.presets import model_folder
+from tests.serve.conftest import ASK, TOKEN, Running, running
+
+
+@pytest.fixture(scope="module")
+def engine(encoder: Encoder) -> LocalEngine:
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(model_folder("tiny-qwen3"), hidden_size=32, num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.mul_(4.0)
+    return LocalEngine(model, encoder.tokenizer, batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def server(encoder: Encoder, engine: LocalEngine) -> Iterator[Running]:
+    with running(encoder, engine.session(), score=engine.scored) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as found:
+        yield found
+
+
+def plain(engine: LocalEngine, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities by one forward pass, [T, V]."""
+    with torch.no_grad():
+        return engine.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+def test_an_answer_and_its_logprobs_are_those_of_the_model(client: openai.OpenAI, engine: LocalEngine) -> None:
+    tokenizer = engine.tokenizer
+    prompt = luthier.encode_prompt(ASK, tokenizer).input_ids
+    (expected,) = engine.generate([Request(prompt=prompt, settings=GenerateConfig(max_new_tokens=12), key=0)])
+    assert isinstance(expected, Completion)
+    told = client.chat.completions.create(
+        model="tiny",
+        messages=ASK,
+        max_tokens=12,
+        logprobs=True,
+        top_logprobs=3,
+        temperature=0,  # type: ignore[arg-type]
+    ).choices[0]
+    assert told.message.content == expected.text(tokenizer)
+    assert told.logprobs is not None and told.logprobs.content is not None
+    scores_TV = plain(engine, [*prompt.tolist(), *expected.ids.tolist()])[len(prompt) - 1 :]
+    for number, token in enumerate(told.logprobs.content):
+        top = scores_TV[number].topk(3)
+        assert token.logprob == pytest.approx(scores_TV[number, expected.ids[number]].item(), abs=1e-4)
+        assert [one.logprob for one in token.top_logprobs] == pytest.approx(top.values.tolist(), abs=1e-4)
+        assert [one.token for one in token.top_logprobs] == [tokenizer.decode([i]) for i in top.indices.tolist()]
+
+
+def test_the_same_seed_gives_the_same_answers_alone_and_beside_others(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> list[str | None]:
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=ASK,
+            max_tokens=8,
+            n=3,
+            temperature=1.5,
+            seed=seed,  # type: ignore[arg-type]
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    alone = [ask(seed) for seed in (1, 2)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, [1, 2] * 4))
+    assert together == alone * 4
+    assert len({text for texts in alone for text in texts}) == 6
+
+
+def test_the_prompt_is_told_with_its_logprobs_as_evaluation_harnesses_ask(
+    client: openai.OpenAI, server: Running, engine: LocalEngine
+) -> None:
+    ids = engine.tokenizer.encode_whole("The sun is far away.").tolist()
+    other = engine.tokenizer.encode_whole("Two.").tolist()
+    scores_TV = plain(engine, ids)
+    body: dict[str, Any] = {"prompt": [ids, other], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
+    choices = server.http.post("/v1/completions", json=body).json()["choices"]
+    told = choices[0]["logprobs"]
+    expected = scores_TV[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    assert told["token_logprobs"][1 : len(ids)] == pytest.approx(expected.tolist(), abs=1e-4)
+    best = [max(top.values()) for top in told["top_logprobs"][1 : len(ids)]]
+    assert best == pytest.approx(scores_TV[:-1].max(-1).values.tolist(), abs=1e-4)
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert len(choices[1]["logprobs"]["tokens"]) == len(other) + 1
+    alone = client.completions.create(model="tiny", prompt=ids, max_tokens=0, echo=True, logprobs=0)
+    assert alone.choices[0].text == "The sun is far away."
+    assert alone.choices[0].logprobs is not None and len(alone.choices[0].logprobs.tokens or ()) == len(ids)
+
+
+def test_completions_of_texts_are_whole_as_in_pieces(client: openai.OpenAI) -> None:
+    prompts = ["One two", "Drei vier"]
+    whole = client.completions.create(model="tiny", prompt=prompts, max_tokens=8, n=2, temperature=1, seed=4)
+    pieces = client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=8, n=2, temperature=1, seed=4, stream=True
+    )
+    texts = dict.fromkeys(range(4), "")
+    for piece in pieces:
+        for choice in piece.choices:
+            texts[choice.index] += choice.text
+    assert [choice.text for choice in whole.choices] == list(texts.values())
+    assert len(set(texts.values())) == 4
+
+
+def test_a_text_to_be_completed_reaches_no_control_token(server: Running, encoder: Encoder) -> None:
+    tokenizer = encoder.tokenizer
+    text = "".join(sorted(tokenizer.control.tokens))
+    control = {tokenizer.control_id(token) for token in tokenizer.control.tokens}
+    opening = [tokenizer.control_id(token) for token in tokenizer.control.opening]
+    told = server.http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert not control & set(told[len(opening) :])
+    assert control & set(tokenizer.encode_whole(text).tolist()), "control: the plain tokenizer makes some"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": ["a"] * 17}, "prompt"),
+        ({"prompt": ["a"] * 9, "n": 2, "temperature": 1}, "n"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ],
+)
+def test_completions_that_cannot_be_given_are_refused(server: Running, body: dict[str, Any], param: str) -> None:
+    answer = server.http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
