@@ -34,7 +34,7 @@ LINES = (
     "engines",
     "training check",
     "prediction",
-    "serve",
+    "serve export",
     "library",
     "cli",
     "__main__",
@@ -49,6 +49,7 @@ EXCUSED_FILES = {
     "records.py": "all records in one file, in the order in which they flow, is the table of contents of the house",
 }
 EXCUSED_FUNCTIONS: dict[str, str] = {
+    "cli/exporting.py:export": "a command has an argument for each of its options",
     "cli/prediction.py:predict": "a command has an argument for each of its options",
     "cli/verification.py:verify": "a command has an argument for each of its options",
 }

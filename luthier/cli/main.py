@@ -19,7 +19,17 @@ import typer
 from rich.text import Text
 
 from luthier import __version__
-from luthier.cli import comparison, configuring, inspection, prediction, serving, store, training, verification
+from luthier.cli import (
+    comparison,
+    configuring,
+    exporting,
+    inspection,
+    prediction,
+    serving,
+    store,
+    training,
+    verification,
+)
 from luthier.cli.output import STDOUT, as_mistake, error_as_json
 from luthier.errors import ConfigError, RowError, UserError
 from luthier.terminal import stderr_terminal
@@ -66,6 +76,7 @@ app.command("quickstart", rich_help_panel="Run")(configuring.quickstart)
 app.command("prepare", rich_help_panel="Run")(inspection.prepare)
 app.command("predict", rich_help_panel="Run")(prediction.predict)
 app.command("serve", rich_help_panel="Run")(serving.serve)
+app.command("export", rich_help_panel="Run")(exporting.export)
 app.command("show", rich_help_panel="Look before you train")(inspection.show)
 app.command("verify", rich_help_panel="Look before you train")(verification.verify)
 app.command("diff", rich_help_panel="Look before you train")(comparison.diff)

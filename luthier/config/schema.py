@@ -339,6 +339,17 @@ class OutputConfig(Section):
     """Leave optimizer state out of checkpoints; such a run cannot be resumed."""
 
 
+class ExportConfig(Section):
+    """How ``luthier export`` writes a trained run as a model folder for others."""
+
+    dir: PathLike | None = None
+    """Folder of the exported model; ``--to`` wins over it."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the exported weights. ``auto``: the one that the run has them in."""
+    max_shard_gb: Positive = 5.0
+    """Most gigabytes that a file of weights has; a larger model is written as several files."""
+
+
 class TrackingConfig(Section):
     """What is logged, and where to."""
 
@@ -386,5 +397,6 @@ class RunConfig(Section):
     generate: GenerateConfig = GenerateConfig()
     serve: ServeConfig = ServeConfig()
     output: OutputConfig = OutputConfig()
+    export: ExportConfig = ExportConfig()
     tracking: TrackingConfig = TrackingConfig()
     runtime: RuntimeConfig = RuntimeConfig()

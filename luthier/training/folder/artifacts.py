@@ -30,13 +30,15 @@ def save_model(
     initial: Path | None = None,
     processor: Path | None = None,
     weights: dict[str, torch.Tensor] | None = None,
+    max_shard_gb: float | None = None,
 ) -> None:
     """Write what ``AutoModelForCausalLM`` (or PEFT) and ``AutoTokenizer`` load from ``folder``; of a reward model
     ``AutoModelForSequenceClassification``.
 
     Weights are safetensors; the generation settings and the chat template that was trained with go along. ``initial``
     is the folder of `keep_initial_adapter`, for adapters that need the conversion; ``processor`` the one with the files
-    of a multimodal model's processor, which are copied; ``weights`` are those of a sharded model, whole.
+    of a multimodal model's processor, which are copied; ``weights`` are those of a sharded model, whole;
+    ``max_shard_gb`` bounds the files of weights, where it is given.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PeftModel):
@@ -45,7 +47,8 @@ def save_model(
         if plain.can_generate():
             plain.generation_config.save_pretrained(str(folder))
     else:
-        model.save_pretrained(str(folder), state_dict=weights)
+        sized = {} if max_shard_gb is None else {"max_shard_size": int(max_shard_gb * 10**9)}
+        model.save_pretrained(str(folder), state_dict=weights, **sized)
     save_tokenizer(tokenizer, folder)
     if processor is not None:
         for name in PROCESSOR_FILES:

@@ -1,0 +1,164 @@
+"""``parity.json``: what an exported model did when it was exported, so that it can be held against it ever after.
+
+Nothing but the exported folder is needed to check it: the cases hold messages with the ids of their prompts, and
+contexts of ids with the log-probabilities that the trained model gave there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.errors import UserError
+
+PARITY_FILE = "parity.json"
+PARITY_VERSION = 1
+_CHUNK = 1 << 20
+
+
+class GoldenPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A history and the ids of its generation prompt. ``messages`` are as chat templates take them."""
+
+    row: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    ids: list[int]
+
+
+class GoldenContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Ids, and what the trained model gave at some places of them.
+
+    places        places of ids that are predicted: what is told of place p is the distribution behind ``ids[:p]``
+    top_ids       [places][K] the K likeliest tokens there, the likeliest first
+    top_logprobs  [places][K] their log-probabilities
+    greedy_from   where the greedy answer begins that the model gave to what is before it; None: the ids are a row's
+    """
+
+    row: str
+    ids: list[int]
+    places: list[int]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+    greedy_from: int | None = None
+
+
+class WrittenFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the folder as it was written."""
+
+    bytes: int
+    sha256: str
+
+
+class Parity(msgspec.Struct, frozen=True, kw_only=True):
+    """All of ``parity.json``.
+
+    source           what was exported
+    dtype            of the weights, by torch's name
+    bound            by which bounds its numbers are compared: ``exact`` (float32 on both sides) or ``cast``
+    template_kwargs  variables that training gave to the chat template, and that every caller has to give, too
+    template_now     the time that the template was told, where it asks
+    template_sha256  of the chat template's text; "" where there is none
+    stops            ids that end an answer
+    special_ids      special tokens by their role, with their ids: ``{"eos_token": 2}``
+    files            every other file of the folder
+    """
+
+    version: int
+    luthier: str
+    source: str
+    dtype: str
+    bound: str
+    template_kwargs: dict[str, Any]
+    template_now: str
+    template_sha256: str
+    stops: list[int]
+    special_ids: dict[str, int]
+    prompts: list[GoldenPrompt]
+    contexts: list[GoldenContext]
+    files: dict[str, WrittenFile] = {}
+    notes: list[str] = []
+
+
+def read_parity(path: Path) -> Parity:
+    """The golden cases in a folder, or in a file. Raises `UserError` where there are none, or they cannot be read."""
+    file = path / PARITY_FILE if path.is_dir() else path
+    hint = "name a folder that luthier export has written, or its parity.json"
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=Parity)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}", hint=hint) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is no parity.json: {error}", hint=hint) from error
+    if found.version != PARITY_VERSION:
+        what = f"{file} is of version {found.version}, this Luthier reads {PARITY_VERSION}"
+        raise UserError(what, hint="check it with the Luthier that wrote it, which it names")
+    return found
+
+
+def write_parity(parity: Parity, folder: Path) -> None:
+    """Write it beside the files that it lists, one golden case a line."""
+    files = {
+        str(path.relative_to(folder)): WrittenFile(bytes=path.stat().st_size, sha256=digest_of(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != PARITY_FILE
+    }
+    told = msgspec.to_builtins(msgspec.structs.replace(parity, files=files))
+    lines = [f"{_json(key)}: {_lines(value)}" for key, value in told.items()]
+    (folder / PARITY_FILE).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def file_faults(parity: Parity, folder: Path) -> list[tuple[str, str]]:
+    """Files of the folder that are not those that were written: name, what is wrong. A file more is no fault, unless
+    it would be loaded as weights."""
+    faults = []
+    for name, written in parity.files.items():
+        path = folder / name
+        if not path.is_file():
+            faults.append((name, "it is missing"))
+        elif path.stat().st_size != written.bytes:
+            faults.append((name, f"it has {path.stat().st_size:,} bytes, written were {written.bytes:,}"))
+        elif digest_of(path) != written.sha256:
+            faults.append((name, "it has other content than was written"))
+    strange = sorted(path.name for path in folder.glob("*.safetensors*") if path.name not in parity.files)
+    return faults + [(name, "it was not written with the others") for name in strange]
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_CHUNK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def golden_context(
+    row: str, ids: NDArray[np.int32], places: list[int], logprobs_NV: NDArray[np.float32], num_top: int
+) -> GoldenContext:
+    """A context with the ``num_top`` likeliest tokens of each place."""
+    top_NK = np.argsort(-logprobs_NV, axis=1, kind="stable")[:, :num_top]
+    values_NK = np.take_along_axis(logprobs_NV, top_NK, axis=1)
+    return GoldenContext(
+        row=row,
+        ids=ids.tolist(),
+        places=places,
+        top_ids=top_NK.tolist(),
+        top_logprobs=[[round(float(value), 6) for value in values] for values in values_NK],
+    )
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _lines(value: object) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(_json(item) for item in value) + "\n]"
+    if isinstance(value, dict) and any(isinstance(item, dict) for item in value.values()):
+        return "{\n" + ",\n".join(f"{_json(key)}: {_json(item)}" for key, item in value.items()) + "\n}"
+    return _json(value)

@@ -1,0 +1,132 @@
+"""``luthier export``: a trained run as a model folder for others, proven before it is put in place."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
+from luthier.cli.pipeline import Overrides
+from luthier.errors import UserError
+
+if TYPE_CHECKING:
+    from luthier.export.proof import ExportProof
+
+RunToExport = Annotated[
+    str | None,
+    typer.Argument(metavar="RUN", help="The output.dir of a trained run, or a description.", show_default=False),
+]
+To = Annotated[str | None, typer.Option(metavar="DIR", help="The folder to write; export.dir without it.")]
+MaxShard = Annotated[str | None, typer.Option(metavar="SIZE", help="Most that a file of weights has: 5GB, 500MB.")]
+ProofData = Annotated[str | None, typer.Option(metavar="FILE", help="Rows for the proof. Default: the run's data.")]
+Proof = Annotated[bool, typer.Option("--proof/--no-proof", help="Load it again and compare, before it is in place.")]
+ReplaceFolder = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")]
+CheckedFolder = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Compare an exported folder with its golden cases; nothing else.")
+]
+
+
+class Dtype(StrEnum):
+    """Types of exported weights."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+DtypeChoice = Annotated[Dtype | None, typer.Option(help="Type of the weights. Default: the one of the run.")]
+
+
+def export(  # noqa: PLR0913
+    run: RunToExport = None,
+    overrides: Overrides = None,
+    to: To = None,
+    dtype: DtypeChoice = None,
+    max_shard: MaxShard = None,
+    data: ProofData = None,
+    proof: Proof = True,
+    overwrite: ReplaceFolder = False,
+    check: CheckedFolder = None,
+    json: JsonTarget = None,
+) -> None:
+    """Write a trained run as a model folder that others load: adapters merged, all stop tokens, the template's bytes.
+
+    Before the folder is put in place it is loaded again and held against the trained model. Exit code 3: it is not the
+    same, and nothing was written. parity.json in it holds golden cases for later.
+
+    [dim]Example[/]   luthier export output/quickstart --to exported --dtype bfloat16
+    [dim]Example[/]   luthier export --check exported
+    """
+    with reporting(json) as output:
+        _check_arguments(run, check, to)
+        from luthier.export.model_folder import ExportOptions, check_export, export_run
+
+        if run is None:
+            assert check is not None
+            found = check_export(check)
+            _print_proof(output.console, found)
+            output.emit({"folder": check, **found.to_json()})
+            ok = found.ok
+        else:
+            said = [*(overrides or ()), *_said(dtype, max_shard)]
+            options = ExportOptions(to=to, data=data, proof=proof, overwrite=overwrite)
+            console = output.console
+            done = export_run(run, options, overrides=said, on_progress=lambda what: console.print(f"[dim]{what}[/]"))
+            if done.proof is not None:
+                _print_proof(console, done.proof)
+            for note in done.notes:
+                console.print(f"[yellow]{escape(note)}[/]", highlight=False)
+            if done.folder is None:
+                console.print("[bold red]not exported[/]: what was written is not the trained model, and is gone again")
+            else:
+                unproven = "" if proof else " [yellow](not proven)[/]"
+                console.print(f"[dim]model in[/] {done.folder}{unproven}")
+            output.emit(done.to_json())
+            ok = done.ok
+    if not ok:
+        raise typer.Exit(EXIT_UNTRUE)
+
+
+def _check_arguments(run: str | None, check: str | None, to: str | None) -> None:
+    """What does not go together is told before torch is loaded."""
+    if check is not None and (run is not None or to is not None):
+        raise UserError("--check compares a folder that is there, and exports nothing", hint="remove RUN and --to")
+    if check is None and run is None:
+        hint = "name the output.dir of a run that luthier train has finished, or add --check DIR"
+        raise UserError("no run is named", hint=hint)
+    for path in (run, check):
+        if path is not None and not Path(path).expanduser().exists():
+            hint = "name the output.dir of a run that luthier train has finished, or a run description"
+            raise UserError(f"there is no {path}", hint=hint)
+
+
+def _said(dtype: Dtype | None, max_shard: str | None) -> list[str]:
+    said = [] if dtype is None else [f"export.dtype={dtype.value}"]
+    if max_shard is None:
+        return said
+    text = max_shard.strip().upper()
+    for unit, gigabytes in (("TB", 1e3), ("GB", 1.0), ("MB", 1e-3), ("KB", 1e-6)):
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.replace(".", "", 1).isdigit():
+            return [*said, f"export.max_shard_gb={float(number) * gigabytes:.12g}"]
+    raise UserError(f"--max-shard {max_shard} is no size", hint="write it like 5GB or 500MB")
+
+
+def _print_proof(console: Console, proof: ExportProof) -> None:
+    table = Table("", "check", "compared", box=None)
+    for result in proof.results:
+        mark = "[green]✓[/]" if result.ok else "[bold red]✗[/]"
+        table.add_row(mark, result.check.value, escape(result.told))
+        for finding in result.findings:
+            table.add_row("", "", f"[red]{escape(finding.where)}[/]: {escape(finding.what)}")
+        if (more := result.num_findings - len(result.findings)) > 0:
+            table.add_row("", "", f"[red]and {more:,} more[/]")
+    console.print(table)
+    if not proof.ok:
+        console.print("[dim]docs/export.md says what each check compares, and what to do where it fails[/]")

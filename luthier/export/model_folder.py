@@ -1,0 +1,238 @@
+"""A trained run, written as one model folder that others load: merged, cast, proven, and put in place at once."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from luthier import __version__
+from luthier.check.golden import PARITY_FILE, PARITY_VERSION, Parity, read_parity, write_parity
+from luthier.config.choices import QuantizationType
+from luthier.engines.local import LocalEngine, base_of
+from luthier.errors import UserError
+from luthier.export.proof import ExportProof, bound_of, prove, template_digest, weight_digests
+from luthier.export.taken_down import TakenDown, measure, template_now
+from luthier.models.adapter_files import merge_adapter
+from luthier.models.quantized import dequantized, is_quantized
+from luthier.prediction.trained_run import TrainedRun, open_run
+from luthier.training.folder.artifacts import save_model
+from luthier.training.folder.checkpoint import replacing
+
+CARD = "README.md"
+OnStage = Callable[[str], None]  # what is being done now, in words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """Where an export goes, and how.
+
+    to         the folder; None: ``export.dir`` of the description
+    data       rows that it is proven on; None: the run's own
+    proof      whether it is proven before it is put in place
+    overwrite  replace what is in the folder
+    """
+
+    to: str | Path | None = None
+    data: str | Path | None = None
+    proof: bool = True
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """An export. ``folder`` is None where its proof failed: then nothing was put in place."""
+
+    folder: Path | None
+    dtype: str
+    proof: ExportProof | None
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the folder is there, and nothing of it was found to be wrong."""
+        return self.folder is not None and (self.proof is None or self.proof.ok)
+
+    def to_json(self) -> dict[str, object]:
+        """For programs."""
+        return {
+            "ok": self.ok,
+            "folder": None if self.folder is None else str(self.folder),
+            "dtype": self.dtype,
+            "proof": None if self.proof is None else self.proof.to_json(),
+            "notes": list(self.notes),
+        }
+
+
+def export_run(
+    run: str | Path,
+    options: ExportOptions | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    on_progress: OnStage | None = None,
+) -> Exported:
+    """Write a trained run as a model folder that others load; what ``luthier export`` does.
+
+    ``run`` is its folder, or a description of a model with adapters. The section ``export`` says how it is written.
+    The folder holds merged weights, tokenizer, processor, chat template, generation settings with all stop tokens, and
+    `parity.json` with golden cases. It is written aside and put in place at once, after it was loaded again and held
+    against the trained model; where that fails, nothing is put in place and the result says what does not hold.
+
+    Raises `UserError` for a folder that is there already, `CheckpointError` for what the disk refuses, and what opening
+    the run and reading its rows raises.
+    """
+    options, tell = options or ExportOptions(), on_progress or _silent
+    opened = open_run(Path(run).expanduser(), overrides)
+    settings = opened.config.export
+    folder = _target(options, opened)
+    opened, notes = _with_adapter(opened)
+    tell("loading the trained model")
+    engine = opened.engine(opened.config.eval.per_device_eval_batch_size)
+    dtype = _name_of(base_of(engine.model).dtype) if settings.dtype == "auto" else settings.dtype
+    measured = None
+    if options.proof:
+        tell("taking down what it does")
+        measured = measure(opened, engine, None if options.data is None else str(options.data))
+        notes += measured.notes
+    parity = _parity(opened, engine, dtype, measured)
+    proof = None
+    try:
+        with replacing(folder) as staging:
+            tell("merging and writing")
+            notes += _write(opened, engine, staging, dtype)
+            digests = None if measured is None else weight_digests(base_of(engine.model), getattr(torch, dtype))
+            del engine  # its weights are not held beside those that are loaded again
+            gc.collect()
+            write_parity(msgspec.structs.replace(parity, notes=notes), staging)
+            if measured is not None:
+                tell("loading it again and comparing")
+                proof = prove(staging, parity, measured=measured, weights=digests, like=opened.config)
+                if not proof.ok:
+                    raise _NotProven("the exported model is not the trained one")
+    except _NotProven:
+        return Exported(folder=None, dtype=dtype, proof=proof, notes=tuple(notes))
+    return Exported(folder=folder, dtype=dtype, proof=proof, notes=tuple(notes))
+
+
+def check_export(folder: str | Path) -> ExportProof:
+    """Hold an exported folder against its golden cases; what ``luthier export --check`` does. Only the
+    folder is needed.
+
+    Raises `UserError` where it has none.
+    """
+    place = Path(folder).expanduser()
+    return prove(place, read_parity(place))
+
+
+class _NotProven(UserError):
+    """Takes what was written away again."""
+
+
+def _target(options: ExportOptions, run: TrainedRun) -> Path:
+    """The folder, which may hold nothing that is not to be replaced. Raises `UserError`."""
+    named = options.to or run.config.export.dir
+    if named is None:
+        raise UserError("no folder is named to export to", hint="add --to DIR, or set export.dir")
+    folder = Path(named).expanduser()
+    if folder.resolve() in (run.folder.resolve(), *run.folder.resolve().parents):
+        raise UserError(f"{folder} holds the run itself", hint="name another folder")
+    if folder.is_file():
+        raise UserError(f"{folder} is a file", hint="name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
+        raise UserError(f"{folder} is there, and is not empty", hint="name another folder, or add --overwrite")
+    return folder
+
+
+def _with_adapter(run: TrainedRun) -> tuple[TrainedRun, list[str]]:
+    """Of adapters that are merged in one after the other the last is proven like one that was trained."""
+    section = run.config.adapter
+    notes = []
+    if run.config.model.quantization.type is not QuantizationType.NONE and run.adapter is not None:
+        notes.append(f"the base of {run.config.model.quantization.type} is made whole before the adapter is merged")
+    if run.adapter is not None or not section.merge_first:
+        return run, notes
+    *before, last = section.merge_first
+    adapter = section.model_copy(update={"merge_first": before})
+    return replace(run, adapter=last, config=run.config.model_copy(update={"adapter": adapter})), notes
+
+
+def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: TakenDown | None) -> Parity:
+    tokenizer = run.encoder.tokenizer
+    kinds = [dtype, *sorted({_name_of(tensor.dtype) for tensor in engine.model.parameters() if _is_of_base(tensor)})]
+    return Parity(
+        version=PARITY_VERSION,
+        luthier=__version__,
+        source=run.config.model.name_or_path if run.digest == "" else run.folder.resolve().name,
+        dtype=dtype,
+        bound=bound_of(kinds),
+        template_kwargs=dict(run.config.template.kwargs),
+        template_now=template_now(run.encoder),
+        template_sha256=template_digest(tokenizer.files.chat_template),
+        stops=sorted(run.stops),
+        special_ids={name: tokenizer.control_id(token) for name, token in sorted(tokenizer.special_tokens.items())},
+        prompts=[] if measured is None else list(measured.prompts),
+        contexts=[] if measured is None else measured.goldens,
+    )
+
+
+def _is_of_base(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point()
+
+
+def _write(run: TrainedRun, engine: LocalEngine, folder: Path, dtype: str) -> list[str]:
+    """Merge, cast and save; the engine has the merged model afterwards."""
+    model, notes = engine.model, []
+    if isinstance(model, PeftModel):
+        if dtype == "float32" and not is_quantized(base_of(model)):
+            model = model.float()  # a sum in 16 bits would be rounded
+        merged = merge_adapter(model)
+    else:
+        merged = model
+        if is_quantized(merged):
+            merged = dequantized(merged)
+            notes.append("the quantized weights are made whole")
+    del model
+    engine.model = merged = merged.to(getattr(torch, dtype))
+    merged.generation_config.eos_token_id = _stops(merged, run.stops)
+    merged.config.get_text_config().use_cache = True
+    processor = None if engine.media is None or engine.media.source is None else engine.media.source.folder
+    save_model(merged, folder, run.encoder.tokenizer, processor=processor, max_shard_gb=run.config.export.max_shard_gb)
+    (folder / CARD).write_text(_card(run, dtype), encoding="utf-8")
+    return notes
+
+
+def _stops(model: PreTrainedModel, stops: frozenset[int]) -> int | list[int]:
+    """All ids that end an answer, those first that the model names itself, as others may read the first alone."""
+    said = model.generation_config.eos_token_id
+    named = [] if said is None else [said] if isinstance(said, int) else list(said)
+    every = [*(stop for stop in named if stop in stops), *sorted(stops - set(named))]
+    return every[0] if len(every) == 1 else every
+
+
+def _card(run: TrainedRun, dtype: str) -> str:
+    """The run's model card, with what an exported model is beside it."""
+    path = Path(run.adapter or run.config.model.name_or_path).expanduser() / CARD
+    text = path.read_text(encoding="utf-8") if path.is_file() else "---\nlibrary_name: transformers\n---\n"
+    text = re.sub(r"^library_name: peft$", "library_name: transformers", text, count=1, flags=re.MULTILINE)
+    lines = [f"Merged and exported by Luthier {__version__}, weights in {dtype}."]
+    if kwargs := run.config.template.kwargs:
+        told = json.dumps(kwargs, ensure_ascii=False)
+        lines.append(f"Give the chat template these variables, as training did (`chat_template_kwargs`): `{told}`.")
+    lines.append(f"`{PARITY_FILE}` holds golden cases: `luthier export --check DIR` compares this folder with them.")
+    return text.rstrip("\n") + "\n\n## Export\n\n" + "\n".join(lines) + "\n"
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _silent(_: str) -> None:
+    """A listener that hears nothing."""

@@ -1,0 +1,488 @@
+"""The proof of an exported folder: it is loaded again from disk, alone, and held against what the trained model did.
+
+# N places of a context, V vocabulary
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from luthier.check.golden import GoldenContext, Parity, file_faults
+from luthier.config.schema import RunConfig
+from luthier.encoding.encoder import Encoder
+from luthier.engines.local import LocalEngine, base_of
+from luthier.errors import LuthierError, RowError
+from luthier.export.taken_down import HeldContext, ModuleProbe, TakenDown, logprobs_at, outputs_of, prompt_ids
+from luthier.prediction.trained_run import TrainedRun
+from luthier.training.folder.artifacts import TEMPLATE_FILE
+
+MAX_SHOWN = 5  # findings of a check that are told one by one
+EXACT, CAST = "exact", "cast"
+# A place where the trained model holds two tokens for so nearly equally likely is no evidence for either.
+TIE = {EXACT: 1e-3, CAST: 0.05}
+MAX_LOGPROB, MAX_KL, MAX_KL_AT_ONE, MIN_SAME = 1e-4, 1e-3, 0.1, 0.99
+MAX_SLOPE_ERROR = 0.1  # standard error of what is told of a module, above which nothing is told
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class ExportCheck(StrEnum):
+    """What is proven of an exported folder."""
+
+    FILES = "files"
+    TEMPLATE = "template"
+    STOPS = "stops"
+    SPECIAL_IDS = "special_ids"
+    TOKENS = "tokens"
+    DTYPE = "dtype"
+    LOADS = "loads"
+    WEIGHTS = "weights"
+    MERGED = "merged"
+    DIFFERS = "differs"
+    LOGPROBS = "logprobs"
+    ANSWERS = "answers"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportFinding:
+    """Something that does not hold: where, and the numbers that disagree."""
+
+    where: str
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportResult:
+    """One check: ``told`` is what was compared, with its numbers."""
+
+    check: ExportCheck
+    told: str
+    findings: tuple[ExportFinding, ...] = ()
+    num_findings: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it holds."""
+        return not self.num_findings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportProof:
+    """All checks of a folder."""
+
+    results: tuple[ExportResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything holds."""
+        return all(result.ok for result in self.results)
+
+    def to_json(self) -> dict[str, object]:
+        """For programs: the checks by name."""
+        return {
+            "ok": self.ok,
+            "checks": {
+                result.check.value: {
+                    "ok": result.ok,
+                    "told": result.told,
+                    "findings": [{"where": one.where, "what": one.what} for one in result.findings],
+                    "num_findings": result.num_findings,
+                }
+                for result in self.results
+            },
+        }
+
+
+def prove(
+    folder: Path,
+    parity: Parity,
+    *,
+    measured: TakenDown | None = None,
+    weights: Mapping[str, str] | None = None,
+    like: RunConfig | None = None,
+) -> ExportProof:
+    """Hold a folder against its golden cases. Of an export that was just made, ``measured`` is what the trained model
+    did, ``weights`` the digests of what was merged, and ``like`` the run's description, whose media settings hold."""
+    results = [] if measured is not None else [_files(folder, parity)]
+    results += [_template(folder, parity), _stops(folder, parity), _special_ids(folder, parity)]
+    results.append(_dtype(folder, parity))
+    try:
+        run = _alone(folder, parity, like)
+        results.append(_tokens(folder, parity, run, measured))
+    except (LuthierError, OSError, ValueError) as error:
+        return ExportProof(results=(*results, _result(ExportCheck.TOKENS, "the tokenizer alone", [_fault(error)])))
+    loaded = _loaded(run)
+    if isinstance(loaded, ExportResult):
+        return ExportProof(results=(*results, loaded))
+    results.append(_result(ExportCheck.LOADS, f"{type(base_of(loaded.model)).__name__} from the folder alone", []))
+    if weights is not None:
+        results.append(_weights(base_of(loaded.model), weights, parity))
+    results += list(_behaviour(loaded, parity, measured))
+    return ExportProof(results=tuple(results))
+
+
+def _result(check: ExportCheck, told: str, faults: Sequence[tuple[str, str]]) -> ExportResult:
+    shown = tuple(ExportFinding(where=where, what=what) for where, what in faults[:MAX_SHOWN])
+    return ExportResult(check=check, told=told, findings=shown, num_findings=len(faults))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files.
+
+
+def _files(folder: Path, parity: Parity) -> ExportResult:
+    return _result(ExportCheck.FILES, f"{len(parity.files)} files by their digests", file_faults(parity, folder))
+
+
+def template_digest(text: str | None) -> str:
+    """What ``parity.json`` says of a chat template."""
+    return "" if text is None else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _template(folder: Path, parity: Parity) -> ExportResult:
+    """The file's bytes, and what transformers finds in the folder."""
+    path, faults = folder / TEMPLATE_FILE, []
+    written = template_digest(path.read_bytes().decode("utf-8", "replace")) if path.is_file() else ""
+    read = template_digest(_tokenizer_or_none(folder, "chat_template"))
+    for where, found in ((TEMPLATE_FILE, written), ("AutoTokenizer.chat_template", read)):
+        if found != parity.template_sha256:
+            faults.append((where, f"SHA-256 {found[:12] or 'of nothing'}, trained with {parity.template_sha256[:12]}"))
+    return _result(ExportCheck.TEMPLATE, "the chat template's bytes", faults)
+
+
+def _tokenizer_or_none(folder: Path, attribute: str) -> Any:
+    try:
+        return getattr(AutoTokenizer.from_pretrained(str(folder), local_files_only=True), attribute)
+    except (OSError, ValueError, KeyError, TypeError):  # the check of tokens says why
+        return None
+
+
+def _stops(folder: Path, parity: Parity) -> ExportResult:
+    faults = []
+    try:
+        said = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
+    except (OSError, ValueError) as error:
+        said, faults = None, [("generation_config.json", str(error).splitlines()[0])]
+    found = set() if said is None else {said} if isinstance(said, int) else set(said)
+    if lacking := sorted(set(parity.stops) - found):
+        faults.append(("generation_config.json", f"eos_token_id {sorted(found)} lacks {lacking}, which end an answer"))
+    if more := sorted(found - set(parity.stops)):
+        faults.append(("generation_config.json", f"eos_token_id has {more}, which training did not end answers with"))
+    return _result(ExportCheck.STOPS, f"answers end at {parity.stops}", faults)
+
+
+def _special_ids(folder: Path, parity: Parity) -> ExportResult:
+    faults = []
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        named = {**tokenizer.special_tokens_map}
+        found = {name: tokenizer.convert_tokens_to_ids(str(text)) for name, text in named.items()}
+        for name, number in parity.special_ids.items():
+            if found.get(name) != number:
+                faults.append((name, f"id {found.get(name)}, trained with {number}"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        faults.append(("tokenizer", _first_line(error)))
+    faults += _config_ids(folder, parity)
+    return _result(ExportCheck.SPECIAL_IDS, f"{len(parity.special_ids)} special tokens", faults)
+
+
+def _config_ids(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
+    """The padding of the config and of generation, where they say one, is an id that ends nothing but an answer."""
+    for name in ("config.json", "generation_config.json"):
+        try:
+            said = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # told by the check that needs it
+        text = {**said, **(said.get("text_config") or {})}
+        eos = text.get("eos_token_id")
+        ends = [] if eos is None else [eos] if isinstance(eos, int) else eos
+        if parity.stops and ends and not set(ends) & set(parity.stops):
+            yield name, f"eos_token_id {ends}, trained with {parity.stops}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tokens.
+
+
+def _alone(folder: Path, parity: Parity, like: RunConfig | None) -> TrainedRun:
+    """The folder as a described model that nothing else says anything of."""
+    told: dict[str, Any] = {
+        "data": {},
+        "model": {"name_or_path": str(folder.resolve()), "dtype": parity.dtype},
+        "template": {"kwargs": parity.template_kwargs, "now": parity.template_now or None},
+        "train": {"enabled": False},
+        "adapter": {"type": "full"},
+    }
+    config = RunConfig.model_validate(told)
+    if like is not None:
+        runtime = like.runtime
+        model = config.model.model_copy(update={"trust_remote_code": like.model.trust_remote_code})
+        own = {"targets", "train_on", "train_stop", "history", "default_system", "control", "limits"}
+        template = config.template.model_copy(update={name: getattr(like.template, name) for name in own})
+        changed = {"media": like.media, "runtime": runtime, "objective": like.objective, "data": like.data}
+        config = config.model_copy(update={**changed, "model": model, "template": template})
+    encoder = Encoder.from_config(config)
+    stops = frozenset(parity.stops)
+    return TrainedRun(folder=folder, config=config, adapter=None, encoder=encoder, stops=stops, digest="")
+
+
+def _tokens(folder: Path, parity: Parity, run: TrainedRun, measured: TakenDown | None) -> ExportResult:
+    """Prompts as transformers makes them, and of a new export the rows as training would encode them."""
+    faults = list(_prompt_faults(folder, parity))
+    told = f"{len(parity.prompts)} prompts"
+    if measured is not None:
+        told += f", {len(measured.rows)} rows"
+        again = run.encoder.encode_many([each.row for each in measured.rows])
+        for each, sample in zip(measured.rows, again, strict=True):
+            if isinstance(sample, RowError):
+                faults.append((str(each.row.address), f"it is refused: {sample.reason}"))
+            elif not np.array_equal(sample.input_ids, each.sample.input_ids):
+                faults.append((str(each.row.address), _first_difference(sample.input_ids, each.sample.input_ids)))
+    return _result(ExportCheck.TOKENS, told, faults)
+
+
+def _prompt_faults(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield "tokenizer", f"transformers cannot load it: {_first_line(error)}"
+        return
+    for golden in parity.prompts:
+        try:
+            found = prompt_ids(tokenizer, golden, parity.template_kwargs, parity.template_now)
+        except Exception as error:  # noqa: BLE001 - a template raises what it likes
+            yield golden.row, f"the template refuses it: {_first_line(error)}"
+            continue
+        if found != golden.ids:
+            yield golden.row, _first_difference(found, golden.ids)
+
+
+def _first_difference(found: Sequence[int] | NDArray[Any], wanted: Sequence[int] | NDArray[Any]) -> str:
+    at = next(
+        (at for at, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted))
+    )
+    here, there = (str(int(ids[at])) if at < len(ids) else "its end" for ids in (found, wanted))
+    return f"{len(found)} ids, trained with {len(wanted)}; the first difference is at {at}: {here}, not {there}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Weights.
+
+
+def _dtype(folder: Path, parity: Parity) -> ExportResult:
+    faults = []
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        named = said.get("dtype") or said.get("torch_dtype")
+        if named != parity.dtype:
+            faults.append(("config.json", f"dtype {named}, exported in {parity.dtype}"))
+    except (OSError, ValueError) as error:
+        faults.append(("config.json", _first_line(error)))
+    count = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    count += 1
+                    kind = file.get_slice(name).get_dtype()
+                    if kind in _DTYPES and _DTYPES[kind] != parity.dtype:
+                        faults.append((f"{path.name}:{name}", f"{_DTYPES[kind]}, exported in {parity.dtype}"))
+        except (OSError, SafetensorError) as error:
+            faults.append((path.name, _first_line(error)))
+    return _result(ExportCheck.DTYPE, f"{count} tensors in {parity.dtype}", faults)
+
+
+def _loaded(run: TrainedRun) -> LocalEngine | ExportResult:
+    try:
+        return run.engine(1)
+    except (LuthierError, OSError, ValueError, RuntimeError, SafetensorError) as error:
+        return _result(ExportCheck.LOADS, "the folder alone", [_fault(error)])
+
+
+def weight_digests(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, str]:
+    """SHA-256 of every tensor of a model's state as it is in ``dtype``, by name."""
+    return {name: _digest(tensor, dtype) for name, tensor in model.state_dict().items()}
+
+
+def _digest(tensor: torch.Tensor, dtype: torch.dtype) -> str:
+    whole = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+    numbers: Any = whole.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(numbers).hexdigest()
+
+
+def _weights(model: PreTrainedModel, weights: Mapping[str, str], parity: Parity) -> ExportResult:
+    found = weight_digests(model, getattr(torch, parity.dtype))
+    faults = [(name, "it is not in the folder") for name in weights if name not in found]
+    faults += [(name, "nothing of this name was merged") for name in found if name not in weights]
+    faults += [
+        (name, "other numbers than those that were merged") for name in weights if found.get(name, "") != weights[name]
+    ]
+    faults = list({where: (where, what) for where, what in reversed(faults)}.values())[::-1]
+    return _result(ExportCheck.WEIGHTS, f"{len(weights)} tensors equal those that were merged", faults)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What it does.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Held:
+    """A context of the trained model held against the same ids in the exported one."""
+
+    golden: GoldenContext
+    kl_N: NDArray[np.float64]
+    apart_N: NDArray[np.float64]  # the largest difference of a likely token's log-probability
+    same_N: NDArray[np.bool_]  # both think the same token the likeliest, or hold both for equally likely
+    base_kl_N: NDArray[np.float64] | None
+
+    @property
+    def is_answer(self) -> bool:
+        return self.golden.greedy_from is not None
+
+
+def bound_of(dtypes: Sequence[str]) -> str:
+    """By which bounds models that compute in these types are compared."""
+    return EXACT if set(dtypes) == {"float32"} else CAST
+
+
+def _behaviour(engine: LocalEngine, parity: Parity, measured: TakenDown | None) -> Iterator[ExportResult]:
+    merged = None
+    if measured is not None and measured.probes:
+        merged = _merged(base_of(engine.model), measured.probes)
+        yield merged
+    held: list[_Held] = []
+    if measured is not None:
+        held = [_hold(engine, context.golden, parity.bound, context) for context in measured.contexts]
+        if merged is not None:
+            yield _differs(held, merged)
+    else:
+        held = [_hold(engine, golden, parity.bound, None) for golden in parity.contexts]
+    contexts, answers = [one for one in held if not one.is_answer], [one for one in held if one.is_answer]
+    yield compared(ExportCheck.LOGPROBS, contexts, parity.bound)
+    yield compared(ExportCheck.ANSWERS, answers, parity.bound)
+
+
+def _hold(engine: LocalEngine, golden: GoldenContext, bound: str, context: HeldContext | None) -> _Held:
+    media, start = ((), golden.places[0]) if context is None else (context.media, context.answer_from)
+    found_NV = logprobs_at(engine, np.asarray(golden.ids, np.int32), media, golden.places, start)
+    return hold(golden, lambda ids_NK: np.take_along_axis(found_NV, ids_NK, axis=1), found_NV, bound, context)
+
+
+def hold(
+    golden: GoldenContext,
+    logprobs_of: Callable[[NDArray[np.int64]], NDArray[np.float32]],
+    found_NV: NDArray[np.float32],
+    bound: str,
+    context: HeldContext | None = None,
+) -> _Held:
+    """Compare the distributions of a context. Without the trained model's own, that is by its likeliest tokens and
+    what is left for all others, which can only be less far apart."""
+    top_NK, wanted_NK = np.array(golden.top_ids, np.int64), np.array(golden.top_logprobs, np.float64)
+    found_NK = logprobs_of(top_NK).astype(np.float64)
+    best_N = found_NV.argmax(axis=1)
+    if context is None:
+        kl_N = _kl(_with_rest(wanted_NK), _with_rest(found_NK))
+        # of a token that is not among the likeliest all that is known is that it is less likely than these
+        lead_N = wanted_NK[:, 0] - np.where(top_NK == best_N[:, None], wanted_NK, -np.inf).max(axis=1)
+    else:
+        kl_N = _kl(context.logprobs_NV.astype(np.float64), found_NV.astype(np.float64))
+        lead_N = wanted_NK[:, 0] - np.take_along_axis(context.logprobs_NV, best_N[:, None], axis=1)[:, 0]
+    base_kl_N = None
+    if context is not None and context.base_NV is not None:
+        base_kl_N = _kl(context.logprobs_NV.astype(np.float64), context.base_NV.astype(np.float64))
+    apart_N = np.abs(found_NK - wanted_NK).max(axis=1)
+    return _Held(golden=golden, kl_N=kl_N, apart_N=apart_N, same_N=lead_N <= TIE[bound], base_kl_N=base_kl_N)
+
+
+def _with_rest(logprobs_NK: NDArray[np.float64]) -> NDArray[np.float64]:
+    rest_N = np.clip(1 - np.exp(logprobs_NK).sum(axis=1), 1e-9, 1)
+    return np.concatenate([logprobs_NK, np.log(rest_N)[:, None]], axis=1)
+
+
+def _kl(p_NV: NDArray[np.float64], q_NV: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray((np.exp(p_NV) * (p_NV - q_NV)).sum(axis=1)).clip(min=0.0)  # rounding may give less
+
+
+def compared(check: ExportCheck, held: Sequence[_Held], bound: str) -> ExportResult:
+    """Whether distributions are as near to each other as the types of the weights allow."""
+    if not held:
+        return _result(check, "no context to compare", [])
+    kl = float(np.concatenate([one.kl_N for one in held]).mean())
+    apart = float(np.concatenate([one.apart_N for one in held]).max())
+    same_N = np.concatenate([one.same_N for one in held])
+    same, places = float(same_N.mean()), len(same_N)
+    told = (
+        f"{len(held)} contexts, {places} places: KL {kl:.2g} a token, log-probabilities within {apart:.2g}, "
+        f"{same:.1%} with the same likeliest token"
+    )
+    faults: list[tuple[str, str]] = []
+    for one in held:
+        where, one_apart, one_kl = one.golden.row, float(one.apart_N.max()), float(one.kl_N.max())
+        if bound == EXACT and not one_apart <= MAX_LOGPROB:
+            faults.append((where, f"a log-probability is {one_apart:.2g} away, at most {MAX_LOGPROB:g} is rounding"))
+        elif bound == CAST and not one_kl <= MAX_KL_AT_ONE:
+            faults.append((where, f"KL {one_kl:.2g} at one token, at most {MAX_KL_AT_ONE:g} is rounding"))
+    if not kl <= MAX_KL:
+        faults.append(("all contexts", f"KL {kl:.2g} a token, at most {MAX_KL:g} is rounding"))
+    if (~same_N).sum() > max(1, (1 - MIN_SAME) * places):  # of few places one says little
+        faults.append(("all contexts", f"{same:.1%} with the same likeliest token, at least {MIN_SAME:.0%} should be"))
+    return _result(check, told, faults)
+
+
+def _merged(model: PreTrainedModel, probes: Sequence[ModuleProbe]) -> ExportResult:
+    """Each module does without an adapter what it did with it: how much of what the adapter adds is there, 0 to 1.
+
+    Rounding to 16 bits may be larger than what an adapter adds to a weight; over all outputs it is not, so what is
+    told is the slope of one over the other with its standard error.
+    """
+    faults, too_small = [], 0
+    for probe in probes:
+        try:
+            found_PO = outputs_of(model.get_submodule(probe.name), probe.seed)
+        except (AttributeError, RuntimeError, IndexError) as error:
+            faults.append((probe.name, _first_line(error)))
+            continue
+        added, there = (probe.adapted_PO - probe.base_PO).double(), (found_PO - probe.base_PO).double()
+        square = float((added * added).sum())
+        if square == 0:
+            too_small += 1
+            continue
+        slope = float((added * there).sum()) / square
+        noise = float((there - slope * added).square().mean().sqrt())
+        error_of_slope = noise / square**0.5
+        if error_of_slope > MAX_SLOPE_ERROR:
+            too_small += 1
+        elif not abs(slope - 1) <= 0.2 + 4 * error_of_slope:
+            faults.append((probe.name, f"{slope:.0%} of what its adapter adds is in its weight"))
+    small = f"; in {too_small} it is too little to be seen" if too_small else ""
+    return _result(ExportCheck.MERGED, f"{len(probes)} modules do what they did with their adapters{small}", faults)
+
+
+def _differs(held: Sequence[_Held], merged: ExportResult) -> ExportResult:
+    of_base = float(np.concatenate([one.base_kl_N for one in held if one.base_kl_N is not None]).mean())
+    found = float(np.concatenate([one.kl_N for one in held]).mean())
+    told = f"KL {of_base:.2g} a token from the model without the adapter, {found:.2g} from the one with it"
+    if of_base <= 0:
+        return _result(ExportCheck.DIFFERS, "the adapter changes nothing on these contexts", [])
+    if found < of_base / 2 or (of_base <= MAX_KL and merged.ok):
+        return _result(ExportCheck.DIFFERS, told, [])
+    return _result(ExportCheck.DIFFERS, told, [("all contexts", "it is no nearer to the trained model than the base")])
+
+
+def _fault(error: BaseException) -> tuple[str, str]:
+    return type(error).__name__, _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

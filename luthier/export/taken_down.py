@@ -1,0 +1,365 @@
+"""What a trained model does, taken down before it is exported: on contexts of its own data, and module by module.
+
+# N places of a context, V vocabulary, O outputs of a module, P probing inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from luthier.check.golden import GoldenContext, GoldenPrompt, golden_context
+from luthier.check.verify.plain_template import plain_message
+from luthier.config.schema import GenerateConfig, SourceConfig
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.interface import as_prompt
+from luthier.engines.engine import Completion, Ids, Request
+from luthier.engines.local import LocalEngine
+from luthier.errors import RowError, SourceError
+from luthier.media import PREFIX_TYPES
+from luthier.prediction.trained_run import TrainedRun
+from luthier.records import Conversation, Document, MediaItem, Message, Row, Sample, Segment, Text, Tokenized
+from luthier.sources import open_sources, resolve_sources
+from luthier.training.folder.artifacts import transformers_tokenizer
+
+NUM_ROWS, NUM_CONTEXTS, NUM_ANSWERS = 200, 32, 8
+NUM_PLACES = 8  # of each context: their distributions are held in memory whole
+MAX_TOKENS = 1024  # of a context of text, which is cut there
+MAX_MEDIA_TOKENS = 4096  # of a context with media, which cannot be cut
+ANSWER_TOKENS = 16
+NUM_TOP = 20
+NUM_PROBES = 8
+FALLBACK = "preset:skills"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeldContext:
+    """A golden context with what is not written down.
+
+    logprobs_NV  float32, of the trained model at its places
+    base_NV      those of the model without the adapter; None: there is no adapter
+    """
+
+    golden: GoldenContext
+    media: tuple[MediaItem, ...]
+    answer_from: int
+    logprobs_NV: NDArray[np.float32]
+    base_NV: NDArray[np.float32] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModuleProbe:
+    """What a module gave to inputs that its seed fixes, with its adapter and without."""
+
+    name: str
+    seed: int
+    adapted_PO: torch.Tensor
+    base_PO: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EncodedRow:
+    """A row of the run's data and its sample."""
+
+    row: Row
+    sample: Sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TakenDown:
+    """All that is taken down of a trained model."""
+
+    rows: tuple[EncodedRow, ...]
+    prompts: tuple[GoldenPrompt, ...]
+    contexts: tuple[HeldContext, ...]
+    probes: tuple[ModuleProbe, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def goldens(self) -> list[GoldenContext]:
+        """The contexts that need nothing but the model: those without media."""
+        return [context.golden for context in self.contexts if not context.media]
+
+
+def measure(run: TrainedRun, engine: LocalEngine, data: str | None) -> TakenDown:
+    """Rows, prompts, contexts and modules of a trained run. ``data`` names rows in the place of the run's own.
+
+    Raises `SourceError` where ``data`` cannot be read, and `RowError` for media that are gone.
+    """
+    rows, notes = proof_rows(run, data)
+    prompts, unlike = golden_prompts(run, rows)
+    if unlike:
+        notes.append(
+            f"{unlike} rows make no golden prompt: they hold media or control strings, which others tokenize otherwise"
+        )
+    contexts = [*_trained_contexts(engine, rows), *_answers(run, engine, rows)]
+    return TakenDown(
+        rows=tuple(rows),
+        prompts=tuple(prompts),
+        contexts=tuple(contexts),
+        probes=tuple(_probes(engine.model)) if isinstance(engine.model, PeftModel) else (),
+        notes=tuple(notes),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rows and prompts.
+
+
+def proof_rows(run: TrainedRun, data: str | None) -> tuple[list[EncodedRow], list[str]]:
+    """The first rows of the run's data that can be trained on; of a preset where the run has no data any more."""
+    if data is not None:
+        return _encoded(run, [SourceConfig(path=data)]), []
+    found: list[EncodedRow] = []
+    why = "it names none"
+    try:
+        train, held_out = resolve_sources(run.config.data)
+        found = _encoded(run, train or held_out) if train or held_out else []
+        why = "none of its rows can be trained on" if train or held_out else why
+    except SourceError as error:
+        why = error.message
+    if found:
+        return found, []
+    return _encoded(run, [SourceConfig(path=FALLBACK)]), [f"proven on rows of {FALLBACK}, not on the run's: {why}"]
+
+
+def _encoded(run: TrainedRun, sources: Sequence[SourceConfig]) -> list[EncodedRow]:
+    rows = list(islice(_rows(run, sources), 2 * NUM_ROWS))
+    samples = run.encoder.encode_many(rows)
+    found = (
+        EncodedRow(row=row, sample=sample)
+        for row, sample in zip(rows, samples, strict=True)
+        if not isinstance(sample, RowError)
+    )
+    return list(islice(found, NUM_ROWS))
+
+
+def _rows(run: TrainedRun, sources: Sequence[SourceConfig]) -> Iterator[Row]:
+    for source in open_sources(list(sources), seed=run.config.runtime.seed):
+        for raw in source.rows():
+            if isinstance(raw, RowError):
+                continue
+            try:
+                yield source.convert(raw)
+            except RowError:
+                continue
+
+
+def golden_prompts(run: TrainedRun, rows: Iterable[EncodedRow]) -> tuple[list[GoldenPrompt], int]:
+    """Histories with the ids that training shows before their answers, and how many rows make none: those that plain
+    tokenizers, which make control tokens of texts, would read otherwise, and those with media."""
+    tokenizer = run.encoder.tokenizer
+    if tokenizer.template is None:
+        return [], 0
+    judge = transformers_tokenizer(tokenizer)
+    judge.chat_template = tokenizer.files.chat_template
+    found, unlike = [], 0
+    for each in rows:
+        history = _history(each.row)
+        if history is None:
+            continue
+        texts = [part.text for message in history.messages for part in message.parts if isinstance(part, Text)]
+        (sample,) = run.encoder.encode_many([as_prompt(history)])
+        golden = None
+        if not isinstance(sample, RowError) and not sample.media and not tokenizer.control.count(texts):
+            golden = _as_others_read(history, sample.input_ids, judge, run)
+        if golden is None:
+            unlike += 1
+        else:
+            found.append(golden)
+    return found, unlike
+
+
+def _history(row: Row) -> Conversation | None:
+    """What is before a row's last answer."""
+    if isinstance(row, Document | Tokenized):
+        return None
+    if not isinstance(row, Conversation):
+        return Conversation(messages=row.prompt, tools=row.tools, address=row.address) if row.prompt else None
+    roles = [message.role for message in row.messages]
+    if "assistant" not in roles:
+        return row
+    last = len(roles) - 1 - roles[::-1].index("assistant")
+    return replace(row, messages=row.messages[:last], continue_final_message=False) if last else None
+
+
+def _as_others_read(
+    history: Conversation, ids: NDArray[np.int32], judge: PreTrainedTokenizerBase, run: TrainedRun
+) -> GoldenPrompt | None:
+    kwargs, now = dict(run.config.template.kwargs), template_now(run.encoder)
+    tools = [dict(tool) for tool in history.tools]
+    for parts in (False, True):  # templates of multimodal models may take content as a list alone
+        messages = [_plain(message, parts=parts) for message in history.messages]
+        golden = GoldenPrompt(row=str(history.address), messages=messages, tools=tools, ids=ids.tolist())
+        try:
+            if prompt_ids(judge, golden, kwargs, now) == golden.ids:
+                return golden
+        except Exception:  # noqa: BLE001 - a template raises what it likes
+            continue
+    return None
+
+
+def _plain(message: Message, *, parts: bool) -> dict[str, Any]:
+    return plain_message(message, parts=parts)
+
+
+def template_now(encoder: Encoder) -> str:
+    """The time that a template is told in golden prompts; "" for one that does not ask."""
+    template = encoder.tokenizer.template
+    if template is None or "strftime_now" not in template.source:
+        return ""
+    return encoder.options.now or "2026-01-01T00:00:00"
+
+
+def prompt_ids(tokenizer: Any, golden: GoldenPrompt, kwargs: dict[str, Any], now: str) -> list[int]:
+    """What transformers makes of a golden prompt's messages. Raises whatever the template raises."""
+    from datetime import datetime
+
+    clock = {"strftime_now": datetime.fromisoformat(now).strftime} if now else {}
+    found = tokenizer.apply_chat_template(
+        golden.messages,
+        tools=golden.tools or None,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        **{**clock, **kwargs},
+    )
+    return [int(number) for number in found]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Contexts and answers.
+
+
+@torch.no_grad()
+def logprobs_at(
+    engine: LocalEngine, ids: Ids, media: Sequence[MediaItem], places: Sequence[int], answer_from: int
+) -> NDArray[np.float32]:
+    """Log-probabilities of all tokens behind ``ids[:p]`` for each place p >= 1, float32[N, V].
+
+    Raises `RowError` for media that are gone.
+    """
+    ids_BT = np.asarray(ids, np.int64)[None]
+    arrays: dict[str, NDArray[Any]] = {"input_ids": ids_BT, "attention_mask": np.ones_like(ids_BT)}
+    if engine.media is not None:
+        arrays |= engine.media.of_prompts(ids_BT, [engine.media.features(media)])
+    if PREFIX_TYPES in arrays:
+        arrays[PREFIX_TYPES][:, answer_from:] = 1  # the answer does not see itself both ways
+    device = next(engine.model.parameters()).device
+    inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    logits_NV = engine.model(**inputs, use_cache=False).logits[0, [place - 1 for place in places]]
+    return np.asarray(logits_NV.float().log_softmax(-1).cpu().numpy(), dtype=np.float32)
+
+
+def _trained_contexts(engine: LocalEngine, rows: Sequence[EncodedRow]) -> Iterator[HeldContext]:
+    fitting = [segment for each in rows for segment in each.sample.segments()[:1] if _fits(segment)]
+    step = max(1, len(fitting) // NUM_CONTEXTS)
+    for segment in fitting[::step][:NUM_CONTEXTS]:
+        ids = segment.input_ids if segment.media else segment.input_ids[:MAX_TOKENS]
+        targets = [at for at in np.flatnonzero(segment.target[: len(ids)]).tolist() if at > 0]
+        candidates = targets or list(range(1, len(ids)))
+        places = sorted({candidates[round(at)] for at in np.linspace(0, len(candidates) - 1, NUM_PLACES)})
+        yield _context(engine, str(segment.address), ids, segment.media, places, places[0])
+
+
+def _fits(segment: Segment) -> bool:
+    return len(segment) >= 2 and (not segment.media or len(segment) <= MAX_MEDIA_TOKENS)
+
+
+def _context(
+    engine: LocalEngine, row: str, ids: Ids, media: tuple[MediaItem, ...], places: list[int], answer_from: int
+) -> HeldContext:
+    logprobs_NV = logprobs_at(engine, ids, media, places, answer_from)
+    base_NV = None
+    if isinstance(engine.model, PeftModel):
+        with engine.model.disable_adapter():
+            base_NV = logprobs_at(engine, ids, media, places, answer_from)
+    return HeldContext(
+        golden=golden_context(row, ids, places, logprobs_NV, NUM_TOP),
+        media=media,
+        answer_from=answer_from,
+        logprobs_NV=logprobs_NV,
+        base_NV=base_NV,
+    )
+
+
+def _answers(run: TrainedRun, engine: LocalEngine, rows: Sequence[EncodedRow]) -> Iterator[HeldContext]:
+    """Greedy answers of the trained model to what is before the first answers of some rows."""
+    settings = GenerateConfig(
+        do_sample=False, max_new_tokens=ANSWER_TOKENS, stop_token_ids=sorted(run.stops), num_beams=1
+    )
+    asked: dict[int, tuple[str, Ids]] = {}
+    for number, each in enumerate(rows):
+        segment = each.sample.segments()[0]
+        trained = np.flatnonzero(segment.target)
+        start = int(trained[0]) if len(trained) else 0
+        if 1 <= start <= MAX_TOKENS and not segment.media and len(asked) < NUM_ANSWERS:
+            asked[number] = (str(segment.address), segment.input_ids[:start])
+    requests = [Request(prompt=prompt, settings=settings, key=key) for key, (_, prompt) in asked.items()]
+    for answer in sorted(engine.generate(requests), key=lambda answer: answer.key):
+        if not isinstance(answer, Completion):
+            continue
+        row, prompt = asked[answer.key]
+        ids = np.concatenate([prompt, answer.ids]).astype(np.int32)
+        context = _context(engine, row, ids, (), list(range(len(prompt), len(ids))), len(prompt))
+        golden = GoldenContext(
+            **{
+                name: getattr(context.golden, name) for name in GoldenContext.__struct_fields__ if name != "greedy_from"
+            },
+            greedy_from=len(prompt),
+        )
+        yield replace(context, golden=golden)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Modules.
+
+
+@torch.no_grad()
+def _probes(model: PeftModel) -> Iterator[ModuleProbe]:
+    """Every linear layer and embedding that an adapter is on. Experts in one tensor are judged by contexts alone."""
+    for seed, (name, module) in enumerate(model.get_base_model().named_modules()):
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        base = module.get_base_layer()
+        if not isinstance(base, nn.Linear | nn.Embedding | Conv1D):
+            continue
+        adapted_PO = _outputs(module, base, seed)
+        module.enable_adapters(False)
+        base_PO = _outputs(module, base, seed)
+        module.enable_adapters(True)
+        yield ModuleProbe(name=name, seed=seed, adapted_PO=adapted_PO, base_PO=base_PO)
+
+
+def probing_input(module: nn.Module, seed: int) -> torch.Tensor:
+    """Input that tells modules apart: noise for a linear layer, ids all over the table for an embedding."""
+    generator = torch.Generator().manual_seed(seed)
+    weight: Any = module.weight
+    if isinstance(module, nn.Embedding):
+        ids = torch.randint(module.num_embeddings, (1, 64 * NUM_PROBES), generator=generator)
+        return ids.to(weight.device)
+    size = weight.shape[0] if isinstance(module, Conv1D) else int(module.in_features)  # type: ignore[arg-type]
+    noise = torch.randn(NUM_PROBES, size, generator=generator)
+    return noise.to(weight.device, weight.dtype if weight.is_floating_point() else torch.float32)
+
+
+@torch.no_grad()
+def outputs_of(module: nn.Module, seed: int) -> torch.Tensor:
+    """What a module gives to the input of a probe, float32[P, O]."""
+    return _outputs(module, module, seed)
+
+
+def _outputs(module: Any, plain: nn.Module, seed: int) -> torch.Tensor:
+    result: torch.Tensor = module(probing_input(plain, seed)).float().cpu()
+    return result

@@ -1,0 +1,302 @@
+"""An exported folder is what was trained, or it is not there: every planted fault is found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import luthier
+from luthier import ExportCheck, ExportOptions, ExportProof
+from luthier.check.golden import PARITY_FILE, Parity, file_faults, read_parity, write_parity
+from luthier.cli.main import run as run_command
+from luthier.errors import CheckpointError, UserError
+from luthier.export import model_folder, taken_down
+from luthier.export.proof import prove
+from luthier.training.folder.staging import RunFiles
+
+WEIGHTS = "model.safetensors"
+
+
+def description(folder: Path, adapter: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "model": "preset:tiny-qwen3",
+        "data": {"train": [{"path": "preset:skills", "first_rows": 40}], "max_drop": 0.5},
+        "template": {"kwargs": {"enable_thinking": False}},
+        "adapter": adapter,
+        "train": {"max_steps": 4, "learning_rate": 0.01, "per_device_train_batch_size": 2, "precision": "fp32"},
+        "output": {"dir": str(folder), "save_strategy": "no"},
+        "tracking": {"progress": False},
+        **more,
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_rows() -> Any:
+    """A proof of fewer rows than a user's, which finds the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("NUM_ROWS", 12), ("NUM_CONTEXTS", 6), ("NUM_ANSWERS", 3), ("ANSWER_TOKENS", 6)):
+            patch.setattr(taken_down, name, value)
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """An export that was just made, what was taken down for its proof, and the weights before training."""
+
+    run: Path
+    folder: Path
+    base: Path
+    given: dict[str, Any]
+
+    @property
+    def parity(self) -> Parity:
+        return read_parity(self.folder)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    place = tmp_path_factory.mktemp("export")
+    luthier.train(description(place / "run", {"type": "lora", "target_modules": ["q_proj", "down_proj"]}))
+    given: dict[str, Any] = {}
+
+    def listening(folder: Path, parity: Parity, **told: Any) -> ExportProof:
+        given.update(told)
+        return prove(folder, parity, **told)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_folder, "prove", listening)
+        done = luthier.export_run(place / "run", ExportOptions(to=place / "exported"))
+    assert done.ok, done.proof
+    return World(run=place / "run", folder=place / "exported", base=place / "run" / "base", given=given)
+
+
+def change_json(path: Path, **values: Any) -> None:
+    said = json.loads(path.read_text(encoding="utf-8"))
+    said = {key: value for key, value in (said | values).items() if value is not None}
+    path.write_text(json.dumps(said), encoding="utf-8")
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    weights = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
+    save_file(change(weights), folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def stale_shard(folder: Path, world: World) -> None:
+    change_weights(folder, lambda weights: {name: tensor * 1.01 for name, tensor in weights.items()})
+
+
+def base_copied(folder: Path, world: World) -> None:
+    shutil.copyfile(world.base / WEIGHTS, folder / WEIGHTS)
+
+
+def half_merged(folder: Path, world: World) -> None:
+    base = load_file(world.base / WEIGHTS)
+    change_weights(folder, lambda weights: weights | {name: base[name] for name in base if ".layers.1." in name})
+
+
+def merged_twice(folder: Path, world: World) -> None:
+    base = load_file(world.base / WEIGHTS)
+    change_weights(folder, lambda weights: {name: 2 * weights[name] - base[name] for name in weights})
+
+
+def lost_argument(folder: Path, world: World) -> None:
+    write_parity(msgspec.structs.replace(world.parity, template_kwargs={}), folder)
+
+
+def other_end_token(folder: Path, world: World) -> None:
+    change_json(folder / "generation_config.json", eos_token_id=5)
+
+
+def missing_stop(folder: Path, world: World) -> None:
+    change_json(folder / "generation_config.json", eos_token_id=None)
+
+
+def edited_template(folder: Path, world: World) -> None:
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text(encoding="utf-8") + " ", encoding="utf-8")
+
+
+def other_merges(folder: Path, world: World) -> None:
+    path = folder / "tokenizer.json"
+    said = json.loads(path.read_text(encoding="utf-8"))
+    said["model"]["merges"] = said["model"]["merges"][::-1]
+    path.write_text(json.dumps(said), encoding="utf-8")
+
+
+def wrong_special_id(folder: Path, world: World) -> None:
+    said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    change_json(folder / "tokenizer_config.json", eos_token=said["pad_token"])
+
+
+def overwritten_head(folder: Path, world: World) -> None:
+    change_json(folder / "config.json", tie_word_embeddings=False)
+    change_weights(folder, lambda weights: weights | {"lm_head.weight": weights["model.embed_tokens.weight"].flip(0)})
+
+
+def swapped_dtype(folder: Path, world: World) -> None:
+    change_weights(folder, lambda weights: {name: tensor.bfloat16() for name, tensor in weights.items()})
+
+
+def truncated_shard(folder: Path, world: World) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: len(content) * 3 // 4])
+
+
+def lost_tensor(folder: Path, world: World) -> None:
+    change_weights(folder, lambda weights: {name: weights[name] for name in weights if "layers.0.mlp" not in name})
+
+
+def other_config(folder: Path, world: World) -> None:
+    change_json(folder / "config.json", rms_norm_eps=0.1)
+
+
+C = ExportCheck
+NEW, LATER = {C.WEIGHTS, C.LOGPROBS}, {C.LOGPROBS}
+FAULTS: dict[Callable[[Path, World], None], tuple[set[ExportCheck], set[ExportCheck]]] = {
+    stale_shard: (NEW, LATER),
+    base_copied: (NEW | {C.MERGED, C.DIFFERS}, LATER),
+    half_merged: (NEW | {C.MERGED}, LATER),
+    merged_twice: (NEW | {C.MERGED}, LATER),
+    lost_argument: ({C.TOKENS}, {C.TOKENS}),
+    other_end_token: ({C.STOPS}, {C.STOPS}),
+    missing_stop: ({C.STOPS}, {C.STOPS}),
+    edited_template: ({C.TEMPLATE}, {C.TEMPLATE}),
+    other_merges: ({C.TOKENS}, {C.TOKENS}),
+    wrong_special_id: ({C.SPECIAL_IDS}, {C.SPECIAL_IDS}),
+    overwritten_head: (NEW, LATER),
+    swapped_dtype: ({C.DTYPE}, {C.DTYPE}),
+    truncated_shard: ({C.DTYPE, C.LOADS}, {C.DTYPE, C.LOADS}),
+    lost_tensor: ({C.LOADS}, {C.LOADS}),
+    other_config: ({C.LOGPROBS}, LATER),
+}
+
+
+def failed(proof: ExportProof) -> set[ExportCheck]:
+    return {result.check for result in proof.results if not result.ok}
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_every_planted_fault_is_found_before_the_folder_is_in_place_and_later(
+    plant: Callable[[Path, World], None], world: World, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(world.folder, folder)
+    plant(folder, world)
+    now, later = FAULTS[plant]
+    found = prove(folder, read_parity(folder), **world.given)
+    assert now <= failed(found), found
+    assert all(finding.where and finding.what for result in found.results for finding in result.findings)
+    assert bool(file_faults(read_parity(folder), folder)) == (plant is not lost_argument)
+    write_parity(read_parity(folder), folder)  # whoever packs it anew lists files that are there
+    packed_anew = luthier.check_export(folder)
+    assert later <= failed(packed_anew) and C.FILES not in failed(packed_anew)
+
+
+def test_what_was_exported_holds_later_wherever_it_is_and_is_read_by_transformers_alone(
+    world: World, tmp_path: Path
+) -> None:
+    folder = tmp_path / "elsewhere"
+    shutil.copytree(world.folder, folder)
+    assert luthier.check_export(folder).ok
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    parity = world.parity
+    assert parity.template_kwargs == {"enable_thinking": False} and parity.bound == "exact"
+    golden = parity.prompts[0]
+    told = tokenizer.apply_chat_template(golden.messages, add_generation_prompt=True, enable_thinking=False)
+    assert told["input_ids"] == golden.ids
+    answer = next(context for context in parity.contexts if context.greedy_from is not None)
+    start, length = answer.greedy_from or 0, len(answer.ids)
+    out = model.generate(torch.tensor([answer.ids[:start]]), max_new_tokens=length - start, do_sample=False)
+    assert out[0].tolist() == answer.ids
+    assert (folder / "chat_template.jinja").read_bytes() == (world.run / "model" / "chat_template.jinja").read_bytes()
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "library_name: transformers" in card and '{"enable_thinking": false}' in card
+
+
+def test_a_type_of_16_bits_and_small_files_are_proven_by_their_own_bounds(world: World, tmp_path: Path) -> None:
+    said = ["export.dtype=bfloat16", "export.max_shard_gb=0.001", f"export.dir={tmp_path / 'small'}"]
+    done = luthier.export_run(world.run, overrides=said)
+    assert done.ok and done.dtype == "bfloat16"
+    parity = read_parity(tmp_path / "small")
+    assert parity.bound == "cast" and sum("safetensors" in name for name in parity.files) > 2
+    shutil.copyfile(world.base / WEIGHTS, tmp_path / "small" / "model-99999-of-99999.safetensors")
+    assert failed(luthier.check_export(tmp_path / "small")) >= {C.FILES}, "a stray file of weights"
+
+
+def test_an_export_that_is_not_what_was_trained_is_not_put_in_place(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command says so by its exit code, and what was in the folder before is there still."""
+    monkeypatch.setattr(model_folder, "merge_adapter", lambda model: model.unload())
+    target = tmp_path / "exported"
+    assert run_command(["export", str(world.run), "--to", str(target), "--json", str(tmp_path / "told.json")]) == 3
+    told = json.loads((tmp_path / "told.json").read_text(encoding="utf-8"))
+    assert told["folder"] is None and not told["proof"]["checks"]["merged"]["ok"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["told.json"]
+    target.mkdir()
+    (target / "older").write_text("mine", encoding="utf-8")
+    assert run_command(["export", str(world.run), "--to", str(target), "--overwrite"]) == 3
+    assert [path.name for path in target.iterdir()] == ["older"]
+
+
+class Failing(RunFiles):
+    """A disk that fails at its n-th operation."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def before(self, operation: str, path: Path) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(5, "planted")
+
+
+def test_wherever_the_disk_fails_all_or_nothing_is_there(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from luthier.training.folder import checkpoint
+
+    target, reached = tmp_path / "exported", 0
+    target.mkdir()
+    (target / "older").write_text("mine", encoding="utf-8")
+    for at in range(1, 40):
+        monkeypatch.setattr(checkpoint, "FILES", files := Failing(at))
+        try:
+            luthier.export_run(world.run, ExportOptions(to=target, proof=False, overwrite=True))
+        except CheckpointError:
+            reached += 1
+            names = {path.name for path in target.iterdir()}
+            assert names == {"older"} or PARITY_FILE in names
+        if files.left > 0:
+            break
+    assert reached >= 10
+    assert luthier.check_export(target).ok
+
+
+def test_a_folder_that_is_there_is_not_written_over_unasked(world: World, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine", encoding="utf-8")
+    for target in (tmp_path, tmp_path / "mine", world.run, world.run.parent, None):
+        with pytest.raises(UserError):
+            luthier.export_run(world.run, ExportOptions(to=target, overwrite=target in (world.run, world.run.parent)))
+    with pytest.raises(UserError):
+        luthier.check_export(tmp_path)
+
+
+def test_all_weights_of_a_run_are_proven_without_an_adapter(tmp_path: Path) -> None:
+    luthier.train(description(tmp_path / "run", {"type": "full"}))
+    done = luthier.export_run(
+        tmp_path / "run", ExportOptions(to=tmp_path / "exported"), overrides=["export.dtype=float16"]
+    )
+    assert done.ok and done.proof is not None
+    assert C.WEIGHTS in {result.check for result in done.proof.results}
