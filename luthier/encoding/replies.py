@@ -33,6 +33,7 @@ from luthier.rendering.targets import TargetPolicy
 SomeIds = Sequence[int] | NDArray[np.int32] | NDArray[np.int64]
 
 PROMPT_END = 256  # tokens of a prompt that are looked at: how it ends is what counts
+MOST_FORMS = 32  # of one tokenizer, one for each set of template variables
 MOST_HELD = 16  # tokens that may be parts of one character; UTF-8 has four bytes to one
 _UNFINISHED = "\ufffd"  # what decoders put in the place of half a character
 _forms: WeakKeyDictionary[Tokenizer, dict[bytes, ReplyForm]] = WeakKeyDictionary()
@@ -162,6 +163,8 @@ def reply_form(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None =
                 hint="set template.chat_template",
             )
         known[key] = learn_replies(Renderer(template, tokenizer.control, TargetPolicy()))
+        if len(known) > MOST_FORMS:  # variables may be those of a server's clients
+            del known[next(iter(known))]
     return known[key]
 
 

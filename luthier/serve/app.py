@@ -18,7 +18,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Ids, NewTokens, Session
 from luthier.engines.engine import Request as Question
 from luthier.records import Sample
-from luthier.serve.asking import Asker, settings_of
+from luthier.serve.asking import Asker, TextReader, reader_of, settings_of
 from luthier.serve.bodies import ClientRequest, Echo, Teller
 from luthier.serve.gate import ClientGone, Counts, EventStream, Gate, as_response, read, while_there
 from luthier.serve.histories import Histories
@@ -127,7 +127,18 @@ class Api:
             draw=0,
             top_logprobs=body.top_logprobs or 0,
         )
-        asked = ClientRequest(questions=(question,), model=name, is_chat=True, logprobs=bool(body.logprobs))
+        read_as = partial(
+            reader_of,
+            self.served.tokenizer,
+            ids,
+            tools=tools,
+            kwargs=body.chat_template_kwargs,
+            stop_strings=settings.stop_strings,
+        )
+        readers = await self._made(lambda: tuple(read_as() for _ in range(question.num_samples)))
+        asked = ClientRequest(
+            questions=(question,), readers=readers, model=name, is_chat=True, logprobs=bool(body.logprobs)
+        )
         return await self._answer(request, asked, body)
 
     async def complete(self, request: Request) -> Response:
@@ -149,8 +160,10 @@ class Api:
             questions.append(
                 Question(prompt=ids, settings=settings, key=0, num_samples=body.n or 1, draw=number, top_logprobs=top)
             )
+        strings, tokenizer = questions[0].settings.stop_strings, self.served.tokenizer
         asked = ClientRequest(
             questions=tuple(questions),
+            readers=tuple(TextReader(tokenizer, strings) for one in questions for _ in range(one.num_samples)),
             model=name,
             is_chat=False,
             logprobs=body.logprobs is not None,

@@ -5,19 +5,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 from pydantic import ValidationError
 
 from luthier.config.schema import GenerateConfig, ServeConfig
+from luthier.encoding.interface import Tools
+from luthier.encoding.replies import ReplyReader, reply_form
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Finish, NewTokens, Refusal, Request, Session, before_stop
+from luthier.engines.engine import Finish, Ids, NewTokens, Refusal, Request, Session, before_stop
+from luthier.errors import TemplateError
+from luthier.rendering.replies.form import ReplyDelta
+from luthier.rendering.replies.form import joined as deltas_joined
+from luthier.rendering.replies.learning import TEXT
 from luthier.serve.gate import Counts
 from luthier.serve.wire import ChatBody, RefusedRequest, SamplingBody, texts_of
 
+MOST_HELD = 16  # tokens that may be parts of one character
 HALF_CHARACTER = "\ufffd"  # what a tokenizer prints for bytes that are no whole character, yet
 
 
@@ -141,40 +149,73 @@ def _check_samples(body: SamplingBody, settings: GenerateConfig, limits: ServeCo
         )
 
 
-class TextReader:
-    """The text of one answer as its tokens come: what it gives, joined, is `Completion.text`.
+class AnswerReader(Protocol):
+    """Reads one answer as it comes; once for each."""
 
-    Bytes that are no whole character yet are held back, and so is what may be the beginning of a stop string.
-    """
+    def feed(self, new: NewTokens) -> ReplyDelta:
+        """What the tokens add."""
+
+
+class MessageReader:
+    """An answer as a message, with its thought and its calls apart (`ReplyReader`)."""
+
+    def __init__(self, reader: ReplyReader, stop_strings: Sequence[str]) -> None:
+        self._reader = reader
+        self._content, self._reasoning = _StopCutter(stop_strings), _StopCutter(stop_strings)
+
+    def feed(self, new: NewTokens) -> ReplyDelta:
+        """What the tokens add. A call comes once it is complete."""
+        is_last = new.finish is not None
+        delta = self._reader.feed(new.ids[:-1] if new.finish is Finish.STOP else new.ids)
+        if is_last:
+            delta = deltas_joined([delta, self._reader.close()])
+        if self._reasoning.is_over:
+            return ReplyDelta()
+        content = self._content.cut(delta.content, is_last=is_last)
+        return replace(delta, content=content, reasoning=self._reasoning.cut(delta.reasoning, is_last=is_last))
+
+
+class TextReader:
+    """The text of one answer as it comes: joined it is `Completion.text`. Half a character is held back."""
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
-        self.tokenizer, self.stop_strings = tokenizer, tuple(stop_strings)
+        self._tokenizer, self._cutter = tokenizer, _StopCutter(stop_strings)
         self._ids: list[int] = []
         self._shown = self._read = 0  # what was told last is the text of ids[shown:read]
-        self._held = ""
-        self._is_over = False
 
-    def feed(self, new: NewTokens) -> str:
+    def feed(self, new: NewTokens) -> ReplyDelta:
         """The text that the tokens add."""
-        ids = new.ids.tolist()
+        ids, is_last = new.ids.tolist(), new.finish is not None
         self._ids += ids[:-1] if new.finish is Finish.STOP else ids
-        text = self._decoded(is_last=new.finish is not None)
-        if self._is_over:
-            return ""
-        whole = self._held + text
-        before = before_stop(whole, self.stop_strings)
-        self._is_over = len(before) < len(whole)
-        kept = 0 if self._is_over or new.finish is not None else self._beginning_of_stop(before)
-        self._held = before[len(before) - kept :]
-        return before[: len(before) - kept]
+        return ReplyDelta(content=self._cutter.cut(self._decoded(is_last=is_last), is_last=is_last))
 
     def _decoded(self, *, is_last: bool) -> str:
-        known = self.tokenizer.decode(self._ids[self._shown : self._read])
-        text = self.tokenizer.decode(self._ids[self._shown :])
-        if text.endswith(HALF_CHARACTER) and not is_last:
+        known = self._tokenizer.decode(self._ids[self._shown : self._read])
+        text = self._tokenizer.decode(self._ids[self._shown :])
+        if text.endswith(HALF_CHARACTER) and len(self._ids) - self._read < MOST_HELD and not is_last:
             return ""
         self._shown, self._read = self._read, len(self._ids)
         return text[len(known) :]
+
+
+class _StopCutter:
+    """A text as it comes, up to the first of the stop strings; what may begin one is held back."""
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        self.stop_strings = tuple(stop_strings)
+        self.is_over = False
+        self._held = ""
+
+    def cut(self, text: str, *, is_last: bool) -> str:
+        """What may be told now."""
+        if self.is_over:
+            return ""
+        whole = self._held + text
+        before = before_stop(whole, self.stop_strings)
+        self.is_over = len(before) < len(whole)
+        kept = 0 if self.is_over or is_last else self._beginning_of_stop(before)
+        self._held = before[len(before) - kept :]
+        return before[: len(before) - kept]
 
     def _beginning_of_stop(self, text: str) -> int:
         """How many of the last characters may be the beginning of a stop string."""
@@ -183,6 +224,25 @@ class TextReader:
             if any(stop.startswith(text[-size:]) for stop in self.stop_strings):
                 return size
         return 0
+
+
+def reader_of(
+    tokenizer: Tokenizer,
+    prompt: Ids,
+    *,
+    tools: Tools | None,
+    kwargs: Mapping[str, Any] | None,
+    stop_strings: Sequence[str],
+) -> AnswerReader:
+    """What reads an answer behind a prompt as a message; as one text where the model's template writes answers that
+    cannot be read back. Raises `RefusedRequest` for tools whose calls cannot be."""
+    try:
+        if TEXT in reply_form(tokenizer, kwargs).unreadable and not tools:
+            return TextReader(tokenizer, stop_strings)
+        return MessageReader(ReplyReader(tokenizer, tools=tools, template_kwargs=kwargs, prompt=prompt), stop_strings)
+    except TemplateError as error:
+        param = "tools" if tools else "messages"
+        raise RefusedRequest(400, error.message, code="unreadable_reply", param=param, hint=error.hint) from None
 
 
 def joined(tokens: Sequence[NewTokens]) -> NewTokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -11,7 +12,8 @@ from typing import Any
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Finish, NewTokens, Request
-from luthier.serve.asking import HALF_CHARACTER, Asker, TextReader, joined, too_late
+from luthier.rendering.replies.form import ReplyDelta
+from luthier.serve.asking import HALF_CHARACTER, AnswerReader, Asker, joined, too_late
 from luthier.serve.wire import RefusedRequest
 
 FINISHES = {Finish.STOP: "stop", Finish.STRING: "stop", Finish.LENGTH: "length"}
@@ -22,11 +24,13 @@ class ClientRequest:
     """One request of a client: what the engine is asked, and how the answers are told.
 
     questions  one for each prompt; all are answered alike
+    readers    one for each answer
     echoes     of each prompt its text, and its tokens from the second on as if they had been emitted; or ``()``
     answered   False: nothing is emitted, only the prompts are told
     """
 
     questions: tuple[Request, ...]
+    readers: tuple[AnswerReader, ...]
     model: str
     is_chat: bool
     logprobs: bool = False
@@ -35,16 +39,6 @@ class ClientRequest:
     answered: bool = True
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def strings(self) -> list[str]:
-        """What ends an answer, as text."""
-        return self.questions[0].settings.stop_strings
-
-    @property
-    def num_answers(self) -> int:
-        """How many there are."""
-        return sum(question.num_samples for question in self.questions)
 
     def echo(self, number: int) -> Echo | None:
         """The prompt of answer ``number``, where it is told."""
@@ -76,7 +70,7 @@ class Teller:
 
     async def whole(self, asked: ClientRequest) -> dict[str, Any]:
         """The answers of a request, when all are finished. Raises `RefusedRequest`."""
-        told: list[list[NewTokens]] = [[] for _ in range(asked.num_answers)]
+        told: list[list[NewTokens]] = [[] for _ in asked.readers]
         try:
             async with self.answers.limit(), aclosing(self._told(asked)) as tokens:
                 async for number, new in tokens:
@@ -86,31 +80,31 @@ class Teller:
         choices = []
         for number, pieces in enumerate(told):
             answer = joined(pieces) if pieces else None
-            text = "" if answer is None else TextReader(self.tokenizer, asked.strings).feed(answer)
-            choices.append(self._choice(asked, number, text, answer, echo=asked.echo(number)))
+            delta = ReplyDelta() if answer is None else asked.readers[number].feed(answer)
+            choices.append(self._choice(asked, number, delta, answer, echo=asked.echo(number)))
         count = sum(len(new.ids) for pieces in told for new in pieces)
         return asked.envelope(streamed=False) | {"choices": choices, "usage": usage(asked, count)}
 
     async def pieces(self, asked: ClientRequest) -> AsyncGenerator[dict[str, Any], None]:
         """The same as it comes. What goes wrong on the way is the last piece."""
         begun = asked.envelope(streamed=True)
-        readers = [TextReader(self.tokenizer, asked.strings) for _ in range(asked.num_answers)]
-        count = 0
+        count, calls = 0, [0] * len(asked.readers)
         try:
             async with self.answers.limit(), aclosing(self._told(asked)) as tokens:
-                for number in range(len(readers)):
+                for number in range(len(asked.readers)):
                     if asked.is_chat:
-                        delta = {"role": "assistant", "content": ""}
-                        first = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+                        opening = {"role": "assistant", "content": ""}
+                        first = {"index": number, "delta": opening, "logprobs": None, "finish_reason": None}
                         yield begun | {"choices": [first]}
                     elif asked.echoes:
-                        told = self._choice(asked, number, "", None, echo=asked.echo(number), streamed=True)
+                        told = self._choice(asked, number, ReplyDelta(), None, echo=asked.echo(number), told=0)
                         yield begun | {"choices": [told]}
                 async for number, new in tokens:
                     count += len(new.ids)
-                    text = readers[number].feed(new)
-                    if text or asked.logprobs or new.finish is not None:
-                        yield begun | {"choices": [self._choice(asked, number, text, new, streamed=True)]}
+                    delta = asked.readers[number].feed(new)
+                    if delta or asked.logprobs or new.finish is not None:
+                        yield begun | {"choices": [self._choice(asked, number, delta, new, told=calls[number])]}
+                    calls[number] += len(delta.calls)
         except TimeoutError:
             yield too_late(self.answers.limits.timeout).body
             return
@@ -127,19 +121,19 @@ class Teller:
         self,
         asked: ClientRequest,
         number: int,
-        text: str,
+        delta: ReplyDelta,
         new: NewTokens | None,
         *,
         echo: Echo | None = None,
-        streamed: bool = False,
+        told: int | None = None,
     ) -> dict[str, Any]:
-        """An answer, or a piece of one; without tokens where only the prompt is told."""
-        content: dict[str, Any] = {"text": text if echo is None else echo.text + text}
-        if asked.is_chat and streamed:
-            content = {"delta": {"content": text} if text else {}}
-        elif asked.is_chat:
-            content = {"message": {"role": "assistant", "content": text}}
+        """An answer, or a piece of one behind ``told`` calls; it has no tokens where only the prompt is told."""
+        content: dict[str, Any] = {"text": delta.content if echo is None else echo.text + delta.content}
+        if asked.is_chat:
+            content = {"message": _message(delta)} if told is None else {"delta": _spoken(delta, told)}
         finish = None if new is None or new.finish is None else FINISHES[new.finish]
+        if finish == "stop" and (told or delta.calls):
+            finish = "tool_calls"
         if new is None and not asked.answered:
             finish = FINISHES[Finish.LENGTH]
         logprobs: dict[str, Any] | None = None
@@ -179,6 +173,26 @@ class Teller:
         text = self.tokenizer.decode([number])
         is_whole = HALF_CHARACTER not in text  # else its bytes are those of a part of a character
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
+
+
+def _message(whole: ReplyDelta) -> dict[str, Any]:
+    """An answer as an assistant's message."""
+    content = whole.content if whole.content or not whole.calls else None
+    return {"role": "assistant", "content": content} | {
+        name: value for name, value in _spoken(whole, None).items() if name != "content"
+    }
+
+
+def _spoken(delta: ReplyDelta, told: int | None) -> dict[str, Any]:
+    """Thought, text and calls, those that there are. Calls of a stream are numbered, ``told`` having come before."""
+    calls = [
+        ({} if told is None else {"index": told + number})
+        | {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function"}
+        | {"function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
+        for number, call in enumerate(delta.calls)
+    ]
+    parts = {"reasoning_content": delta.reasoning, "content": delta.content, "tool_calls": calls}
+    return {name: value for name, value in parts.items() if value}
 
 
 def _shown(new: NewTokens) -> list[tuple[int, float, list[int], list[float]]]:

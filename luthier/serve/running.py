@@ -8,6 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from luthier.config.choices import LONGEST_SEQUENCE
 from luthier.errors import UserError
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.serve.app import Served, application
+from luthier.serve.asking import reader_of
 from luthier.serve.gate import LOOPBACK_NAMES, Gate
 from luthier.serve.histories import Histories
+from luthier.serve.wire import MessageBody, RefusedRequest
 from luthier.training.folder.run_folder import RUN_CONFIG
 
 GRACE = 10  # seconds in which answers that are under way may come to their end when the server is to stop
@@ -67,11 +70,13 @@ def serve(
         opened = open_run(Path(run).expanduser(), [*overrides, *NOTHING_OUTSIDE])
         limits = opened.config.serve
         engine = opened.engine(BATCH_SIZE)
+        prompts = Histories(opened.encoder, limits)
+        _warm(prompts)
         session = engine.session()
         names = (options.name or _name_of(opened, run),)
         context = min(_context_of(engine.model.config), limits.max_context or LONGEST_SEQUENCE)
         served = Served(
-            prompts=Histories(opened.encoder, limits),
+            prompts=prompts,
             session=session,
             score=engine.scored,
             settings=opened.settings,
@@ -153,6 +158,14 @@ def url_of(taken: socket.socket) -> str:
     """The address at which a socket listens."""
     host, port = taken.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _warm(prompts: Histories) -> None:
+    """Have what the first answer needs learned before the server is ready; what cannot be done is told when asked."""
+    with suppress(RefusedRequest):
+        said = MessageBody(role="user", content="Hello.")
+        ids = prompts.of_messages([said], None, None).input_ids
+        reader_of(prompts.encoder.tokenizer, ids, tools=None, kwargs=None, stop_strings=())
 
 
 def _name_of(opened: TrainedRun, run: str | Path) -> str:

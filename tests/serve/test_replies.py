@@ -1,0 +1,122 @@
+"""Answers come as messages: what was trained as thought, text and calls is told as such, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+import luthier
+from luthier.encoding.encoder import Encoder
+from tests.serve.conftest import TOKEN, Running, Scripted, running
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    }
+]
+CALLS = [
+    {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "weather", "arguments": {"city": 'Köln "am" \\n 🌦', "days": 2}},
+    },
+    {"id": "b", "type": "function", "function": {"name": "weather", "arguments": {}}},
+]
+ASKED = [{"role": "user", "content": "How is the weather in <tool_call>Köln</tool_call>?"}]
+ANSWERS: dict[str, dict[str, Any]] = {
+    "text": {"content": 'Rain, <think>perhaps</think> 🌧 {"name": 1}.'},
+    "thought": {"content": "Rain.", "reasoning_content": "It is Köln, so it rains. 🤔"},
+    "calls": {"content": "", "tool_calls": CALLS},
+    "all": {"content": "I ask.", "reasoning_content": "Hm.", "tool_calls": CALLS[:1]},
+}
+
+
+def emitted(answer: dict[str, Any], encoder: Encoder) -> list[int]:
+    """The ids that training teaches for an answer, the stop token included."""
+    row = {"messages": [*ASKED, {"role": "assistant", **answer}], "tools": TOOLS}
+    sample = luthier.encode(row, encoder.tokenizer, train_on="last_assistant")
+    ids, target = sample.unroll()[-1]
+    return [int(number) for number in ids[np.flatnonzero(target)]]
+
+
+def as_told(message: Any) -> dict[str, Any]:
+    calls = [(one.function.name, json.loads(one.function.arguments)) for one in message.tool_calls or ()]
+    told = {"content": message.content or "", "reasoning": getattr(message, "reasoning_content", None) or ""}
+    return told | {"calls": calls}
+
+
+def expected(answer: dict[str, Any]) -> dict[str, Any]:
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in answer.get("tool_calls", ())]
+    return {"content": answer["content"], "reasoning": answer.get("reasoning_content", ""), "calls": calls}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_is_learned_of_an_answer_comes_back_whole_and_in_pieces(name: str, encoder: Encoder) -> None:
+    answer = ANSWERS[name]
+    ids = emitted(answer, encoder)
+    for step in (1, 3):
+        session = Scripted(lambda request: ids, step=step, stop=encoder.tokenizer.stop_token_ids[0])
+        with running(encoder, session) as server:
+            assert as_told(_whole(server)[0]) == expected(answer)
+            assert _whole(server)[1] == ("tool_calls" if answer.get("tool_calls") else "stop")
+            assert _in_pieces(server) == (expected(answer), _whole(server)[1])
+
+
+def _whole(server: Running) -> tuple[Any, str]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as client:
+        choice = client.chat.completions.create(model="tiny", messages=ASKED, tools=TOOLS).choices[0]  # type: ignore[call-overload]
+        return choice.message, choice.finish_reason
+
+
+def _in_pieces(server: Running) -> tuple[dict[str, Any], str]:
+    found: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as client:
+        stream = client.chat.completions.create(model="tiny", messages=ASKED, tools=TOOLS, stream=True)  # type: ignore[call-overload]
+        for piece in stream:
+            (choice,) = piece.choices
+            told = as_told(choice.delta)
+            found["content"] += told["content"]
+            found["reasoning"] += told["reasoning"]
+            for call in choice.delta.tool_calls or ():
+                assert call.index not in found["calls"] and call.id
+                found["calls"][call.index] = (call.function.name, json.loads(call.function.arguments))
+            finish = choice.finish_reason
+    assert list(found["calls"]) == list(range(len(found["calls"])))
+    return {**found, "calls": list(found["calls"].values())}, finish
+
+
+def test_what_was_answered_may_be_sent_back_and_is_the_prompt_of_training(encoder: Encoder) -> None:
+    answer = ANSWERS["all"]
+    session = Scripted(lambda request: emitted(answer, encoder), stop=encoder.tokenizer.stop_token_ids[0])
+    result = {"role": "tool", "content": "Rain.", "tool_call_id": "a"}
+    with running(encoder, session) as server:
+        message = server.chat(messages=ASKED, tools=TOOLS).json()["choices"][0]["message"]
+        message["tool_calls"][0]["id"] = "a"
+        server.chat(messages=[*ASKED, message, result], tools=TOOLS)
+    history = [*ASKED, {"role": "assistant", **answer}, result]
+    trained = luthier.encode_prompt(history, encoder.tokenizer, tools=TOOLS).input_ids
+    assert session.asked[-1].prompt.tolist() == trained.tolist()
+
+
+def test_tools_are_not_offered_where_none_are_to_be_called(encoder: Encoder) -> None:
+    session = Scripted(lambda request: emitted(ANSWERS["text"], encoder), stop=encoder.tokenizer.stop_token_ids[0])
+    with running(encoder, session) as server:
+        server.chat(messages=ASKED, tools=TOOLS, tool_choice="none")
+    assert session.asked[-1].prompt.tolist() == luthier.encode_prompt(ASKED, encoder.tokenizer).input_ids.tolist()
+
+
+def test_a_call_that_is_cut_off_is_told_as_text(encoder: Encoder) -> None:
+    ids = emitted(ANSWERS["calls"], encoder)[:12]
+    with running(encoder, Scripted(lambda request: ids)) as server:
+        choice = server.chat(messages=ASKED, tools=TOOLS).json()["choices"][0]
+        assert (choice["finish_reason"], choice["message"].get("tool_calls")) == ("length", None)
+        assert choice["message"]["content"].startswith("<tool_call>")
+        assert _in_pieces(server)[0]["content"] == choice["message"]["content"]
