@@ -1,4 +1,4 @@
-"""``luthier diff``: what changes between two run descriptions."""
+"""``luthier diff``: what changes between two run descriptions. ``luthier compare``: between two predictions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
 from luthier.cli.pipeline import Overrides
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from luthier.check.diff.runs import EncodedSide, RunDiff
     from luthier.config.draft import Draft
     from luthier.config.schema import RunConfig, SourceConfig
+    from luthier.prediction.comparing import Comparison
     from luthier.sources import Source
 
 ConfigA = Annotated[
@@ -82,6 +85,60 @@ def diff(
         output.emit(_as_json(found))
     if found.num_different:
         raise typer.Exit(EXIT_UNTRUE)
+
+
+PredictionA = Annotated[
+    Path, typer.Argument(metavar="A", help="A folder of luthier predict: RUN/predictions/eval.", show_default=False)
+]
+PredictionB = Annotated[Path, typer.Argument(metavar="B", help="The one to set beside it.", show_default=False)]
+MetricNames = Annotated[
+    list[str] | None,
+    typer.Option("--metrics", metavar="NAMES", help="Metrics by name, with commas; all without it. Repeatable."),
+]
+AnyPrompt = Annotated[
+    bool, typer.Option("--any-prompt", help="Let the prompts differ, as those of two templates do for the same rows.")
+]
+
+
+def compare(
+    a: PredictionA,
+    b: PredictionB,
+    metrics: MetricNames = None,
+    any_prompt: AnyPrompt = False,
+    html: Page = None,
+    json: JsonTarget = None,
+) -> None:
+    """Set two predictions of the same rows side by side: which is better, and whether that may be chance.
+
+    Answers are paired by row, turn and sample. p is the chance of a difference at least as large if the two were alike.
+
+    [dim]Example[/]   luthier compare output/base/predictions/eval output/run/predictions/eval --html compare.html
+    """
+    with reporting(json) as output:
+        from luthier.metrics.table import names_in
+        from luthier.prediction.comparing import compare as compare_predictions
+        from luthier.prediction.comparing import comparison_facts, comparison_page
+
+        names = None if not metrics else [name for text in metrics for name in names_in(text)]
+        found = compare_predictions(a, b, metrics=names, any_prompt=any_prompt)
+        output.console.print(_metric_table(found))
+        told = f"{found.num_different:,} of {len(found.pairs):,} answers differ"
+        left_out = f"; {found.left_out:,} questions that one of the two has not answered are left out"
+        output.console.print(told + (left_out if found.left_out else ""), highlight=False)
+        if html is not None:
+            write_text(html, comparison_page(found))
+            output.console.print(f"[dim]page in[/] {html}", highlight=False)
+        output.emit(comparison_facts(found))
+
+
+def _metric_table(found: Comparison) -> Table:
+    table = Table("metric", "A", "B", "difference", "95 % interval", "p", "better", "worse", "equal", box=None)
+    for one in found.metrics:
+        ends = "" if one.interval is None else f"{one.interval[0]:+.4g} to {one.interval[1]:+.4g}"
+        counts = ["" if count is None else f"{count:,}" for count in (one.better, one.worse, one.equal)]
+        values = (f"{one.a:.4g}", f"{one.b:.4g}", f"{one.difference:+.4g}", ends, f"{one.p:.3g}")
+        table.add_row(escape(one.name), *values, *counts)
+    return table
 
 
 def _side(name: str, draft: Draft) -> tuple[EncodedSide, list[Source]]:

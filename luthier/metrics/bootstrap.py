@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DRAWS, LEVEL, SEED = 1000, 0.95, 0
+MOST_EXACT, SWAPS = 12, 4000
 AT_ONCE = 2**22  # counts of drawn rows in memory at once, 32 MiB
 Sums = NDArray[np.float64]
 ScoreOf = Callable[[Sums], float]
@@ -58,6 +59,38 @@ def interval(parts_NS: Sums, rows: Sequence[str], score_of: ScoreOf) -> tuple[fl
     if len(sums_GS) < 2:
         return None
     return middle(np.array([score_of(sums) for sums in drawn_sums(sums_GS)]))
+
+
+def paired(sums_a_GS: Sums, sums_b_GS: Sums, score_of: ScoreOf) -> tuple[tuple[float, float] | None, float]:
+    """Of two models' sums over the same rows: the 95 % interval of B's score minus A's, and the chance of a difference
+    at least as large if the two were alike.
+
+    The chance is that of a permutation test (approximate randomisation, Noreen 1989): for each row the two models'
+    answers change places or do not. Of up to `MOST_EXACT` rows all ways are tried, of more `SWAPS`.
+    """
+    size, drawn = sums_a_GS.shape[1], drawn_sums(np.concatenate([sums_a_GS, sums_b_GS], axis=1))
+    differences = np.array([score_of(sums[size:]) - score_of(sums[:size]) for sums in drawn])
+    whole_a, whole_b = sums_a_GS.sum(axis=0), sums_b_GS.sum(axis=0)
+    seen = abs(score_of(whole_b) - score_of(whole_a)) * (1 - 1e-9)  # rounding makes no difference
+    moved_RS = _moved(sums_b_GS - sums_a_GS)
+    as_large = sum(abs(score_of(whole_b - moved) - score_of(whole_a + moved)) >= seen for moved in moved_RS)
+    is_exact = len(sums_a_GS) <= MOST_EXACT
+    chance = as_large / len(moved_RS) if is_exact else (as_large + 1) / (len(moved_RS) + 1)
+    return middle(differences) if len(sums_a_GS) > 1 else None, float(chance)
+
+
+def _moved(differences_GS: Sums) -> Sums:
+    """What changes places in all when some rows do, float64[R, S]."""
+    rows = len(differences_GS)
+    if rows <= MOST_EXACT:
+        ways_RG = (np.arange(2**rows)[:, None] >> np.arange(rows)) & 1
+        return ways_RG.astype(np.float64) @ differences_GS
+    generator, found = np.random.Generator(np.random.PCG64(SEED)), list[Sums]()
+    at_once = max(1, AT_ONCE // rows)
+    for start in range(0, SWAPS, at_once):
+        ways_RG = generator.integers(2, size=(min(at_once, SWAPS - start), rows))
+        found.append(ways_RG.astype(np.float64) @ differences_GS)
+    return np.concatenate(found)
 
 
 def mean_of(sums_S: Sums) -> float:

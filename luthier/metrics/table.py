@@ -13,7 +13,7 @@ import numpy as np
 
 from luthier.errors import UserError, install_hint
 from luthier.metrics import texts
-from luthier.metrics.bootstrap import Sums, interval, mean_of
+from luthier.metrics.bootstrap import ScoreOf, Sums, interval, mean_of
 from luthier.metrics.texts import CorpusScore, OfRow
 from luthier.plugins import Table
 
@@ -185,10 +185,16 @@ def measured(
 
 
 def _of_all(metric: Metric, answers: Sequence[Answered]) -> dict[str, object]:
-    assert metric.of_corpus is not None, "a metric has one of the two functions"
+    assert metric.of_corpus is not None, "a metric has one of the functions"
+    found, rows = _corpus(metric.of_corpus, answers)
+    return _whole(found, rows)
+
+
+def _corpus(of_corpus: OfCorpus, answers: Sequence[Answered]) -> tuple[CorpusScore, list[str]]:
+    """The score of all samples, and the row of each."""
     pairs = [(one.row, one.expected, sample) for one in answers for sample in one.generated]
     rows, expected, generated = (list(column) for column in zip(*pairs, strict=True))
-    return _whole(metric.of_corpus(expected, generated), rows)
+    return of_corpus(expected, generated), rows
 
 
 def _whole(found: CorpusScore, rows: Sequence[str]) -> dict[str, object]:
@@ -198,26 +204,53 @@ def _whole(found: CorpusScore, rows: Sequence[str]) -> dict[str, object]:
     return told
 
 
-def _of_rows(of_row: OfRow, answers: Sequence[Answered]) -> dict[str, object]:
+def values_of(of_row: OfRow, answers: Sequence[Answered]) -> list[list[float]]:
+    """The values of each question's samples; none where the row has no say."""
     values = [[of_row(one.expected, sample) for sample in one.generated] for one in answers]
-    counted = [
-        (one.row, [value for value in row if value is not None]) for one, row in zip(answers, values, strict=True)
-    ]
-    samples = [sample for _, row in counted for sample in row]
+    return [[value for value in row if value is not None] for row in values]
+
+
+def _of_rows(of_row: OfRow, answers: Sequence[Answered]) -> dict[str, object]:
+    values = values_of(of_row, answers)
+    samples = [sample for row in values for sample in row]
     if not samples:
         return {}
-    parts_N2 = np.array([(sum(row), len(row)) for _, row in counted], dtype=np.float64)
+    parts_N2 = _sums_and_counts(values)
     told: dict[str, object] = {"mean": mean_of(parts_N2.sum(axis=0))}
-    told |= _ends(interval(parts_N2, [row for row, _ in counted], mean_of))
-    if len(samples) < sum(map(len, values)):
+    told |= _ends(interval(parts_N2, [one.row for one in answers], mean_of))
+    if len(samples) < sum(len(one.generated) for one in answers):
         told["counted"] = len(samples)
-    several = [row for _, row in counted if row]
+    several = [row for row in values if row]
     most = max(map(len, several))
     if most > 1:
         told["best"] = sum(map(max, several)) / len(several)
         if all(sample in (0.0, 1.0) for sample in samples):
             told |= {f"pass@{k}": _pass_at(k, several) for k in _powers(most)}
     return told
+
+
+def _sums_and_counts(values: Sequence[Sequence[float]]) -> Sums:
+    return np.array([(sum(row), len(row)) for row in values], dtype=np.float64).reshape(-1, 2)
+
+
+def parts_of(
+    metric: Metric, answers: Sequence[Answered], losses: Sequence[RowLoss] = ()
+) -> tuple[Sums, list[str], ScoreOf] | None:
+    """What each answer (or row) adds to a metric's sums, float64[N, S], of which row it is, and the score of sums; None
+    where nothing is measured, or where a score has no such parts."""
+    if metric.of_losses is not None:
+        found, rows = (metric.of_losses(losses), [each.row for each in losses]) if losses else (None, [])
+    elif not answers:
+        return None
+    elif metric.of_row is not None:
+        values = values_of(metric.of_row, answers)
+        return (_sums_and_counts(values), [one.row for one in answers], mean_of) if any(values) else None
+    else:
+        assert metric.of_corpus is not None, "a metric has one of the functions"
+        found, rows = _corpus(metric.of_corpus, answers)
+    if found is None or found.parts_NS is None or found.score_of is None:
+        return None
+    return found.parts_NS, rows, found.score_of
 
 
 def pass_at(k: int, samples: int, right: int) -> float:

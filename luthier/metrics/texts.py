@@ -107,6 +107,11 @@ def _kind(letter: str) -> _Letter:
     return _Letter.UNSPACED if unicodedata.name(letter, "").startswith(_UNSPACED) else _Letter.SPACED
 
 
+def is_unspaced(letter: str) -> bool:
+    """Whether a letter is of a script that puts no blanks between words."""
+    return _kind(letter) is _Letter.UNSPACED
+
+
 class _Splitter:
     """`words` as rouge-score asks for them."""
 

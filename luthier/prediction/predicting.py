@@ -160,11 +160,11 @@ def predict(
         told_lines = [{name: value for name, value in line.items() if name != "question"} for line in lines]
         write_text(written, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in told_lines))
     (folder / ANSWERS_FILE).unlink(missing_ok=True)
-    lines = _lines(written)
+    lines = read_lines(written)
     losses: list[RowLoss] = []
     if engine is None and any(metric.of_losses is not None for metric in chosen.values()):
         losses = _losses(opened, loaded, rows, folder, lines)
-    found = _metrics(lines, rows, measured(chosen, _compared(lines), losses), absent)
+    found = _metrics(lines, rows, measured(chosen, compared_lines(lines), losses), absent)
     write_text(folder / METRICS_FILE, to_json(found) + "\n")
     return Predicted(folder=folder, metrics=found)
 
@@ -369,11 +369,12 @@ def _losses(
     return found
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of predictions.jsonl."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def _compared(lines: Sequence[Mapping[str, Any]]) -> list[Answered]:
+def compared_lines(lines: Sequence[Mapping[str, Any]]) -> list[Answered]:
     """The answers to each question that has one to compare with."""
     questions: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:

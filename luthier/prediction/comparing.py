@@ -1,0 +1,276 @@
+"""Two predictions of the same questions, answer by answer: how much better one is, and whether that may be chance."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from luthier.check.show.html import render
+from luthier.errors import UserError
+from luthier.metrics.bootstrap import paired, sums_by_row
+from luthier.metrics.table import Answered, Metric, RowLoss, chosen_metrics, parts_of, values_of
+from luthier.metrics.texts import is_unspaced
+from luthier.prediction.likelihood import kept_losses
+from luthier.prediction.predicting import METRICS_FILE, PREDICTIONS_FILE, compared_lines, read_lines
+from luthier.writing import printable
+
+MOST_NAMED = 3  # of the questions that differ
+MOST_SHOWN = 2000  # pairs on a page, which a browser still opens at once
+_RANK = {"worse": 0, "better": 1, "equal": 2, "": 2}
+MOST_WORDS = 2000  # of two answers whose differing words are marked
+_WORD = re.compile(r"\s+|\w+|[^\w\s]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricComparison:
+    """A metric of both. ``difference`` is B's score minus A's, ``interval`` its 95 % interval, and ``p`` the chance of
+    one at least as large if both were alike. ``better``, ``worse`` and ``equal`` count questions by B's answers beside
+    A's; they are None for a score of all answers together."""
+
+    name: str
+    a: float
+    b: float
+    difference: float
+    interval: tuple[float, float] | None
+    p: float
+    better: int | None = None
+    worse: int | None = None
+    equal: int | None = None
+    lower_is_better: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerPair:
+    """Both answers to a question. ``verdicts``: by metric, whether B's is ``better``, ``worse`` or ``equal``."""
+
+    row: str
+    turn: int
+    sample: int
+    prompt: str
+    expected: str | None
+    a: str
+    b: str
+    verdicts: Mapping[str, str]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both answered alike."""
+        return self.a == self.b
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two predictions beside each other. ``left_out``: questions that one of them has not answered."""
+
+    a: str
+    b: str
+    metrics: tuple[MetricComparison, ...]
+    pairs: tuple[AnswerPair, ...]
+    left_out: int
+
+    @cached_property
+    def num_different(self) -> int:
+        """Pairs of answers that are not the same."""
+        return sum(not pair.is_same for pair in self.pairs)
+
+
+Place = tuple[str, int, int]  # row, turn, sample
+Line = Mapping[str, Any]
+
+
+def compare(
+    a: str | Path, b: str | Path, *, metrics: Sequence[str] | None = None, any_prompt: bool = False
+) -> Comparison:
+    """Compare two folders of `predict`, paired by row, turn and sample; what ``luthier compare`` does.
+
+    ``metrics`` as in `PredictOptions`. ``any_prompt`` lets prompts differ, as those of two templates do.
+
+    Raises `UserError` where a folder holds no finished prediction, or where the two are of different questions.
+    """
+    folders = Path(a).expanduser(), Path(b).expanduser()
+    chosen, _ = chosen_metrics(metrics)
+    lines_a, lines_b = (_by_place(read_lines(_finished(folder))) for folder in folders)
+    _check_questions(lines_a, lines_b, any_prompt=any_prompt)
+    refused = {place[:2] for lines in (lines_a, lines_b) for place, line in lines.items() if "refused" in line}
+    both = [place for place in lines_a if place[:2] not in refused]
+    answers_a, answers_b = (compared_lines([lines[place] for place in both]) for lines in (lines_a, lines_b))
+    losses_a, losses_b = _same_rows(*(kept_losses(folder) or [] for folder in folders))
+    verdicts: dict[str, list[str]] = {}
+    found: list[MetricComparison] = []
+    for name, metric in chosen.items():
+        told = _compared(name, metric, (answers_a, answers_b), (losses_a, losses_b))
+        if told is None:
+            continue
+        if metric.of_row is not None:
+            verdicts[name] = _verdicts(metric, answers_a, answers_b)
+            better, worse, equal = (verdicts[name].count(what) for what in ("better", "worse", "equal"))
+            told = replace(told, better=better, worse=worse, equal=equal)
+        found.append(told)
+    questions = dict.fromkeys((row, turn) for row, turn, _ in both if lines_a[row, turn, _]["expected"] is not None)
+    of_question = {place: {name: each[n] for name, each in verdicts.items()} for n, place in enumerate(questions)}
+    return Comparison(
+        a=str(a),
+        b=str(b),
+        metrics=tuple(found),
+        pairs=tuple(_pair(place, lines_a[place], lines_b[place], of_question.get(place[:2], {})) for place in both),
+        left_out=len(refused),
+    )
+
+
+def _finished(folder: Path) -> Path:
+    if not (folder / PREDICTIONS_FILE).is_file() or not (folder / METRICS_FILE).is_file():
+        hint = "name a folder that luthier predict has finished, as RUN/predictions/eval"
+        raise UserError(f"{folder} holds no finished prediction: there is no {PREDICTIONS_FILE} in it", hint=hint)
+    return folder / PREDICTIONS_FILE
+
+
+def _by_place(lines: Iterable[Line]) -> dict[Place, Line]:
+    return {(line["row"], line["turn"], line.get("sample", 0)): line for line in lines}
+
+
+def _check_questions(a: Mapping[Place, Line], b: Mapping[Place, Line], *, any_prompt: bool) -> None:
+    """Raise `UserError` unless both are of the same questions; a question that one has refused is the other's, too."""
+    asked_a, asked_b = ({place[:2] for place in lines} for lines in (a, b))
+    if alone := sorted(asked_a ^ asked_b):
+        what = f"{len(alone)} of {len(asked_a | asked_b)} questions are in one prediction only: {_named(alone)}"
+        raise UserError(what, hint="predict both on the same rows (--data FILE, --turns)")
+    samples_a, samples_b = (max(place[2] for place in lines) + 1 for lines in (a, b))
+    if samples_a != samples_b:
+        what = f"A has {samples_a} samples of a question and B has {samples_b}"
+        raise UserError(what, hint="predict both alike (--samples)")
+    for what in ("expected",) if any_prompt else ("expected", "prompt"):
+        shared = [place for place in a.keys() & b.keys() if "refused" not in a[place] and "refused" not in b[place]]
+        if other := sorted({place[:2] for place in shared if a[place][what] != b[place][what]}):
+            hint = "predict both on the same rows"
+            if what == "prompt":
+                hint += "; where the rows are the same and the templates differ, --any-prompt compares the answers"
+            told = f"the {what} of {len(other)} of {len(asked_a)} questions is another in B than in A: {_named(other)}"
+            raise UserError(told, hint=hint)
+
+
+def _named(places: Sequence[tuple[str, int]]) -> str:
+    told = ", ".join(f"{row} turn {turn}" for row, turn in places[:MOST_NAMED])
+    return told + (" …" if len(places) > MOST_NAMED else "")
+
+
+def _same_rows(a: list[RowLoss], b: list[RowLoss]) -> tuple[list[RowLoss], list[RowLoss]]:
+    """Losses of both, or none where they are not of the same rows in the same order."""
+    return (a, b) if [each.row for each in a] == [each.row for each in b] else ([], [])
+
+
+def _compared(
+    name: str,
+    metric: Metric,
+    answers: tuple[list[Answered], list[Answered]],
+    losses: tuple[list[RowLoss], list[RowLoss]],
+) -> MetricComparison | None:
+    of_a, of_b = (parts_of(metric, *each) for each in zip(answers, losses, strict=True))
+    if of_a is None or of_b is None:
+        return None
+    score_of = of_a[2]
+    sums_a, sums_b = sums_by_row(*of_a[:2]), sums_by_row(*of_b[:2])
+    ends, p = paired(sums_a, sums_b, score_of)
+    score_a, score_b = score_of(sums_a.sum(axis=0)), score_of(sums_b.sum(axis=0))
+    return MetricComparison(
+        name=name,
+        a=score_a,
+        b=score_b,
+        difference=score_b - score_a,
+        interval=ends,
+        p=p,
+        lower_is_better=metric.of_losses is not None,
+    )
+
+
+def _verdicts(metric: Metric, a: Sequence[Answered], b: Sequence[Answered]) -> list[str]:
+    """Of each question; a row without a say is neither."""
+    assert metric.of_row is not None
+    pairs = zip(values_of(metric.of_row, a), values_of(metric.of_row, b), strict=True)
+    return [_verdict(fmean(one), fmean(other)) if one and other else "" for one, other in pairs]
+
+
+def _verdict(a: float, b: float) -> str:
+    return "equal" if a == b else "better" if b > a else "worse"
+
+
+def _pair(place: Place, a: Line, b: Line, verdicts: Mapping[str, str]) -> AnswerPair:
+    return AnswerPair(
+        row=place[0],
+        turn=place[1],
+        sample=place[2],
+        prompt=a["prompt"],
+        expected=a["expected"],
+        a=a["generated"],
+        b=b["generated"],
+        verdicts=verdicts,
+    )
+
+
+def differing_words(a: str, b: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
+    """Both texts in pieces, and whether each piece is not in the other text.
+
+    ``("a big cat", "a small cat") -> [("a ", False), ("big", True), (" cat", False)], …``
+    """
+    of_a, of_b = _words(a), _words(b)
+    if len(of_a) + len(of_b) > MOST_WORDS:
+        return [(a, a != b)], [(b, a != b)]
+    pieces_a, pieces_b = list[tuple[str, bool]](), list[tuple[str, bool]]()
+    for kind, start_a, end_a, start_b, end_b in SequenceMatcher(None, of_a, of_b, autojunk=False).get_opcodes():
+        if start_a < end_a:
+            pieces_a.append(("".join(of_a[start_a:end_a]), kind != "equal"))
+        if start_b < end_b:
+            pieces_b.append(("".join(of_b[start_b:end_b]), kind != "equal"))
+    return pieces_a, pieces_b
+
+
+def _words(text: str) -> list[str]:
+    """Words, blanks and single marks, which together are the text; letters alone where a script has no blanks."""
+    return [each for word in _WORD.findall(text) for each in (word if any(map(is_unspaced, word)) else [word])]
+
+
+def comparison_page(found: Comparison) -> str:
+    """One page that needs nothing else: the table, and both answers side by side, differing words marked."""
+    judged = [one for one in found.metrics if one.better is not None]
+    names = [one.name for one in judged]
+    # those of which the first metrics say most come first, and of those that are left out the fewest differ
+    order = sorted(found.pairs, key=_shown_first)
+    return render(
+        "compare.html.jinja",
+        found=found,
+        judged=judged,
+        shown=[
+            (pair, *differing_words(printable(pair.a), printable(pair.b)), _looks(pair, names))
+            for pair in order[:MOST_SHOWN]
+        ],
+    )
+
+
+def _shown_first(pair: AnswerPair) -> tuple[bool, int]:
+    """Where a page cannot show all pairs, those that differ come first, and of these those that B has got worse."""
+    return pair.is_same, min((_RANK[verdict] for verdict in pair.verdicts.values()), default=_RANK["equal"])
+
+
+def _looks(pair: AnswerPair, names: Sequence[str]) -> str:
+    """Classes that the page's filters go by: ``different m0-better m1-equal``."""
+    told = [f"m{names.index(name)}-{verdict}" for name, verdict in pair.verdicts.items() if verdict]
+    return " ".join(["same" if pair.is_same else "different", *told])
+
+
+def comparison_facts(found: Comparison) -> dict[str, object]:
+    """The table and the counts in JSON types, without the answers."""
+    return {
+        "a": found.a,
+        "b": found.b,
+        "answers": len(found.pairs),
+        "different": found.num_different,
+        "left_out": found.left_out,
+        "metrics": {one.name: msgspec.to_builtins(one) for one in found.metrics},
+    }
