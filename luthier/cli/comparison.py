@@ -116,8 +116,7 @@ def compare(
     """
     with reporting(json) as output:
         from luthier.metrics.table import names_in
-        from luthier.prediction.comparing import compare as compare_predictions
-        from luthier.prediction.comparing import comparison_facts, comparison_page
+        from luthier.prediction.comparing import compare_predictions, comparison_facts, comparison_page
 
         names = None if not metrics else [name for text in metrics for name in names_in(text)]
         found = compare_predictions(a, b, metrics=names, any_prompt=any_prompt)

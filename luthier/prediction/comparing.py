@@ -86,7 +86,7 @@ Place = tuple[str, int, int]  # row, turn, sample
 Line = Mapping[str, Any]
 
 
-def compare(
+def compare_predictions(
     a: str | Path, b: str | Path, *, metrics: Sequence[str] | None = None, any_prompt: bool = False
 ) -> Comparison:
     """Compare two folders of `predict`, paired by row, turn and sample; what ``luthier compare`` does.

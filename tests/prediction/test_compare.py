@@ -15,7 +15,8 @@ from luthier.cli.main import run as run_command
 from luthier.errors import UserError
 from luthier.metrics import bootstrap
 from luthier.metrics.bootstrap import mean_of, paired
-from luthier.prediction.comparing import compare, comparison_page, differing_words
+from luthier.prediction.comparing import compare_predictions as compare
+from luthier.prediction.comparing import comparison_page, differing_words
 from tests.conftest import refused
 
 Answer = tuple[str, str, str]  # prompt, expected, generated
