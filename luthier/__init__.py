@@ -149,8 +149,8 @@ if TYPE_CHECKING:
     from luthier.packing import plan_packs as plan_packs
     from luthier.plugins import load_plugins as load_plugins
     from luthier.prediction.comparing import AnswerPair as AnswerPair
-    from luthier.prediction.comparing import Comparison as Comparison
     from luthier.prediction.comparing import MetricComparison as MetricComparison
+    from luthier.prediction.comparing import PredictionComparison as PredictionComparison
     from luthier.prediction.comparing import compare_predictions as compare_predictions
     from luthier.prediction.predicting import Predicted as Predicted
     from luthier.prediction.predicting import PredictOptions as PredictOptions

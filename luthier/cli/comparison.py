@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from luthier.check.diff.runs import EncodedSide, RunDiff
     from luthier.config.draft import Draft
     from luthier.config.schema import RunConfig, SourceConfig
-    from luthier.prediction.comparing import Comparison
+    from luthier.prediction.comparing import PredictionComparison
     from luthier.sources import Source
 
 ConfigA = Annotated[
@@ -130,7 +130,7 @@ def compare(
         output.emit(comparison_facts(found))
 
 
-def _metric_table(found: Comparison) -> Table:
+def _metric_table(found: PredictionComparison) -> Table:
     table = Table("metric", "A", "B", "difference", "95 % interval", "p", "better", "worse", "equal", box=None)
     for one in found.metrics:
         ends = "" if one.interval is None else f"{one.interval[0]:+.4g} to {one.interval[1]:+.4g}"

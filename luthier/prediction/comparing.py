@@ -67,7 +67,7 @@ class AnswerPair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class PredictionComparison:
     """Two predictions beside each other. ``left_out``: questions that one of them has not answered."""
 
     a: str
@@ -82,13 +82,13 @@ class Comparison:
         return sum(not pair.is_same for pair in self.pairs)
 
 
-Place = tuple[str, int, int]  # row, turn, sample
-Line = Mapping[str, Any]
+AnswerPlace = tuple[str, int, int]  # row, turn, sample
+AnswerLine = Mapping[str, Any]
 
 
 def compare_predictions(
     a: str | Path, b: str | Path, *, metrics: Sequence[str] | None = None, any_prompt: bool = False
-) -> Comparison:
+) -> PredictionComparison:
     """Compare two folders of `predict`, paired by row, turn and sample; what ``luthier compare`` does.
 
     ``metrics`` as in `PredictOptions`. ``any_prompt`` lets prompts differ, as those of two templates do.
@@ -116,7 +116,7 @@ def compare_predictions(
         found.append(told)
     questions = dict.fromkeys((row, turn) for row, turn, _ in both if lines_a[row, turn, _]["expected"] is not None)
     of_question = {place: {name: each[n] for name, each in verdicts.items()} for n, place in enumerate(questions)}
-    return Comparison(
+    return PredictionComparison(
         a=str(a),
         b=str(b),
         metrics=tuple(found),
@@ -132,11 +132,13 @@ def _finished(folder: Path) -> Path:
     return folder / PREDICTIONS_FILE
 
 
-def _by_place(lines: Iterable[Line]) -> dict[Place, Line]:
+def _by_place(lines: Iterable[AnswerLine]) -> dict[AnswerPlace, AnswerLine]:
     return {(line["row"], line["turn"], line.get("sample", 0)): line for line in lines}
 
 
-def _check_questions(a: Mapping[Place, Line], b: Mapping[Place, Line], *, any_prompt: bool) -> None:
+def _check_questions(
+    a: Mapping[AnswerPlace, AnswerLine], b: Mapping[AnswerPlace, AnswerLine], *, any_prompt: bool
+) -> None:
     """Raise `UserError` unless both are of the same questions; a question that one has refused is the other's, too."""
     asked_a, asked_b = ({place[:2] for place in lines} for lines in (a, b))
     if alone := sorted(asked_a ^ asked_b):
@@ -201,7 +203,7 @@ def _verdict(a: float, b: float) -> str:
     return "equal" if a == b else "better" if b > a else "worse"
 
 
-def _pair(place: Place, a: Line, b: Line, verdicts: Mapping[str, str]) -> AnswerPair:
+def _pair(place: AnswerPlace, a: AnswerLine, b: AnswerLine, verdicts: Mapping[str, str]) -> AnswerPair:
     return AnswerPair(
         row=place[0],
         turn=place[1],
@@ -236,7 +238,7 @@ def _words(text: str) -> list[str]:
     return [each for word in _WORD.findall(text) for each in (word if any(map(is_unspaced, word)) else [word])]
 
 
-def comparison_page(found: Comparison) -> str:
+def comparison_page(found: PredictionComparison) -> str:
     """One page that needs nothing else: the table, and both answers side by side, differing words marked."""
     judged = [one for one in found.metrics if one.better is not None]
     names = [one.name for one in judged]
@@ -264,7 +266,7 @@ def _looks(pair: AnswerPair, names: Sequence[str]) -> str:
     return " ".join(["same" if pair.is_same else "different", *told])
 
 
-def comparison_facts(found: Comparison) -> dict[str, object]:
+def comparison_facts(found: PredictionComparison) -> dict[str, object]:
     """The table and the counts in JSON types, without the answers."""
     return {
         "a": found.a,
