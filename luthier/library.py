@@ -340,6 +340,9 @@ def _described(
         if not draft.config.train.enabled:
             what = "this description is of a model that answers: it trains nothing"
             hint = "luthier predict has it answer rows; to train, name data to train on"
+            if draft.config.export.dir is not None:
+                what = "this description merges and exports a model: it trains nothing"
+                hint = "luthier export writes it"
             raise ConfigError([draft.problem("train.enabled", what, hint)])
         if to in ("load", "plan"):
             from luthier.loader.data_faults import data_faults

@@ -7,6 +7,7 @@ contexts of ids with the log-probabilities that the trained model gave there.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.check.verify.server import TokenServer
 from luthier.errors import UserError
 
 PARITY_FILE = "parity.json"
@@ -126,6 +128,27 @@ def file_faults(parity: Parity, folder: Path) -> list[tuple[str, str]]:
             faults.append((name, "it has other content than was written"))
     strange = sorted(path.name for path in folder.glob("*.safetensors*") if path.name not in parity.files)
     return faults + [(name, "it was not written with the others") for name in strange]
+
+
+def served_otherwise(parity: Parity, server: TokenServer) -> list[tuple[str, str]]:
+    """Golden prompts of which a server makes other ids: row, the first difference. Raises as `TokenServer.ids_of`, and
+    `UserError` where there are none."""
+    if not parity.prompts:
+        raise UserError("parity.json has no golden prompts", hint="export without --no-proof, on rows of text (--data)")
+    faults = []
+    for golden in parity.prompts:
+        found = server.ids_of(golden.messages, golden.tools, parity.template_kwargs).tolist()
+        if found != golden.ids:
+            faults.append((golden.row, first_difference(found, golden.ids)))
+    return faults
+
+
+def first_difference(found: Sequence[int] | NDArray[Any], wanted: Sequence[int] | NDArray[Any]) -> str:
+    """Where ids begin to differ from those that were trained with, in words."""
+    pairs = enumerate(zip(found, wanted, strict=False))
+    at = next((at for at, (a, b) in pairs if a != b), min(len(found), len(wanted)))
+    here, there = (str(int(ids[at])) if at < len(ids) else "its end" for ids in (found, wanted))
+    return f"{len(found)} ids, trained with {len(wanted)}; the first difference is at {at}: {here}, not {there}"
 
 
 def digest_of(path: Path) -> str:

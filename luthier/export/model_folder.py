@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from luthier import __version__
 from luthier.check.golden import PARITY_FILE, PARITY_VERSION, Parity, read_parity, write_parity
-from luthier.config.choices import QuantizationType
+from luthier.config.choices import AdapterType, QuantizationType
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import UserError
 from luthier.export.proof import ExportProof, bound_of, prove, template_digest, weight_digests
@@ -152,8 +152,12 @@ def _target(options: ExportOptions, run: TrainedRun) -> Path:
 
 
 def _with_adapter(run: TrainedRun) -> tuple[TrainedRun, list[str]]:
-    """Of adapters that are merged in one after the other the last is proven like one that was trained."""
+    """Of adapters that are merged in one after the other the last is proven like one that was trained; and a model that
+    nobody trained here keeps the type of its files."""
     section = run.config.adapter
+    if not run.config.train.enabled:
+        section = section.model_copy(update={"type": AdapterType.LORA})  # a whole one would be read in float32
+        run = replace(run, config=run.config.model_copy(update={"adapter": section}))
     notes = []
     if run.config.model.quantization.type is not QuantizationType.NONE and run.adapter is not None:
         notes.append(f"the base of {run.config.model.quantization.type} is made whole before the adapter is merged")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from luthier.check.golden import GoldenContext, Parity, file_faults
+from luthier.check.golden import GoldenContext, Parity, file_faults, first_difference
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine, base_of
@@ -248,7 +248,7 @@ def _tokens(folder: Path, parity: Parity, run: TrainedRun, measured: TakenDown |
             if isinstance(sample, RowError):
                 faults.append((str(each.row.address), f"it is refused: {sample.reason}"))
             elif not np.array_equal(sample.input_ids, each.sample.input_ids):
-                faults.append((str(each.row.address), _first_difference(sample.input_ids, each.sample.input_ids)))
+                faults.append((str(each.row.address), first_difference(sample.input_ids, each.sample.input_ids)))
     return _result(ExportCheck.TOKENS, told, faults)
 
 
@@ -265,15 +265,7 @@ def _prompt_faults(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
             yield golden.row, f"the template refuses it: {_first_line(error)}"
             continue
         if found != golden.ids:
-            yield golden.row, _first_difference(found, golden.ids)
-
-
-def _first_difference(found: Sequence[int] | NDArray[Any], wanted: Sequence[int] | NDArray[Any]) -> str:
-    at = next(
-        (at for at, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted))
-    )
-    here, there = (str(int(ids[at])) if at < len(ids) else "its end" for ids in (found, wanted))
-    return f"{len(found)} ids, trained with {len(wanted)}; the first difference is at {at}: {here}, not {there}"
+            yield golden.row, first_difference(found, golden.ids)
 
 
 # --------------------------------------------------------------------------------------------------------------------

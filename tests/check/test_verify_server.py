@@ -6,16 +6,21 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from verify_cases import FORGERY, PLAIN, THINKING, TOOLS, chat, encoder, message
 
+from luthier.check.golden import PARITY_FILE, GoldenPrompt, Parity, write_parity
 from luthier.check.verify.findings import Check
+from luthier.check.verify.plain_template import plain_message
 from luthier.check.verify.row import RowVerifier
 from luthier.check.verify.run import VerifyOptions
 from luthier.check.verify.server import Dialect, TokenServer, token_from, wire_messages
+from luthier.cli.main import run as run_command
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import UserError
@@ -265,3 +270,36 @@ def test_a_token_is_sent_and_travels_only_where_nobody_reads_it(monkeypatch: pyt
     assert "secret-word" not in repr(VerifyOptions(against="https://far.example", token=token))
     with pytest.raises(UserError):
         token_from("NO_SUCH_VARIABLE_IS_SET")
+
+
+def golden_file(folder: Path, under_test: Encoder, row: Conversation) -> Path:
+    """The golden prompt of a row's first answer, as an export leaves it."""
+    history = row.messages[:1]
+    sample = under_test.encode(replace(row, messages=history, add_generation_prompt=True))
+    prompt = GoldenPrompt(
+        row="rows.jsonl:1",
+        messages=[plain_message(each) for each in history],
+        tools=[dict(tool) for tool in row.tools],
+        ids=sample.input_ids.tolist(),
+    )
+    given: dict[str, Any] = {"template_kwargs": {"enable_thinking": False}, "template_now": "", "template_sha256": ""}
+    told: dict[str, Any] = {"version": 1, "luthier": "", "source": "", "dtype": "float32", "bound": "exact"}
+    parity = Parity(**told, **given, stops=[], special_ids={}, prompts=[prompt], contexts=[])
+    write_parity(parity, folder)
+    return folder / PARITY_FILE
+
+
+@pytest.mark.parametrize(("answer", "code"), [(like_vllm, 0), (like_llama_cpp, 0), (with_another_template, 3)])
+def test_a_server_is_asked_for_golden_prompts_without_any_run(answer: Answer, code: int, tmp_path: Path) -> None:
+    under_test = encoder(kwargs={"enable_thinking": False})
+    golden, told = golden_file(tmp_path, under_test, TOOLS), tmp_path / "told.json"
+    with serving(answer, under_test) as url:
+        assert run_command(["verify", "--against", url, "--golden", str(golden), "--json", str(told)]) == code
+    said = json.loads(told.read_text(encoding="utf-8"))
+    assert (said["ok"], said["prompts"], len(said["failures"])) == (code == 0, 1, code // 3)
+
+
+def test_golden_prompts_need_a_server_and_a_run_that_is_named_none(tmp_path: Path) -> None:
+    golden = str(golden_file(tmp_path, encoder(kwargs={"enable_thinking": False}), PLAIN))
+    for words in (["--golden", golden], [], ["run.yaml", "--golden", golden, "--against", "http://localhost:1"]):
+        assert run_command(["verify", *words]) == 2

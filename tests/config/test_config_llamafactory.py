@@ -24,8 +24,7 @@ KEYS: list[str] = json.loads(Path(__file__).with_name("other_tools.json").read_t
 # Files that are refused, and the keys that say why; all others of LLaMA-Factory's examples are translated.
 REFUSED = {
     "extras/mod/llama3_full_sft.yaml": ["mixture_of_depths"],
-    **{f"merge_lora/{name}.yaml": ["export_dir"]
-       for name in ("mossvl_lora_sft", "qwen3_full_sft", "qwen3_gptq", "qwen3_lora_sft", "qwen3vl_lora_sft")},
+    "merge_lora/qwen3_gptq.yaml": ["export_quantization_bit"],
 }  # fmt: skip
 
 
@@ -167,7 +166,8 @@ def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) ->
     ("use_kt: true\nkt_use_lora_experts: true\n", "kt_use_lora_experts"),
     ("use_llama_pro: true\n", "use_llama_pro"),  # with LoRA, which is the default
     ("top_p: 2\n", "top_p"),
-    ("export_dir: merged\n", "export_dir"),
+    ("export_dir: merged\nexport_quantization_bit: 4\n", "export_quantization_bit"),
+    ("export_dir: merged\nexport_legacy_format: true\n", "export_legacy_format"),
 ], ids=str)  # fmt: skip
 def test_what_is_wrong_or_missing_is_told_by_their_key(text: str, key: str) -> None:
     theirs = "".join(line for line in SFT.splitlines(keepends=True) if line.split(":")[0] not in text) + text
@@ -184,6 +184,23 @@ def test_a_file_that_only_answers_describes_its_model_and_how_it_answers() -> No
     rows = f"{ANSWERS}do_predict: true\neval_dataset: some\nmax_samples: 3\n"
     run = load_config_text(rows, "theirs.yaml", check_paths=False)
     assert (run.data.eval_use, run.data.use, run.data.first_rows) == (["some"], [], 3)
+
+
+EXPORTS = "model_name_or_path: preset:tiny-qwen3\nadapter_name_or_path: a,b\nexport_dir: merged\nexport_size: 2\n"
+
+
+def test_a_file_that_merges_describes_what_luthier_export_writes_and_is_never_trained(tmp_path: Path) -> None:
+    from luthier.library import train
+
+    theirs = EXPORTS + "export_device: cpu\nexport_legacy_format: false\ninfer_dtype: bfloat16\n"
+    run = load_config_text(theirs, "theirs.yaml", check_paths=False)
+    assert not run.train.enabled and run.adapter.merge_first == ["a", "b"]
+    assert (run.export.dir, run.export.max_shard_gb, run.export.dtype) == (Path("merged"), 2.0, "bfloat16")
+    assert run.runtime.device == "cpu"
+    (tmp_path / "theirs.yaml").write_text(theirs.replace("adapter_name_or_path: a,b\n", ""), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path / "theirs.yaml")
+    assert [problem.key for problem in caught.value.problems] == ["export_dir"]
 
 
 def test_a_file_that_only_answers_is_never_trained_instead(tmp_path: Path) -> None:

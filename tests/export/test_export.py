@@ -300,3 +300,19 @@ def test_all_weights_of_a_run_are_proven_without_an_adapter(tmp_path: Path) -> N
     )
     assert done.ok and done.proof is not None
     assert C.WEIGHTS in {result.check for result in done.proof.results}
+
+
+def test_a_merge_file_of_llama_factory_is_exported_as_it_is(world: World, tmp_path: Path) -> None:
+    lines = [f"model_name_or_path: {world.base}", f"adapter_name_or_path: {world.run / 'model'}", "template: qwen3"]
+    lines += [
+        f"export_dir: {tmp_path / 'theirs'}",
+        "export_size: 5",
+        "export_device: cpu",
+        "export_legacy_format: false",
+    ]
+    (tmp_path / "theirs.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert run_command(["export", str(tmp_path / "theirs.yaml"), "--json", str(tmp_path / "told.json")]) == 0
+    told = json.loads((tmp_path / "told.json").read_text(encoding="utf-8"))
+    assert told["proof"]["checks"]["merged"]["ok"] and "preset:skills" in " ".join(told["notes"])
+    theirs, ours = load_file(tmp_path / "theirs" / WEIGHTS), load_file(world.folder / WEIGHTS)
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)

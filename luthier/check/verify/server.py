@@ -20,6 +20,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -65,13 +66,18 @@ class TokenServer:
         self._model: str | None = None
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools, kwargs: Mapping[str, object]) -> Ids:
-        """Ids of the prompt that the server makes of a history, generation prompt included.
+        """Ids of the prompt that the server makes of a history, generation prompt included. Raises as `ids_of`."""
+        return self.ids_of([plain_message(message) for message in messages], tools, kwargs)
+
+    def ids_of(self, messages: Sequence[Mapping[str, Any]], tools: Tools, kwargs: Mapping[str, object]) -> Ids:
+        """`prompt_ids` of messages as chat templates take them.
 
         Raises `UserError` if the server cannot be reached, refuses, or answers with something else than ids.
         """
         if self.dialect is None:
             self.dialect, self._model = self._find_dialect(), self._first_model()
-        body: dict[str, object] = {"messages": wire_messages(messages), "chat_template_kwargs": dict(kwargs)}
+        sent = [_on_wire(message) for message in messages]
+        body: dict[str, object] = {"messages": sent, "chat_template_kwargs": dict(kwargs)}
         if tools:
             body["tools"] = [dict(tool) for tool in tools]
         if self._model is not None:
@@ -181,12 +187,14 @@ class _ServerRefused(UserError):
         self.status = status
 
 
-def wire_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
+def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as the OpenAI interface has them: a tool call's arguments are a text, and each call has an id."""
-    sent = [plain_message(message) for message in messages]
-    for message in sent:
-        for number, call in enumerate(message.get("tool_calls", [])):
-            call.setdefault("id", f"call_{number}")
-            function = call["function"]
-            call["function"] = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-    return sent
+    return [_on_wire(plain_message(message)) for message in messages]
+
+
+def _on_wire(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = []
+    for number, call in enumerate(message.get("tool_calls", ())):
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({"id": f"call_{number}"} | call | {"function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else dict(message)

@@ -26,13 +26,8 @@ def _is_its(tree: MappingNode) -> bool:
 
 def _purpose(reading: Translator) -> None:
     """What the file is for: nothing is ever trained instead of what a file asks for."""
-    if reading.take("export_dir") is not None:
-        what, hint = (
-            "this file merges and exports a model, it trains nothing",
-            "adapter.merge: true in a run of training",
-        )
-        reading.refuse("export_dir", what, f"{hint} also writes the merged model")
-        reading.is_no_run = True
+    if reading.entries.get("export_dir") is not None:
+        _exports(reading)
         return
     asks = reading.entries.get("infer_backend") is not None and not reading.entries.get("dataset")
     reading.take("infer_backend")
@@ -44,6 +39,27 @@ def _purpose(reading: Translator) -> None:
         reading.told.append("tokenized_path: LLaMA-Factory stops once rows are encoded; luthier prepare does so")
     if (path := reading.take("tokenized_path")) is not None:
         reading.set("data.store", str(path), "tokenized_path")
+
+
+def _exports(reading: Translator) -> None:
+    """A file that merges a model and writes it: the section ``export``."""
+    reading.set("export.dir", str(reading.take("export_dir")), "export_dir")
+    if reading.take("export_quantization_bit") is not None:
+        reading.refuse("export_quantization_bit", "a model of few bits is not exported", "remove the line: the weights "
+                       "are then written in 16 or 32 bits, which llm-compressor or llama.cpp quantize")  # fmt: skip
+    if reading.flag("export_legacy_format"):
+        reading.refuse("export_legacy_format", "weights are written as safetensors, never as a pickle",
+                       "write false")  # fmt: skip
+    reading.take("export_legacy_format")
+    for key, ours in (("export_size", "export.max_shard_gb"), ("export_device", "runtime.device"),
+                      ("infer_dtype", "export.dtype")):  # fmt: skip
+        if (value := reading.take(key)) is not None:
+            reading.set(ours, value, key)
+    if reading.take("export_hub_model_id") is not None:
+        reading.passed["export_hub_model_id"] = "nothing is uploaded; hf upload NAME DIR does it"
+    for key in [key for key in reading.entries if key.startswith("export_quantization_")]:
+        reading.take(key)
+    _answers(reading, "export_dir")
 
 
 def _answers(reading: Translator, of: str) -> None:
@@ -59,7 +75,8 @@ def _answers(reading: Translator, of: str) -> None:
         reading.take(key)
         reading.passed[key] = "the model is loaded and answers by Luthier's own engine"
     merged = "" if adapters is None else ", with all of its adapters merged"
-    reading.told.append(f"{of}: this file trains nothing; luthier predict has its model answer{merged}")
+    does = "luthier export writes its model" if of == "export_dir" else "luthier predict has its model answer"
+    reading.told.append(f"{of}: this file trains nothing; {does}{merged}")
 
 
 _ANSWERED = ("infer_dtype", "overwrite_output_dir", "per_device_eval_batch_size", "report_to",

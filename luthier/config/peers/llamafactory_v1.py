@@ -61,7 +61,8 @@ def _data(reading: Translator) -> None:
     adapter = reading.entries.get("peft_config")
     if isinstance(adapter, MappingNode) and "export_dir" in adapter.entries:
         reading.refuse("peft_config.export_dir", "this file merges and exports a model, it trains nothing",
-                       "a run with adapter.merge: true also writes the model merged")  # fmt: skip
+                       "luthier export takes a description with train: {enabled: false}, adapter: {merge_first: DIR} "
+                       "and export: {dir: DIR}")  # fmt: skip
         reading.is_no_run = True
         return
     reading.fill_in("defaults")
