@@ -20,6 +20,7 @@ from rich.text import Text
 
 from luthier import __version__
 from luthier.cli import (
+    chat,
     comparison,
     configuring,
     exporting,
@@ -74,6 +75,7 @@ def luthier(
 app.command("train", rich_help_panel="Run")(training.train)
 app.command("quickstart", rich_help_panel="Run")(configuring.quickstart)
 app.command("prepare", rich_help_panel="Run")(inspection.prepare)
+app.command("chat", rich_help_panel="Run")(chat.chat)
 app.command("predict", rich_help_panel="Run")(prediction.predict)
 app.command("compare", rich_help_panel="Run")(comparison.compare)
 app.command("serve", rich_help_panel="Run")(serving.serve)

@@ -1,0 +1,209 @@
+"""A conversation with a trained run, turn by turn: prompts as training makes them, answers as they come."""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.encoding.interface import as_prompt
+from luthier.encoding.replies import ReplyReader
+from luthier.engines.engine import Finish, NewTokens, Refusal, Request, before_stop
+from luthier.errors import ModelError, RowError, UserError
+from luthier.prediction.trained_run import TrainedRun
+from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
+from luthier.rendering.replies.form import ReplyDelta, joined
+from luthier.rendering.trained_turns import THINKING_SWITCHES
+from luthier.writing import write_all
+
+MOST_SILENT = 600.0  # seconds without a token before an answer is given up
+_LOOK_UP = 0.1  # seconds between two looks whether Ctrl-C was pressed
+MEDIA: Mapping[str, type[Image] | type[Audio] | type[Video]] = {"image": Image, "audio": Audio, "video": Video}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DialogueAnswer:
+    """One answer: ``prompt``, int32[T], what the model was shown; ``ids``, int32[N], what it emitted.
+
+    ``num_malformed`` counts calls that it began and that are none. ``finish`` is None if the answer was stopped.
+    """
+
+    message: Message
+    prompt: NDArray[np.int32]
+    ids: NDArray[np.int32]
+    finish: Finish | None
+    num_malformed: int = 0
+
+
+@dataclass(kw_only=True, eq=False)
+class Dialogue:
+    """The messages so far, and the model that answers them. Use it in a ``with`` block, which ends its thread.
+
+    Raises `TemplateError` where tools are given whose calls cannot be read back under the run's chat template.
+    """
+
+    run: TrainedRun
+    tools: Sequence[Mapping[str, Any]] = ()
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._reader(np.zeros(0, dtype=np.int32))
+        self._session = self.run.engine(batch_size=1).session()
+        self._keys = count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.close()
+
+    @property
+    def conversation(self) -> Conversation:
+        """The history with its system message."""
+        system = [] if self.system is None else [Message(role="system", parts=(Text(text=self.system),))]
+        return Conversation(messages=(*system, *self.messages), tools=tuple(self.tools))
+
+    def answer(self, on_delta: Callable[[ReplyDelta], None]) -> DialogueAnswer:
+        """The answer to the last message, which becomes one of the messages. Ctrl-C stops it where it is; nothing
+        becomes of an answer that was stopped before its first word.
+
+        Raises `RowError` for a history that training refuses, or a request that the engine does; `ModelError` where
+        nothing comes for `MOST_SILENT` seconds.
+        """
+        prompt = self.run.encoder.encode(as_prompt(self.conversation))
+        reader = self._reader(prompt.input_ids)
+        told: queue.SimpleQueue[NewTokens | Refusal] = queue.SimpleQueue()
+        settings, key = self.run.settings, next(self._keys)
+        self._session.submit(Request(prompt=prompt.input_ids, settings=settings, key=key, media=prompt.media), told.put)
+        ids: list[int] = []
+        deltas: list[ReplyDelta] = []
+        finish: Finish | None = None
+
+        def tell(delta: ReplyDelta) -> None:
+            if delta:
+                deltas.append(delta)
+                on_delta(delta)
+
+        try:
+            while finish is None:
+                new = _next(told)
+                if isinstance(new, Refusal):
+                    raise RowError(new.reason, new.detail)
+                ids += new.ids.tolist()
+                finish = new.finish
+                tell(reader.feed(new.ids))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self._session.cancel(key)
+        tell(reader.close())
+        whole = joined(deltas)
+        if finish is Finish.STRING:
+            whole = replace(whole, content=before_stop(whole.content, settings.stop_strings))
+        message = whole.message
+        calls = (replace(p, id=p.id or f"call{n:05d}") if isinstance(p, ToolCall) else p
+                 for n, p in enumerate(message.parts, len(self.messages) * 100))  # fmt: skip
+        message = replace(message, parts=tuple(calls))
+        if whole:
+            self.messages.append(message)
+        return DialogueAnswer(
+            message=message,
+            prompt=prompt.input_ids,
+            ids=np.array(ids, dtype=np.int32),
+            finish=finish,
+            num_malformed=whole.num_malformed,
+        )
+
+    def take_back(self) -> Message | None:
+        """Forget the last question with all that followed it, and give it."""
+        place = next((n for n in reversed(range(len(self.messages))) if self.messages[n].role == "user"), None)
+        if place is None:
+            return None
+        question = self.messages[place]
+        del self.messages[place:]
+        return question
+
+    def save(self, path: Path) -> None:
+        """Add the conversation to a JSONL file, as a training row. Raises ``OSError``."""
+        line = json.dumps(as_row(self.conversation), ensure_ascii=False) + "\n"
+        with path.open("ab") as file:
+            write_all(file.fileno(), line.encode("utf-8", "backslashreplace"))
+
+    def _reader(self, prompt: NDArray[np.int32]) -> ReplyReader:
+        return ReplyReader(self.run.encoder.tokenizer, tools=self.tools or None, prompt=prompt)
+
+
+def _next(told: queue.SimpleQueue[NewTokens | Refusal]) -> NewTokens | Refusal:
+    for _ in range(int(MOST_SILENT / _LOOK_UP)):
+        try:
+            return told.get(timeout=_LOOK_UP)
+        except queue.Empty:
+            continue
+    raise ModelError(f"the model has said nothing for {MOST_SILENT:.0f} s", hint="look whether the machine is busy")
+
+
+def with_thinking(run: TrainedRun, *, on: bool) -> TrainedRun:
+    """The run with its chat template's thinking switch set. Raises `UserError` where the template has none."""
+    template = run.encoder.tokenizer.template
+    known = [] if template is None else [name for name in THINKING_SWITCHES if name in template.variables]
+    if not known:
+        raise UserError(
+            "the chat template of this model has no switch for thinking",
+            hint="leave --thinking out; variables of other names are set by template.kwargs.NAME=VALUE",
+        )
+    kwargs = {**run.encoder.options.kwargs, **dict.fromkeys(known, on)}
+    return replace(run, encoder=replace(run.encoder, options=run.encoder.options.model_copy(update={"kwargs": kwargs})))
+
+
+def media_part(kind: str, path: str) -> Image | Audio | Video:
+    """A picture, sound or video by its path. Raises `UserError` if there is no such file."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"there is no file {path}", hint=f"/{kind} PATH takes the path of a file")
+    return MEDIA[kind](source=str(file.resolve()), root=str(file.resolve().parent))
+
+
+def as_row(conversation: Conversation) -> dict[str, object]:
+    """A conversation as a row of a data set in OpenAI's form."""
+    row: dict[str, object] = {"messages": [_as_dict(message) for message in conversation.messages]}
+    return row | ({"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {})
+
+
+def _as_dict(message: Message) -> dict[str, object]:
+    found: dict[str, object] = {"role": message.role, "content": _content(message.parts)}
+    if thought := "".join(part.text for part in message.parts if isinstance(part, Thinking)):
+        found["reasoning_content"] = thought
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
+        }
+        for call in message.parts
+        if isinstance(call, ToolCall)
+    ]
+    found |= {"tool_calls": calls} if calls else {}
+    named = {"name": message.name, "tool_call_id": message.tool_call_id}
+    return found | {key: value for key, value in named.items() if value is not None}
+
+
+def _content(parts: Sequence[Part]) -> object:
+    kinds = {of: name for name, of in MEDIA.items()}
+    shown: list[dict[str, object]] = []
+    for part in parts:
+        match part:
+            case Text():
+                shown.append({"type": "text", "text": part.text})
+            case Image() | Audio() | Video():
+                shown.append({"type": kinds[type(part)], kinds[type(part)]: part.source})
+    if all(one["type"] == "text" for one in shown):
+        return "".join(str(one["text"]) for one in shown)
+    return shown

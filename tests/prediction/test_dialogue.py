@@ -1,0 +1,198 @@
+"""A conversation in the terminal: what is typed becomes history as training has it; answers are shown as they come."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+import luthier
+from luthier.cli.main import run as run_command
+from luthier.engines.engine import Finish, NewTokens, OnTokens, Refusal, Request
+from luthier.errors import UserError
+from luthier.prediction import dialogue, trained_run
+from luthier.prediction.dialogue import Dialogue, with_thinking
+from luthier.prediction.trained_run import TrainedRun, open_run
+from luthier.records import Message, Text, Thinking, ToolCall
+from luthier.rendering.replies.learning import declared
+from tests.conftest import refused
+
+SEND = ToolCall(name="send", arguments={"to": "Ann"})
+
+
+class Scripted(TrainedRun):
+    """A run whose model says what it is told to, token by token."""
+
+    replies: ClassVar[list[Sequence[int]]] = []
+    asked: ClassVar[list[Request]] = []
+
+    def engine(self, batch_size: int) -> Scripted:  # type: ignore[override]
+        return self
+
+    def session(self) -> Scripted:
+        return self
+
+    def submit(self, request: Request, on_tokens: OnTokens) -> None:
+        self.asked.append(request)
+        if not self.replies:
+            on_tokens(Refusal(key=request.key, reason="engine_failed", detail="there is no memory left"))
+            return
+        reply = self.replies.pop(0)
+        for place, number in enumerate(reply, 1):
+            none = np.zeros((1, 0), dtype=np.int32)
+            on_tokens(
+                NewTokens(
+                    key=request.key,
+                    sample=0,
+                    ids=np.array([number], dtype=np.int32),
+                    logprobs=np.zeros(1, dtype=np.float32),
+                    top_ids=none,
+                    top_logprobs=none.astype(np.float32),
+                    finish=Finish.STOP if place == len(reply) else None,
+                )
+            )
+
+    def cancel(self, key: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def opened() -> TrainedRun:
+    return open_run(Path("preset:tiny-qwen3"))
+
+
+@pytest.fixture
+def scripted(opened: TrainedRun) -> Iterator[Scripted]:
+    Scripted.replies, Scripted.asked = [], []
+    yield Scripted(**{one.name: getattr(opened, one.name) for one in fields(opened)})
+
+
+Say = Callable[..., list[int]]
+
+
+@pytest.fixture
+def says(opened: TrainedRun) -> Say:
+    """The ids of an answer, as training has them."""
+
+    def ids(*parts: Text | Thinking | ToolCall) -> list[int]:
+        tools = [declared(part) for part in parts if isinstance(part, ToolCall)]
+        row = luthier.Conversation(
+            messages=(Message(role="user", parts=(Text(text="So?"),)), Message(role="assistant", parts=parts)),
+            tools=tuple(tools),
+        )
+        sample = opened.encoder.encode(row)
+        return [int(number) for number, learned in zip(sample.input_ids, sample.target, strict=True) if learned]
+
+    return ids
+
+
+Piped = Callable[..., dict[str, object]]
+
+
+@pytest.fixture
+def piped(scripted: Scripted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Piped:
+    """What ``luthier chat`` makes of some lines, as JSON."""
+
+    def run(*lines: str, options: Sequence[str] = ()) -> dict[str, object]:
+        monkeypatch.setattr(trained_run, "open_run", lambda path, overrides: scripted)
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        told = tmp_path / "told.json"
+        assert run_command(["chat", "preset:tiny-qwen3", "--json", str(told), *options]) == 0
+        found: dict[str, object] = json.loads(told.read_text(encoding="utf-8"))
+        return found
+
+    return run
+
+
+def test_lines_of_a_pipe_are_answered_one_by_one_behind_the_prompts_of_training(
+    piped: Piped, scripted: Scripted, says: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted.replies.extend([says(Text(text="North.")), says(Text(text="<think> South [b] 🙂"))])
+    told = piped("Which way?", "And back?", options=["--system", "Be short."])
+    out = capsys.readouterr().out
+    assert "North." in out and "<think> South [b] 🙂" in out
+    history = told["messages"]
+    assert isinstance(history, list)
+    assert [one["content"] for one in history] == [
+        "Be short.",
+        "Which way?",
+        "North.",
+        "And back?",
+        "<think> South [b] 🙂",
+    ]
+    prompt = luthier.encode_prompt(history[:4], scripted.encoder.tokenizer)
+    assert scripted.asked[1].prompt.tolist() == prompt.input_ids.tolist()
+    assert isinstance(told["answers"], list) and told["answers"][1]["prompt_ids"] == prompt.input_ids.tolist()
+
+
+def test_a_saved_conversation_is_a_training_row_with_thoughts_calls_and_results(
+    piped: Piped, scripted: Scripted, says: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools, saved = tmp_path / "tools.json", tmp_path / "saved.jsonl"
+    tools.write_text(json.dumps([declared(SEND)]), encoding="utf-8")
+    scripted.replies.extend([says(Thinking(text="Hm."), Text(text="I ask."), SEND), says(Text(text="Ann knows."))])
+    piped("Ask Ann.", '{"sent": true}', f"/save {saved}", options=["--tools", str(tools)])
+    assert 'send({"to": "Ann"})' in capsys.readouterr().out
+    (row,) = map(json.loads, saved.read_text(encoding="utf-8").splitlines())
+    roles = [message["role"] for message in row["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert row["messages"][1]["reasoning_content"] == "Hm." and row["messages"][2]["content"] == '{"sent": true}'
+    assert luthier.encode(row, scripted.encoder.tokenizer).target.any()
+
+
+def test_a_question_is_asked_again_or_replaced(piped: Piped, scripted: Scripted, says: Say) -> None:
+    scripted.replies.extend([says(Text(text=f"{number}.")) for number in range(3)])
+    told = piped("One?", "/retry", "/edit Two?", "/exit", "never read")
+    assert isinstance(told["messages"], list)
+    assert [one["content"] for one in told["messages"]] == ["Two?", "2."]
+    prompts = [request.prompt.tolist() for request in scripted.asked]
+    assert prompts[0] == prompts[1] != prompts[2]
+
+
+def test_a_mistake_ends_no_conversation(
+    piped: Piped, scripted: Scripted, says: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted.replies.extend([says(Text(text="Yes."))])
+    told = piped(f"/image {tmp_path / 'none.png'}", "/nothing", f"/save {tmp_path}", "So?", "And this?")
+    out = capsys.readouterr().out
+    for word in ("none.png", "/nothing", str(tmp_path), "no memory left"):
+        assert word in out.replace("\n", ""), word
+    assert isinstance(told["messages"], list)  # a question that is not answered is not kept
+    assert [one["content"] for one in told["messages"]] == ["So?", "Yes."]
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(scripted: Scripted, says: Say) -> None:
+    scripted.replies.extend([says(Text(text="One two three four"))])
+    shown: list[str] = []
+
+    def show(delta: luthier.ReplyDelta) -> None:
+        shown.append(delta.content)
+        if len(shown) == 3:
+            raise KeyboardInterrupt
+
+    talk = Dialogue(run=scripted, messages=[Message(role="user", parts=(Text(text="Count."),))])
+    answer = talk.answer(show)
+    assert answer.finish is None and answer.message.text == "".join(shown) != "One two three four"
+    assert talk.messages[-1] == answer.message
+
+
+def test_the_thinking_switch_is_the_templates_own(opened: TrainedRun) -> None:
+    question = [{"role": "user", "content": "So?"}]
+    for on in (True, False):
+        run = with_thinking(opened, on=on)
+        talk = luthier.Conversation(messages=(Message(role="user", parts=(Text(text="So?"),)),))
+        ids = run.encoder.encode(dialogue.as_prompt(talk)).input_ids
+        expected = luthier.encode_prompt(question, opened.encoder.tokenizer, template_kwargs={"enable_thinking": on})
+        assert ids.tolist() == expected.input_ids.tolist()
+    without = open_run(Path("preset:tiny-qwen3"), ["template.chat_template=chatml"])
+    with refused(UserError, "switch"):
+        with_thinking(without, on=True)
