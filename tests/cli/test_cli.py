@@ -25,8 +25,8 @@ from luthier.errors import ModelError, RowError
 ROOT = Path(luthier.__file__).parent
 REPOSITORY = ROOT.parent
 COMMANDS = (
-    "train", "quickstart", "prepare", "predict", "show", "diff", "plan", "stats", "verify", "store ls", "store verify",
-    "store gc", "store export", "config show", "config schema", "env", "version",
+    "train", "quickstart", "prepare", "chat", "serve", "export", "predict", "show", "diff", "plan", "stats", "verify",
+    "store ls", "store verify", "store gc", "store export", "config show", "config schema", "env", "version",
 )  # fmt: skip
 
 
