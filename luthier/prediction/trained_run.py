@@ -56,6 +56,11 @@ class TrainedRun:
     digest: str
 
     @property
+    def gives_rewards(self) -> bool:
+        """Whether it is a reward model, which gives numbers and no answers."""
+        return is_reward_model(self.config)
+
+    @property
     def settings(self) -> GenerateConfig:
         """How it answers: the section ``generate``, with the run's seed and stops."""
         own = self.config.generate
@@ -94,22 +99,23 @@ class TrainedRun:
         )
 
 
-def open_run(path: Path, overrides: Sequence[str] = ()) -> TrainedRun:
+def open_run(path: Path, overrides: Sequence[str] = (), *, rewards: bool = False) -> TrainedRun:
     """The run in a folder (``output.dir`` of ``luthier train``), or of a description: the run that it has left, or the
-    model as it is where the description trains nothing. A name that is neither is that of a model: its folder,
-    ``preset:NAME`` or a Hub id. ``overrides`` are of the description: ``generate.max_new_tokens=64``.
+       model as it is where the description trains nothing. A name that is neither is that of a model: its folder,
+       ``preset:NAME`` or a Hub id. ``overrides`` are of the description: ``generate.max_new_tokens=64``.
+    Reward models are opened where ``rewards``.
 
-    Raises `UserError` where no finished run is there, or one of a reward model, and `ConfigError`.
+       Raises `UserError` where no finished run is there, or one of a reward model, and `ConfigError`.
     """
     if is_description(path):
         config = load_config(path, overrides)
         if config.train.enabled:
-            return _left_behind(config.output.dir, overrides)
+            return _left_behind(config.output.dir, overrides, rewards=rewards)
     elif (name := _model_name(path)) is not None:
         config = load_config({"model": name, "data": {}, "train": {"enabled": False}}, overrides)
     else:
-        return _left_behind(path, overrides)
-    if is_reward_model(config):
+        return _left_behind(path, overrides, rewards=rewards)
+    if is_reward_model(config) and not rewards:
         raise UserError(f"{path} describes a reward model, which gives numbers and no answers")
     encoder = Encoder.from_config(config)
     source = Path(config.model.name_or_path).expanduser()
@@ -130,14 +136,14 @@ def _model_name(path: Path) -> str | None:
     return str(path) if is_model or is_named else None
 
 
-def _left_behind(folder: Path, overrides: Sequence[str]) -> TrainedRun:
+def _left_behind(folder: Path, overrides: Sequence[str], *, rewards: bool) -> TrainedRun:
     trained, described = folder / MODEL_FOLDER, folder / RUN_CONFIG
     if not described.is_file() or not trained.is_dir():
         lacking = RUN_CONFIG if not described.is_file() else f"{MODEL_FOLDER}/"
         hint = "name the output.dir of a run that luthier train has finished"
         raise UserError(f"{folder} holds no finished run: there is no {lacking} in it", hint=hint)
     config = load_config(_said(described), overrides, check_paths=False)
-    if is_reward_model(config):
+    if is_reward_model(config) and not rewards:
         raise UserError(f"{folder} holds a reward model, which gives numbers and no answers")
     config = _as_left_behind(config, folder)
     encoder = Encoder.from_config(config)

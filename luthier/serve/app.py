@@ -17,12 +17,22 @@ from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Ids, NewTokens, Session
 from luthier.engines.engine import Request as Question
+from luthier.engines.reward_engine import RewardEngine
 from luthier.records import Sample
-from luthier.serve.asking import Asker, TextReader, reader_of, settings_of
+from luthier.serve.asking import Asker, TextReader, check_room, reader_of, settings_of
 from luthier.serve.bodies import ClientRequest, Echo, Teller
 from luthier.serve.gate import ClientGone, Counts, EventStream, Gate, as_response, read, while_there
 from luthier.serve.histories import Histories
-from luthier.serve.wire import AnyBody, ChatBody, CompletionBody, RefusedRequest, SamplingBody, TokenizeBody, read_body
+from luthier.serve.wire import (
+    AnyBody,
+    ChatBody,
+    CompletionBody,
+    RefusedRequest,
+    SamplingBody,
+    ScoreBody,
+    TokenizeBody,
+    read_body,
+)
 
 MOST_SCORES = 500_000_000  # numbers in the scores of one prompt's tokens: 2 GB
 Made = TypeVar("Made")
@@ -35,14 +45,21 @@ class ScoreTokens(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AnsweringModel:
+    """A model that answers, by its session."""
+
+    session: Session
+    score: ScoreTokens
+    settings: GenerateConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Served:
     """What answers. ``context`` is the most tokens of a prompt and its answer; ``names`` what clients may call it by,
     the first of which it calls itself; ``started`` when, in seconds since 1970."""
 
     prompts: Histories
-    session: Session
-    score: ScoreTokens
-    settings: GenerateConfig
+    model: AnsweringModel | RewardEngine
     limits: ServeConfig
     names: tuple[str, ...]
     context: int
@@ -55,11 +72,13 @@ class Served:
 
 
 class Api:
-    """The functions behind the routes. Histories are made by one thread, so that the others are not kept waiting."""
+    """The functions behind the routes. Prompts are made by one thread, so that the others are not kept waiting."""
 
     def __init__(self, served: Served, counts: Counts) -> None:
         self.served, self.limits, self.counts = served, served.limits, counts
-        self.teller = Teller(Asker(served.session, served.limits, counts), served.tokenizer)
+        self.teller = None
+        if isinstance(served.model, AnsweringModel):
+            self.teller = Teller(Asker(served.model.session, served.limits, counts), served.tokenizer)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
 
     def close(self) -> None:
@@ -104,6 +123,28 @@ class Api:
             told["token_strs"] = [self.served.tokenizer.token(number) for number in ids.tolist()]
         return JSONResponse(told)
 
+    async def judge(self, request: Request) -> Response:
+        """The rewards that a reward model gives to answers."""
+        body = await self._body(request, ScoreBody)
+        name, model = self._name(body.model), self.served.model
+        if not isinstance(model, RewardEngine):
+            raise RefusedRequest(400, "this model answers, it gives no rewards", code="not_supported")
+        conversations = body.all
+        if len(conversations) > self.limits.max_samples:
+            what = f"{len(conversations)} conversations, the limit is {self.limits.max_samples}"
+            raise RefusedRequest(400, what, code="invalid_value", param="conversations", hint="serve.max_samples")
+        count, data = 0, []
+        for number, messages in enumerate(conversations):
+            make = partial(self.served.prompts.of_answer, messages, body.tools, body.chat_template_kwargs)
+            segment = await self._made(make)
+            count += len(segment.input_ids)
+            check_room(len(segment.input_ids), self.served.context)
+            reward = await self._made(partial(model.reward, segment.input_ids, segment.media))
+            data.append({"index": number, "object": "score", "score": reward})
+        self.counts.tokens["prompt"] += count
+        usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
+        return JSONResponse({"object": "list", "model": name, "data": data, "usage": usage})
+
     async def chat(self, request: Request) -> Response:
         """An answer to messages."""
         body = await self._body(request, ChatBody)
@@ -117,7 +158,7 @@ class Api:
         tools = None if body.tool_choice == "none" else body.tools
         prompt = await self._prompt(body.messages, tools, body.chat_template_kwargs)
         ids = prompt.input_ids
-        settings = settings_of(body, self.served.settings, self.limits, prompt=len(ids), context=self.served.context)
+        settings = self._settings(body, ids)
         question = Question(
             prompt=ids,
             settings=settings,
@@ -154,9 +195,7 @@ class Api:
             raise RefusedRequest(400, what, code="invalid_value", param="n", hint="serve.max_samples is the limit")
         questions = []
         for number, ids in enumerate(prompts):
-            settings = settings_of(
-                body, self.served.settings, self.limits, prompt=len(ids), context=self.served.context
-            )
+            settings = self._settings(body, ids)
             questions.append(
                 Question(prompt=ids, settings=settings, key=0, num_samples=body.n or 1, draw=number, top_logprobs=top)
             )
@@ -179,14 +218,27 @@ class Api:
             if len(ids) > most:
                 what = f"the prompt has {len(ids):,} tokens, and the probabilities of up to {most:,} are told with echo"
                 raise RefusedRequest(400, what, code="invalid_value", param="prompt")
-            others = await self._made(partial(self.served.score, ids, 1, top=body.logprobs))
+            others = await self._made(partial(self._answering.score, ids, 1, top=body.logprobs))
         return Echo(text=self.served.tokenizer.decode(ids), first=int(ids[0]), others=others)
 
     async def _answer(self, request: Request, asked: ClientRequest, body: SamplingBody) -> Response:
+        assert self.teller is not None, "it was asked how it answers"
         if body.stream:
             usage_at_end = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(self.teller.pieces(replace(asked, usage_at_end=usage_at_end)))
         return JSONResponse(await while_there(request.receive, self.teller.whole(asked)))
+
+    @property
+    def _answering(self) -> AnsweringModel:
+        """What answers. Raises `RefusedRequest` for a reward model."""
+        if not isinstance(self.served.model, AnsweringModel):
+            what = "this is a reward model, which gives numbers and no answers"
+            raise RefusedRequest(400, what, code="not_supported", hint="ask /v1/score")
+        return self.served.model
+
+    def _settings(self, body: SamplingBody, ids: Ids) -> GenerateConfig:
+        own, context = self._answering.settings, self.served.context
+        return settings_of(body, own, self.limits, prompt=len(ids), context=context)
 
     async def _body(self, request: Request, kind: type[AnyBody]) -> AnyBody:
         raw = await read(request, most=self.limits.max_body, seconds=self.limits.timeout)
@@ -212,7 +264,8 @@ def application(served: Served, *, token: str | None) -> Gate:
     api = Api(served, counts)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     asked = {"/health": api.health, "/metrics": api.metrics, "/v1/models": api.models}
-    answered = {"/v1/chat/completions": api.chat, "/v1/completions": api.complete, "/tokenize": api.tokenize}
+    answered = {"/v1/chat/completions": api.chat, "/v1/completions": api.complete, "/v1/score": api.judge}
+    answered["/tokenize"] = api.tokenize
     for path, function in asked.items():
         app.add_route(path, function, ["GET"])
     for path, function in answered.items():

@@ -97,14 +97,8 @@ def settings_of(
     if asked is not None and asked > limits.max_tokens:
         what = f"{name} is {asked:,}, the limit is {limits.max_tokens:,}"
         raise RefusedRequest(400, what, code="invalid_value", param=name, hint="serve.max_tokens is the limit")
+    check_room(prompt, context, 1 if asked is None else asked)
     room = context - prompt
-    if room < (1 if asked is None else asked):
-        what = f"the prompt has {prompt:,} tokens"
-        what += f" and the answer may have {asked:,}" if asked else ""
-        hint = "serve.max_context is the limit, where the model's own is not lower"
-        raise RefusedRequest(
-            400, f"{what}, the context has {context:,}", code="context_length_exceeded", param="messages", hint=hint
-        )
     given = {
         "temperature": body.temperature or None,
         "top_p": body.top_p,
@@ -133,6 +127,14 @@ def settings_of(
         raise RefusedRequest(400, f"{param}: {wrong['msg']}", code="invalid_value", param=param) from None
     _check_samples(body, settings, limits)
     return settings
+
+
+def check_room(prompt: int, context: int, answer: int = 0) -> None:
+    """Raises `RefusedRequest` where a prompt and an answer of so many tokens are more than the context."""
+    if prompt + answer > context:
+        what = f"the prompt has {prompt:,} tokens and the answer may have {answer:,}, the context has {context:,}"
+        hint = "serve.max_context is the limit, where the model's own is not lower"
+        raise RefusedRequest(400, what, code="context_length_exceeded", param="messages", hint=hint)
 
 
 def _check_samples(body: SamplingBody, settings: GenerateConfig, limits: ServeConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from luthier.encoding.measuring import Measurer
 from luthier.engines.engine import Ids
 from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, decoder_of
-from luthier.records import Address, Conversation, ImageHeader, Sample, VideoHeader
+from luthier.records import Address, Conversation, ImageHeader, Preference, Sample, Segment, Text, VideoHeader
 from luthier.rendering.render import Renderer
 from luthier.serve.wire import (
     AudioPart,
@@ -58,6 +59,26 @@ class Histories:
         kwargs: Mapping[str, Any] | None,
     ) -> Sample:
         """The generation prompt of a history. Raises `RefusedRequest`."""
+        return self._sample(as_prompt(self._record(messages, tools)), kwargs)
+
+    def of_answer(
+        self,
+        messages: Sequence[MessageBody],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Segment:
+        """A conversation that ends with an answer, as training shows it to a reward model: the better one of a pair.
+        Raises `RefusedRequest`."""
+        record = self._record(messages, tools)
+        *history, last = record.messages
+        if last.role != "assistant" or not history:
+            what = "a conversation ends with the assistant's answer that is to be judged"
+            raise RefusedRequest(400, what, code="not_supported", param="messages")
+        other = replace(last, parts=(*last.parts, Text(text="?")))  # a pair needs two, and only the first is looked at
+        pair = Preference(prompt=tuple(history), chosen=(last,), rejected=(other,), tools=record.tools)
+        return self._sample(pair, kwargs).segments()[0]
+
+    def _record(self, messages: Sequence[MessageBody], tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
         items = sum(not isinstance(part, TextPart) for message in messages for part in _parts(message))
         if items > self.limits.max_media:
             what = f"the messages hold {items} media items, the limit is {self.limits.max_media}"
@@ -67,11 +88,17 @@ class Histories:
         }
         if tools:
             data["tools"] = list(tools)
-        renderer = self._renderer(kwargs or {})
         try:
             record = self._reader.convert(RawRow(raw=b"", data=data, address=Address(file=REQUEST, row=1)))
-            assert isinstance(record, Conversation), "messages make a conversation"
-            (outcome,) = encode_rows([as_prompt(record)], renderer, self.encoder.assembler, self._measurer)
+        except RowError as error:
+            raise of_row(error) from None
+        assert isinstance(record, Conversation), "messages make a conversation"
+        return record
+
+    def _sample(self, record: Conversation | Preference, kwargs: Mapping[str, Any] | None) -> Sample:
+        renderer = self._renderer(kwargs or {})
+        try:
+            (outcome,) = encode_rows([record], renderer, self.encoder.assembler, self._measurer)
         except RowError as error:
             raise of_row(error) from None
         except TemplateError as error:

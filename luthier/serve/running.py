@@ -16,9 +16,10 @@ from typing import Any
 import uvicorn
 
 from luthier.config.choices import LONGEST_SEQUENCE
+from luthier.engines.reward_engine import RewardEngine
 from luthier.errors import UserError
 from luthier.prediction.trained_run import TrainedRun, open_run
-from luthier.serve.app import Served, application
+from luthier.serve.app import AnsweringModel, Served, application
 from luthier.serve.asking import reader_of
 from luthier.serve.gate import LOOPBACK_NAMES, Gate
 from luthier.serve.histories import Histories
@@ -67,22 +68,24 @@ def serve(
     user's own; and what opening the run raises.
     """
     with listening(options) as taken:
-        opened = open_run(Path(run).expanduser(), [*overrides, *NOTHING_OUTSIDE])
-        limits = opened.config.serve
-        engine = opened.engine(BATCH_SIZE)
+        opened = open_run(Path(run).expanduser(), [*overrides, *NOTHING_OUTSIDE], rewards=True)
+        limits, tokenizer = opened.config.serve, opened.encoder.tokenizer
+        found = opened.load()
         prompts = Histories(opened.encoder, limits)
-        _warm(prompts)
-        session = engine.session()
         names = (options.name or _name_of(opened, run),)
-        context = min(_context_of(engine.model.config), limits.max_context or LONGEST_SEQUENCE)
+        model: AnsweringModel | RewardEngine
+        if opened.gives_rewards:
+            model = RewardEngine(found.model, tokenizer, media=found.media)
+        else:
+            _warm(prompts)
+            engine = opened.engine_of(found, BATCH_SIZE)
+            model = AnsweringModel(session=engine.session(), score=engine.scored, settings=opened.settings)
         served = Served(
             prompts=prompts,
-            session=session,
-            score=engine.scored,
-            settings=opened.settings,
+            model=model,
             limits=limits,
             names=names,
-            context=context,
+            context=min(_context_of(found.model.config), limits.max_context or LONGEST_SEQUENCE),
             started=int(time.time()),
         )
         made = secrets.token_urlsafe(24) if options.token is None else None
@@ -94,11 +97,12 @@ def serve(
             asyncio.run(HttpServer(gate, lambda: on_ready(ready)).serve(sockets=[taken]))
         finally:
             gate.close()
-            session.close()
+            if isinstance(model, AnsweringModel):
+                model.session.close()
 
 
 class HttpServer(uvicorn.Server):
-    """Asker requests until SIGTERM or SIGINT, and for `GRACE` seconds more those that have begun.
+    """Answers requests until SIGTERM or SIGINT, and for `GRACE` seconds more those that have begun.
 
     No line is logged about requests, no header is believed about where they come from, and no wait is endless.
     """

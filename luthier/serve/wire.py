@@ -199,6 +199,26 @@ class TokenizeBody(_Body, frozen=True):
     return_token_strs: bool | None = None
 
 
+class ScoreBody(_Body, frozen=True):
+    """``/v1/score``: one conversation that ends with an answer, or a list of them."""
+
+    model: str | None = None
+    messages: list[MessageBody] | UnsetType = UNSET
+    conversations: list[list[MessageBody]] | UnsetType = UNSET
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def all(self) -> list[list[MessageBody]]:
+        """The conversations. Raises `RefusedRequest` where there are none."""
+        given = [self.messages] if self.messages is not UNSET else []
+        given += self.conversations if self.conversations is not UNSET else []
+        if not given or (self.messages is not UNSET) == (self.conversations is not UNSET):
+            what = "either messages or conversations is needed"
+            raise RefusedRequest(400, what, code="invalid_value", param="messages")
+        return given
+
+
 # Fields that are not done, with the values beside null that ask for nothing.
 NOT_DONE: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "parallel_tool_calls": (True,),
@@ -214,7 +234,7 @@ _HINTS = {
     "response_format": "ask for the form in the messages, and check what comes",
 }
 
-AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody, TokenizeBody)
+AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody, TokenizeBody, ScoreBody)
 
 
 def read_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
@@ -230,12 +250,17 @@ def read_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
     except RecursionError:
         raise RefusedRequest(400, "the body is nested too deep", code="invalid_json") from None
     _refuse_what_is_not_done(body, "")
-    messages: list[MessageBody] = []
-    if not isinstance(body, CompletionBody) and body.messages:
-        messages = body.messages
-    for number, message in enumerate(messages):
-        _refuse_what_is_not_done(message, f"messages[{number}].")
+    for name in ("messages", "conversations"):
+        _refuse_in(getattr(body, name, None) or [], name)
     return body
+
+
+def _refuse_in(messages: list[Any], place: str) -> None:
+    for number, message in enumerate(messages):
+        if isinstance(message, list):
+            _refuse_in(message, f"{place}[{number}]")
+        else:
+            _refuse_what_is_not_done(message, f"{place}[{number}].")
 
 
 def _refuse_what_is_not_done(body: msgspec.Struct, place: str) -> None:

@@ -19,7 +19,8 @@ from luthier.config.loading import load_config
 from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.engine import Finish, NewTokens, OnTokens, Request, Session
-from luthier.serve.app import Served, application
+from luthier.engines.reward_engine import RewardEngine
+from luthier.serve.app import AnsweringModel, Served, application
 from luthier.serve.gate import Gate
 from luthier.serve.histories import Histories
 from luthier.serve.running import HttpServer, ServeOptions, listening, url_of
@@ -100,14 +101,16 @@ ASK = [{"role": "user", "content": "What is 3 + 4?"}]
 
 @contextmanager
 def running(
-    encoder: Encoder, session: Session, *, context: int = 2048, score: Any = None, **limits: Any
+    encoder: Encoder, session: Session | RewardEngine, *, context: int = 2048, score: Any = None, **limits: Any
 ) -> Iterator[Running]:
     told = ServeConfig(**limits)
+    model: Any = session
+    if not isinstance(session, RewardEngine):
+        settings = GenerateConfig(seed=1, stop_token_ids=list(encoder.tokenizer.stop_token_ids))
+        model = AnsweringModel(session=session, score=score, settings=settings)
     served = Served(
         prompts=Histories(encoder, told),
-        session=session,
-        score=score,
-        settings=GenerateConfig(seed=1, stop_token_ids=list(encoder.tokenizer.stop_token_ids)),
+        model=model,
         limits=told,
         names=("tiny",),
         context=context,
@@ -128,4 +131,5 @@ def running(
             thread.join(30)
             assert not thread.is_alive()
             gate.close()
-            session.close()
+            if not isinstance(session, RewardEngine):
+                session.close()
