@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from luthier.engines.engine import Finish as Finish
     from luthier.engines.engine import Refusal as Refusal
     from luthier.engines.engine import Request as Request
+    from luthier.engines.http import HttpEngine as HttpEngine
     from luthier.engines.local import LocalEngine as LocalEngine
     from luthier.errors import BudgetError as BudgetError
     from luthier.errors import CheckpointError as CheckpointError

@@ -9,8 +9,10 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,36 @@ def process_state() -> dict[str, object]:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     state["stance"] = "default" if dynamo is None else dynamo._stance.stance  # whether what is compiled is used
     return state
+
+
+@contextmanager
+def served_json(answer: Callable[[str, dict[str, Any] | None], tuple[int, object]]) -> Iterator[str]:
+    """The address of a server that answers (path, body) with (status, JSON)."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.tell(None)
+
+        def do_POST(self) -> None:
+            self.tell(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def tell(self, body: dict[str, Any] | None) -> None:
+            status, told = answer(self.path, body)
+            raw = json.dumps(told).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)

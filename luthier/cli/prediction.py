@@ -27,6 +27,14 @@ Metrics = Annotated[
     list[str] | None,
     typer.Option(metavar="NAMES", help="Metrics by name, with commas; all installed without it. Repeatable."),
 ]
+EngineUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="URL",
+        help="A server of this model (vLLM, SGLang, llama.cpp, luthier serve) answers; token: $LUTHIER_SERVER_TOKEN.",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace another prediction that is in the folder.")]
 
 
@@ -51,6 +59,7 @@ def predict(  # noqa: PLR0913
     samples: NumSamples = 1,
     turns: TurnsChoice = WhichTurns.LAST,
     metrics: Metrics = None,
+    engine: EngineUrl = None,
     overwrite: Overwrite = False,
     json: JsonTarget = None,
 ) -> None:
@@ -96,7 +105,7 @@ def predict(  # noqa: PLR0913
             metrics=None if not metrics else [name for text in metrics for name in names_in(text)],
             overwrite=overwrite,
         )
-        found = predict_rows(run, options, overrides=overrides or (), on_progress=progressed)
+        found = predict_rows(run, options, overrides=overrides or (), engine=engine, on_progress=progressed)
         console.print(_summary(found.metrics), highlight=False)
         if found.metrics["metrics"]:
             console.print(_table(found.metrics["metrics"]))

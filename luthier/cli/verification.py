@@ -62,8 +62,8 @@ def verify(  # noqa: PLR0913
         return
     with reporting(json) as output:
         from luthier.check.verify.run import Side, VerifyOptions
-        from luthier.check.verify.server import token_from
         from luthier.check.verify.terminal import failed_row, report_table
+        from luthier.engines.json_client import token_from
 
         options = VerifyOptions(
             split=Side(split.value),
@@ -94,7 +94,8 @@ def _verify_golden(
             hint = "luthier verify run.yaml, or luthier verify --against URL --golden parity.json"
             raise UserError(what, hint=hint)
         from luthier.check.golden import read_parity, served_otherwise
-        from luthier.check.verify.server import TokenServer, token_from
+        from luthier.check.verify.server import TokenServer
+        from luthier.engines.json_client import token_from
 
         parity = read_parity(Path(golden).expanduser())
         faults = served_otherwise(parity, TokenServer(against, token=token_from(token_env)))

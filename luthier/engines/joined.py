@@ -50,7 +50,7 @@ class _EndAligned(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         """One more row, behind the others."""
         length = keys_HTD.shape[1]
         if self.keys is None or self.count == len(self.keys) or length > self.end:
-            self._move(max(length, self.end - self.start), self.count + 1, keys_HTD)
+            self._move(max(length, self.end - self.start), self.count + 1, (keys_HTD, values_HTD))
         assert self.keys is not None and self.values is not None
         self.keys[self.count, :, self.end - length : self.end] = keys_HTD
         self.values[self.count, :, self.end - length : self.end] = values_HTD
@@ -59,16 +59,17 @@ class _EndAligned(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     def make_room(self) -> None:
         """Room for one more token of each row."""
-        assert self.keys is not None
+        assert self.keys is not None and self.values is not None
         if self.end == self.keys.shape[2]:
-            self._move(self.end - self.start, len(self.keys), self.keys[0])
+            self._move(self.end - self.start, len(self.keys), (self.keys[0], self.values[0]))
 
-    def _move(self, width: int, rows: int, like_HTD: torch.Tensor) -> None:
-        """To a place with room for this many rows and half as many tokens again."""
+    def _move(self, width: int, rows: int, like: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """To a place with room for this many rows and half as many tokens again. Keys and values are ``like`` these
+        [H, T, D], whose D may differ."""
         rows = max(rows, 0 if self.keys is None else min(2 * len(self.keys), 2 * rows - 2))
-        shape = (rows, len(like_HTD), width + max(64, width // 2), like_HTD.shape[2])
         own = slice(width - (self.end - self.start), width)
-        for name in ("keys", "values"):
+        for name, like_HTD in zip(("keys", "values"), like, strict=True):
+            shape = (rows, len(like_HTD), width + max(64, width // 2), like_HTD.shape[2])
             old, new = getattr(self, name), like_HTD.new_zeros(shape)
             if self.count:
                 new[: self.count, :, own] = old[: self.count, :, self.start : self.end]

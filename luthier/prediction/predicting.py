@@ -10,6 +10,7 @@ OUT/metrics.json            how good they are
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from luthier.config.choices import RowKind
 from luthier.config.schema import SourceConfig
 from luthier.encoding.interface import as_prompt
 from luthier.engines.engine import Completion, Engine, Refusal
+from luthier.engines.http import HttpEngine
+from luthier.engines.json_client import SERVER_TOKEN, token_from
 from luthier.errors import RowError, UserError
 from luthier.metrics.table import Answered, RowLoss, chosen_metrics, measured
 from luthier.prediction.likelihood import LOSSES_FILE, keep_losses, kept_losses, row_losses
@@ -116,14 +119,15 @@ def predict(
     options: PredictOptions | None = None,
     *,
     overrides: Sequence[str] = (),
-    engine: Engine | None = None,
+    engine: Engine | str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Predicted:
     """Have a trained run answer rows, and compare; what ``luthier predict`` does.
 
     ``run`` is its folder. A conversation without an answer is answered, too, and compared with nothing. How the run
     answers is said by the section ``generate``, which ``overrides`` (``generate.max_new_tokens=64``) may change.
-    ``engine`` answers in place of the run's own model. ``on_progress`` hears how many questions of how many are done.
+    ``engine`` answers in place of the run's own model: the address of a server (`HttpEngine`) or an engine of yours.
+    ``on_progress`` hears how many questions of how many are done.
 
     A prediction that was stopped goes on where it was, and gives byte for byte what it would have given. Raises
     `UserError` where the folder holds another prediction or where there are no rows, and what opening the run raises.
@@ -131,6 +135,9 @@ def predict(
     options = options or PredictOptions()
     data, samples = options.data, options.samples
     opened = open_run(Path(run).expanduser(), overrides)
+    if isinstance(engine, str):
+        token = token_from(SERVER_TOKEN) if SERVER_TOKEN in os.environ else None
+        engine = HttpEngine(engine, opened.encoder.tokenizer, token=token)
     chosen, absent = chosen_metrics(options.metrics)
     settings = opened.settings
     if samples > 1 and not settings.do_sample:

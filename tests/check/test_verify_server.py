@@ -19,10 +19,11 @@ from luthier.check.verify.findings import Check
 from luthier.check.verify.plain_template import plain_message
 from luthier.check.verify.row import RowVerifier
 from luthier.check.verify.run import VerifyOptions
-from luthier.check.verify.server import Dialect, TokenServer, token_from, wire_messages
+from luthier.check.verify.server import Dialect, TokenServer, wire_messages
 from luthier.cli.main import run as run_command
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
+from luthier.engines.json_client import token_from
 from luthier.errors import UserError
 from luthier.records import Conversation, ToolCall
 
@@ -262,8 +263,8 @@ def test_a_begin_token_that_llama_cpp_adds_itself_is_no_fault_and_two_are(answer
 def test_a_token_is_sent_and_travels_only_where_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVER_TOKEN", "secret-word")
     token = token_from("SERVER_TOKEN")
-    assert TokenServer("http://localhost:1", token=token)._headers == {"Authorization": "Bearer secret-word"}
-    assert TokenServer("https://far.example", token=token)._headers
+    assert TokenServer("http://localhost:1", token=token)._client._headers == {"Authorization": "Bearer secret-word"}
+    assert TokenServer("https://far.example", token=token)._client._headers
     with pytest.raises(UserError) as refused:
         TokenServer("http://far.example", token=token)
     assert "secret-word" not in str(refused.value)

@@ -16,32 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import luthier
 from luthier.config.schema import GenerateConfig
 from luthier.engines.engine import Completion, Finish, NewTokens, Refusal, Request
 from luthier.engines.local import LocalEngine
 from luthier.engines.next_tokens import BatchRow, tokens_at
-from luthier.presets import model_folder
 
 TOKENIZER = luthier.load_tokenizer("preset:tiny-qwen3")
 NEW = 10
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """A tiny model with random weights of a size that makes its probabilities differ."""
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(
-        model_folder("tiny-qwen3"), hidden_size=32, num_hidden_layers=2, vocab_size=2048
-    )
-    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for weight in made.parameters():
-            if weight.ndim > 1:
-                weight.mul_(4.0)
-    return made
 
 
 def requests(count: int, *, num_samples: int = 1, **settings: Any) -> list[Request]:

@@ -17,7 +17,7 @@ from luthier.errors import UserError
 from luthier.prediction import predicting, trained_run
 from luthier.presets import model_folder, tokenizer_folder
 from luthier.training.report.result import GenerationRound, RunResult
-from tests.conftest import SHARE, refused
+from tests.conftest import SHARE, refused, served_json
 
 ROWS = 9
 GENERATE = {"max_new_tokens": 12}
@@ -167,6 +167,29 @@ def test_every_row_is_answered_or_counted_by_its_reason(ask: Predicting, tmp_pat
     line = lines(every)[2]
     assert line["prompt"].count("Which way is up?") == 2 and line["prompt"].endswith("<|im_start|>assistant\n")
     assert line["ids"] and line["finish"] in ("stop", "length") and line["logprob"] < 0
+
+
+def test_a_server_answers_in_place_of_the_runs_model(
+    lora: RunResult, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LUTHIER_SERVER_TOKEN", "secret-word")
+    seen: list[dict[str, Any]] = []
+    (stop, *_) = trained_run.open_run(lora.path).stops
+
+    def answer(path: str, body: dict[str, Any] | None) -> tuple[int, object]:
+        if body is None:
+            return 200, {"data": [{"id": "tiny", "owned_by": "vllm"}]}
+        seen.append(body)
+        ids = [40, 41, stop]
+        choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": "stop"}
+        return 200, {"choices": [choice]}
+
+    options = luthier.PredictOptions(data=questions, out=tmp_path)
+    with served_json(answer) as url:
+        found = luthier.predict(lora.path, options, overrides=["generate.max_new_tokens=5"], engine=url)
+    assert [one["finish"] for one in lines(found)] == ["stop"] * 4 == ["stop"] * len(seen)
+    assert [one["ids"][:2] for one in lines(found)] == [[40, 41]] * 4
+    assert all(stop in body["stop_token_ids"] and body["max_tokens"] == 5 for body in seen)
 
 
 def test_samples_are_kept_apart_and_need_sampling(ask: Predicting, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 Two ways of asking are known. vLLM takes messages at ``/tokenize`` and answers with ids. llama.cpp renders messages at
 ``/apply-template`` and tokenizes a text at ``/tokenize``. Which one a server speaks is found with the first question.
-Only the standard library is used.
 
 Each is asked for the tokens that its own chat would work with. vLLM takes what the template prints as it stands.
 llama.cpp takes the begin token off what the template prints, where its vocabulary says that it adds one, and adds it
@@ -12,12 +11,7 @@ template writes a begin token and whose server adds another one is then seen wit
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -26,12 +20,12 @@ import numpy as np
 
 from luthier.check.verify.plain_template import Tools, plain_message
 from luthier.check.verify.reference_tokenizer import Ids
+from luthier.engines.json_client import JsonClient, ServerRefused
 from luthier.errors import UserError
 from luthier.records import Message
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 TIMEOUT = 30.0  # seconds for one answer; tokenizing takes milliseconds, a busy server queues
-LONGEST_ANSWER = 64_000_000  # bytes; a million ids are ten
+_REFUSED = "the model that is served must have a chat template, and the server an endpoint to tokenize"
 
 
 class Dialect(StrEnum):
@@ -49,19 +43,9 @@ class TokenServer:
 
         Raises `UserError` for what is no http address, and for a token that would travel openly.
         """
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise UserError(
-                f"--against {url} is not the address of a server", hint="give one like http://localhost:8000"
-            )
-        if token is not None and parts.scheme != "https" and parts.hostname not in LOOPBACK:
-            raise UserError(
-                f"--token-env with {parts.scheme}://{parts.hostname}: the token would travel unencrypted",
-                hint="use an https address, or a server on this machine",
-            )
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.timeout = timeout
+        self._client = JsonClient(
+            url, timeout=timeout, token=token, option="--against", token_option="--token-env", refused=_REFUSED
+        )
         self.dialect: Dialect | None = None
         self._model: str | None = None
 
@@ -84,12 +68,14 @@ class TokenServer:
             body["model"] = self._model
         match self.dialect:
             case Dialect.MESSAGES:
-                answer = self._post("/tokenize", {**body, "add_generation_prompt": True, "add_special_tokens": False})
+                answer = self._client.post(
+                    "/tokenize", {**body, "add_generation_prompt": True, "add_special_tokens": False}
+                )
             case Dialect.TEMPLATE:
-                prompt = self._post("/apply-template", {**body, "add_generation_prompt": True}).get("prompt")
+                prompt = self._client.post("/apply-template", {**body, "add_generation_prompt": True}).get("prompt")
                 if not isinstance(prompt, str):
                     raise self._strange("/apply-template", "no text under 'prompt'")
-                answer = self._post("/tokenize", {"content": prompt, "add_special": True, "parse_special": True})
+                answer = self._client.post("/tokenize", {"content": prompt, "add_special": True, "parse_special": True})
             case _:
                 raise AssertionError(self.dialect)
         return self._ids(answer)
@@ -103,8 +89,8 @@ class TokenServer:
     def _find_dialect(self) -> Dialect:
         """llama.cpp renders messages apart from tokenizing; whoever does not know that address takes messages."""
         try:
-            self._post("/apply-template", {"messages": [{"role": "user", "content": "a"}]})
-        except _ServerRefused as refusal:
+            self._client.post("/apply-template", {"messages": [{"role": "user", "content": "a"}]})
+        except ServerRefused as refusal:
             if refusal.status in (404, 405, 501):
                 return Dialect.MESSAGES
             raise
@@ -112,79 +98,14 @@ class TokenServer:
 
     def _first_model(self) -> str | None:
         """The name of the model that is served, where the server lists it; vLLM needs none, others do."""
-        try:
-            models = self._ask(urllib.request.Request(f"{self.url}/v1/models", headers=self._headers)).get("data")
-        except _ServerRefused:
-            return None
-        names = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
-        return names[0] if names and isinstance(names[0], str) else None
-
-    def _post(self, path: str, body: Mapping[str, object]) -> dict[str, object]:
-        data = json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", **self._headers}
-        return self._ask(urllib.request.Request(f"{self.url}{path}", data=data, headers=headers))
-
-    def _ask(self, request: urllib.request.Request) -> dict[str, object]:
-        path = request.full_url.removeprefix(self.url)
-        try:
-            with _OPENER.open(request, timeout=self.timeout) as response:
-                raw = response.read(LONGEST_ANSWER)
-        except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(2000).decode("utf-8", "replace").strip()
-            raise _ServerRefused(f"{request.full_url} answers {error.code}: {said[:300]}", status=error.code) from error
-        except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
-            why = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise UserError(
-                f"{request.full_url} cannot be reached: {why or type(error).__name__}",
-                hint=f"start the server, or check the address (each answer may take {self.timeout:g} s)",
-            ) from error
-        try:
-            answer = json.loads(raw)
-        except ValueError as error:
-            raise self._strange(path, "no JSON") from error
-        if not isinstance(answer, dict):
-            raise self._strange(path, f"a JSON {type(answer).__name__}, not an object")
-        return answer
+        name = self._client.first_model().get("id")
+        return name if isinstance(name, str) else None
 
     def _strange(self, path: str, what: str) -> UserError:
         return UserError(
-            f"{self.url}{path} answers with {what}",
+            f"{self._client.url}{path} answers with {what}",
             hint="servers that answer like vLLM (/tokenize takes messages) or llama.cpp (/apply-template) can be asked",
         )
-
-
-class _StayHere(urllib.request.HTTPRedirectHandler):
-    """A redirection would take the token to another address."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_StayHere)
-
-
-def token_from(name: str | None) -> str | None:
-    """The token in the environment variable ``name``. Raises `UserError` if there is none."""
-    if name is None:
-        return None
-    token = os.environ.get(name, "").strip()
-    if not token or not token.isprintable() or not token.isascii():
-        raise UserError(
-            f"--token-env {name}: this variable of the environment holds no token",
-            hint=f"set it where the command runs: export {name}=…",
-        )
-    return token
-
-
-class _ServerRefused(UserError):
-    """The server answered, but not with what was asked for."""
-
-    def __init__(self, message: str, *, status: int) -> None:
-        super().__init__(
-            message, hint="the model that is served must have a chat template, and the server an endpoint to tokenize"
-        )
-        self.status = status
 
 
 def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -1,0 +1,132 @@
+"""JSON over HTTP with a server that answers prompts or tokenizes them. Only the standard library is used."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+
+from luthier.errors import UserError
+
+SERVER_TOKEN = "LUTHIER_SERVER_TOKEN"  # the environment variable that holds a server's token
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LONGEST_ANSWER = 64_000_000  # bytes; a million ids are ten
+
+
+class ServerRefused(UserError):
+    """The server answered, but not with what was asked for. ``status`` is that of HTTP."""
+
+    def __init__(self, message: str, *, status: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+
+class ServerUnreachable(UserError):
+    """The server did not answer, or not in time."""
+
+
+class JsonClient:
+    """A server by its base address, ``http://localhost:8000``; ``/v1`` at its end is left away. Any thread may ask.
+
+    ``token`` is sent along as a bearer token, over https or to this machine alone. ``option`` and ``token_option`` are
+    what the user has given address and token by, and ``refused`` is the way out where the server refuses a question.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float,
+        token: str | None = None,
+        option: str,
+        token_option: str,
+        refused: str | None = None,
+    ) -> None:
+        """Nothing is sent yet. Raises `UserError` for what is no http address, and for a token that would travel
+        openly."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise UserError(
+                f"{option} {url} is not the address of a server", hint="give one like http://localhost:8000"
+            )
+        if token is not None and parts.scheme != "https" and parts.hostname not in LOOPBACK:
+            raise UserError(
+                f"{token_option} with {parts.scheme}://{parts.hostname}: the token would travel unencrypted",
+                hint="use an https address, or a server on this machine",
+            )
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.timeout, self._refused = timeout, refused
+
+    def get(self, path: str) -> dict[str, object]:
+        """The answer, a JSON object. Raises `ServerRefused`, `ServerUnreachable` and `UserError` of what is none."""
+        return self._ask(urllib.request.Request(f"{self.url}{path}", headers=self._headers))
+
+    def post(self, path: str, body: Mapping[str, object]) -> dict[str, object]:
+        """The answer to a JSON object; raises what `get` raises."""
+        data = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **self._headers}
+        return self._ask(urllib.request.Request(f"{self.url}{path}", data=data, headers=headers))
+
+    def first_model(self) -> dict[str, object]:
+        """What the server lists first under ``/v1/models``; {} where it lists nothing."""
+        try:
+            models = self.get("/v1/models").get("data")
+        except ServerRefused as refusal:
+            if refusal.status in (401, 403):
+                raise
+            return {}
+        found = [model for model in models if isinstance(model, dict)] if isinstance(models, list) else []
+        return found[0] if found else {}
+
+    def _ask(self, request: urllib.request.Request) -> dict[str, object]:
+        try:
+            with _OPENER.open(request, timeout=self.timeout) as response:
+                raw = response.read(LONGEST_ANSWER)
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error.read(2000).decode("utf-8", "replace").strip()
+            raise ServerRefused(
+                f"{request.full_url} answers {error.code}: {said[:300]}", status=error.code, hint=self._refused
+            ) from error
+        except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
+            why = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise ServerUnreachable(
+                f"{request.full_url} cannot be reached: {why or type(error).__name__}",
+                hint=f"start the server, or check the address (each answer may take {self.timeout:g} s)",
+            ) from error
+        try:
+            answer = json.loads(raw)
+        except ValueError as error:
+            raise UserError(f"{request.full_url} answers with no JSON", hint=self._refused) from error
+        if not isinstance(answer, dict):
+            what = f"a JSON {type(answer).__name__}, not an object"
+            raise UserError(f"{request.full_url} answers with {what}", hint=self._refused)
+        return answer
+
+
+class _StayHere(urllib.request.HTTPRedirectHandler):
+    """A redirection would take the token to another address."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_StayHere)
+
+
+def token_from(name: str | None) -> str | None:
+    """The token in the environment variable ``name``. Raises `UserError` if there is none."""
+    if name is None:
+        return None
+    token = os.environ.get(name, "").strip()
+    if not token or not token.isprintable() or not token.isascii():
+        raise UserError(
+            f"--token-env {name}: this variable of the environment holds no token",
+            hint=f"set it where the command runs: export {name}=…",
+        )
+    return token
