@@ -30,15 +30,15 @@ _WRONG_QUESTION = (400, 413, 422)
 _HINT = "vLLM, SGLang, llama.cpp and luthier serve can be asked"
 
 
-class Dialect(StrEnum):
-    """How a server is asked for tokens."""
+class AnswerRoute(StrEnum):
+    """Where a server is asked for answers, and in which form."""
 
     COMPLETIONS = "completions"  # vLLM and luthier serve: /v1/completions with return_token_ids
     GENERATE = "generate"  # SGLang: /generate with input_ids
     COMPLETION = "completion"  # llama.cpp: /completion with return_tokens
 
 
-_OWNERS = {"sglang": Dialect.GENERATE, "llamacpp": Dialect.COMPLETION}  # as /v1/models names them
+_OWNERS = {"sglang": AnswerRoute.GENERATE, "llamacpp": AnswerRoute.COMPLETION}  # as /v1/models names them
 
 
 class HttpEngine:
@@ -108,9 +108,9 @@ class HttpEngine:
         return self.client.first_model()
 
     @cached_property
-    def dialect(self) -> Dialect:
+    def route(self) -> AnswerRoute:
         """How this server is asked, as the owner of its model tells; a server that is not known is asked like vLLM."""
-        return _OWNERS.get(str(self._model.get("owned_by", "")).lower(), Dialect.COMPLETIONS)
+        return _OWNERS.get(str(self._model.get("owned_by", "")).lower(), AnswerRoute.COMPLETIONS)
 
     def _body_of(self, request: Request) -> dict[str, object]:
         """The question but for its seed."""
@@ -131,25 +131,25 @@ class HttpEngine:
         prompt, room = request.prompt.tolist(), BatchRow(request=request, sample=0, features={}).room
         penalty = settings.repetition_penalty or 1.0
         stops = sorted({*self.tokenizer.stop_token_ids, *settings.stop_token_ids})
-        match self._patiently(lambda: self.dialect):
-            case Dialect.COMPLETIONS:
+        match self._patiently(lambda: self.route):
+            case AnswerRoute.COMPLETIONS:
                 more = {"top_k": settings.top_k or -1, "repetition_penalty": penalty, "stop_token_ids": stops}
                 asked = {"prompt": prompt, "max_tokens": room, "logprobs": 0, "return_token_ids": True}
                 return {**sampling, **more, **asked, **({"model": name} if (name := self._model.get("id")) else {})}
-            case Dialect.GENERATE:
+            case AnswerRoute.GENERATE:
                 more = {"top_k": settings.top_k or -1, "repetition_penalty": penalty, "stop_token_ids": stops}
                 return {
                     "input_ids": prompt,
                     "sampling_params": {**sampling, **more, "max_new_tokens": room},
                     "return_logprob": True,
                 }
-            case Dialect.COMPLETION:
+            case AnswerRoute.COMPLETION:
                 del sampling["stop"]  # it tells no log-probabilities of tokens that make up a stop string
                 more = {"top_k": settings.top_k or 0, "repeat_penalty": penalty, "repeat_last_n": len(prompt) + room}
                 asked = {"prompt": prompt, "n_predict": room, "n_probs": 1, "return_tokens": True}
                 return {**sampling, **more, **asked}
             case _:
-                raise AssertionError(self.dialect)
+                raise AssertionError(self.route)
 
     def _answer(self, request: Request, sample: int, body: Mapping[str, object]) -> Completion | Refusal:
         row = BatchRow(request=request, sample=sample, features={})
@@ -179,22 +179,22 @@ class HttpEngine:
     def _ask(self, body: Mapping[str, object], seed: int) -> tuple[list[Any], list[Any], str]:
         """Tokens, log-probabilities and what the server says it has ended for."""
         try:
-            match self.dialect:
-                case Dialect.COMPLETIONS:
+            match self.route:
+                case AnswerRoute.COMPLETIONS:
                     (choice,) = _list(self.client.post("/v1/completions", {**body, "seed": seed})["choices"])
                     return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
-                case Dialect.GENERATE:
+                case AnswerRoute.GENERATE:
                     sampling = {**_dict(body["sampling_params"]), "sampling_seed": seed}
                     about = _dict(self.client.post("/generate", {**body, "sampling_params": sampling})["meta_info"])
                     told = about["output_token_logprobs"]
                     return [one[1] for one in told], [one[0] for one in told], about["finish_reason"]["type"]
-                case Dialect.COMPLETION:
+                case AnswerRoute.COMPLETION:
                     answer = self.client.post("/completion", {**body, "seed": seed})
                     told = _list(answer["completion_probabilities"])
                     why = "length" if answer["stop_type"] == "limit" else "stop"
                     return _list(answer["tokens"]), [one["logprob"] for one in told], why
                 case _:
-                    raise AssertionError(self.dialect)
+                    raise AssertionError(self.route)
         except (UserError, KeyError, TypeError, ValueError, IndexError) as error:
             if isinstance(error, UserError):
                 raise
@@ -203,22 +203,22 @@ class HttpEngine:
     def _scores(self, ids: list[int]) -> list[Any]:
         """Log-probabilities of a prompt, None of its first token."""
         try:
-            match self.dialect:
-                case Dialect.COMPLETIONS:
+            match self.route:
+                case AnswerRoute.COMPLETIONS:
                     body = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0.0}
                     model = {"model": name} if (name := self._model.get("id")) else {}
                     (choice,) = _list(self.client.post("/v1/completions", {**body, **model})["choices"])
                     return _list(choice["logprobs"]["token_logprobs"])
-                case Dialect.GENERATE:
+                case AnswerRoute.GENERATE:
                     sampling = {"max_new_tokens": 1, "temperature": 0.0}
                     body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
                     about = _dict(self.client.post("/generate", {**body, "logprob_start_len": 0})["meta_info"])
                     return [one[0] for one in _list(about["input_token_logprobs"])]
-                case Dialect.COMPLETION:
+                case AnswerRoute.COMPLETION:
                     hint = "score with the run's own model, vLLM, SGLang or luthier serve"
                     raise UserError("llama.cpp tells no log-probabilities of prompts", hint=hint)
                 case _:
-                    raise AssertionError(self.dialect)
+                    raise AssertionError(self.route)
         except (UserError, KeyError, TypeError, ValueError, IndexError) as error:
             if isinstance(error, UserError):
                 raise
