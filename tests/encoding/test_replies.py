@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 import luthier
+from luthier.config.schema import ModelConfig, SourceConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
+from luthier.encoding.replies import reply_form
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
 from luthier.rendering.replies.form import joined
 from luthier.rendering.replies.learning import declared, is_same
+from luthier.sources import open_sources
+from tests.conftest import examples, refused
 from tests.oracles.catalogue import catalogue
 from tests.oracles.vocabulary import encoder_of
 
+Ids = NDArray[np.int32]
 WEATHER = ToolCall(name="get_weather", arguments={"city": "Köln 🙂", "days": 3}, id="Ab3dE5gH7")
 SEND = ToolCall(
     name="send", arguments={"text": 'He said "no",\nthen {left} </tool_call>', "to": ["a", "b"]}, id="Zb3dE5gH7"
@@ -30,22 +42,32 @@ def assistant(*parts: Text | Thinking | ToolCall) -> Message:
     return Message(role="assistant", parts=parts)
 
 
-def trained(encoder: Encoder, row: Conversation) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Each answer of a row that training learns, by its message, with the prompt before it."""
-    sample = encoder.encode(row)
-    stops = encoder.tokenizer.stop_token_ids
-    numbers = [n for n, message in enumerate(row.messages) if message.role == "assistant"]
-    found = []
-    for segment in sample.segments():
-        ids, target = np.asarray(segment.input_ids), np.asarray(segment.target)
-        for start in np.flatnonzero(target).tolist():
-            if start == 0 or not target[start - 1] or ids[start - 1] in stops:
-                end = next((n + 1 for n in range(start, len(ids)) if not target[n] or ids[n] in stops), len(ids))
-                found.append((ids[:start], ids[start:end]))
-    found.sort(key=lambda pair: len(pair[0]))
-    assert len(found) == len(numbers)
-    for number, (prompt, reply) in zip(numbers, found, strict=True):
-        yield number, prompt, reply
+def trained(encoder: Encoder, row: Conversation) -> Iterator[tuple[Message, Ids, Ids]]:
+    """Each answer of a row as training learns it behind its history: the message, the prompt and the reply."""
+    for number, message in enumerate(row.messages, 1):
+        if message.role == "assistant":
+            (segment,) = encoder.encode(
+                replace(row, messages=row.messages[:number], train_on="last_assistant")
+            ).segments()
+            start = int(np.flatnonzero(segment.target)[0])
+            yield message, segment.input_ids[:start], segment.input_ids[start:]
+
+
+def asked(encoder: Encoder, answer: Message) -> tuple[Ids, Ids]:
+    """The prompt of a question, and an answer to it."""
+    tools = TOOLS if any(isinstance(part, ToolCall) for part in answer.parts) else []
+    ((_, prompt, reply),) = trained(encoder, Conversation(messages=(QUESTION, answer), tools=tuple(tools)))
+    return prompt, reply
+
+
+def is_read_back(encoder: Encoder, answer: Message, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an answer is read as what it was written from, or as another that is written with the same ids.
+
+    Raises `RowError` for an answer that training refuses.
+    """
+    prompt, reply = asked(encoder, answer)
+    read = luthier.parse_reply(reply, encoder.tokenizer, tools=tools, prompt=prompt)
+    return is_same(read, answer) or asked(encoder, read)[1].tolist() == reply.tolist()
 
 
 ANSWERS: Sequence[tuple[Message, bool]] = (
@@ -63,14 +85,24 @@ def encoder_for(name: str, folder: Path) -> Encoder:
     return encoder_of(tokenizer_folder("tiny"), folder, catalogue()[name])
 
 
-@pytest.mark.parametrize("name", ["named/qwen3", "named/llama3_1", "named/mistral", "named/deepseekr1", "named/glm4"])
+FORMS = [
+    "named/qwen3",
+    "named/llama3_1",
+    "named/mistral",
+    "named/glm4",
+    "trl/glm4moe",
+    "trl/qwen3_5_think",
+    "trl/gptoss",
+]
+
+
+@pytest.mark.parametrize("name", [*FORMS, "named/deepseekr1", "named/vicuna"])
 def test_a_trained_answer_is_read_back(tmp_path: Path, name: str) -> None:
     encoder = encoder_for(name, tmp_path)
     read = 0
     for answer, has_tools in ANSWERS:
-        row = Conversation(messages=(QUESTION, answer), tools=tuple(TOOLS) if has_tools else ())
         try:
-            ((_, prompt, reply),) = trained(encoder, row)
+            prompt, reply = asked(encoder, answer)
         except luthier.RowError:
             continue
         for ids in (reply, reply[:-1]):  # with its stop token, and without it
@@ -80,10 +112,111 @@ def test_a_trained_answer_is_read_back(tmp_path: Path, name: str) -> None:
     assert read >= 3
 
 
+WORDS = (
+    "<think>", "</think>", "<tool_call>", "\n", " ", '"', "'", "\\", "{", "}", ", ", "<|im_end|>", "[TOOL_CALLS]", "3",
+    "get_weather", '{"name": "send", "arguments": {}}', "\nsend\n", "🙂", "東京", "</arg_value>", "</parameter>\n",
+)  # fmt: skip
+TEXTS = st.text() | st.lists(st.sampled_from(WORDS)).map("".join)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 10**12) | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=6,
+)
+PARTS = st.sampled_from(["t", "ht", "c", "tc", "htc", "tcc"])  # of a text, a thought and a call
+
+
+@pytest.mark.parametrize("name", FORMS)
+@hypothesis.settings(max_examples=examples(30))
+@hypothesis.given(text=TEXTS, thought=TEXTS, city=TEXTS, value=VALUES, parts=PARTS)
+def test_whatever_is_said_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, name: str, text: str, thought: str, city: str, value: object, parts: str
+) -> None:
+    encoder = _encoders.get(name) or _encoders.setdefault(name, encoder_for(name, tmp_path_factory.mktemp("encoder")))
+    call = replace(WEATHER, arguments={"city": city, "days": value})
+    kinds = {"t": Text(text=text), "h": Thinking(text=thought), "c": call}
+    with suppress(luthier.RowError):  # training refuses it, too
+        assert is_read_back(encoder, assistant(*(kinds[part] for part in parts)), TOOLS)
+
+
+_encoders: dict[str, Encoder] = {}
+
+
+@pytest.mark.parametrize("name", ["named/qwen3", "named/llama3_1", "trl/glm4moe"])
+@hypothesis.settings(max_examples=examples(60))
+@hypothesis.given(data=st.data())
+def test_any_ids_are_read_in_any_division_alike(
+    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
+) -> None:
+    encoder = _encoders.get(name) or _encoders.setdefault(name, encoder_for(name, tmp_path_factory.mktemp("encoder")))
+    tokenizer = encoder.tokenizer
+    written = [
+        '\n<tool_call>\n{"name": "send", "arguments": {}}\n</tool_call>',
+        "<think>\n",
+        "\n</think>\n\n",
+        "🙂",
+        '{"name": "send", "parameters": {"a": 1}}',
+        "<tool_call>send\n<arg_key>a</arg_key>\n<arg_value>",
+    ]
+    stretches = data.draw(st.lists(st.sampled_from(written) | TEXTS, max_size=6))
+    ids = [number for text in stretches for number in tokenizer.encode_whole(text).tolist()]
+    ids = ids[: data.draw(st.integers(0, len(ids)))]
+    whole = luthier.ReplyReader(tokenizer, tools=TOOLS)
+    expected = joined([whole.feed(ids), whole.close()])
+    size = data.draw(st.integers(1, 5))
+    reader = luthier.ReplyReader(tokenizer, tools=TOOLS)
+    deltas = [reader.feed(ids[start : start + size]) for start in range(0, len(ids), size)]
+    assert joined([*deltas, reader.close()]) == expected
+
+
+@pytest.mark.parametrize("name", ["trl/gemma4_v5", "trl/lfm2_v2"])
+def test_a_template_whose_calls_cannot_be_read_back_is_refused_for_tools(tmp_path: Path, name: str) -> None:
+    encoder = encoder_for(name, tmp_path)
+    answer = assistant(Text(text="Yes."))
+    prompt, reply = asked(encoder, answer)
+    assert luthier.parse_reply(reply, encoder.tokenizer, prompt=prompt) == answer
+    with refused(luthier.TemplateError, "tools"):
+        luthier.parse_reply(reply, encoder.tokenizer, tools=TOOLS, prompt=prompt)
+
+
+LOSING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
+    "{{ k }}{{ v | string }}{% endfor %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_notation_that_says_too_little_is_found_out() -> None:
+    """Negative control: names and values of arguments run into each other, so no reading of them can be right."""
+    tokenizer = luthier.load_tokenizer(tokenizer_folder("tiny"), chat_template=LOSING)
+    form = reply_form(tokenizer)
+    assert "tools" in form.unreadable and "text" not in form.unreadable
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma3"])
+def test_demo_rows_are_read_back_with_real_tokenizers(shared: Path, name: str) -> None:
+    encoder = Encoder(ModelConfig(name_or_path=str(shared / "tokenizers" / name)), TemplateConfig())
+    read: Counter[bool] = Counter()
+    for file in ("glaive_toolcall_en_demo.json", "glaive_toolcall_zh_demo.json", "reason_tool_use_demo_50.jsonl"):
+        (source,) = open_sources([SourceConfig(path=str(shared / "data" / "demo" / file))], seed=0)
+        for raw in islice(source.rows(), 6):
+            row = source.convert(raw) if not isinstance(raw, luthier.RowError) else None
+            assert isinstance(row, Conversation)
+            try:
+                found = list(trained(encoder, row))
+            except luthier.RowError:
+                continue
+            for message, prompt, reply in found:
+                parsed = luthier.parse_reply(reply, encoder.tokenizer, tools=row.tools or None, prompt=prompt)
+                read[is_same(parsed, message)] += 1
+    assert not read[False] and read[True] >= 4, read
+
+
 def test_deltas_joined_are_the_whole_reply_however_it_is_divided(tmp_path: Path) -> None:
     encoder = encoder_for("named/qwen3", tmp_path)
     answer = assistant(Thinking(text="Hm 🙂 東京"), Text(text="I look 🙂🙂."), WEATHER, SEND)
-    ((_, prompt, reply),) = trained(encoder, Conversation(messages=(QUESTION, answer), tools=tuple(TOOLS)))
+    prompt, reply = asked(encoder, answer)
     whole = luthier.parse_reply(reply, encoder.tokenizer, prompt=prompt)
     assert is_same(whole, answer)
     for size in (1, 2, 3, 7):
@@ -94,8 +227,7 @@ def test_deltas_joined_are_the_whole_reply_however_it_is_divided(tmp_path: Path)
 
 def test_a_call_that_is_cut_off_stays_in_the_text(tmp_path: Path) -> None:
     encoder = encoder_for("named/qwen3", tmp_path)
-    row = Conversation(messages=(QUESTION, assistant(Text(text="I look."), WEATHER)), tools=tuple(TOOLS))
-    ((_, prompt, reply),) = trained(encoder, row)
+    prompt, reply = asked(encoder, assistant(Text(text="I look."), WEATHER))
     text = encoder.tokenizer.decode(reply[:-1]).partition("</think>\n\n")[2]
     reader = luthier.ReplyReader(encoder.tokenizer, prompt=prompt)
     read = joined([reader.feed(reply[:-8]), reader.close()])
