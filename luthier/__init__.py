@@ -156,6 +156,8 @@ if TYPE_CHECKING:
     from luthier.prediction.predicting import Predicted as Predicted
     from luthier.prediction.predicting import PredictOptions as PredictOptions
     from luthier.prediction.predicting import predict as predict
+    from luthier.prediction.tasks import TaskOptions as TaskOptions
+    from luthier.prediction.tasks import evaluate_tasks as evaluate_tasks
     from luthier.preparation.prepare import Progress as Progress
     from luthier.preparation.prepared import Numbering as Numbering
     from luthier.preparation.prepared import Prepared as Prepared

@@ -116,6 +116,55 @@ def predict(  # noqa: PLR0913
         output.emit({"folder": str(found.folder), **found.metrics})
 
 
+Tasks = Annotated[
+    str,
+    typer.Option(metavar="NAMES", help="Tasks of lm-eval, or YAML files of some, with commas.", show_default=False),
+]
+Limit = Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N rows of each task.")]
+Fewshot = Annotated[int | None, typer.Option(metavar="N", min=0, help="Examples before each question.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Ask in plain text, without the run's chat template.")]
+Results = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results as JSON.")]
+
+
+def evaluate(
+    run: RunFolder,
+    tasks: Tasks,
+    overrides: Overrides = None,
+    limit: Limit = None,
+    fewshot: Fewshot = None,
+    plain: Plain = False,
+    output: Results = None,
+    json: JsonTarget = None,
+) -> None:
+    """Evaluate a run or a model on tasks of lm-evaluation-harness.
+
+    Questions are asked with the run's own template, weights and stop tokens. A task in a
+    YAML file with local data needs no network.
+
+    [dim]Example[/]   luthier eval output/quickstart --tasks my_task.yaml --limit 100 --output results.json
+    """
+    with reporting(json) as told:
+        from luthier.prediction.tasks import TaskOptions, evaluate_tasks
+        from luthier.writing import to_json, write_text
+
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        options = TaskOptions(tasks=names, limit=limit, num_fewshot=fewshot, chat=not plain)
+        found = evaluate_tasks(run, options, overrides=overrides or ())
+        table = Table("task", "metric", "value", "standard error", box=None)
+        for task, values in found["results"].items():
+            for key, value in values.items():
+                name, _, way = key.partition(",")
+                if isinstance(value, float) and not name.endswith("_stderr"):
+                    error = values.get(f"{name}_stderr,{way}")
+                    spread = f"{error:.4g}" if isinstance(error, float) else ""
+                    table.add_row(escape(task), escape(f"{name} ({way})"), f"{value:.4g}", spread)
+        told.console.print(table)
+        if output is not None:
+            write_text(output, to_json(found) + "\n")
+            told.console.print(f"[dim]results in[/] {output}", highlight=False)
+        told.emit(found)
+
+
 def _summary(metrics: Mapping[str, Any]) -> str:
     """``9 answers to 9 questions written, 8 of them compared; not answered: 1 unknown_role``"""
     lost = [f"{count:,} {reason}" for reason, count in {**metrics["refused"], **metrics["lost_rows"]}.items()]
