@@ -1,0 +1,85 @@
+"""Whatever a model keeps between two tokens, it answers in company as it does alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_local_engine import NEW, SAMPLED, TOKENIZER, answers, ids_of, requests
+from transformers import AutoModelForCausalLM
+
+from luthier.engines.joined import rows_can_join
+from luthier.engines.local import LocalEngine
+
+SIZES = {
+    "vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+# config class, what is its own, and whether rows can join others
+FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "sliding window": (
+        "Gemma3TextConfig",
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        True,
+    ),
+    "keys longer than values": ("DeepseekV3Config", {**LATENT, **EXPERTS, "num_key_value_heads": 4}, True),
+    "convolutions beside attention": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, False),
+}
+
+
+def model_of(family: str) -> Any:
+    name, own, _ = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**SIZES, **own})
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.ndim > 1:
+                weight.mul_(3.0)
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_in_company_are_those_of_generate_alone(family: str) -> None:
+    model = model_of(family)
+    with torch.no_grad():
+        assert rows_can_join(model, model) is FAMILIES[family][2]
+    asked = requests(5)
+    found = answers(model, asked, 3)
+    for request in asked:
+        ids_1T = torch.from_numpy(request.prompt.astype(np.int64))[None]
+        out = model.generate(
+            ids_1T,
+            attention_mask=torch.ones_like(ids_1T),
+            do_sample=False,
+            max_new_tokens=NEW,
+            eos_token_id=list(TOKENIZER.stop_token_ids),
+            pad_token_id=TOKENIZER.pad_token_id,
+        )
+        one = found[request.key, 0]
+        assert one.ids.tolist() == out[0, ids_1T.shape[1] :].tolist()
+        whole = np.concatenate([request.prompt, one.ids]).astype(np.int32)
+        scored = LocalEngine(model, TOKENIZER).score(whole, len(request.prompt))
+        assert np.allclose(one.logprobs, scored, atol=1e-4)
+    drawn = requests(4, num_samples=2, max_new_tokens=4, **SAMPLED)
+    assert ids_of(answers(model, drawn, 3)) == {
+        key: ids for request in drawn for key, ids in ids_of(answers(model, [request], 1)).items()
+    }
+
+
+def test_rows_do_not_join_where_the_trial_shows_another_answer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that does not heed the positions that it is given."""
+    with torch.no_grad():
+        assert rows_can_join(model, model)
+        forward = model.model.forward
+
+        def heedless(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(model.model, "forward", heedless)
+        assert not rows_can_join(model, model)
