@@ -206,6 +206,7 @@ class Api:
             model=name,
             is_chat=False,
             logprobs=body.logprobs is not None,
+            token_ids=bool(body.return_token_ids),
             answered=body.max_tokens != 0,
             echoes=tuple([await self._echo(ids, body) for ids in prompts]) if body.echo else (),
         )

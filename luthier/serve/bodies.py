@@ -26,6 +26,7 @@ class ClientRequest:
     questions  one for each prompt; all are answered alike
     readers    one for each answer
     echoes     of each prompt its text, and its tokens from the second on as if they had been emitted; or ``()``
+    token_ids  whether answers are told as ids, too, and their probabilities with that of the token that ended them
     answered   False: nothing is emitted, only the prompts are told
     """
 
@@ -34,6 +35,7 @@ class ClientRequest:
     model: str
     is_chat: bool
     logprobs: bool = False
+    token_ids: bool = False
     usage_at_end: bool = False  # of a stream
     echoes: tuple[Echo, ...] = ()
     answered: bool = True
@@ -140,7 +142,9 @@ class Teller:
         if asked.logprobs and asked.is_chat:
             logprobs = None if new is None else self._chat_logprobs(new)
         elif asked.logprobs:
-            logprobs = self._text_logprobs(echo, new)
+            logprobs = self._text_logprobs(echo, new, whole=asked.token_ids)
+        if asked.token_ids:
+            content["token_ids"] = [] if new is None else new.ids.tolist()
         return {"index": number, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def _chat_logprobs(self, new: NewTokens) -> dict[str, Any]:
@@ -153,11 +157,11 @@ class Teller:
             "refusal": None,
         }
 
-    def _text_logprobs(self, echo: Echo | None, new: NewTokens | None) -> dict[str, Any]:
+    def _text_logprobs(self, echo: Echo | None, new: NewTokens | None, *, whole: bool) -> dict[str, Any]:
         shown: list[Any] = []
         if echo is not None and echo.others is not None:
             shown = [(echo.first, None, None, None), *_shown(echo.others)]
-        shown += [] if new is None else _shown(new)
+        shown += [] if new is None else _shown(new, whole=whole)
         return {
             "tokens": [self.tokenizer.decode([number]) for number, *_ in shown],
             "token_logprobs": [logprob for _, logprob, *_ in shown],
@@ -195,11 +199,12 @@ def _spoken(delta: ReplyDelta, told: int | None) -> dict[str, Any]:
     return {name: value for name, value in parts.items() if value}
 
 
-def _shown(new: NewTokens) -> list[tuple[int, float, list[int], list[float]]]:
-    """Tokens with their logprobs and the likeliest at their places; the token that ended the answer is not told."""
+def _shown(new: NewTokens, *, whole: bool = False) -> list[tuple[int, float, list[int], list[float]]]:
+    """Tokens with their logprobs and the likeliest at their places; the token that ended the answer is told with the
+    ``whole`` of it only."""
     rows = zip(new.ids.tolist(), new.logprobs.tolist(), new.top_ids.tolist(), new.top_logprobs.tolist(), strict=True)
     found = list(rows)
-    return found[:-1] if new.finish is Finish.STOP else found
+    return found[:-1] if new.finish is Finish.STOP and not whole else found
 
 
 def usage(asked: ClientRequest, completion: int) -> dict[str, int]:

@@ -181,6 +181,7 @@ class CompletionBody(SamplingBody, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0 with echo: the prompt alone
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None  # as vLLM has it
     best_of: Any = None
     suffix: Any = None
 

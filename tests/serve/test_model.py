@@ -6,6 +6,7 @@ import concurrent.futures
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import torch
@@ -155,3 +156,18 @@ def test_a_text_to_be_completed_reaches_no_control_token(server: Running, encode
 def test_completions_that_cannot_be_given_are_refused(server: Running, body: dict[str, Any], param: str) -> None:
     answer = server.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_an_engine_that_asks_it_gets_the_ids_and_logprobs_of_the_model(server: Running, engine: LocalEngine) -> None:
+    prompt = luthier.encode_prompt(ASK, engine.tokenizer).input_ids
+    there = luthier.HttpEngine(server.url, engine.tokenizer, token=TOKEN)
+    stops: list[int] = []
+    for _ in range(2):  # to its length, and to a token that ends it
+        settings = GenerateConfig(max_new_tokens=8, stop_token_ids=stops)
+        asked = Request(prompt=prompt, settings=settings, key=0)
+        (expected,), (found,) = engine.generate([asked]), there.generate([asked])
+        assert isinstance(expected, Completion) and isinstance(found, Completion)
+        assert found.ids.tolist() == expected.ids.tolist() and found.finish is expected.finish
+        assert np.allclose(found.logprobs, expected.logprobs, atol=1e-4)
+        stops = [int(expected.ids[4])]
+    assert np.allclose(there.score(prompt, 3), engine.score(prompt, 3), atol=1e-4)
