@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,6 +10,7 @@ from rich.markup import escape
 
 from luthier.cli.output import JsonTarget, Output, reporting
 from luthier.cli.pipeline import Overrides
+from luthier.errors import UserError
 
 if TYPE_CHECKING:
     from luthier.serve.running import Listening
@@ -31,6 +33,12 @@ Name = Annotated[
 ]
 
 
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=RUN", help="A further run with an adapter on the same base, by a name of its own."),
+]
+
+
 def serve(
     run: WhatAnswers,
     overrides: Overrides = None,
@@ -38,6 +46,7 @@ def serve(
     port: Port = 8000,
     token_env: TokenEnv = None,
     name: Name = None,
+    adapter: Adapters = None,
     json: JsonTarget = None,
 ) -> None:
     """Answer requests over HTTP with a trained run, as OpenAI's interface has it.
@@ -52,8 +61,20 @@ def serve(
         from luthier.serve.running import ServeOptions, token_of
         from luthier.serve.running import serve as serve_run
 
-        options = ServeOptions(host=host, port=port, token=token_of(token_env), name=name)
+        options = ServeOptions(
+            host=host, port=port, token=token_of(token_env), name=name, adapters=_by_name(adapter or ())
+        )
         serve_run(run, options, overrides=overrides or (), on_ready=lambda ready: _tell(ready, output))
+
+
+def _by_name(adapters: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in adapters:
+        name, equals, folder = text.partition("=")
+        if not name or not equals or not folder or name in found:
+            raise UserError(f"--adapter {text}: a name and a run's folder are needed, as NAME=RUN, each name once")
+        found[name] = folder
+    return found
 
 
 def _tell(ready: Listening, output: Output) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cached_property
 from threading import Lock
 
@@ -21,6 +22,8 @@ from luthier.engines.joined import rows_can_join
 from luthier.engines.local_session import LocalSession
 from luthier.models.compiled import uncompiled
 from luthier.records import MediaItem
+
+NO_ADAPTER = "<base>"
 
 
 class LocalEngine:
@@ -50,6 +53,15 @@ class LocalEngine:
     ) -> None:
         self.model, self.tokenizer, self.media, self.batch_size = model, tokenizer, media, batch_size
         self._next, self._model = Lock(), Lock()
+        self._adapter: str | None = None
+
+    def under(self, adapter: str) -> LocalEngine:
+        """The same engine answering with one of the model's adapters by its name, `NO_ADAPTER` with none of them. Both
+        may be asked at a time: they take turns with the model. Where there is more than one, ask none but such."""
+        found = copy(self)
+        found._adapter = adapter
+        found.__dict__.pop("_answerer", None)  # the model is tried with its adapter
+        return found
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion | Refusal]:
         """The answers as they are finished; short prompts begin first. A request whose media cannot be had any more, or
@@ -107,12 +119,24 @@ class LocalEngine:
         try:
             base.generation_config = GenerationConfig()
             self.model.eval()
-            with uncompiled(self.model), torch.no_grad():
+            with uncompiled(self.model), torch.no_grad(), self._with_adapter():
                 yield
         finally:
             base.generation_config = own
             self.model.train(training)
             self._model.release()
+
+    @contextmanager
+    def _with_adapter(self) -> Iterator[None]:
+        if self._adapter is None or not isinstance(self.model, PeftModel):
+            yield
+        elif self._adapter == NO_ADAPTER:
+            with self.model.disable_adapter():
+                yield
+        else:
+            if self.model.active_adapter != self._adapter:
+                self.model.set_adapter(self._adapter)
+            yield
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:

@@ -56,14 +56,19 @@ def continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str
     return adapted
 
 
-def load_to_answer(model: PreTrainedModel, source: str) -> PeftModel:
-    """The model with the adapter in a folder, not to be trained. Raises `ModelError` for one that does not fit."""
+def load_to_answer(model: PreTrainedModel | PeftModel, source: str, name: str = "default") -> PeftModel:
+    """The model with the adapter in a folder, not to be trained, beside those that it has. Raises `ModelError` for one
+    that does not fit."""
     try:
         with quiet_peft():
-            adapted = PeftModel.from_pretrained(model, source)
+            if isinstance(model, PeftModel):
+                adapted = model
+                adapted.load_adapter(source, adapter_name=name)
+            else:
+                adapted = PeftModel.from_pretrained(model, source, adapter_name=name)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the adapter in {source} does not fit its base: {error}") from error
-    _check_fit(adapted, source, "the adapter")
+    _check_fit(adapted, source, "the adapter", name=name)
     return adapted
 
 
@@ -187,7 +192,7 @@ def save_adapter(
         shutil.rmtree(scratch)
 
 
-def _check_fit(adapted: PeftModel, source: str, key: str = "adapter.name_or_path") -> None:
+def _check_fit(adapted: PeftModel, source: str, key: str = "adapter.name_or_path", *, name: str = "default") -> None:
     """Compare names and shapes of an adapter's file with those that the model wants; PEFT passes over what is left.
 
     Raises `ModelError` for a matrix of another shape, one that is missing, or one that has no place in the model.
@@ -205,7 +210,7 @@ def _check_fit(adapted: PeftModel, source: str, key: str = "adapter.name_or_path
     except (OSError, ValueError, SafetensorError) as error:
         raise _misfit(source, f"{file.name} cannot be read: {error}", key) from error
     with quiet_peft():
-        state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        state = get_peft_model_state_dict(adapted, adapter_name=name, save_embedding_layers=False)
     wanted = {name: list(weight.shape) for name, weight in state.items()}
     for name in sorted(wanted.keys() & found.keys()):
         if found[name] != wanted[name]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,13 +55,12 @@ class AnsweringModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Served:
-    """What answers. ``context`` is the most tokens of a prompt and its answer; ``names`` what clients may call it by,
-    the first of which it calls itself; ``started`` when, in seconds since 1970."""
+    """What answers. ``models`` are by the names that clients call them by, the first is meant where none is called;
+    ``context`` is the most tokens of a prompt and its answer; ``started`` when, in seconds since 1970."""
 
     prompts: Histories
-    model: AnsweringModel | RewardEngine
+    models: Mapping[str, AnsweringModel | RewardEngine]
     limits: ServeConfig
-    names: tuple[str, ...]
     context: int
     started: int
 
@@ -76,9 +75,11 @@ class Api:
 
     def __init__(self, served: Served, counts: Counts) -> None:
         self.served, self.limits, self.counts = served, served.limits, counts
-        self.teller = None
-        if isinstance(served.model, AnsweringModel):
-            self.teller = Teller(Asker(served.model.session, served.limits, counts), served.tokenizer)
+        self._tellers = {
+            name: Teller(Asker(model.session, served.limits, counts), served.tokenizer)
+            for name, model in served.models.items()
+            if isinstance(model, AnsweringModel)
+        }
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
 
     def close(self) -> None:
@@ -97,7 +98,7 @@ class Api:
         """What is served."""
         about = {"object": "model", "created": self.served.started, "owned_by": "luthier"}
         about |= {"max_model_len": self.served.context}
-        return JSONResponse({"object": "list", "data": [{"id": name, **about} for name in self.served.names]})
+        return JSONResponse({"object": "list", "data": [{"id": name, **about} for name in self.served.models]})
 
     async def model(self, request: Request) -> Response:
         """One of them, by its name."""
@@ -126,7 +127,8 @@ class Api:
     async def judge(self, request: Request) -> Response:
         """The rewards that a reward model gives to answers."""
         body = await self._body(request, ScoreBody)
-        name, model = self._name(body.model), self.served.model
+        name = self._name(body.model)
+        model = self.served.models[name]
         if not isinstance(model, RewardEngine):
             raise RefusedRequest(400, "this model answers, it gives no rewards", code="not_supported")
         conversations = body.all
@@ -158,7 +160,7 @@ class Api:
         tools = None if body.tool_choice == "none" else body.tools
         prompt = await self._prompt(body.messages, tools, body.chat_template_kwargs)
         ids = prompt.input_ids
-        settings = self._settings(body, ids)
+        settings = self._settings(name, body, ids)
         question = Question(
             prompt=ids,
             settings=settings,
@@ -195,7 +197,7 @@ class Api:
             raise RefusedRequest(400, what, code="invalid_value", param="n", hint="serve.max_samples is the limit")
         questions = []
         for number, ids in enumerate(prompts):
-            settings = self._settings(body, ids)
+            settings = self._settings(name, body, ids)
             questions.append(
                 Question(prompt=ids, settings=settings, key=0, num_samples=body.n or 1, draw=number, top_logprobs=top)
             )
@@ -208,37 +210,37 @@ class Api:
             logprobs=body.logprobs is not None,
             token_ids=bool(body.return_token_ids),
             answered=body.max_tokens != 0,
-            echoes=tuple([await self._echo(ids, body) for ids in prompts]) if body.echo else (),
+            echoes=tuple([await self._echo(name, ids, body) for ids in prompts]) if body.echo else (),
         )
         return await self._answer(request, asked, body)
 
-    async def _echo(self, ids: Ids, body: CompletionBody) -> Echo:
+    async def _echo(self, name: str, ids: Ids, body: CompletionBody) -> Echo:
         others = None
         if body.logprobs is not None and len(ids) > 1:
             most = MOST_SCORES // self.served.tokenizer.vocab_size
             if len(ids) > most:
                 what = f"the prompt has {len(ids):,} tokens, and the probabilities of up to {most:,} are told with echo"
                 raise RefusedRequest(400, what, code="invalid_value", param="prompt")
-            others = await self._made(partial(self._answering.score, ids, 1, top=body.logprobs))
+            others = await self._made(partial(self._answering(name).score, ids, 1, top=body.logprobs))
         return Echo(text=self.served.tokenizer.decode(ids), first=int(ids[0]), others=others)
 
     async def _answer(self, request: Request, asked: ClientRequest, body: SamplingBody) -> Response:
-        assert self.teller is not None, "it was asked how it answers"
+        teller = self._tellers[asked.model]
         if body.stream:
             usage_at_end = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(self.teller.pieces(replace(asked, usage_at_end=usage_at_end)))
-        return JSONResponse(await while_there(request.receive, self.teller.whole(asked)))
+            return EventStream(teller.pieces(replace(asked, usage_at_end=usage_at_end)))
+        return JSONResponse(await while_there(request.receive, teller.whole(asked)))
 
-    @property
-    def _answering(self) -> AnsweringModel:
+    def _answering(self, name: str) -> AnsweringModel:
         """What answers. Raises `RefusedRequest` for a reward model."""
-        if not isinstance(self.served.model, AnsweringModel):
+        found = self.served.models[name]
+        if not isinstance(found, AnsweringModel):
             what = "this is a reward model, which gives numbers and no answers"
             raise RefusedRequest(400, what, code="not_supported", hint="ask /v1/score")
-        return self.served.model
+        return found
 
-    def _settings(self, body: SamplingBody, ids: Ids) -> GenerateConfig:
-        own, context = self._answering.settings, self.served.context
+    def _settings(self, name: str, body: SamplingBody, ids: Ids) -> GenerateConfig:
+        own, context = self._answering(name).settings, self.served.context
         return settings_of(body, own, self.limits, prompt=len(ids), context=context)
 
     async def _body(self, request: Request, kind: type[AnyBody]) -> AnyBody:
@@ -252,7 +254,7 @@ class Api:
         return await asyncio.get_running_loop().run_in_executor(self._thread, make)
 
     def _name(self, asked: str | None) -> str:
-        names = self.served.names
+        names = list(self.served.models)
         if asked is not None and asked not in names:
             what = f"no model is called {asked[:200]!r} here"
             raise RefusedRequest(404, what, code="model_not_found", param="model", hint=f"there is {', '.join(names)}")

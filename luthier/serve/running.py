@@ -7,23 +7,26 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from luthier.config.choices import LONGEST_SEQUENCE
+from luthier.engines.local import NO_ADAPTER
 from luthier.engines.reward_engine import RewardEngine
 from luthier.errors import UserError
+from luthier.models.adapter_files import load_to_answer
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.serve.app import AnsweringModel, Served, application
 from luthier.serve.asking import reader_of
 from luthier.serve.gate import LOOPBACK_NAMES, Gate
 from luthier.serve.histories import Histories
 from luthier.serve.wire import MessageBody, RefusedRequest
+from luthier.training.assemble import RunModel
 from luthier.training.folder.run_folder import RUN_CONFIG
 
 GRACE = 10  # seconds in which answers that are under way may come to their end when the server is to stop
@@ -37,12 +40,13 @@ NOTHING_OUTSIDE = ("media.roots=[]", "media.url_hosts=[]")  # a request names no
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
     """Where the server listens. ``token`` is what clients must send; None: one is made. ``name`` is what they call the
-    model by; None: the name of its folder, or on the Hub."""
+    model by; None: the name of its folder, or on the Hub. ``adapters``: further runs by the names of their own."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     token: str | None = None
     name: str | None = None
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,21 +74,19 @@ def serve(
     with listening(options) as taken:
         opened = open_run(Path(run).expanduser(), [*overrides, *NOTHING_OUTSIDE], rewards=True)
         limits, tokenizer = opened.config.serve, opened.encoder.tokenizer
+        others = _others(opened, options.adapters)
         found = opened.load()
-        prompts = Histories(opened.encoder, limits)
-        names = (options.name or _name_of(opened, run),)
-        model: AnsweringModel | RewardEngine
+        prompts, name = Histories(opened.encoder, limits), options.name or _name_of(opened, run)
+        models: dict[str, AnsweringModel | RewardEngine]
         if opened.gives_rewards:
-            model = RewardEngine(found.model, tokenizer, media=found.media)
+            models = {name: RewardEngine(found.model, tokenizer, media=found.media)}
         else:
             _warm(prompts)
-            engine = opened.engine_of(found, BATCH_SIZE)
-            model = AnsweringModel(session=engine.session(), score=engine.scored, settings=opened.settings)
+            models = {**_answering(name, opened, found, others)}
         served = Served(
             prompts=prompts,
-            model=model,
+            models=models,
             limits=limits,
-            names=names,
             context=min(_context_of(found.model.config), limits.max_context or LONGEST_SEQUENCE),
             started=int(time.time()),
         )
@@ -92,13 +94,14 @@ def serve(
         token = options.token or made
         assert token is not None, "no server is without a token"
         gate = application(served, token=token)
-        ready = Listening(url=url_of(taken), token=token, made=made is not None, names=names)
+        ready = Listening(url=url_of(taken), token=token, made=made is not None, names=tuple(models))
         try:
             asyncio.run(HttpServer(gate, lambda: on_ready(ready)).serve(sockets=[taken]))
         finally:
             gate.close()
-            if isinstance(model, AnsweringModel):
-                model.session.close()
+            for model in models.values():
+                if isinstance(model, AnsweringModel):
+                    model.session.close()
 
 
 class HttpServer(uvicorn.Server):
@@ -162,6 +165,50 @@ def url_of(taken: socket.socket) -> str:
     """The address at which a socket listens."""
     host, port = taken.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _others(opened: TrainedRun, adapters: Mapping[str, str | Path]) -> dict[str, TrainedRun]:
+    """Runs with adapters on the same base, shown the same prompts. Raises `UserError` for others."""
+    found = {}
+    for name, folder in adapters.items():
+        other = open_run(Path(folder).expanduser(), NOTHING_OUTSIDE)
+        apart = {
+            "model": other.config.model == opened.config.model,
+            "adapter.merge_first": other.config.adapter.merge_first == opened.config.adapter.merge_first,
+            "template": other.config.template == opened.config.template,
+            "tokenizer": other.encoder.tokenizer.fingerprint == opened.encoder.tokenizer.fingerprint,
+            "media": other.config.media == opened.config.media,
+        }
+        differing = [what for what, is_same in apart.items() if not is_same]
+        if other.adapter is None or opened.gives_rewards or differing:
+            why = f"{', '.join(differing)} differ" if differing else "it has no adapter"
+            hint = "start a server of its own for it"
+            raise UserError(f"--adapter {name}={folder}: {why}, so it cannot be served beside this run", hint=hint)
+        found[name] = other
+    return found
+
+
+def _answering(
+    name: str, opened: TrainedRun, found: RunModel, others: Mapping[str, TrainedRun]
+) -> dict[str, AnsweringModel]:
+    """The run and the others by their names, which take turns with one model."""
+    if not others:
+        engine = opened.engine_of(found, BATCH_SIZE)
+        return {name: AnsweringModel(session=engine.session(), score=engine.scored, settings=opened.settings)}
+    if name in others:
+        raise UserError(f"--adapter {name}: this is the name of the run itself", hint="choose another, or --name")
+    own = NO_ADAPTER if opened.adapter is None else "default"
+    model, chosen = found.model, {name: (own, opened)}
+    for number, (other, run) in enumerate(others.items()):
+        assert run.adapter is not None, "others have been checked"
+        model = load_to_answer(model, run.adapter, f"adapter_{number}")
+        chosen[other] = (f"adapter_{number}", run)
+    engine = opened.engine_of(replace(found, model=model.eval()), BATCH_SIZE)
+    views = {called: (engine.under(adapter), run) for called, (adapter, run) in chosen.items()}
+    return {
+        called: AnsweringModel(session=view.session(), score=view.scored, settings=run.settings)
+        for called, (view, run) in views.items()
+    }
 
 
 def _warm(prompts: Histories) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from luthier.cli.main import Terminated
 from luthier.config.loading import load_config
 from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.encoder import Encoder
@@ -23,7 +27,7 @@ from luthier.engines.reward_engine import RewardEngine
 from luthier.serve.app import AnsweringModel, Served, application
 from luthier.serve.gate import Gate
 from luthier.serve.histories import Histories
-from luthier.serve.running import HttpServer, ServeOptions, listening, url_of
+from luthier.serve.running import HttpServer, Listening, ServeOptions, listening, serve, url_of
 
 TOKEN = "a-token-of-the-tests"
 
@@ -110,9 +114,8 @@ def running(
         model = AnsweringModel(session=session, score=score, settings=settings)
     served = Served(
         prompts=Histories(encoder, told),
-        model=model,
+        models={"tiny": model},
         limits=told,
-        names=("tiny",),
         context=context,
         started=0,
     )
@@ -133,3 +136,27 @@ def running(
             gate.close()
             if not isinstance(session, RewardEngine):
                 session.close()
+
+
+def asked_of(run: str | Path, options: ServeOptions, ask: Callable[[httpx.Client], Any]) -> Any:
+    """What ``ask`` gives, asking the server that the command would run, which a signal ends then."""
+    told: list[Any] = []
+
+    def ask_and_end(ready: Listening) -> None:
+        headers = {"Authorization": f"Bearer {ready.token}"}
+        try:
+            with httpx.Client(base_url=ready.url, headers=headers, timeout=60) as http:
+                told.append(ask(http))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def end(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(Terminated):
+            serve(run, options, on_ready=lambda ready: threading.Thread(target=ask_and_end, args=(ready,)).start())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return told[0]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,7 +17,6 @@ import pytest
 from PIL import Image
 
 import luthier
-from luthier.cli.main import Terminated
 from luthier.cli.main import run as run_command
 from luthier.config.schema import SourceConfig
 from luthier.encoding.interface import as_prompt
@@ -27,10 +24,10 @@ from luthier.engines.engine import Request
 from luthier.errors import UserError
 from luthier.prediction.trained_run import open_run
 from luthier.records import NOWHERE
-from luthier.serve.running import Listening, ServeOptions, serve
+from luthier.serve.running import ServeOptions, serve
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout
-from tests.serve.conftest import ASK, Running, running
+from tests.serve.conftest import ASK, Running, asked_of, running
 
 QUESTION = {"type": "text", "text": "What is it?"}
 
@@ -142,30 +139,10 @@ def test_letters_that_look_like_a_picture_are_letters(server: Running) -> None:
 
 
 def test_a_signal_ends_a_server_that_has_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[Any] = []
+    def ask(http: httpx.Client) -> Any:
+        return http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 4}).json()
 
-    def ask(ready: Listening) -> None:
-        try:
-            body = {"messages": ASK, "max_tokens": 4}
-            headers = {"Authorization": f"Bearer {ready.token}"}
-            told.append(httpx.post(f"{ready.url}/v1/chat/completions", json=body, headers=headers, timeout=30))
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def end(number: int, frame: object) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with pytest.raises(Terminated):
-            serve(
-                "preset:tiny-qwen3",
-                ServeOptions(port=0),
-                on_ready=lambda ready: threading.Thread(target=ask, args=(ready,)).start(),
-            )
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert told[0].json()["model"] == "preset:tiny-qwen3"
+    assert asked_of("preset:tiny-qwen3", ServeOptions(port=0), ask)["model"] == "preset:tiny-qwen3"
     assert capsys.readouterr() == ("", ""), "nothing is logged of what users say"
 
 
