@@ -26,7 +26,7 @@ from luthier.errors import TemplateError
 from luthier.records import Message
 from luthier.rendering.render import Renderer
 from luthier.rendering.replies.form import ReplyDelta, ReplyForm, joined
-from luthier.rendering.replies.learning import TEXT, TOOLS, learn_replies
+from luthier.rendering.replies.learning import TEXT, THINKING, TOOLS, learn_replies
 from luthier.rendering.replies.scanner import ReplyScanner
 from luthier.rendering.targets import TargetPolicy
 
@@ -57,8 +57,8 @@ def parse_reply(
     Control tokens are known by their ids, so that a tag written as text is text. What is no call after all (cut off,
     bad JSON) is in the text, as it was written.
 
-    Raises `TemplateError` if there is no chat template, or if it is proven on trial that its answers, or its tool
-    calls where tools are on offer, cannot be read back.
+    Raises `TemplateError` if there is no chat template, or if it is proven on trial that its texts or thoughts, or its
+    tool calls where tools are on offer, cannot be read back.
     """
     reader = ReplyReader(tokenizer, tools=tools, template_kwargs=template_kwargs, prompt=prompt)
     return joined([reader.feed(ids), reader.close()]).message
@@ -80,12 +80,12 @@ class ReplyReader:
     ) -> None:
         self._tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else _of_run(tokenizer)
         self.form = reply_form(self._tokenizer, template_kwargs)
-        for what in (TEXT, *([TOOLS] if tools else [])):
+        for what in (TEXT, THINKING, *([TOOLS] if tools else [])):
             if what in self.form.unreadable:
                 raise TemplateError(
                     f"{what} cannot be read back under the chat template of {self._tokenizer.files.origin}: the "
                     f"answer {self.form.unreadable[what][:200]!r} was read as another",
-                    hint="offer no tools, or choose another template (template.chat_template)",
+                    hint=f"{'offer no tools, or ' * (what == TOOLS)}choose another template (template.chat_template)",
                 )
         end = None if prompt is None else self._signed(prompt[-PROMPT_END:])
         self._scanner = ReplyScanner(self.form, prompt=end, tools=tools)

@@ -61,13 +61,16 @@ def asked(encoder: Encoder, answer: Message) -> tuple[Ids, Ids]:
 
 
 def is_read_back(encoder: Encoder, answer: Message, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an answer is read as what it was written from, or as another that is written with the same ids.
+    """Whether an answer is read as what it was written from; where calls are said, also as another of the same ids.
 
     Raises `RowError` for an answer that training refuses.
     """
     prompt, reply = asked(encoder, answer)
     read = luthier.parse_reply(reply, encoder.tokenizer, tools=tools, prompt=prompt)
-    return is_same(read, answer) or asked(encoder, read)[1].tolist() == reply.tolist()
+    if is_same(read, answer):
+        return True
+    has_calls = any(isinstance(part, ToolCall) for part in (*read.parts, *answer.parts))
+    return has_calls and asked(encoder, read)[1].tolist() == reply.tolist()
 
 
 ANSWERS: Sequence[tuple[Message, bool]] = (
@@ -174,6 +177,9 @@ def test_a_template_whose_calls_cannot_be_read_back_is_refused_for_tools(tmp_pat
     answer = assistant(Text(text="Yes."))
     prompt, reply = asked(encoder, answer)
     assert luthier.parse_reply(reply, encoder.tokenizer, prompt=prompt) == answer
+    prompt, called = asked(encoder, assistant(WEATHER))  # without tools a call is text, and not a guess
+    read = luthier.parse_reply(called, encoder.tokenizer, prompt=prompt)
+    assert "get_weather" in read.text and len(read.parts) == 1
     with refused(luthier.TemplateError, "tools"):
         luthier.parse_reply(reply, encoder.tokenizer, tools=TOOLS, prompt=prompt)
 
@@ -191,6 +197,13 @@ def test_a_notation_that_says_too_little_is_found_out() -> None:
     tokenizer = luthier.load_tokenizer(tokenizer_folder("tiny"), chat_template=LOSING)
     form = reply_form(tokenizer)
     assert "tools" in form.unreadable and "text" not in form.unreadable
+
+
+def test_thoughts_that_run_into_the_answer_are_refused() -> None:
+    source = LOSING.replace("{{ m.content }}", "{{ m.reasoning_content or '' }}{{ m.content }}")
+    tokenizer = luthier.load_tokenizer(tokenizer_folder("tiny"), chat_template=source)
+    with refused(luthier.TemplateError, "text"):
+        luthier.parse_reply([], tokenizer)
 
 
 @pytest.mark.shared

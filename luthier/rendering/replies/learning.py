@@ -7,8 +7,8 @@ Each answer is rendered as training renders it, and what stands between its word
     start --"<think>\\n"--> thought --"\\n</think>\\n\\n"--> content --"\\n<tool_call>\\n"--> object …
 
 Control tokens are single characters that no text can hold, so a tag that is written as text is text. Then other
-answers, with quotes, tags and numbers in them, are rendered and read: they must be what they were, or another message
-that is written with the very same tokens.
+answers, with quotes, tags and numbers in them, are rendered and read: they must be what they were, or at least the same
+calls in a message that is written with the very same tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from luthier.errors import RowError, TemplateError
 from luthier.records import Conversation, Message, Part, Piece, Text, Thinking, ToolCall
@@ -33,6 +33,7 @@ _CALLS = (
     ToolCall(name="qzthird", arguments={}, id="qz7ef5hJ7"),
 )
 _ORDER = {Field.END: 0, Field.THOUGHT: 2, Field.CONTENT: 3}  # which edge of the same text comes first; calls between
+_Key = TypeVar("_Key")
 TEXT, THINKING, TOOLS = "text", "thinking", "tools"
 
 
@@ -286,7 +287,13 @@ def _proven(form: ReplyForm, writer: _ProbeRenderer) -> ReplyForm:
         wrong = next((one for one, tools in written if not _reads(form, writer, one, tools)), None)
         if wrong is not None:
             unreadable[what] = form.signs.spelled(wrong.reply)
+    if TOOLS in unreadable:  # what cannot be read is text
+        form = replace(form, starts=_without_calls(form.starts), edges=_without_calls(form.edges))
     return replace(form, absent=frozenset(absent), unreadable=unreadable)
+
+
+def _without_calls(edges: Mapping[_Key, tuple[Edge, ...]]) -> dict[_Key, tuple[Edge, ...]]:
+    return {key: tuple(edge for edge in found if not edge.begins_call) for key, found in edges.items()}
 
 
 def _reads(form: ReplyForm, writer: _ProbeRenderer, one: _Example, tools: Tools) -> bool:
@@ -295,7 +302,10 @@ def _reads(form: ReplyForm, writer: _ProbeRenderer, one: _Example, tools: Tools)
     read = joined([scanner.feed(said), scanner.close()]).message
     if is_same(read, one.message):
         return True
-    again = writer.written(read, tools)
+    names = [[part.name for part in said.parts if isinstance(part, ToolCall)] for said in (read, one.message)]
+    if not names[0] or names[0] != names[1]:
+        return False
+    again = writer.written(read, tools)  # "3" and 3 may be written alike, and what is said before a call as a thought
     return again is not None and again.reply == one.reply
 
 
