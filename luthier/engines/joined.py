@@ -66,7 +66,8 @@ class _EndAligned(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     def _move(self, width: int, rows: int, like: tuple[torch.Tensor, torch.Tensor]) -> None:
         """To a place with room for this many rows and half as many tokens again. Keys and values are ``like`` these
         [H, T, D], whose D may differ."""
-        rows = max(rows, 0 if self.keys is None else min(2 * len(self.keys), 2 * rows - 2))
+        has = 0 if self.keys is None else len(self.keys)
+        rows = has if rows <= has else max(rows, 2 * has)
         own = slice(width - (self.end - self.start), width)
         for name, like_HTD in zip(("keys", "values"), like, strict=True):
             shape = (rows, len(like_HTD), width + max(64, width // 2), like_HTD.shape[2])

@@ -11,7 +11,7 @@ import transformers
 from test_local_engine import NEW, SAMPLED, TOKENIZER, answers, ids_of, requests
 from transformers import AutoModelForCausalLM
 
-from luthier.engines.joined import rows_can_join
+from luthier.engines.joined import JoinedCache, read_prompts, rows_can_join
 from luthier.engines.local import LocalEngine
 
 SIZES = {
@@ -83,3 +83,23 @@ def test_rows_do_not_join_where_the_trial_shows_another_answer(model: Any, monke
 
         monkeypatch.setattr(model.model, "forward", heedless)
         assert not rows_can_join(model, model)
+
+
+def test_the_cache_is_no_larger_than_its_rows_however_often_they_change(model: Any) -> None:
+    """500 rows come and go, so that it is never empty. It has room for twice as many rows, and half as many tokens."""
+    cache = JoinedCache()
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        read, _ = read_prompts(model, [np.arange(40, dtype=np.int32)])
+        for turn in range(500):
+            cache.join(read, 0, int(rng.integers(1, 40)))
+            if turn >= 4:
+                cache.leave(int(rng.integers(0, 5)))
+            cache.read(model, [7] * len(cache.lengths))
+            longest = max(cache.lengths)
+            for layer in cache.cache.layers if cache.cache is not None else ():
+                assert layer.keys.shape[0] <= 10 and layer.end - layer.start == longest
+                assert layer.keys.shape[2] <= 1.5 * max(longest, 300) + 64
+        while cache.lengths:
+            cache.leave(0)
+    assert cache.cache is None
