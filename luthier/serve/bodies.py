@@ -26,7 +26,7 @@ class ClientRequest:
     questions  one for each prompt; all are answered alike
     readers    one for each answer
     echoes     of each prompt its text, and its tokens from the second on as if they had been emitted; or ``()``
-    token_ids  whether answers are told as ids, too, and their probabilities with that of the token that ended them
+    token_ids  whether answers are told as ids, too
     answered   False: nothing is emitted, only the prompts are told
     """
 
@@ -142,7 +142,7 @@ class Teller:
         if asked.logprobs and asked.is_chat:
             logprobs = None if new is None else self._chat_logprobs(new)
         elif asked.logprobs:
-            logprobs = self._text_logprobs(echo, new, whole=asked.token_ids)
+            logprobs = self._text_logprobs(echo, new)
         if asked.token_ids:
             content["token_ids"] = [] if new is None else new.ids.tolist()
         return {"index": number, **content, "logprobs": logprobs, "finish_reason": finish}
@@ -157,11 +157,12 @@ class Teller:
             "refusal": None,
         }
 
-    def _text_logprobs(self, echo: Echo | None, new: NewTokens | None, *, whole: bool) -> dict[str, Any]:
+    def _text_logprobs(self, echo: Echo | None, new: NewTokens | None) -> dict[str, Any]:
+        """Of every token, that which ended the answer included: harnesses count on one for each that they asked for."""
         shown: list[Any] = []
         if echo is not None and echo.others is not None:
             shown = [(echo.first, None, None, None), *_shown(echo.others)]
-        shown += [] if new is None else _shown(new, whole=whole)
+        shown += [] if new is None else _shown(new, whole=True)
         return {
             "tokens": [self.tokenizer.decode([number]) for number, *_ in shown],
             "token_logprobs": [logprob for _, logprob, *_ in shown],

@@ -114,6 +114,17 @@ def test_the_prompt_is_told_with_its_logprobs_as_evaluation_harnesses_ask(
     assert alone.choices[0].logprobs is not None and len(alone.choices[0].logprobs.tokens or ()) == len(ids)
 
 
+def test_a_token_that_ends_the_answer_has_its_place_among_the_logprobs(server: Running, engine: LocalEngine) -> None:
+    """Or harnesses, which leave the last place out, would lose one of the prompt's."""
+    ids = engine.tokenizer.encode_whole("The sun is far away.").tolist()
+    body: dict[str, Any] = {"prompt": ids, "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
+    body["return_token_ids"] = True
+    for stops in ([], server.http.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]):
+        (choice,) = server.http.post("/v1/completions", json={**body, "stop_token_ids": stops}).json()["choices"]
+        assert choice["finish_reason"] == ("stop" if stops else "length")
+        assert {len(values) for values in choice["logprobs"].values()} == {len(ids) + 1}
+
+
 def test_completions_of_texts_are_whole_as_in_pieces(client: openai.OpenAI) -> None:
     prompts = ["One two", "Drei vier"]
     whole = client.completions.create(model="tiny", prompt=prompts, max_tokens=8, n=2, temperature=1, seed=4)
