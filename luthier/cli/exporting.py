@@ -43,12 +43,38 @@ class Dtype(StrEnum):
 DtypeChoice = Annotated[Dtype | None, typer.Option(help="Type of the weights. Default: the one of the run.")]
 
 
+class ExportFormat(StrEnum):
+    """What an export is for."""
+
+    HF = "hf"
+    GGUF = "gguf"
+
+
+class Outtype(StrEnum):
+    """Types of weights in a GGUF file."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    Q8_0 = "q8_0"
+
+
+FormatChoice = Annotated[ExportFormat | None, typer.Option("--format", help="hf: transformers, vLLM; gguf: llama.cpp.")]
+OuttypeChoice = Annotated[Outtype | None, typer.Option(help="Type of the weights in a GGUF file. Default: bf16.")]
+LlamaCpp = Annotated[
+    str | None, typer.Option(metavar="DIR", help="A clone of llama.cpp. Without it its converter is fetched by pip.")
+]
+
+
 def export(  # noqa: PLR0913
     run: RunToExport = None,
     overrides: Overrides = None,
     to: To = None,
     dtype: DtypeChoice = None,
     max_shard: MaxShard = None,
+    format_: FormatChoice = None,
+    outtype: OuttypeChoice = None,
+    llama_cpp: LlamaCpp = None,
     data: ProofData = None,
     proof: Proof = True,
     overwrite: ReplaceFolder = False,
@@ -61,6 +87,7 @@ def export(  # noqa: PLR0913
     same, and nothing was written. parity.json in it holds golden cases for later.
 
     [dim]Example[/]   luthier export output/quickstart --to exported --dtype bfloat16
+    [dim]Example[/]   luthier export output/quickstart --to exported --format gguf --outtype q8_0
     [dim]Example[/]   luthier export --check exported
     """
     with reporting(json) as output:
@@ -74,7 +101,10 @@ def export(  # noqa: PLR0913
             output.emit({"folder": check, **found.to_json()})
             ok = found.ok
         else:
-            said = [*(overrides or ()), *_said(dtype, max_shard)]
+            said = [
+                *(overrides or ()),
+                *_said(max_shard, dtype=dtype, format=format_, outtype=outtype, llama_cpp=llama_cpp),
+            ]
             options = ExportOptions(to=to, data=data, proof=proof, overwrite=overwrite)
             console = output.console
             done = export_run(run, options, overrides=said, on_progress=lambda what: console.print(f"[dim]{what}[/]"))
@@ -106,8 +136,9 @@ def _check_arguments(run: str | None, check: str | None, to: str | None) -> None
             raise UserError(f"there is no {path}", hint=hint)
 
 
-def _said(dtype: Dtype | None, max_shard: str | None) -> list[str]:
-    said = [] if dtype is None else [f"export.dtype={dtype.value}"]
+def _said(max_shard: str | None, **options: str | None) -> list[str]:
+    """The options as keys of the section ``export``."""
+    said = [f"export.{name}={value!s}" for name, value in options.items() if value is not None]
     if max_shard is None:
         return said
     text = max_shard.strip().upper()

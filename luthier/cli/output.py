@@ -29,6 +29,7 @@ EXTRAS = {
     "hub": ("datasets", "huggingface_hub"),
     "media": ("av", "PIL", "torchvision"),
     "ray": ("ray",),
+    "gguf": ("xllamacpp", "gguf", "sentencepiece"),
     "kernels": ("liger_kernel",),
     "metrics": ("sacrebleu",),
     "serve": ("fastapi", "uvicorn"),

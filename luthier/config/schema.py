@@ -348,6 +348,12 @@ class ExportConfig(Section):
     """Type of the exported weights. ``auto``: the one that the run has them in."""
     max_shard_gb: Positive = 5.0
     """Most gigabytes that a file of weights has; a larger model is written as several files."""
+    format: Literal["hf", "gguf"] = "hf"
+    """``hf``: a folder as transformers and vLLM load it; ``gguf``: one file for llama.cpp."""
+    outtype: Literal["f32", "f16", "bf16", "q8_0"] = "bf16"
+    """Type of the weights in a GGUF file."""
+    llama_cpp: PathLike | None = None
+    """A clone of llama.cpp with its converter. Default: the converter is fetched once, by pip."""
 
 
 class TrackingConfig(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,19 +16,35 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from luthier import __version__
-from luthier.check.golden import PARITY_FILE, PARITY_VERSION, Parity, read_parity, write_parity
+from luthier.check.golden import PARITY_FILE, PARITY_VERSION, Parity, file_faults, read_parity, write_parity
 from luthier.config.choices import AdapterType, QuantizationType
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import UserError
-from luthier.export.proof import ExportProof, bound_of, prove, template_digest, weight_digests
+from luthier.export.bounds import bound_of
+from luthier.export.gguf import (
+    GGUF_BOUNDS,
+    check_installed,
+    convert,
+    converter_folder,
+    prove_gguf,
+)
+from luthier.export.proof import (
+    ExportCheck,
+    ExportProof,
+    check_result,
+    prove,
+    template_digest,
+    weight_digests,
+)
 from luthier.export.taken_down import TakenDown, measure, template_now
 from luthier.models.adapter_files import merge_adapter
 from luthier.models.quantized import dequantized, is_quantized
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.training.folder.artifacts import save_model
 from luthier.training.folder.checkpoint import replacing
+from luthier.writing import rename
 
-CARD = "README.md"
+CARD, WHOLE = "README.md", "model"  # the model card; a folder beside a GGUF file, until that is made of it
 OnStage = Callable[[str], None]  # what is being done now, in words
 
 
@@ -93,6 +110,11 @@ def export_run(
     opened = open_run(Path(run).expanduser(), overrides)
     settings = opened.config.export
     folder = _target(options, opened)
+    converter = None
+    if settings.format != "hf":
+        converter = converter_folder(settings.llama_cpp)
+        if options.proof:
+            check_installed()
     opened, notes = _with_adapter(opened)
     tell("loading the trained model")
     engine = opened.engine(opened.config.eval.per_device_eval_batch_size)
@@ -105,8 +127,9 @@ def export_run(
     parity = _parity(opened, engine, dtype, measured)
     proof = None
     try:
-        with replacing(folder) as staging:
+        with replacing(folder) as place:
             tell("merging and writing")
+            staging = place if converter is None else place / WHOLE
             notes += _write(opened, engine, staging, dtype)
             digests = None if measured is None else weight_digests(base_of(engine.model), getattr(torch, dtype))
             del engine  # its weights are not held beside those that are loaded again
@@ -115,8 +138,14 @@ def export_run(
             if measured is not None:
                 tell("loading it again and comparing")
                 proof = prove(staging, parity, measured=measured, weights=digests, like=opened.config)
-                if not proof.ok:
-                    raise _NotProven("the exported model is not the trained one")
+                _demand(proof)
+            if converter is not None:
+                tell("converting, and having llama.cpp load it" if options.proof else "converting")
+                parity = msgspec.structs.replace(parity, notes=notes, bound=GGUF_BOUNDS[settings.outtype])
+                converted = _converted(opened, place, folder, parity, converter, proves=options.proof)
+                if proof is not None and converted is not None:
+                    proof = ExportProof(results=(*proof.results, *converted.results))
+                    _demand(proof)
     except _NotProven:
         return Exported(folder=None, dtype=dtype, proof=proof, notes=tuple(notes))
     return Exported(folder=folder, dtype=dtype, proof=proof, notes=tuple(notes))
@@ -129,11 +158,33 @@ def check_export(folder: str | Path) -> ExportProof:
     Raises `UserError` where it has none.
     """
     place = Path(folder).expanduser()
-    return prove(place, read_parity(place))
+    parity, files = read_parity(place), sorted(place.glob("*.gguf"))
+    if not files:
+        return prove(place, parity)
+    listed = check_result(ExportCheck.FILES, f"{len(parity.files)} files by their digests", file_faults(parity, place))
+    return ExportProof(results=(listed, *prove_gguf(files[0], parity).results))
 
 
 class _NotProven(UserError):
     """Takes what was written away again."""
+
+
+def _demand(proof: ExportProof) -> None:
+    if not proof.ok:
+        raise _NotProven("the exported model is not the trained one")
+
+
+def _converted(
+    run: TrainedRun, place: Path, folder: Path, parity: Parity, converter: Path, *, proves: bool
+) -> ExportProof | None:
+    """One GGUF file in the place of the folder of weights, and its proof."""
+    section = run.config.export
+    model = place / f"{folder.name}-{section.outtype}.gguf"
+    convert(place / WHOLE, model, section.outtype, converter)
+    rename(place / WHOLE / CARD, place / CARD)
+    shutil.rmtree(place / WHOLE)
+    write_parity(parity, place)
+    return prove_gguf(model, parity) if proves else None
 
 
 def _target(options: ExportOptions, run: TrainedRun) -> Path:

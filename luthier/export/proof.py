@@ -24,15 +24,12 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import LuthierError, RowError
-from luthier.export.taken_down import HeldContext, ModuleProbe, TakenDown, logprobs_at, outputs_of, prompt_ids
+from luthier.export.bounds import BOUNDS, CAST, MIN_SAME
+from luthier.export.taken_down import ModuleProbe, TakenContext, TakenDown, logprobs_at, outputs_of, prompt_ids
 from luthier.prediction.trained_run import TrainedRun
 from luthier.training.folder.artifacts import TEMPLATE_FILE
 
 MAX_SHOWN = 5  # findings of a check that are told one by one
-EXACT, CAST = "exact", "cast"
-# A place where the trained model holds two tokens for so nearly equally likely is no evidence for either.
-TIE = {EXACT: 1e-3, CAST: 0.05}
-MAX_LOGPROB, MAX_KL, MAX_KL_AT_ONE, MIN_SAME = 1e-4, 1e-3, 0.1, 0.99
 MAX_SLOPE_ERROR = 0.1  # standard error of what is told of a module, above which nothing is told
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -121,18 +118,19 @@ def prove(
         run = _alone(folder, parity, like)
         results.append(_tokens(folder, parity, run, measured))
     except (LuthierError, OSError, ValueError) as error:
-        return ExportProof(results=(*results, _result(ExportCheck.TOKENS, "the tokenizer alone", [_fault(error)])))
+        return ExportProof(results=(*results, check_result(ExportCheck.TOKENS, "the tokenizer alone", [_fault(error)])))
     loaded = _loaded(run)
     if isinstance(loaded, ExportResult):
         return ExportProof(results=(*results, loaded))
-    results.append(_result(ExportCheck.LOADS, f"{type(base_of(loaded.model)).__name__} from the folder alone", []))
+    results.append(check_result(ExportCheck.LOADS, f"{type(base_of(loaded.model)).__name__} from the folder alone", []))
     if weights is not None:
         results.append(_weights(base_of(loaded.model), weights, parity))
     results += list(_behaviour(loaded, parity, measured))
     return ExportProof(results=tuple(results))
 
 
-def _result(check: ExportCheck, told: str, faults: Sequence[tuple[str, str]]) -> ExportResult:
+def check_result(check: ExportCheck, told: str, faults: Sequence[tuple[str, str]]) -> ExportResult:
+    """A check with the faults that it found, of which the first are told: where, what."""
     shown = tuple(ExportFinding(where=where, what=what) for where, what in faults[:MAX_SHOWN])
     return ExportResult(check=check, told=told, findings=shown, num_findings=len(faults))
 
@@ -142,7 +140,7 @@ def _result(check: ExportCheck, told: str, faults: Sequence[tuple[str, str]]) ->
 
 
 def _files(folder: Path, parity: Parity) -> ExportResult:
-    return _result(ExportCheck.FILES, f"{len(parity.files)} files by their digests", file_faults(parity, folder))
+    return check_result(ExportCheck.FILES, f"{len(parity.files)} files by their digests", file_faults(parity, folder))
 
 
 def template_digest(text: str | None) -> str:
@@ -158,7 +156,7 @@ def _template(folder: Path, parity: Parity) -> ExportResult:
     for where, found in ((TEMPLATE_FILE, written), ("AutoTokenizer.chat_template", read)):
         if found != parity.template_sha256:
             faults.append((where, f"SHA-256 {found[:12] or 'of nothing'}, trained with {parity.template_sha256[:12]}"))
-    return _result(ExportCheck.TEMPLATE, "the chat template's bytes", faults)
+    return check_result(ExportCheck.TEMPLATE, "the chat template's bytes", faults)
 
 
 def _tokenizer_or_none(folder: Path, attribute: str) -> Any:
@@ -179,7 +177,7 @@ def _stops(folder: Path, parity: Parity) -> ExportResult:
         faults.append(("generation_config.json", f"eos_token_id {sorted(found)} lacks {lacking}, which end an answer"))
     if more := sorted(found - set(parity.stops)):
         faults.append(("generation_config.json", f"eos_token_id has {more}, which training did not end answers with"))
-    return _result(ExportCheck.STOPS, f"answers end at {parity.stops}", faults)
+    return check_result(ExportCheck.STOPS, f"answers end at {parity.stops}", faults)
 
 
 def _special_ids(folder: Path, parity: Parity) -> ExportResult:
@@ -194,7 +192,7 @@ def _special_ids(folder: Path, parity: Parity) -> ExportResult:
     except (OSError, ValueError, KeyError, TypeError) as error:
         faults.append(("tokenizer", _first_line(error)))
     faults += _config_ids(folder, parity)
-    return _result(ExportCheck.SPECIAL_IDS, f"{len(parity.special_ids)} special tokens", faults)
+    return check_result(ExportCheck.SPECIAL_IDS, f"{len(parity.special_ids)} special tokens", faults)
 
 
 def _config_ids(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
@@ -249,7 +247,7 @@ def _tokens(folder: Path, parity: Parity, run: TrainedRun, measured: TakenDown |
                 faults.append((str(each.row.address), f"it is refused: {sample.reason}"))
             elif not np.array_equal(sample.input_ids, each.sample.input_ids):
                 faults.append((str(each.row.address), first_difference(sample.input_ids, each.sample.input_ids)))
-    return _result(ExportCheck.TOKENS, told, faults)
+    return check_result(ExportCheck.TOKENS, told, faults)
 
 
 def _prompt_faults(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
@@ -292,14 +290,14 @@ def _dtype(folder: Path, parity: Parity) -> ExportResult:
                         faults.append((f"{path.name}:{name}", f"{_DTYPES[kind]}, exported in {parity.dtype}"))
         except (OSError, SafetensorError) as error:
             faults.append((path.name, _first_line(error)))
-    return _result(ExportCheck.DTYPE, f"{count} tensors in {parity.dtype}", faults)
+    return check_result(ExportCheck.DTYPE, f"{count} tensors in {parity.dtype}", faults)
 
 
 def _loaded(run: TrainedRun) -> LocalEngine | ExportResult:
     try:
         return run.engine(1)
     except (LuthierError, OSError, ValueError, RuntimeError, SafetensorError) as error:
-        return _result(ExportCheck.LOADS, "the folder alone", [_fault(error)])
+        return check_result(ExportCheck.LOADS, "the folder alone", [_fault(error)])
 
 
 def weight_digests(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, str]:
@@ -321,7 +319,7 @@ def _weights(model: PreTrainedModel, weights: Mapping[str, str], parity: Parity)
         (name, "other numbers than those that were merged") for name in weights if found.get(name, "") != weights[name]
     ]
     faults = list({where: (where, what) for where, what in reversed(faults)}.values())[::-1]
-    return _result(ExportCheck.WEIGHTS, f"{len(weights)} tensors equal those that were merged", faults)
+    return check_result(ExportCheck.WEIGHTS, f"{len(weights)} tensors equal those that were merged", faults)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -329,7 +327,7 @@ def _weights(model: PreTrainedModel, weights: Mapping[str, str], parity: Parity)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Held:
+class HeldContext:
     """A context of the trained model held against the same ids in the exported one."""
 
     golden: GoldenContext
@@ -343,17 +341,12 @@ class _Held:
         return self.golden.greedy_from is not None
 
 
-def bound_of(dtypes: Sequence[str]) -> str:
-    """By which bounds models that compute in these types are compared."""
-    return EXACT if set(dtypes) == {"float32"} else CAST
-
-
 def _behaviour(engine: LocalEngine, parity: Parity, measured: TakenDown | None) -> Iterator[ExportResult]:
     merged = None
     if measured is not None and measured.probes:
         merged = _merged(base_of(engine.model), measured.probes)
         yield merged
-    held: list[_Held] = []
+    held: list[HeldContext] = []
     if measured is not None:
         held = [_hold(engine, context.golden, parity.bound, context) for context in measured.contexts]
         if merged is not None:
@@ -365,7 +358,7 @@ def _behaviour(engine: LocalEngine, parity: Parity, measured: TakenDown | None) 
     yield compared(ExportCheck.ANSWERS, answers, parity.bound)
 
 
-def _hold(engine: LocalEngine, golden: GoldenContext, bound: str, context: HeldContext | None) -> _Held:
+def _hold(engine: LocalEngine, golden: GoldenContext, bound: str, context: TakenContext | None) -> HeldContext:
     media, start = ((), golden.places[0]) if context is None else (context.media, context.answer_from)
     found_NV = logprobs_at(engine, np.asarray(golden.ids, np.int32), media, golden.places, start)
     return hold(golden, lambda ids_NK: np.take_along_axis(found_NV, ids_NK, axis=1), found_NV, bound, context)
@@ -376,8 +369,8 @@ def hold(
     logprobs_of: Callable[[NDArray[np.int64]], NDArray[np.float32]],
     found_NV: NDArray[np.float32],
     bound: str,
-    context: HeldContext | None = None,
-) -> _Held:
+    context: TakenContext | None = None,
+) -> HeldContext:
     """Compare the distributions of a context. Without the trained model's own, that is by its likeliest tokens and
     what is left for all others, which can only be less far apart."""
     top_NK, wanted_NK = np.array(golden.top_ids, np.int64), np.array(golden.top_logprobs, np.float64)
@@ -394,7 +387,9 @@ def hold(
     if context is not None and context.base_NV is not None:
         base_kl_N = _kl(context.logprobs_NV.astype(np.float64), context.base_NV.astype(np.float64))
     apart_N = np.abs(found_NK - wanted_NK).max(axis=1)
-    return _Held(golden=golden, kl_N=kl_N, apart_N=apart_N, same_N=lead_N <= TIE[bound], base_kl_N=base_kl_N)
+    return HeldContext(
+        golden=golden, kl_N=kl_N, apart_N=apart_N, same_N=lead_N <= BOUNDS[bound].tie, base_kl_N=base_kl_N
+    )
 
 
 def _with_rest(logprobs_NK: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -406,10 +401,10 @@ def _kl(p_NV: NDArray[np.float64], q_NV: NDArray[np.float64]) -> NDArray[np.floa
     return np.asarray((np.exp(p_NV) * (p_NV - q_NV)).sum(axis=1)).clip(min=0.0)  # rounding may give less
 
 
-def compared(check: ExportCheck, held: Sequence[_Held], bound: str) -> ExportResult:
+def compared(check: ExportCheck, held: Sequence[HeldContext], bound: str) -> ExportResult:
     """Whether distributions are as near to each other as the types of the weights allow."""
     if not held:
-        return _result(check, "no context to compare", [])
+        return check_result(check, "no context to compare", [])
     kl = float(np.concatenate([one.kl_N for one in held]).mean())
     apart = float(np.concatenate([one.apart_N for one in held]).max())
     same_N = np.concatenate([one.same_N for one in held])
@@ -419,17 +414,20 @@ def compared(check: ExportCheck, held: Sequence[_Held], bound: str) -> ExportRes
         f"{same:.1%} with the same likeliest token"
     )
     faults: list[tuple[str, str]] = []
+    allowed = BOUNDS[bound]
     for one in held:
         where, one_apart, one_kl = one.golden.row, float(one.apart_N.max()), float(one.kl_N.max())
-        if bound == EXACT and not one_apart <= MAX_LOGPROB:
-            faults.append((where, f"a log-probability is {one_apart:.2g} away, at most {MAX_LOGPROB:g} is rounding"))
-        elif bound == CAST and not one_kl <= MAX_KL_AT_ONE:
-            faults.append((where, f"KL {one_kl:.2g} at one token, at most {MAX_KL_AT_ONE:g} is rounding"))
-    if not kl <= MAX_KL:
-        faults.append(("all contexts", f"KL {kl:.2g} a token, at most {MAX_KL:g} is rounding"))
+        if not one_apart <= allowed.logprob:
+            faults.append(
+                (where, f"a log-probability is {one_apart:.2g} away, at most {allowed.logprob:g} is rounding")
+            )
+        elif not one_kl <= allowed.kl_at_one:
+            faults.append((where, f"KL {one_kl:.2g} at one token, at most {allowed.kl_at_one:g} is rounding"))
+    if not kl <= allowed.kl:
+        faults.append(("all contexts", f"KL {kl:.2g} a token, at most {allowed.kl:g} is rounding"))
     if (~same_N).sum() > max(1, (1 - MIN_SAME) * places):  # of few places one says little
         faults.append(("all contexts", f"{same:.1%} with the same likeliest token, at least {MIN_SAME:.0%} should be"))
-    return _result(check, told, faults)
+    return check_result(check, told, faults)
 
 
 def _merged(model: PreTrainedModel, probes: Sequence[ModuleProbe]) -> ExportResult:
@@ -458,18 +456,22 @@ def _merged(model: PreTrainedModel, probes: Sequence[ModuleProbe]) -> ExportResu
         elif not abs(slope - 1) <= 0.2 + 4 * error_of_slope:
             faults.append((probe.name, f"{slope:.0%} of what its adapter adds is in its weight"))
     small = f"; in {too_small} it is too little to be seen" if too_small else ""
-    return _result(ExportCheck.MERGED, f"{len(probes)} modules do what they did with their adapters{small}", faults)
+    return check_result(
+        ExportCheck.MERGED, f"{len(probes)} modules do what they did with their adapters{small}", faults
+    )
 
 
-def _differs(held: Sequence[_Held], merged: ExportResult) -> ExportResult:
+def _differs(held: Sequence[HeldContext], merged: ExportResult) -> ExportResult:
     of_base = float(np.concatenate([one.base_kl_N for one in held if one.base_kl_N is not None]).mean())
     found = float(np.concatenate([one.kl_N for one in held]).mean())
     told = f"KL {of_base:.2g} a token from the model without the adapter, {found:.2g} from the one with it"
     if of_base <= 0:
-        return _result(ExportCheck.DIFFERS, "the adapter changes nothing on these contexts", [])
-    if found < of_base / 2 or (of_base <= MAX_KL and merged.ok):
-        return _result(ExportCheck.DIFFERS, told, [])
-    return _result(ExportCheck.DIFFERS, told, [("all contexts", "it is no nearer to the trained model than the base")])
+        return check_result(ExportCheck.DIFFERS, "the adapter changes nothing on these contexts", [])
+    if found < of_base / 2 or (of_base <= BOUNDS[CAST].kl and merged.ok):
+        return check_result(ExportCheck.DIFFERS, told, [])
+    return check_result(
+        ExportCheck.DIFFERS, told, [("all contexts", "it is no nearer to the trained model than the base")]
+    )
 
 
 def _fault(error: BaseException) -> tuple[str, str]:

@@ -44,7 +44,7 @@ FALLBACK = "preset:skills"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HeldContext:
+class TakenContext:
     """A golden context with what is not written down.
 
     logprobs_NV  float32, of the trained model at its places
@@ -82,7 +82,7 @@ class TakenDown:
 
     rows: tuple[EncodedRow, ...]
     prompts: tuple[GoldenPrompt, ...]
-    contexts: tuple[HeldContext, ...]
+    contexts: tuple[TakenContext, ...]
     probes: tuple[ModuleProbe, ...]
     notes: tuple[str, ...]
 
@@ -262,7 +262,7 @@ def logprobs_at(
     return np.asarray(logits_NV.float().log_softmax(-1).cpu().numpy(), dtype=np.float32)
 
 
-def _trained_contexts(engine: LocalEngine, rows: Sequence[EncodedRow]) -> Iterator[HeldContext]:
+def _trained_contexts(engine: LocalEngine, rows: Sequence[EncodedRow]) -> Iterator[TakenContext]:
     fitting = [segment for each in rows for segment in each.sample.segments()[:1] if _fits(segment)]
     step = max(1, len(fitting) // NUM_CONTEXTS)
     for segment in fitting[::step][:NUM_CONTEXTS]:
@@ -279,13 +279,13 @@ def _fits(segment: Segment) -> bool:
 
 def _context(
     engine: LocalEngine, row: str, ids: Ids, media: tuple[MediaItem, ...], places: list[int], answer_from: int
-) -> HeldContext:
+) -> TakenContext:
     logprobs_NV = logprobs_at(engine, ids, media, places, answer_from)
     base_NV = None
     if isinstance(engine.model, PeftModel):
         with engine.model.disable_adapter():
             base_NV = logprobs_at(engine, ids, media, places, answer_from)
-    return HeldContext(
+    return TakenContext(
         golden=golden_context(row, ids, places, logprobs_NV, NUM_TOP),
         media=media,
         answer_from=answer_from,
@@ -294,7 +294,7 @@ def _context(
     )
 
 
-def _answers(run: TrainedRun, engine: LocalEngine, rows: Sequence[EncodedRow]) -> Iterator[HeldContext]:
+def _answers(run: TrainedRun, engine: LocalEngine, rows: Sequence[EncodedRow]) -> Iterator[TakenContext]:
     """Greedy answers of the trained model to what is before the first answers of some rows."""
     settings = GenerateConfig(
         do_sample=False, max_new_tokens=ANSWER_TOKENS, stop_token_ids=sorted(run.stops), num_beams=1

@@ -1,0 +1,35 @@
+"""How far apart two models may be that should be the same, by the types that they compute in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MIN_SAME = 0.99  # of all places: with the same likeliest token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """How far apart two models may be that should be the same. ``tie``: a place where the trained model holds two
+    tokens for so nearly equally likely is no evidence for either."""
+
+    logprob: float = np.inf
+    kl: float = 1e-3
+    kl_at_one: float = np.inf
+    tie: float = 0.05
+
+
+BOUNDS = {
+    "exact": Bound(logprob=1e-4, tie=1e-3),
+    "llama.cpp": Bound(logprob=1e-3, tie=0.01),  # float32 as well, but for what it remembers of earlier tokens: float16
+    "cast": Bound(kl_at_one=0.1),
+    "8 bits": Bound(kl=5e-3, kl_at_one=0.5, tie=0.1),
+}
+EXACT, CAST = "exact", "cast"
+
+
+def bound_of(dtypes: Sequence[str]) -> str:
+    """By which bounds models that compute in these types are compared."""
+    return EXACT if set(dtypes) == {"float32"} else CAST

@@ -1,0 +1,177 @@
+"""An exported folder as one GGUF file, by llama.cpp's own converter, and its proof by llama.cpp itself.
+
+The converter is a program of llama.cpp's and no package. It is taken from a folder of llama.cpp's, or from the source
+package of llama-cpp-python, which pip fetches and compares with the digest that stands here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.check.golden import GoldenContext, Parity, served_otherwise
+from luthier.check.verify.server import TokenServer
+from luthier.errors import ModelError, UserError, install_hint
+from luthier.export.llama_server import CONTEXT, llama_server
+from luthier.export.proof import (
+    ExportCheck,
+    ExportProof,
+    ExportResult,
+    HeldContext,
+    check_result,
+    compared,
+    hold,
+    template_digest,
+)
+from luthier.writing import rename
+
+PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
+DIGEST = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+SCRIPT = "convert_hf_to_gguf.py"
+PARTS = (SCRIPT, "conversion/", "gguf-py/")
+FETCH_TIMEOUT, CONVERT_TIMEOUT, ANSWER_TIMEOUT = 900.0, 6 * 3600.0, 300.0  # seconds
+GGUF_BOUNDS = {"f32": "llama.cpp", "f16": "cast", "bf16": "cast", "q8_0": "8 bits"}  # type -> `BOUNDS`
+NUM_TOLD = 100  # tokens whose probabilities are asked for at each place
+
+
+def converter_folder(named: Path | None) -> Path:
+    """The folder of llama.cpp's converter: the one that is named, or the one that was fetched once.
+
+    Raises `UserError` where the named one has none, or where it cannot be fetched.
+    """
+    if named is not None:
+        if not (named / SCRIPT).is_file():
+            raise UserError(f"{named} holds no {SCRIPT}", hint="name a clone of llama.cpp")
+        return named
+    root = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "luthier" / "llama.cpp"
+    folder = root / DIGEST[:16]
+    if not (folder / SCRIPT).is_file():
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as scratch:
+            _unpack(_fetch(Path(scratch)), Path(scratch) / "unpacked")
+            if not folder.exists():
+                rename(Path(scratch) / "unpacked", folder)
+    return folder
+
+
+def _fetch(scratch: Path) -> Path:
+    wanted = scratch / "wanted.txt"
+    wanted.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{DIGEST}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", PACKAGE]
+    command += ["--require-hashes", "--requirement", str(wanted), "--dest", str(scratch)]
+    hint = "name a clone of llama.cpp: export.llama_cpp=DIR, or --llama-cpp DIR"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"pip does not fetch {PACKAGE} {VERSION} in {FETCH_TIMEOUT:g} s", hint=hint) from error
+    found = list(scratch.glob("*.tar.gz"))
+    if done.returncode or not found:
+        said = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise UserError(f"pip cannot fetch {PACKAGE} {VERSION}, which holds the converter: {said[:300]}", hint=hint)
+    if hashlib.sha256(found[0].read_bytes()).hexdigest() != DIGEST:
+        raise UserError(f"{found[0].name} is not the file that is known by its digest", hint=hint)
+    return found[0]
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as tar:
+        for member in tar.getmembers():
+            _, _, inside = member.name.partition("/vendor/llama.cpp/")
+            if member.isfile() and inside.startswith(PARTS):
+                member.name = inside
+                tar.extract(member, folder, filter="data")
+
+
+def convert(folder: Path, target: Path, outtype: str, converter: Path) -> None:
+    """Write ``target`` of an exported folder. Raises `ModelError` for a model that the converter does not take."""
+    command = [sys.executable, str(converter / SCRIPT), str(folder), "--outfile", str(target), "--outtype", outtype]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"llama.cpp's converter is not done in {CONVERT_TIMEOUT:g} s") from error
+    if done.returncode or not target.is_file():
+        said = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise ModelError(
+            f"llama.cpp's converter does not take this model: {said[:300]}",
+            hint="export it without --format gguf, or name a newer llama.cpp with --llama-cpp DIR",
+        )
+
+
+def check_installed() -> None:
+    """Raise `UserError` where what loads a GGUF file for its proof is not there."""
+    if importlib.util.find_spec("xllamacpp") is None:
+        hint = f"{install_hint('gguf')}; or add --no-proof"
+        raise UserError("a GGUF file is proven by the package xllamacpp, which is not installed", hint=hint)
+
+
+def prove_gguf(model: Path, parity: Parity) -> ExportProof:
+    """Have llama.cpp load a file, and hold what it does against the golden cases. Raises `UserError` as
+    `check_installed`."""
+    check_installed()
+    try:
+        with llama_server(model) as url:
+            return ExportProof(results=tuple(_results(url, model, parity)))
+    except ModelError as error:
+        return ExportProof(results=(check_result(ExportCheck.LOADS, "by llama.cpp", [(model.name, error.message)]),))
+
+
+def _results(url: str, model: Path, parity: Parity) -> list[ExportResult]:
+    results = [check_result(ExportCheck.LOADS, f"{model.name} by llama.cpp", [])]
+    found = template_digest(str(_ask(url, "/props", None).get("chat_template", "")))
+    faults = [] if found == parity.template_sha256 else [(model.name, "the chat template is not the one of training")]
+    results.append(check_result(ExportCheck.TEMPLATE, "the chat template in the file", faults))
+    if parity.prompts:
+        served = served_otherwise(parity, TokenServer(url, timeout=ANSWER_TIMEOUT))
+        results.append(check_result(ExportCheck.TOKENS, f"{len(parity.prompts)} prompts as served", served))
+    held = [_held(url, golden, parity) for golden in parity.contexts if len(golden.ids) < CONTEXT]
+    of_rows, answers = ([one for one in held if one.is_answer is kind] for kind in (False, True))
+    results.append(compared(ExportCheck.LOGPROBS, of_rows, parity.bound))
+    results.append(compared(ExportCheck.ANSWERS, answers, parity.bound))
+    return results
+
+
+def _held(url: str, golden: GoldenContext, parity: Parity) -> HeldContext:
+    found = [_told(url, golden.ids[:place]) for place in golden.places]
+    size = 1 + max(max(max(ids) for ids in golden.top_ids), *(max(told) for told in found))
+    found_NV = np.empty((len(found), size), np.float32)
+    for row, told in zip(found_NV, found, strict=True):
+        row[:] = min(told.values())  # what is not told is at most as likely as the last that is
+        row[list(told)] = list(told.values())
+
+    def logprobs_of(ids_NK: NDArray[np.int64]) -> NDArray[np.float32]:
+        return np.take_along_axis(found_NV, ids_NK, axis=1)
+
+    return hold(golden, logprobs_of, found_NV, parity.bound)
+
+
+def _told(url: str, ids: list[int]) -> dict[int, float]:
+    """Log-probabilities of the likeliest tokens behind some ids."""
+    asked = {"prompt": ids, "n_predict": 1, "temperature": 0, "n_probs": NUM_TOLD, "post_sampling_probs": False}
+    told = _ask(url, "/completion", {**asked, "cache_prompt": True})
+    try:
+        return {int(one["id"]): float(one["logprob"]) for one in told["completion_probabilities"][0]["top_logprobs"]}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ModelError(f"llama.cpp tells no probabilities: {json.dumps(told)[:200]}") from error
+
+
+def _ask(url: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}{path}", data=data, headers={"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT) as response:
+            found: dict[str, Any] = json.loads(response.read())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"llama.cpp does not answer {path}: {error}") from error
+    return found

@@ -1,0 +1,68 @@
+"""A llama.cpp server in a process of its own, which a broken model file may bring down without anybody else.
+
+Run as a program it is the server: ``python -m luthier.export.llama_server MODEL.gguf``. It ends when its standard input
+does, so it does not outlive the process that started it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from luthier.errors import ModelError
+
+READY_IN = 600.0  # seconds until it listens: a large model is read from disk first
+CONTEXT = 8192  # tokens of the longest golden case and more
+
+
+@contextmanager
+def llama_server(model: Path) -> Iterator[str]:
+    """The address of a server of a model file, ended with the block. Raises `ModelError` if none comes up."""
+    with tempfile.TemporaryFile() as log:
+        command = [sys.executable, "-m", __name__, str(model)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT) as server:
+            try:
+                yield _address(server, log)
+            finally:
+                server.kill()
+
+
+def _address(server: subprocess.Popen[bytes], log: Any) -> str:
+    said: str = ""
+    until = time.monotonic() + READY_IN
+    while time.monotonic() < until:
+        log.seek(0)
+        said = str(log.read(), "utf-8", "replace")
+        found = [line for line in said.splitlines() if line.startswith("LISTENING ")]
+        if found:
+            return found[0].removeprefix("LISTENING ")
+        if server.poll() is not None:
+            break
+        time.sleep(0.05)
+    errors = [line.strip() for line in said.splitlines() if "error" in line.lower()]
+    raise ModelError(
+        f"llama.cpp does not load the file: {(errors or said.strip().splitlines() or ['no word'])[-1][:300]}"
+    )
+
+
+def _serve(model: str) -> None:
+    xllamacpp: Any = importlib.import_module("xllamacpp")
+    params = xllamacpp.CommonParams()
+    params.model.path = model
+    params.hostnames, params.port = ["127.0.0.1"], 0
+    params.n_ctx, params.n_parallel = CONTEXT, 1
+    params.warmup, params.use_jinja = False, True
+    server = xllamacpp.Server(params)
+    print(f"LISTENING {server.listening_address}", flush=True)
+    sys.stdin.buffer.read()
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])
