@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from test_local_engine import NEW, SAMPLED, TOKENIZER, answers, ids_of, requests
+from test_local_engine import NEW, SAMPLED, TOKENIZER, Followed, answers, ids_of, requests
 from transformers import AutoModelForCausalLM
 
 from luthier.engines.joined import JoinedCache, read_prompts, rows_can_join
@@ -103,3 +106,27 @@ def test_the_cache_is_no_larger_than_its_rows_however_often_they_change(model: A
         while cache.lengths:
             cache.leave(0)
     assert cache.cache is None
+
+
+def test_a_session_tells_batches_token_by_token_and_can_end_them_where_rows_cannot_join(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests(5, num_samples=2, **SAMPLED)
+    expected = ids_of(answers(model, asked, 3))
+    monkeypatch.setattr("luthier.engines.local.rows_can_join", lambda *_: False)
+    assert ids_of(answers(model, asked, 3)) == expected
+    endless, begun = replace(requests(1, max_new_tokens=100_000)[0], key=99), Event()
+    session = LocalEngine(model, TOKENIZER, batch_size=3).session()
+    session.submit(endless, lambda _: begun.set())
+    assert begun.wait(60)
+    followed = {one.key: Followed(one.num_samples) for one in asked}
+    for one in asked:
+        session.submit(one, followed[one.key])
+    session.cancel(endless.key)
+    assert {key: followed[key[0]].ids(key[1]) for key in expected} == expected
+    begun.clear()
+    session.submit(endless, lambda _: begun.set())
+    assert begun.wait(60)
+    since = time.monotonic()
+    session.close()
+    assert time.monotonic() - since < 10
