@@ -142,6 +142,16 @@ def test_a_body_that_is_no_request_is_refused(server: Running, raw: bytes) -> No
     assert server.http.post("/v1/chat/completions", content=raw).status_code == 400
 
 
+def test_a_refusal_does_not_wait_in_the_network(server: Running) -> None:
+    """Nagle's algorithm and delayed acknowledgements take 40 ms together."""
+    seconds = []
+    for _ in range(30):
+        begun = time.perf_counter()
+        assert server.http.post("/v1/chat/completions", content=b"{").status_code == 400
+        seconds.append(time.perf_counter() - begun)
+    assert min(seconds) < 0.03
+
+
 def test_half_of_a_surrogate_pair_is_refused(server: Running) -> None:
     raw = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
     assert server.http.post("/v1/chat/completions", content=raw).status_code == 400
