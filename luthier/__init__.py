@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from luthier.check.plan.contamination import ContaminatedRow as ContaminatedRow
+    from luthier.check.plan.contamination import Contamination as Contamination
     from luthier.check.plan.costs import DataPlan as DataPlan
     from luthier.check.plan.costs import HistoryCost as HistoryCost
     from luthier.check.plan.costs import LongRow as LongRow
@@ -68,10 +70,12 @@ if TYPE_CHECKING:
     from luthier.engines.engine import Completion as Completion
     from luthier.engines.engine import Engine as Engine
     from luthier.engines.engine import Finish as Finish
+    from luthier.engines.engine import NewTokens as NewTokens
     from luthier.engines.engine import Refusal as Refusal
     from luthier.engines.engine import Request as Request
     from luthier.engines.http import HttpEngine as HttpEngine
     from luthier.engines.local import LocalEngine as LocalEngine
+    from luthier.engines.local_session import LocalSession as LocalSession
     from luthier.errors import BudgetError as BudgetError
     from luthier.errors import CheckpointError as CheckpointError
     from luthier.errors import ConfigError as ConfigError

@@ -1,9 +1,8 @@
 """What the commands do, for programs: `train`, `plan`, `show`, `stats`, `verify` and `prepare`, each a function.
 
-Each takes a run description as the path of its file, as the same in a dict, or as a `RunConfig`, and gives a record.
-``overrides`` such as ``["train.max_steps=10"]`` win over the description. ``on_event`` hears what happens on the way:
-first the `RunConfig` that was read, then notes, progress, and each stage's record once it stands. The commands of
-``luthier`` call these functions and print what they hear and get.
+Each takes a run description (the path of its file, a dict, or a `RunConfig`) and gives a record. ``overrides`` such as
+``["train.max_steps=10"]`` win over it. ``on_event`` hears what happens on the way: first the `RunConfig` that was read,
+then notes, progress, and each stage's record once it stands. The commands of ``luthier`` call them, and print that.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from luthier.check.loaded import Loaded
+    from luthier.check.plan.contamination import Contamination
     from luthier.check.plan.costs import RunPlan
     from luthier.check.plan.estimate import Estimate
     from luthier.check.plan.stats import Stats
@@ -89,6 +89,7 @@ class DataStats:
     train: Stats
     eval: Stats | None
     repeated_ids: tuple[RepeatedIds, ...]
+    contamination: Contamination | None = None  # None: there are no held-out rows
 
 
 def train(
@@ -220,20 +221,20 @@ def stats(config: RunDescription, *, overrides: Sequence[str] = (), on_event: Li
 
     Raises `ConfigError` and what preparation raises.
     """
+    from luthier.check.plan.contamination import contaminated
     from luthier.check.plan.stats import stats as stats_of
     from luthier.sources import open_sources, repeated_ids, resolve_sources
 
-    tell = on_event or _silent
-    with _described(config, overrides, tell, "load") as run:
-        loaded = _load(run, tell)
-        limit, held_out = run.data.max_length, loaded.prepared.eval
+    with _described(config, overrides, on_event or _silent, "load") as run:
+        loaded = _load(run, on_event or _silent)
+        limit, held_out, tokenizer = run.data.max_length, loaded.prepared.eval, loaded.encoder.tokenizer
         files = [source for side in resolve_sources(run.data) for source in side if not source.streaming]
-        repeated = [repeated_ids(source) for source in open_sources(files, seed=run.runtime.seed)]
         return DataStats(
             ledger=loaded.train.ledger.to_json(),
             train=stats_of(loaded.prepared.train, split="train", max_length=limit),
             eval=None if held_out is None else stats_of(held_out, split="eval", max_length=limit),
-            repeated_ids=tuple(found for found in repeated if found is not None),
+            repeated_ids=tuple(filter(None, map(repeated_ids, open_sources(files, seed=run.runtime.seed)))),
+            contamination=None if held_out is None else contaminated(loaded.prepared, tokenizer),
         )
 
 

@@ -146,6 +146,10 @@ def stats(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
                 output.console.print(stats_table(side))
                 output.console.print()
                 told[side.split] = msgspec.to_builtins(side, str_keys=True)
+        if found.contamination is not None:
+            style = "yellow" if found.contamination.found else None
+            output.console.print(Text(found.contamination.sentence, style=style or ""))
+            told["contamination"] = msgspec.to_builtins(found.contamination)
         output.emit({**told, "repeated_ids": [_repeated_ids(repeated, output) for repeated in found.repeated_ids]})
 
 

@@ -109,6 +109,10 @@ def predict(  # noqa: PLR0913
         console.print(_summary(found.metrics), highlight=False)
         if found.metrics["metrics"]:
             console.print(_table(found.metrics["metrics"]))
+        if (held := found.metrics["contamination"]) is not None and held["found"]:
+            total, first = sum(held["counts"].values()), held["found"][0]
+            line = f"{total:,} rows stand in the training data, the first: {first['row']} = {first['train_row']}"
+            console.print(f"[yellow]{escape(line)}[/] (metrics.json names them)", highlight=False)
         if found.metrics["not_installed"]:
             names = ", ".join(found.metrics["not_installed"])
             console.print(f"[yellow]not measured, as their packages are not installed: {names}[/]")

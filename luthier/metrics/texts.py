@@ -74,6 +74,8 @@ def words(text: str) -> list[str]:
 
     ``"It's 東京." -> ["it", "s", "東", "京"]``. Of ASCII text these are the words of the package rouge-score.
     """
+    if text.isascii():  # the same, sooner
+        return _ASCII_WORD.findall(text.lower())
     found: list[str] = []
     before = _Letter.OTHER  # what the letter before is, as far as the next one may join it
     for letter in unicodedata.normalize("NFKC", text).casefold():
@@ -89,6 +91,9 @@ def words(text: str) -> list[str]:
             found.append(letter)
         before = before if kind is _Letter.MARK and joins else _Letter.SPACED if kind is _Letter.MARK else kind
     return found
+
+
+_ASCII_WORD = re.compile("[a-z0-9]+")
 
 
 class _Letter(Enum):

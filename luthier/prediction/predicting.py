@@ -20,10 +20,12 @@ from itertools import tee
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from luthier import __version__
 from luthier.check.loaded import load_rows
+from luthier.check.plan.contamination import contamination
 from luthier.config.choices import RowKind
 from luthier.config.schema import SourceConfig
 from luthier.encoding.interface import as_prompt
@@ -36,6 +38,7 @@ from luthier.prediction.likelihood import LOSSES_FILE, keep_losses, kept_losses,
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.records import Address, Conversation, Row, Sample, Segment
 from luthier.sources import open_sources, resolve_sources
+from luthier.store.store import MANIFEST, store_folder
 from luthier.training.assemble import RunModel
 from luthier.training.folder.staging import FILES
 from luthier.training.generate import Question, questions_of, shown, wanted
@@ -82,6 +85,7 @@ class _Questions:
     asked: list[_RowQuestion]
     lost: Mapping[str, int]
     segments: list[Segment]  # with the answers that the rows hold
+    histories: list[Segment]  # of rows that hold none
 
     @property
     def digest(self) -> str:
@@ -171,7 +175,7 @@ def predict(
     losses: list[RowLoss] = []
     if engine is None and any(metric.of_losses is not None for metric in chosen.values()):
         losses = _losses(opened, loaded, rows, folder, lines)
-    found = _metrics(lines, rows, measured(chosen, compared_lines(lines), losses), absent)
+    found = _metrics(lines, rows, measured(chosen, compared_lines(lines), losses), absent, _contamination(opened, rows))
     write_text(folder / METRICS_FILE, to_json(found) + "\n")
     return Predicted(folder=folder, metrics=found)
 
@@ -186,10 +190,11 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
     sources = resolve_sources(config.data)[1] if data is None else [SourceConfig(path=data)]
     segments = _of_sources(run, sources, lost) if sources else _held_out(run)
     asked: list[_RowQuestion] = []
-    answered: list[Segment] = []
+    answered, histories = list[Segment](), list[Segment]()
     by_row: dict[Address, list[_RowQuestion]] = defaultdict(list)
     for segment, is_prompt in segments:
         if is_prompt:
+            histories.append(segment)
             ids = segment.input_ids
             history = Question(prompt=ids, answer=ids[:0], address=segment.address, media=segment.media)
             by_row[segment.address].append(_RowQuestion(question=history, turn=1, has_answer=False))
@@ -208,7 +213,7 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
         reasons = ", ".join(f"{count} {reason}" for reason, count in lost.items())
         hint = "data= or --data names a file of rows; luthier show tells what becomes of a row"
         raise UserError(f"no row can be answered{': ' + reasons if reasons else ''}", hint=hint)
-    return _Questions(asked=asked, lost=lost, segments=answered)
+    return _Questions(asked=asked, lost=lost, segments=answered, histories=histories)
 
 
 def _of_sources(run: TrainedRun, sources: Sequence[SourceConfig], lost: Counter[str]) -> Iterator[tuple[Segment, bool]]:
@@ -362,6 +367,21 @@ def _answers(run: TrainedRun, engine: Engine, asked: Mapping[int, _RowQuestion],
     return found
 
 
+def _contamination(run: TrainedRun, rows: _Questions) -> dict[str, object] | None:
+    """Rows whose content stands in the run's training data; None where that is not in the store (any more)."""
+    config, fingerprint = run.config, run.encoder.fingerprint
+    if not config.data.train or not (store_folder(config.data.store, fingerprint) / MANIFEST).is_file():
+        return None
+    output = config.output.model_copy(update={"dir": run.folder / PREDICTIONS})  # lost rows are named there
+    try:
+        train = load_rows(config.model_copy(update={"output": output})).prepared.train
+    except UserError:  # the files are gone
+        return None
+    found = contamination([*rows.segments, *rows.histories], train, run.encoder.tokenizer)
+    told: dict[str, object] = msgspec.to_builtins(found)
+    return told
+
+
 def _losses(
     run: TrainedRun, model: Callable[[], RunModel], rows: _Questions, folder: Path, lines: Sequence[Mapping[str, Any]]
 ) -> list[RowLoss]:
@@ -394,7 +414,11 @@ def compared_lines(lines: Sequence[Mapping[str, Any]]) -> list[Answered]:
 
 
 def _metrics(
-    lines: Sequence[Mapping[str, Any]], rows: _Questions, measures: Mapping[str, object], absent: Sequence[str]
+    lines: Sequence[Mapping[str, Any]],
+    rows: _Questions,
+    measures: Mapping[str, object],
+    absent: Sequence[str],
+    held: Mapping[str, object] | None,
 ) -> dict[str, object]:
     answered = [line for line in lines if "refused" not in line]
     tokens = sum(len(line["ids"]) for line in answered)
@@ -409,4 +433,5 @@ def _metrics(
         "logprob_per_token": sum(line["logprob"] for line in answered) / tokens if tokens else None,
         "metrics": dict(measures),
         "not_installed": list(absent),
+        "contamination": held,
     }
