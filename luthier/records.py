@@ -553,6 +553,22 @@ class Targets:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PolicyTargets:
+    """Of answers that the model drew: K targets in S answers.
+
+    behaviour_K   float32: the log-probability of each target when it was drawn
+    advantages_S  float32: how much better each answer is than the others of its prompt
+    rewards_S     float32
+    finished_S    bool: whether the answer ends with a stop token
+    """
+
+    behaviour_K: torch.Tensor
+    advantages_S: torch.Tensor
+    rewards_S: torch.Tensor
+    finished_S: torch.Tensor
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostMedia:
     """Media that were there when the row was prepared and cannot be had now: by number which segment of the batch it is
@@ -593,6 +609,7 @@ class Batch:
     units              of objectives that compare segments; () for others
     branches           per row, what it is made of: whole segments, or the branches of trees that share their beginnings
     lost               segments whose media could not be had any more: they are padding now, and have no targets
+    policy             of answers that the model drew in the run; None for others
     """
 
     model_inputs: dict[str, Any]
@@ -606,6 +623,7 @@ class Batch:
     units: tuple[Unit, ...] = field(default=())
     branches: tuple[tuple[Branch, ...], ...] = field(default=())
     lost: tuple[tuple[Address, LostMedia], ...] = field(default=())
+    policy: PolicyTargets | None = None
 
     @property
     def num_segments(self) -> int:

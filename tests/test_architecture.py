@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "luthier"
 LINES = (
     "records errors ledger locks writing terminal plugins",
     "config presets templating metrics",
-    "sources rendering layout",
+    "sources rendering layout rewards",
     "media packing",
     "store",
     "encoding",

@@ -27,6 +27,7 @@ from luthier.config.losses import (
     check_compared,
     check_head_kernel,
     check_objective,
+    check_rollouts,
     check_rows,
     check_shared,
     is_compared,
@@ -476,5 +477,6 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("train.head_kernel", "runtime.device", "objective"), check_head_kernel),
     (("adapter", "model.quantization", "data.prepare", "runtime.sharding"), check_adapter),
     (("runtime.sharding", "train.torch_compile", "train.precision", "train.optim", "adapter"), check_sharding),
+    (("objective", "rollout", "train", "runtime.sharding"), check_rollouts),
     (("media.cache", "adapter", "data.prepare", "objective"), check_features),
 )

@@ -42,6 +42,11 @@ class Loss:
     needs_alignment  how much answers look like the policy's own (``scores.alignment_P``)
     needs_entropy    the entropy of the likeliest tokens (``quantities.entropy_C``)
     is_plain         nothing: it is cross-entropy as it is, which kernels of other libraries know
+
+    Of a loss over answers that are drawn in the run:
+
+    advantage        how rewards become advantages: `luthier.objectives.policy_losses.Advantage`
+    divisor          what the sum of a step is divided by: `Divisor` there
     """
 
     name: str
@@ -62,6 +67,8 @@ class Loss:
     needs_alignment: bool = False
     needs_entropy: bool = False
     is_plain: bool = False
+    advantage: str = "standard"
+    divisor: str = "tokens"
 
     @property
     def compute(self) -> Callable[..., Any]:
@@ -129,6 +136,21 @@ def _verdicts(name: str, formula: str, paper: str, says: str, **needs: Any) -> L
         paper=paper,
         says=says,
         **needs,
+    )
+
+
+def _policies(
+    name: str, formula: str, paper: str, says: str, *, function: str = "", numbers: Numbers, **choices: Any
+) -> Loss:
+    return Loss(
+        name=name,
+        objectives=("rl",),
+        function=f"luthier.objectives.policy_losses:{function or name}",
+        numbers=numbers,
+        formula=formula,
+        paper=paper,
+        says=says,
+        **choices,
     )
 
 
@@ -372,5 +394,73 @@ ROWS = (
         "2404.04656",
         "BCO, without matching of the two prompt distributions",
         needs_delta=True,
+    ),
+    _policies(
+        "dapo",
+        "-min(p A, clip(p) A), A = (r - m) / s",
+        "2503.14476",
+        "DAPO: every target of the step counts alike",
+        function="clipped",
+        numbers={"clip_low": 0.2, "clip_high": 0.28},
+    ),
+    _policies(
+        "grpo",
+        "-min(p A, clip(p) A), A = (r - m) / s",
+        "2402.03300",
+        "GRPO without its KL term: every answer counts alike",
+        function="clipped",
+        numbers={"clip_low": 0.2, "clip_high": 0.2},
+        divisor="answers",
+    ),
+    _policies(
+        "dr_grpo",
+        "-min(p A, clip(p) A), A = r - m",
+        "2503.20783",
+        "Dr. GRPO: neither length nor spread of rewards weighs",
+        function="clipped",
+        numbers={"clip_low": 0.2, "clip_high": 0.2},
+        advantage="centred",
+        divisor="constant",
+    ),
+    _policies(
+        "gspo",
+        "-min(P A, clip(P) A), A = (r - m) / s",
+        "2507.18071",
+        "GSPO: the ratio of whole answers",
+        numbers={"clip_low": 3e-4, "clip_high": 4e-4},
+        divisor="answers",
+    ),
+    _policies(
+        "cispo",
+        "-sg(min(p, 1 + clip_high)) A log p, A = (r - m) / s",
+        "2506.13585",
+        "CISPO: no target loses its gradient",
+        numbers={"clip_high": 5.0},
+    ),
+    _policies(
+        "sapo",
+        "-A s(t (p - 1)) 4 / t, A = (r - m) / s, t by the sign of A",
+        "2511.20347",
+        "SAPO: a soft gate in the place of the clip",
+        numbers={"sapo_positive": 1.0, "sapo_negative": 1.05},
+        divisor="answers",
+    ),
+    _policies(
+        "rloo",
+        "-min(q A, clip(q) A), q the ratio of the whole answer, A = r - mean of the others",
+        "2402.14740",
+        "RLOO without its KL term",
+        numbers={"clip_low": 0.2, "clip_high": 0.2},
+        advantage="leave_one_out",
+        divisor="answer_sums",
+    ),
+    _policies(
+        "max_rl",
+        "-min(p A, clip(p) A), A = (r - m) / m",
+        "2602.02710",
+        "MaxRL: rare right answers count more",
+        function="clipped",
+        numbers={"clip_low": 0.2, "clip_high": 0.2},
+        advantage="relative",
     ),
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind
+from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind, Sharding
 from luthier.config.draft import Draft
-from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, ReferenceSource
+from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, ReferenceSource, RolloutConfig
 from luthier.errors import Problem
 
 # Formats whose rows only some objectives can learn from.
@@ -186,3 +186,39 @@ def _reference(draft: Draft) -> Iterator[Problem]:
                 yield draft.problem("objective.reference.source", what, "keep one of the two")
         case _:
             raise AssertionError(reference.source)
+
+
+def check_rollouts(draft: Draft) -> Iterator[Problem]:
+    """What a run that draws its answers cannot do without, and cannot do yet."""
+    config = draft.config
+    on_policy = OBJECTIVES[config.objective.name].on_policy
+    if not on_policy:
+        if config.rollout != RolloutConfig():
+            what = f"only objective rl reads it, and {draft.cite('objective.name')} is {config.objective.name}"
+            yield draft.problem("rollout", what, "set objective: rl, or remove rollout")
+        return
+    if not config.rollout.rewards:
+        yield draft.problem("rollout.rewards", "nothing judges the answers", "for example [exact]")
+    for number, reward in enumerate(config.rollout.rewards):
+        key = f"rollout.rewards[{number}]"
+        if (reward.metric is None) is (reward.function is None):
+            yield draft.problem(key, "a reward is a metric or a function", "give one of metric and function")
+        elif reward.function is not None and not (reward.file is not None and reward.file.name and reward.name):
+            yield draft.problem(f"{key}.function", f"{reward.function!r} names no file and function", "FILE.py:NAME")
+        elif reward.file is not None and not reward.file.is_file():
+            yield draft.problem(f"{key}.function", f"there is no file {reward.file}", "FILE.py:NAME")
+    if config.rollout.answers < 2:
+        what = "an answer is better or worse than others to the same prompt, and there are none"
+        yield draft.problem("rollout.answers", what, "at least 2; 8 is usual")
+    for key, is_other, way in (
+        ("train.gradient_accumulation_steps", config.train.gradient_accumulation_steps != 1, "remove it"),
+        ("train.tokens_per_step", config.train.tokens_per_step is not None, "remove it"),
+    ):
+        if is_other:
+            what = f"the size of a step is said by rollout.prompts_per_step ({config.rollout.prompts_per_step})"
+            yield draft.problem(key, what, way)
+    if config.train.packing is Packing.SPLIT:
+        yield draft.problem("train.packing", "answers are never cut", "set train.packing: best_fit")
+    if config.runtime.sharding is not Sharding.NONE:
+        what = "processes draw answers of different lengths, and a divided model needs all of them at once"
+        yield draft.problem("runtime.sharding", what, "set runtime.sharding: none")

@@ -4,17 +4,35 @@ The tables of objectives and losses are open: plugins add rows to them, and the 
 told by.
 """
 
+# ruff: noqa: RUF012 (pydantic copies defaults)
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, cast
 
+from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from luthier.config import loss_rows
-from luthier.config.choices import NameOf, NonEmpty, NonNegative, Positive, Proportion, RowKind, Share, as_enum
+from luthier.config.choices import (
+    Count,
+    NameOf,
+    NonEmpty,
+    NonNegative,
+    Positive,
+    Proportion,
+    RowKind,
+    Share,
+    Signed,
+    Size,
+    Tokens,
+    as_enum,
+    as_list,
+)  # fmt: skip
 from luthier.config.inputs import QuantizationConfig, Section
 from luthier.config.loss_rows import Loss
 from luthier.errors import PluginError, UserError
@@ -42,6 +60,7 @@ class Objective:
     has_head      the model ends in logits; else in one number a token, a reward
     by_token      the loss of each target is a function of what the head gives there (`TokenQuantities`), not of the
                   log-probabilities of whole answers
+    on_policy     it learns from answers that the model draws in the run, to the questions of the rows
     """
 
     name: str
@@ -50,6 +69,7 @@ class Objective:
     losses: str | Callable[..., Any]
     has_head: bool = True
     by_token: bool = False
+    on_policy: bool = False
 
     @property
     def make_losses(self) -> Callable[..., Any]:
@@ -95,6 +115,13 @@ OBJECTIVES: Table[Objective] = Table(
                 rows=RowKind.VERDICT,
                 default_loss="kto",
                 losses="luthier.training.losses.verdicts:feedback_losses",
+            ),
+            Objective(
+                name="rl",
+                rows=RowKind.ANSWER,
+                default_loss="dapo",
+                losses="luthier.training.losses.policies:policy_losses",
+                on_policy=True,
             ),
         )
     },
@@ -152,7 +179,8 @@ class ObjectiveConfig(Section):
 
     name: Annotated[str, NameOf(OBJECTIVES.keys)] = "sft"
     """``sft``: cross-entropy on targets; ``pt``: the same on plain text (``data.overflow: split`` for long documents);
-    ``rm``: a reward model from pairs; ``dpo``: preferences, from pairs; ``kto``: single answers, found good or bad."""
+    ``rm``: a reward model from pairs; ``dpo``: preferences, from pairs; ``kto``: single answers, found good or bad;
+    ``rl``: answers that the model draws itself, to the questions of the rows, and that ``rollout.rewards`` judge."""
     loss: Annotated[str, NameOf(LOSSES.keys)] | None = None
     """Which loss of this objective. Default: ``cross_entropy``, ``bradley_terry``, ``sigmoid`` and ``kto``."""
     label_smoothing: Share = 0.0
@@ -186,6 +214,14 @@ class ObjectiveConfig(Section):
     """``kto``: weight of rows that were found good."""
     undesirable_weight: NonNegative | None = None
     """``kto``: weight of rows that were found bad. Good and bad rows should weigh about the same in all."""
+    clip_low: NonNegative | None = None
+    """``rl``: how far below 1 the ratio of what is to become less likely may fall before it counts no more."""
+    clip_high: NonNegative | None = None
+    """``rl``: how far above 1 the ratio of what is to become likelier may rise before it counts no more."""
+    sapo_positive: Positive | None = None
+    """``sapo``: how steep the gate is for answers that are to become likelier."""
+    sapo_negative: Positive | None = None
+    """``sapo``: how steep the gate is for answers that are to become less likely."""
     reference: ReferenceConfig = ReferenceConfig()
     """The model that the loss compares with, where it does."""
 
@@ -214,6 +250,75 @@ class ObjectiveConfig(Section):
     def numbers(self) -> dict[str, float]:
         """Every number of this loss, given or not."""
         return {key: self.number(key) for key in LOSSES[self.loss_name].numbers}
+
+
+class DeadGroups(StrEnum):
+    """What becomes of the answers to a prompt that all have the same reward, so that none is better than another."""
+
+    KEEP = "keep"
+    DROP = "drop"
+
+
+class GapAction(StrEnum):
+    """What a run does whose model finds other probabilities in training than when it drew the answers."""
+
+    STOP = "stop"
+    WARN = "warn"
+
+
+class RewardConfig(Section):
+    """What judges an answer: one of ``metric`` and ``function``. ``exact`` is short for ``{metric: exact}``."""
+
+    shorthand = "metric"
+
+    metric: NonEmpty | None = None
+    """A metric that compares the answer with the row's: ``exact``, ``normalised``, ``contains``, ``json``, ``rougeL``,
+    ``regex:PATTERN`` … ([predict.md](predict.md#metrics))."""
+    function: NonEmpty | None = None
+    """``FILE.py:NAME``: your own function ``(answer, *, expected, prompt, finished) -> float | None``. It runs in a
+    process of its own; None is no opinion."""
+    weight: Signed = 1.0
+    """What it counts in an answer's reward, which is the sum."""
+    timeout: Positive = 10.0
+    """Seconds that one call of the function may take; then its process is ended, and the answer has no such reward."""
+    max_memory: Count = 4_000_000_000
+    """Bytes that the function's process may use."""
+
+    @property
+    def name(self) -> str:
+        """How it is told in logs: ``exact``, ``polite``."""
+        return self.metric or (self.function or "").rpartition(":")[2]
+
+    @property
+    def file(self) -> Path | None:
+        """Of a function."""
+        return None if self.function is None else Path(self.function.rpartition(":")[0]).expanduser()
+
+
+class RolloutConfig(Section):
+    """Answers that are drawn in the run (``objective: rl``). They are drawn at temperature 1 from all tokens, so that
+    the probabilities that training compares are those they were drawn by."""
+
+    prompts_per_step: Size = 16
+    """Prompts of a step, on all processes together."""
+    answers: Size = 8
+    """Answers that are drawn to each prompt."""
+    max_new_tokens: Tokens = 256
+    """Longest answer, in tokens. One that is not finished by then is learned from like others, and counted."""
+    rewards: Annotated[list[RewardConfig], BeforeValidator(as_list)] = [RewardConfig(metric="exact")]
+    """What judges an answer: metrics and functions. The reward is their sum, each times its weight."""
+    batch_size: Size = 64
+    """Answers that are drawn at once, on each process."""
+    dead_groups: Annotated[DeadGroups, as_enum(DeadGroups)] = DeadGroups.KEEP
+    """Answers to a prompt that all have the same reward teach nothing. ``keep``: they count in what the loss is divided
+    by, as in GRPO; ``drop``: they do not, as in DAPO, whose further prompts for them are not drawn."""
+    min_finished: Proportion = 0.5
+    """The run stops where fewer answers of its first step are finished: rewards of cut answers teach little."""
+    max_gap: Positive | None = None
+    """Largest mean difference between an answer's log-probabilities in training and when it was drawn, in nats a token.
+    Default: 4 times that of the first step, at least 1e-4 in float32 and 0.02 in 16 bits."""
+    on_gap: Annotated[GapAction, as_enum(GapAction)] = GapAction.STOP
+    """What happens above ``max_gap``."""
 
 
 _OWN_KEYS = frozenset(ObjectiveConfig.model_fields)

@@ -58,7 +58,7 @@ from luthier.config.choices import (
 )
 from luthier.config.inputs import DataConfig, ModelConfig, Section, SourceConfig, TargetRuleConfig, TemplateConfig
 from luthier.config.media import MediaConfig
-from luthier.config.objective import ObjectiveConfig
+from luthier.config.objective import ObjectiveConfig, RolloutConfig
 from luthier.config.optimizers import OPTIMIZERS
 
 __all__ = [
@@ -402,6 +402,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     generate: GenerateConfig = GenerateConfig()
     serve: ServeConfig = ServeConfig()
+    rollout: RolloutConfig = RolloutConfig()
     output: OutputConfig = OutputConfig()
     export: ExportConfig = ExportConfig()
     tracking: TrackingConfig = TrackingConfig()

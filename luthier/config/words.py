@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from luthier.config.inputs import MixtureConfig, SourceConfig, TargetRuleConfig
-from luthier.config.objective import ReferenceConfig
+from luthier.config.objective import ReferenceConfig, RewardConfig
 from luthier.config.schema import RunConfig, Section
 from luthier.config.tree import KeyPath
 from luthier.plugins import load_plugins, num_added
@@ -198,6 +198,8 @@ def config_reference() -> str:
             parts.append(_section("`data.mixture`", MixtureConfig, ("data", "mixture")))
         if name == "objective":
             parts.append(_section("`objective.reference`", ReferenceConfig, ("objective", "reference")))
+        if name == "rollout":
+            parts.append(_section("`rollout.rewards[…]`", RewardConfig, ("rollout", "rewards", 0)))
         if name == "template":
             title = "`template.targets[…]`, `data.train[…].targets[…]`"
             parts.append(_section(title, TargetRuleConfig, ("template", "targets", 0)))

@@ -10,7 +10,7 @@ import numpy as np
 
 from luthier.collation import MediaInputs
 from luthier.config.choices import MixtureBy, RowKind
-from luthier.config.objective import kind_of
+from luthier.config.objective import OBJECTIVES, kind_of
 from luthier.config.schema import Packing, RunConfig, TrainConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
@@ -59,6 +59,22 @@ def train_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
     micro-batch counts rows, not continuations. Raises `UserError` for rows cut into full packs.
     """
     units = _plannable(config)
+    if OBJECTIVES[config.objective.name].on_policy:  # rows are questions: a step asks so many, whatever their lengths
+        prompts = config.rollout.prompts_per_step
+        if prompts % num_ranks:
+            what = f"rollout.prompts_per_step is {prompts}, which {num_ranks} processes cannot share evenly"
+            hint = f"a multiple of {num_ranks}, such as {-(-prompts // num_ranks) * num_ranks}"
+            raise UserError(what, hint=hint, key="rollout.prompts_per_step")
+        return PlanSettings(
+            packing=Packing.NONE,
+            capacity=config.data.max_length,
+            rows_per_micro_batch=1,
+            micro_batches_per_step=prompts,
+            num_ranks=num_ranks,
+            seed=config.runtime.seed,
+            units=units,
+            alike=True,
+        )
     return PlanSettings(
         packing=config.train.packing,
         capacity=config.data.max_length * units.size,

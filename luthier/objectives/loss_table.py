@@ -22,12 +22,26 @@ def _group(families: Sequence[str], names: Sequence[str], *, reference: bool) ->
     lines = [
         f"### {', '.join(f'`{family}`' for family in families)}{_compared(families, reference=reference)}",
         "",
-        f"Divided by the {unit}s of the step.{unless}",
+        f"{_divided_by(families[0], unit)}{unless}",
         "",
         f"| loss | what it is | formula | {'other ' if shared else ''}numbers | paper |",
         "|---|---|---|---|---|",
     ]
     return "\n".join([*lines, *(_row(name, shared) for name in names)]) + "\n"
+
+
+def _divided_by(family: str, unit: str) -> str:
+    if OBJECTIVES[family].on_policy:
+        return "A is the advantage of an answer with reward r; m, s: mean and deviation of the rewards of its prompt."
+    return f"Divided by the {unit}s of the step."
+
+
+_DIVISORS = {
+    "tokens": "the step's targets",
+    "answers": "the step's answers, each the mean of its targets",
+    "constant": "the step's answers times `rollout.max_new_tokens`",
+    "answer_sums": "the step's answers",
+}
 
 
 def _compared(families: Sequence[str], *, reference: bool) -> str:
@@ -43,7 +57,7 @@ def _row(name: str, shared: Mapping[str, float]) -> str:
     own = {key: value for key, value in row.numbers.items() if shared.get(key) != value}
     cells = (
         f"`{name}`{' (default)' if name in defaults else ''}",
-        row.says,
+        row.says + (f"; divided by {_DIVISORS[row.divisor]}" if "rl" in row.objectives else ""),
         f"`{row.formula}`",
         _spelled(own),
         f"[{row.paper}](https://arxiv.org/abs/{row.paper})" if row.paper else "",

@@ -325,12 +325,14 @@ class EpochPlanner:
         heads = np.concatenate([*(heads for heads, _ in self._padded), np.zeros(0, np.int64)])
         lengths = np.concatenate([*(units.lengths for _, units in self._padded), np.zeros(0, np.int64)])
         check_lengths(lengths, self.settings.capacity)
-        planned = pad_rows(np.arange(len(heads), dtype=np.int64), lengths, self.settings)
+        sorted_by = np.ones_like(lengths) if self.settings.alike else lengths
+        planned = pad_rows(np.arange(len(heads), dtype=np.int64), sorted_by, self.settings)
         planned = self._of_members(replace(planned, segment_ids=heads[planned.segment_ids]))
         segments = self.of_segments(planned)
         table = self.rows.table(segments.segment_ids)
         own = table.lengths if self._drawn is None else self._drawn[segments.segment_ids]
         costs = micro_batch_costs(planned, own, self.settings, extra_costs=table.extra_costs)
+        costs = np.ones_like(costs) if self.settings.alike else costs
         tokens = sums(own, planned.pack_bounds[planned.batch_bounds])
         rng = np.random.Generator(np.random.PCG64([self.settings.seed, self.epoch]))
         return planned.with_batches_in(*Balancer(self.settings).order(costs, tokens, rng, whole=True))

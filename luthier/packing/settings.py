@@ -102,6 +102,8 @@ class PlanSettings:
     shared           a unit's segments hold once what they share; for packed rows. Where nothing is compared, the
                      segments of a row that begin alike (`SegmentTable.held`) are a unit
 
+    alike            padded rows are not sorted by length: what they cost is known only when they are answered
+
     Nothing of a plan but the number of dummies at its end depends on ``num_ranks``.
     """
 
@@ -116,6 +118,7 @@ class PlanSettings:
     linear_cost: int = LINEAR_COST
     units: UnitKind = UnitKind.NONE
     shared: bool = False
+    alike: bool = False
 
     @property
     def row_capacity(self) -> int:

@@ -11,8 +11,10 @@ from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from luthier.collation import CollateSettings, MediaInputs
+from luthier.config.objective import LOSSES, OBJECTIVES
 from luthier.config.schema import RunConfig, Strategy
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines.local import LocalEngine
 from luthier.loader.plan import StreamPlan
 from luthier.loader.run_settings import eval_settings, media_of, shares_prompts, units_of
 from luthier.models import adapter_files, adapters
@@ -20,7 +22,9 @@ from luthier.models.model import LoadedModel, load_model, quantize_whole, run_pr
 from luthier.models.sharding import give_up_gathered, place, unsharded_class
 from luthier.models.submodules import text_attention
 from luthier.models.vocabulary import Vocabulary
+from luthier.objectives.policy_losses import Advantage
 from luthier.packing import Segments
+from luthier.rewards.judging import RewardJudge
 from luthier.training.arguments import training_arguments
 from luthier.training.callbacks import EarlyStopping, Flow, Journal, Meter
 from luthier.training.data import RunData
@@ -38,6 +42,7 @@ from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
 from luthier.training.numerics import check_in_force, computed_in, weight_types
 from luthier.training.report.events import EventListener, Note
 from luthier.training.report.result import ModelSummary
+from luthier.training.rollouts import Rollouts
 from luthier.training.streams import (
     EvalStream,
     TrainStream,
@@ -141,19 +146,17 @@ def make_trainer(
     how = collating(config, tokenizer, run_model.loaded, shared=shared)
     lost = LostRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
     stream = _train_stream(config, data, run_model, schedule, how, first_step or 0, world.rank, shared=shared)
-    arguments = training_arguments(
-        config,
-        max_steps=stream.first_step if stream.is_over else schedule.horizon,  # the horizon may be an estimate
-        evaluates=evaluates,
-        evaluates_first=evaluates and first_step is None,
-    )
+    steps = stream.first_step if stream.is_over else schedule.horizon  # the horizon may be an estimate
+    begins = evaluates and first_step is None
+    arguments = training_arguments(config, max_steps=steps, evaluates=evaluates, evaluates_first=begins)
     losses, eval_losses = _losses(
         config, data, run_model, schedule, how, shared=shared, device=arguments.device, hooks=hooks
     )
     if first_step is None and isinstance(run_model.model, PeftModel):
         _first_values(run_model.model, run_model, config, data, how, losses, hooks)
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
-    stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees))
+    rollouts = _rollouts(config, tokenizer, run_model, how, hooks, shared=keeps_trees)
+    stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees), rollouts=rollouts)
     callbacks = _callbacks(config, schedule, losses, meter, hooks, evaluates=evaluates)
 
     def save_state(folder: Path, step: int) -> None:
@@ -181,6 +184,30 @@ def make_trainer(
     trainer = Trainer(run_model.model, arguments, parts, callbacks)
     check_in_force(trainer.accelerator, run_precision(config))
     return trainer
+
+
+def _rollouts(
+    config: RunConfig, tokenizer: Tokenizer, run_model: RunModel, how: CollateSettings, hooks: Hooks, *, shared: bool
+) -> Rollouts | None:
+    """What draws and judges answers, in a run that learns from its own."""
+    if not OBJECTIVES[config.objective.name].on_policy:
+        return None
+    engine = LocalEngine(run_model.model, tokenizer, media=run_model.media, batch_size=config.rollout.batch_size)
+    return Rollouts(
+        config=config.rollout,
+        engine=engine,
+        tokenizer=tokenizer,
+        judge=RewardJudge(config.rollout.rewards),
+        advantage=Advantage(LOSSES.named(config.objective.loss_name).advantage),
+        how=how,
+        shared=shared,
+        capacity=config.data.max_length,
+        rows_at_once=config.train.per_device_train_batch_size,
+        seed=config.runtime.seed,
+        folder=config.output.dir,
+        rank=hooks.stop.world.rank,
+        tell=lambda text: hooks.tell(Note(text=text)),
+    )
 
 
 def _callbacks(
@@ -232,7 +259,8 @@ def _shares(config: RunConfig, data: RunData, schedule: StreamPlan) -> bool:
     if not shares_prompts(config):
         return False
     in_evaluation = data.eval_rows is not None and data.eval_rows.have_trees
-    return units_of(config).are_compared or in_evaluation or schedule.has_trees
+    draws = OBJECTIVES[config.objective.name].on_policy
+    return draws or units_of(config).are_compared or in_evaluation or schedule.has_trees
 
 
 def collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel, *, shared: bool) -> CollateSettings:

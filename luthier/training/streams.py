@@ -6,8 +6,9 @@ stream begins at any step.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -61,6 +62,20 @@ class ReadsBatches(Protocol):
         """The batch."""
 
 
+class ReadsPacks(Protocol):
+    """Gives the segments of what is planned."""
+
+    def packs(self, planned: PlannedMicroBatch) -> list[Pack]:
+        """The segments, with their rows' addresses."""
+
+
+class DrawsAnswers(Protocol):
+    """Has the model answer the questions of a step."""
+
+    def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
+        """What this rank learns from; nothing, where no answer can be learned from."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SegmentsReader:
     """Reads micro-batches of segments in memory, where a place's ``sample`` is a segment's number."""
@@ -71,20 +86,25 @@ class SegmentsReader:
 
     def read(self, planned: PlannedMicroBatch) -> Batch:
         """The batch."""
-        packs = [
-            Pack(segments=tuple(part_of(self.segments[int(place["sample"])], place) for place in pack))
-            for pack in planned.packs()
-        ]
+        packs = self.packs(planned)
         addresses = tuple(segment.address for pack in packs for segment in pack.segments)
         grid = blank_grid(self.how) if planned.is_blank else lay_out(packs, self.how)
         if self.media is not None:
             grid = self.media.fill(grid, self.how)
         return to_batch(grid, self.how, addresses=addresses, sources=planned.sources())
 
+    def packs(self, planned: PlannedMicroBatch) -> list[Pack]:
+        """The segments themselves."""
+        return [
+            Pack(segments=tuple(part_of(self.segments[int(place["sample"])], place) for place in pack))
+            for pack in planned.packs()
+        ]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainStream:
-    """One rank's micro-batches from step ``first_step`` on."""
+    """One rank's micro-batches from step ``first_step`` on. With ``rollouts`` rows are questions, and micro-batches
+    hold the answers that the model gives in that step."""
 
     schedule: StreamPlan
     reader: ReadsBatches
@@ -92,6 +112,7 @@ class TrainStream:
     num_workers: int
     first_step: int
     watch: Watch = iter
+    rollouts: DrawsAnswers | None = None
 
     def __len__(self) -> int:
         settings = self.schedule.settings
@@ -101,6 +122,19 @@ class TrainStream:
     def is_over(self) -> bool:
         """Whether no step is left."""
         return self.first_step > 0 and self.schedule.is_last(self.first_step - 1)
+
+    def steps(self) -> Iterator[list[Batch]]:
+        """The micro-batches of each step, at least one: read when they are asked for, and answers drawn then."""
+        if self.rollouts is None:
+            batches = iter(self)
+            for step in itertools.count(self.first_step):
+                yield list(itertools.islice(batches, self.schedule.turns(step)))
+        reader, rollouts = self.reader, self.rollouts
+        assert isinstance(reader, BatchReader | SegmentsReader) and rollouts is not None
+        questions = self.schedule.micro_batches(self.rank, first_step=self.first_step)
+        for step in itertools.count(self.first_step):
+            planned = list(itertools.islice(questions, self.schedule.turns(step)))
+            yield rollouts.batches(reader, planned) or [to_batch(blank_grid(reader.how), reader.how)]
 
     def __iter__(self) -> Iterator[Batch]:
         planned = self.schedule.micro_batches(self.rank, first_step=self.first_step)

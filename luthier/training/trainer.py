@@ -211,9 +211,9 @@ class Trainer:
         self._tell(self.callback_handler.on_epoch_begin)
         if resume is not None:
             self._take_over_random_state(resume)
-        batches = iter(self.parts.stream)
+        steps = self.parts.stream.steps()
         while True:
-            self._take_step(batches)
+            self._take_step(steps)
             self._follow_control()
             if self._is_stopping or schedule.ends_epoch(self.state.global_step):
                 self._tell(self.callback_handler.on_epoch_end)
@@ -229,9 +229,9 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------------- step
 
-    def _take_step(self, batches: Iterator[Batch]) -> None:
+    def _take_step(self, steps: Iterator[list[Batch]]) -> None:
         """One update, or none if a callback stops the run between two micro-batches."""
-        *first, last = self.read_step(batches)
+        *first, last = self.read_step(steps)
         self._tell(self.callback_handler.on_step_begin)
         self.wrapped.train()
         self.optimizer.train()
@@ -246,18 +246,20 @@ class Trainer:
         self.state.global_step += 1
         self._tell(self.callback_handler.on_step_end)
 
-    def read_step(self, batches: Iterator[Batch]) -> list[Batch]:
+    def read_step(self, steps: Iterator[list[Batch]]) -> list[Batch]:
         """The next step's micro-batches on this rank that there is something to learn from, at least one. What its loss
         is divided by is counted on all ranks."""
         step, parts = self.state.global_step, self.parts
-        read = [next(batches) for _ in range(parts.stream.schedule.turns(step))]
+        read = next(steps)
         counts = [(parts.losses.num_units(batch), batch.num_targets) for batch in read]
-        counts_T2 = self._sum_of_ranks(torch.tensor(counts, device=self.args.device))
+        counts_T2 = torch.tensor(counts, device=self.args.device)
+        # ranks have as many micro-batches each, except of answers that they draw themselves
+        counts_T2 = self._sum_of_ranks(counts_T2 if parts.stream.rollouts is None else counts_T2.sum(0, keepdim=True))
         self._units, targets = counts_T2.sum(dim=0)
         parts.meter.tokens += parts.stream.schedule.num_tokens(step)
         parts.meter.targets += int(targets)
         self._step_losses.clear()
-        learned = learned_from(read, counts_T2)
+        learned = read if parts.stream.rollouts is not None else learned_from(read, counts_T2)
         parts.losses.begin_step(self.model, learned, self._sum_of_ranks)
         self.balance.begin_step(self.model, learned, self._sum_of_ranks)
         return learned

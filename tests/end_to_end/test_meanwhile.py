@@ -183,11 +183,12 @@ def test_a_run_that_ends_early_says_which_rows_its_steps_saw(
     taken: dict[int, set[Address]] = {}
     original = Trainer.read_step
 
-    def recorded(self: Trainer, batches: Any) -> Any:
+    def recorded(self: Trainer, steps: Any) -> Any:
         def watched() -> Any:
-            for batch in batches:
-                taken.setdefault(self.state.global_step + 1, set()).update(batch.addresses)
-                yield batch
+            for batches in steps:
+                seen = {address for batch in batches for address in batch.addresses}
+                taken.setdefault(self.state.global_step + 1, set()).update(seen)
+                yield batches
 
         return original(self, watched())
 

@@ -35,11 +35,11 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
     found: Taken = defaultdict(set)
     original = Trainer.read_step
 
-    def recorded(self: Trainer, batches: Any) -> Any:
+    def recorded(self: Trainer, steps: Any) -> Any:
         def watched() -> Any:
-            for batch in batches:
-                found[self.state.global_step + 1] |= set(batch.addresses)
-                yield batch
+            for batches in steps:
+                found[self.state.global_step + 1] |= {address for batch in batches for address in batch.addresses}
+                yield batches
 
         return original(self, watched())
 

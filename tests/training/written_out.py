@@ -38,8 +38,8 @@ def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     taken: list[Step] = []
     real_read, real_update = Trainer.read_step, Trainer.update
 
-    def read_step(self: Trainer, batches: Iterator[Batch]) -> list[Batch]:
-        found = real_read(self, batches)
+    def read_step(self: Trainer, steps: Iterator[list[Batch]]) -> list[Batch]:
+        found = real_read(self, steps)
         taken.append(Step(batches=found))
         return found
 

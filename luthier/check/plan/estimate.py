@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.choices import Offload
+from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import AdapterType, Packing, Precision, RunConfig, TrainConfig
 from luthier.errors import ModelError, UserError
@@ -131,11 +132,12 @@ def estimate_run(
     straggler_factor: float = 1.0,
     utilisation: float | None = None,
 ) -> Estimate:
-    """The estimate of training alone: evaluation, saving and loading are not in it."""
+    """The estimate of training alone: evaluation, saving and loading are not in it. Raises `ModelError`."""
+    if OBJECTIVES[config.objective.name].on_policy:
+        raise ModelError("answers are drawn while it trains, and how long they will be is not known before")
     on_gpu = not device.name.startswith("cpu")
     in_16_bits = computes_in_16_bits(config, on_gpu=on_gpu)
-    if utilisation is None:
-        utilisation = UTILISATION_MEASURED if device.is_measured else UTILISATION
+    utilisation = utilisation or (UTILISATION_MEASURED if device.is_measured else UTILISATION)
     epochs = total_steps / work.steps
     operations = epochs * operations_of(shape, work, config)
     seconds = operations / (num_devices * device.peak * utilisation) * straggler_factor
@@ -310,14 +312,13 @@ def present_device(kind: str, *, in_16_bits: bool) -> Device:
 
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        known = table_name(properties.name)
-        if known is not None:
+        if (known := table_name(properties.name)) is not None:
             peak = device_named(known, in_16_bits=in_16_bits).peak
             return Device(name=properties.name, peak=peak, memory_bytes=properties.total_memory, is_measured=False)
-        rate = _measured_rate("cuda", in_16_bits=in_16_bits)
-        return Device(name=properties.name, peak=rate, memory_bytes=properties.total_memory, is_measured=True)
-    rate = _measured_rate("cpu", in_16_bits=in_16_bits)
-    return Device(name=f"cpu, {torch.get_num_threads()} threads", peak=rate, memory_bytes=None, is_measured=True)
+    name, memory = f"cpu, {torch.get_num_threads()} threads", None
+    if kind == "cuda":
+        name, memory = properties.name, properties.total_memory
+    return Device(name=name, peak=_measured_rate(kind, in_16_bits=in_16_bits), memory_bytes=memory, is_measured=True)
 
 
 def table_name(device: str) -> str | None:
@@ -419,9 +420,8 @@ def shape_of_run(config: RunConfig, tokenizer: Tokenizer) -> ModelShape:
     new_ids = vocabulary.new_ids if config.adapter.name_or_path is None else ()  # an older adapter has its own rows
     section = config.model.quantization
     bytes_of = bytes_when_quantized(model, section, config.adapter.modules_to_save)
-    return shape_of(
-        apply_adapter(model, fresh, new_ids=new_ids), bytes_of, keeps_whole=section.type.library == "torchao"
-    )
+    adapted = apply_adapter(model, fresh, new_ids=new_ids)
+    return shape_of(adapted, bytes_of, keeps_whole=section.type.library == "torchao")
 
 
 def shape_of(

@@ -1,0 +1,1 @@
+"""What judges the answers that a model draws: metrics, and users' functions in processes of their own."""

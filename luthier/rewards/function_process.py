@@ -1,0 +1,133 @@
+"""A user's function in a process of its own, which may hang, die or eat memory without harm to the run.
+
+Calls and results are lines of JSON. The child keeps its output channel to itself, so that what the function prints
+does not get between them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from math import isfinite
+from pathlib import Path
+from typing import Self
+
+CHILD = "luthier.rewards.child"
+START_SECONDS = 60.0  # Python and the user's imports
+MOST_BYTES = 1_000_000  # of an answer from the child
+GRACE_SECONDS = 5.0
+
+
+class NoReward(Exception):
+    """A call has given no reward; the message says why, in few words that are the same each time."""
+
+
+class FunctionProcess:
+    """Calls ``name`` of the Python file ``path``. A process that is late is ended with all that it has started, and the
+    next call has a new one."""
+
+    def __init__(self, path: Path, name: str, *, timeout: float, max_memory: int) -> None:
+        """``timeout`` in seconds for each call, ``max_memory`` in bytes."""
+        self.path, self.name, self.timeout, self.max_memory = path, name, timeout, max_memory
+        self._child: subprocess.Popen[bytes] | None = None
+        self._read = b""
+        atexit.register(self.close)
+
+    def call(self, arguments: Mapping[str, object]) -> float | None:
+        """What the function gives; None is no opinion. Raises `NoReward`."""
+        child = self._child or self._start()
+        assert child.stdin is not None
+        try:
+            child.stdin.write(json.dumps(arguments).encode() + b"\n")
+            child.stdin.flush()
+            told = self._line(child, self.timeout)
+        except (BrokenPipeError, _Gone):
+            self.close()
+            raise NoReward("its process ended") from None
+        except _Late:
+            self.close()
+            raise NoReward(f"no reward within {self.timeout:g} s") from None
+        match told:
+            case {"error": str(error)}:
+                raise NoReward(error)
+            case {"reward": None}:
+                return None
+            case {"reward": bool() | int() | float() as reward} if isfinite(reward):
+                return float(reward)
+            case {"reward": float()}:
+                return None  # not a number
+            case _:
+                self.close()
+                raise NoReward("no number")
+
+    def close(self) -> None:
+        """End the process and whatever it has started; a later call has a new one."""
+        child, self._child, self._read = self._child, None, b""
+        if child is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        child.wait(GRACE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", CHILD, str(self.path.resolve()), self.name, str(self.max_memory)]
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+        try:
+            told = self._line(self._child, START_SECONDS)
+        except (_Gone, _Late):
+            self.close()
+            raise NoReward("its file cannot be loaded") from None
+        if "error" in told:
+            self.close()
+            raise NoReward(str(told["error"]))
+        return self._child
+
+    def _line(self, child: subprocess.Popen[bytes], seconds: float) -> dict[str, object]:
+        assert child.stdout is not None
+        end = time.monotonic() + seconds
+        while b"\n" not in self._read:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([child.stdout], [], [], left)[0]:
+                raise _Late
+            data = os.read(child.stdout.fileno(), 65_536)
+            if not data or len(self._read) > MOST_BYTES:
+                raise _Gone
+            self._read += data
+        line, _, self._read = self._read.partition(b"\n")
+        try:
+            found = json.loads(line)
+        except ValueError:
+            raise _Gone from None
+        return found if isinstance(found, dict) else {}
+
+
+class _Gone(Exception):
+    """The process has ended, or says what is no result."""
+
+
+class _Late(Exception):
+    """It has not answered in time."""

@@ -1,0 +1,110 @@
+"""Rewards: metrics, and functions in processes of their own that hang, die, eat memory or answer nonsense."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from luthier.config.objective import RewardConfig
+from luthier.errors import UserError
+from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
+
+HOSTILE = """
+import os, sys, time
+
+def length(answer, *, expected, prompt, finished):
+    print("noise on stdout", flush=True)
+    return len(answer) - len(expected) + len(prompt) * finished
+
+def silent(answer, **_):
+    return None
+
+def odd(answer, **_):
+    if answer == "hang":
+        time.sleep(60)
+    if answer == "loop":
+        while True:
+            pass
+    if answer == "exit":
+        os._exit(3)
+    if answer == "raise":
+        raise ValueError("no")
+    if answer == "quit":
+        sys.exit(1)
+    if answer == "memory":
+        return len(bytearray(2_000_000_000))
+    if answer == "text":
+        return "good"
+    if answer == "nan":
+        return float("nan")
+    if answer == "inf":
+        return float("inf")
+    if answer == "write":
+        os.write(1, b"{}\\n" * 100)
+    if answer == "fork":
+        os.fork()
+        time.sleep(60)
+    return 1.0
+
+not_a_function = 3
+"""
+
+
+def answer(text: str, expected: str = "four") -> DrawnAnswer:
+    return DrawnAnswer(prompt="two and two?", expected=expected, generated=text, finished=True)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(HOSTILE)
+    return path
+
+
+def judged(rewards: list[RewardConfig], answers: list[DrawnAnswer]) -> Judged:
+    with RewardJudge(rewards) as judge:
+        return judge.judge(answers)
+
+
+def test_rewards_are_weighted_and_added_up(file: Path) -> None:
+    rewards = [RewardConfig(metric="exact"), RewardConfig(function=f"{file}:length", weight=0.5)]
+    found = judged(rewards, [answer("four"), answer("sixteen")])
+    np.testing.assert_array_equal(found.values_NF, [[1, 12], [0, 15]])
+    np.testing.assert_array_equal(found.total_N, [7, 7.5])
+    assert not found.missing
+
+
+def test_no_opinion_counts_nothing_and_without_any_there_is_no_reward(file: Path) -> None:
+    silent = RewardConfig(function=f"{file}:silent")
+    assert judged([RewardConfig(metric="exact"), silent], [answer("four")]).total_N.tolist() == [1.0]
+    assert np.isnan(judged([silent], [answer("four")]).total_N).all()
+
+
+def test_hostile_functions_cost_their_answer_its_reward_and_nothing_else(file: Path) -> None:
+    odd = RewardConfig(function=f"{file}:odd", timeout=0.5, max_memory=1_500_000_000)
+    texts = ["fine", "hang", "fine", "loop", "exit", "raise", "quit", "memory", "text", "nan", "inf", "fork", "write"]
+    begun = time.monotonic()
+    found = judged([odd], [answer(text) for text in [*texts, "fine"]])
+    right = [0, 2, 12, 13]
+    assert [n for n in range(14) if not np.isnan(found.total_N[n])] == right, found
+    assert time.monotonic() - begun < 60
+    assert sum(found.missing.values()) == 14 - len(right) - 2  # nan and inf are no opinion
+    assert {why.partition(": ")[2] for why in found.missing} >= {
+        "no reward within 0.5 s", "its process ended", "raises ValueError", "raises MemoryError",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("function", ["nobody", "not_a_function"])
+def test_a_file_without_the_function_says_so_for_each_answer(function: str, file: Path) -> None:
+    found = judged([RewardConfig(function=f"{file}:{function}")], [answer("a"), answer("b")])
+    assert found.missing == {f"{function}: its file has no function {function}": 2}
+
+
+def test_a_metric_of_all_answers_together_is_no_reward() -> None:
+    pytest.importorskip("sacrebleu")
+    with pytest.raises(UserError) as caught:
+        RewardJudge([RewardConfig(metric="bleu")])
+    assert caught.value.key == "rollout.rewards"

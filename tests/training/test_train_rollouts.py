@@ -1,0 +1,240 @@
+"""Runs that learn from answers of their own: the same under any layout and after a kill, and true to what was drawn."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import make_config, make_data, make_segments
+
+from luthier.config.loading import load_draft
+from luthier.config.objective import losses_of
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines.engine import Completion, Refusal, Request
+from luthier.engines.local import LocalEngine
+from luthier.errors import ConfigError, TrainingError, UserError
+from luthier.loader.run_settings import train_settings
+from luthier.metrics.table import METRICS, Metric
+from luthier.training.fit import fit_data
+from luthier.training.report.result import RunResult
+from luthier.training.rollouts import FOLDER
+
+Train = Callable[..., RunResult]
+RL: dict[str, Any] = {
+    "objective": {"name": "rl", "loss": "dapo"},
+    "rollout": {"prompts_per_step": 4, "answers": 3, "max_new_tokens": 6, "min_finished": 0.0, "rewards": ["evenness"]},
+    "data__max_length": 64,
+}
+
+
+def evenness(expected: str, generated: str) -> float:
+    """A reward that any answer may have: which share of its characters have even numbers."""
+    return sum(ord(letter) % 2 == 0 for letter in generated) / max(len(generated), 1)
+
+
+@pytest.fixture(autouse=True)
+def _a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METRICS._rows, "evenness", Metric(of_row=evenness))
+
+
+@pytest.fixture(scope="session")
+def knows_few(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A model that answers with any of twenty tokens, and then stops or goes on."""
+    segments = make_segments(48)
+    for segment in segments:
+        few = np.where(segment.input_ids == 2034, 2034, 10 + segment.input_ids % 20)
+        segment.input_ids[:] = few
+    folder = tmp_path_factory.mktemp("few")
+    changes = {"train__max_steps": 60, "train__learning_rate": 1e-2, "train__per_device_train_batch_size": 16}
+    fit_data(make_config(folder, **changes), tokenizer, make_data(segments))
+    return folder / "model"
+
+
+def rollouts(folder: Path) -> list[list[dict[str, Any]]]:
+    files = sorted((folder / FOLDER).glob("*.jsonl"))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def ids(result: RunResult) -> list[list[list[int]]]:
+    return [[answer["ids"] for answer in step] for step in rollouts(Path(result.output_dir))]
+
+
+def losses(result: RunResult) -> list[float]:
+    return [step.loss for step in result.steps]
+
+
+LEARNS = {
+    "rollout": {**RL["rollout"], "answers": 8},
+    "train__max_steps": 15,
+    "train__learning_rate": 1e-2,
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "alone": {"train__packing": "none", "train__per_device_train_batch_size": 1},
+    "padded": {"train__packing": "none", "train__per_device_train_batch_size": 8},
+    "packed": {"train__packing": "best_fit", "train__shared_prompts": False},
+    "shared": {"train__packing": "best_fit", "train__shared_prompts": True},
+}
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "gspo", "rloo"])
+def test_steps_do_not_depend_on_how_answers_are_laid_out(loss: str, train: Train) -> None:
+    runs = {}
+    for name, layout in LAYOUTS.items():
+        changes = {**RL, "objective": {"name": "rl", "loss": loss}, **layout}
+        runs[name] = train(make_data(make_segments(12)), folder=name, train__max_steps=3, **changes)
+    alone = runs.pop("alone")
+    assert all(step.grad_norm > 1e-3 for step in alone.steps), "there is something to learn"
+    for name, run in runs.items():
+        assert losses(run) == pytest.approx(losses(alone), abs=2e-6), name
+        norms = [step.grad_norm for step in run.steps]
+        assert norms == pytest.approx([step.grad_norm for step in alone.steps], rel=1e-4), name
+        assert ids(run) == ids(alone), name
+    for step in alone.steps:
+        assert step.measures["gap"] < 1e-5 and step.measures["clipped"] == 0
+
+
+@pytest.mark.parametrize("loss", losses_of("rl"))
+def test_every_loss_teaches_what_is_rewarded(loss: str, knows_few: Path, train: Train) -> None:
+    changes = {**RL, **LEARNS, "objective": {"name": "rl", "loss": loss}, "model": {"name_or_path": str(knows_few)}}
+    run = train(make_data(make_segments(12)), **changes)
+    rewards = [step.measures["reward"] for step in run.steps]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards
+
+
+def test_rewards_of_chance_teach_nothing(knows_few: Path, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of the test above."""
+    generator = np.random.default_rng(0)
+    monkeypatch.setitem(METRICS._rows, "chance", Metric(of_row=lambda *_: float(generator.random())))
+    rollout = {**LEARNS["rollout"], "rewards": ["chance"]}
+    changes = {**RL, **LEARNS, "rollout": rollout, "model": {"name_or_path": str(knows_few)}}
+    run = train(make_data(make_segments(12)), **changes)
+    told = [[evenness("", answer["generated"]) for answer in step] for step in rollouts(Path(run.output_dir))]
+    assert abs(np.mean(told[-3:]) - np.mean(told[:3])) < 0.1
+
+
+def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    data = make_data(make_segments(12))
+
+    def run(folder: str, **changes: Any) -> RunResult:
+        saving = {"output__save_strategy": "steps", "output__save_steps": 2}
+        config = make_config(tmp_path / folder, **{**RL, **changes, **saving})
+        return fit_data(config, tokenizer, data)
+
+    whole = run("whole", train__max_steps=5)
+    run("parts", train__max_steps=5)
+    for path in (tmp_path / "parts").iterdir():  # as if it had been killed in its fourth step
+        if path.is_dir() and path.name not in ("checkpoint-2", FOLDER):
+            shutil.rmtree(path)
+    for step in (3, 4, 5):
+        (tmp_path / "parts" / FOLDER / f"{step:06d}.jsonl").unlink()
+    (tmp_path / "parts" / "result.json").unlink()
+    again = run("parts", train__max_steps=5)
+    assert losses(again)[-3:] == losses(whole)[-3:]
+    assert rollouts(tmp_path / "parts") == rollouts(tmp_path / "whole")
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_two_epochs_draw_other_answers_to_the_same_questions(train: Train) -> None:
+    run = train(make_data(make_segments(4)), train__max_steps=2, train__learning_rate=1e-12, **RL)
+    first, second = rollouts(Path(run.output_dir))
+    texts = [{(one["row"], one["sample"]): one["ids"] for one in step} for step in (first, second)]
+    assert texts[0].keys() == texts[1].keys()
+    assert all(texts[0][key] != texts[1][key] for key in texts[0])
+
+
+# --------------------------------------------------------------------------------------- faults of what draws answers
+
+
+def tampered(monkeypatch: pytest.MonkeyPatch, change: Callable[[Completion], Completion]) -> None:
+    real = LocalEngine.generate
+
+    def generate(self: LocalEngine, requests: Iterable[Request]) -> Iterator[Completion | Refusal]:
+        for answer in real(self, requests):
+            yield change(answer) if isinstance(answer, Completion) else answer
+
+    monkeypatch.setattr(LocalEngine, "generate", generate)
+
+
+FAULTS: dict[str, Callable[[Completion], Completion]] = {
+    "temperature": lambda one: replace(one, logprobs=one.logprobs * np.float32(0.7)),
+    "truncated sampling": lambda one: replace(one, logprobs=one.logprobs + np.float32(0.01)),
+    "shifted": lambda one: replace(one, logprobs=np.roll(one.logprobs, 1)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_probabilities_that_are_not_those_of_training_stop_the_run(
+    fault: str, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tampered(monkeypatch, FAULTS[fault])
+    with pytest.raises(TrainingError) as caught:
+        train(make_data(make_segments(12)), **RL)
+    assert "nats a token" in caught.value.message
+
+
+def test_a_gap_may_be_told_and_gone_on_with(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    tampered(monkeypatch, FAULTS["temperature"])
+    told: list[str] = []
+    changes = {**RL, "rollout": {**RL["rollout"], "on_gap": "warn"}}
+    train(make_data(make_segments(12)), on_event=lambda event: told.append(getattr(event, "text", "")), **changes)
+    assert sum("nats a token" in text for text in told) == 4
+
+
+def test_a_first_step_of_unfinished_answers_stops_the_run(train: Train) -> None:
+    with pytest.raises(TrainingError) as caught:
+        train(make_data(make_segments(12)), **{**RL, "rollout": {**RL["rollout"], "min_finished": 0.5}})
+    assert caught.value.hint is not None and "max_new_tokens" in caught.value.hint
+
+
+@pytest.mark.parametrize(("dead", "targets"), [("keep", True), ("drop", False)])
+def test_groups_whose_answers_are_all_alike_are_kept_or_dropped(
+    dead: str, targets: bool, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METRICS._rows, "same", Metric(of_row=lambda *_: 1.0))
+    changes = {**RL, "rollout": {**RL["rollout"], "dead_groups": dead, "rewards": ["same"]}}
+    run = train(make_data(make_segments(12)), train__weight_decay=0.0, **changes)
+    assert losses(run) == [0.0] * 4
+    assert all(bool(step.target_tokens) is targets for step in run.steps)
+
+
+# ------------------------------------------------------------------------------------------------------- descriptions
+
+
+WRONG = {
+    "rollout.rewards=[]": "rollout.rewards",
+    "rollout.rewards=[{weight: 2}]": "rollout.rewards[0]",
+    "rollout.rewards=[{function: 'no.py:f'}]": "rollout.rewards[0].function",
+    "rollout.rewards=[{metric: exact, function: 'no.py:f'}]": "rollout.rewards[0]",
+    "rollout.answers=1": "rollout.answers",
+    "train.gradient_accumulation_steps=2": "train.gradient_accumulation_steps",
+    "train.tokens_per_step=100": "train.tokens_per_step",
+    "runtime.sharding=fsdp": "runtime.sharding",
+    "objective=sft": "rollout",
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_what_such_a_run_cannot_do_is_told_at_its_key(override: str, tmp_path: Path) -> None:
+    path = tmp_path / "rl.yaml"
+    path.write_text("model: preset:tiny-qwen3\ndata: {train: preset:skills}\nobjective: rl\nrollout: {answers: 4}\n")
+    assert load_draft(path).config.objective.loss_name == "dapo"
+    with pytest.raises(ConfigError) as caught:
+        load_draft(path, [override])
+    assert WRONG[override] in [problem.key for problem in caught.value.problems]
+
+
+def test_prompts_that_processes_cannot_share_evenly_are_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path, **RL)
+    assert train_settings(config, num_ranks=2).micro_batches_per_step == 4
+    with pytest.raises(UserError) as caught:
+        train_settings(config, num_ranks=3)
+    assert caught.value.key == "rollout.prompts_per_step"
