@@ -73,9 +73,9 @@ if TYPE_CHECKING:
     from luthier.engines.engine import NewTokens as NewTokens
     from luthier.engines.engine import Refusal as Refusal
     from luthier.engines.engine import Request as Request
+    from luthier.engines.engine import Session as Session
     from luthier.engines.http import HttpEngine as HttpEngine
     from luthier.engines.local import LocalEngine as LocalEngine
-    from luthier.engines.local_session import LocalSession as LocalSession
     from luthier.errors import BudgetError as BudgetError
     from luthier.errors import CheckpointError as CheckpointError
     from luthier.errors import ConfigError as ConfigError
@@ -187,6 +187,7 @@ if TYPE_CHECKING:
     from luthier.records import MediaItem as MediaItem
     from luthier.records import Message as Message
     from luthier.records import Part as Part
+    from luthier.records import PolicyTargets as PolicyTargets
     from luthier.records import Preference as Preference
     from luthier.records import Row as Row
     from luthier.records import Sample as Sample

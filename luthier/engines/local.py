@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from luthier.collation import MediaInputs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.answering import Answerer, Answering
-from luthier.engines.engine import Completion, Ids, NewTokens, Refusal, Request
+from luthier.engines.engine import Completion, Ids, NewTokens, Refusal, Request, Session
 from luthier.engines.joined import rows_can_join
 from luthier.engines.local_session import LocalSession
 from luthier.models.compiled import uncompiled
@@ -78,7 +78,7 @@ class LocalEngine:
                 ended = answering.ended.popleft()
                 yield ended if isinstance(ended, Refusal) else ended.completion()
 
-    def session(self) -> LocalSession:
+    def session(self) -> Session:
         """A thread that answers requests as they come, until it is closed."""
         return LocalSession(self._begin(), self._at_work, self._is_wanted)
 
