@@ -217,6 +217,13 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         if is_other:
             what = f"the size of a step is said by rollout.prompts_per_step ({config.rollout.prompts_per_step})"
             yield draft.problem(key, what, way)
+    for key, is_noise in (
+        ("adapter.lora_dropout", config.adapter.lora_dropout > 0),
+        ("train.neftune_noise_alpha", config.train.neftune_noise_alpha is not None),
+    ):
+        if is_noise:
+            what = "answers are drawn without noise, and would have other probabilities in training"
+            yield draft.problem(key, what, "remove it")
     if config.train.packing is Packing.SPLIT:
         yield draft.problem("train.packing", "answers are never cut", "set train.packing: best_fit")
     if config.runtime.sharding is not Sharding.NONE:

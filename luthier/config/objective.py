@@ -281,8 +281,8 @@ class RewardConfig(Section):
     """What it counts in an answer's reward, which is the sum."""
     timeout: Positive = 10.0
     """Seconds that one call of the function may take; then its process is ended, and the answer has no such reward."""
-    max_memory: Count = 4_000_000_000
-    """Bytes that the function's process may use."""
+    max_memory: Count = 16_000_000_000
+    """Bytes of memory that the function's process may reserve; importing torch alone reserves 5 billion."""
 
     @property
     def name(self) -> str:
@@ -316,7 +316,7 @@ class RolloutConfig(Section):
     """The run stops where fewer answers of its first step are finished: rewards of cut answers teach little."""
     max_gap: Positive | None = None
     """Largest mean difference between an answer's log-probabilities in training and when it was drawn, in nats a token.
-    Default: 4 times that of the first step, at least 1e-4 in float32 and 0.02 in 16 bits."""
+    Default: 4 times that of the first step; at least 1e-4 in float32 and 0.02 in 16 bits, and at most 4 times that."""
     on_gap: Annotated[GapAction, as_enum(GapAction)] = GapAction.STOP
     """What happens above ``max_gap``."""
 

@@ -32,18 +32,19 @@ def main() -> None:
     tell(ready=True)
     for line in sys.stdin:
         arguments = json.loads(line)
+        call = arguments.pop("call")
         try:
             reward = function(arguments.pop("answer"), **arguments)
         except BaseException as error:  # noqa: BLE001
-            tell(error=f"raises {type(error).__name__}")
+            tell(call=call, error=f"raises {type(error).__name__}")
             continue
         if reward is None or isinstance(reward, bool | int | float):
-            tell(reward=reward)
+            tell(call=call, reward=reward)
         else:
             try:
-                tell(reward=float(reward))  # of numpy, torch
+                tell(call=call, reward=float(reward))  # of numpy, torch
             except (TypeError, ValueError):
-                tell(error=f"gives a {type(reward).__name__}, which is no number")
+                tell(call=call, error=f"gives a {type(reward).__name__}, which is no number")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ CHILD = "luthier.rewards.child"
 START_SECONDS = 60.0  # Python and the user's imports
 MOST_BYTES = 1_000_000  # of an answer from the child
 GRACE_SECONDS = 5.0
+PIPE_BYTES = select.PIPE_BUF  # as many as a pipe that can be written to takes at once
 
 
 class NoReward(Exception):
@@ -39,16 +40,19 @@ class FunctionProcess:
         self.path, self.name, self.timeout, self.max_memory = path, name, timeout, max_memory
         self._child: subprocess.Popen[bytes] | None = None
         self._read = b""
+        self._calls = 0
         atexit.register(self.close)
 
     def call(self, arguments: Mapping[str, object]) -> float | None:
         """What the function gives; None is no opinion. Raises `NoReward`."""
         child = self._child or self._start()
-        assert child.stdin is not None
+        self._calls += 1
+        end = time.monotonic() + self.timeout
         try:
-            child.stdin.write(json.dumps(arguments).encode() + b"\n")
-            child.stdin.flush()
-            told = self._line(child, self.timeout)
+            _send(child, json.dumps({"call": self._calls, **arguments}).encode() + b"\n", end)
+            told = self._line(child, end)
+            if told.pop("call", None) != self._calls:
+                raise _Gone  # it has written results of its own
         except (BrokenPipeError, _Gone):
             self.close()
             raise NoReward("its process ended") from None
@@ -97,7 +101,7 @@ class FunctionProcess:
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
         try:
-            told = self._line(self._child, START_SECONDS)
+            told = self._line(self._child, time.monotonic() + START_SECONDS)
         except (_Gone, _Late):
             self.close()
             raise NoReward("its file cannot be loaded") from None
@@ -106,9 +110,8 @@ class FunctionProcess:
             raise NoReward(str(told["error"]))
         return self._child
 
-    def _line(self, child: subprocess.Popen[bytes], seconds: float) -> dict[str, object]:
+    def _line(self, child: subprocess.Popen[bytes], end: float) -> dict[str, object]:
         assert child.stdout is not None
-        end = time.monotonic() + seconds
         while b"\n" not in self._read:
             left = end - time.monotonic()
             if left <= 0 or not select.select([child.stdout], [], [], left)[0]:
@@ -123,6 +126,18 @@ class FunctionProcess:
         except ValueError:
             raise _Gone from None
         return found if isinstance(found, dict) else {}
+
+
+def _send(child: subprocess.Popen[bytes], data: bytes, end: float) -> None:
+    """All of it by the time ``end``. Raises `_Late` and BrokenPipeError."""
+    assert child.stdin is not None
+    pipe = child.stdin.fileno()
+    os.set_blocking(pipe, False)
+    while data:
+        left = end - time.monotonic()
+        if left <= 0 or not select.select([], [pipe], [], left)[1]:
+            raise _Late
+        data = data[os.write(pipe, data[:PIPE_BYTES]) :]
 
 
 class _Gone(Exception):

@@ -201,7 +201,7 @@ async def _ended(task: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """HttpServer-sent events as they come: JSON objects, then ``[DONE]``. What gives them is closed in any case."""
+    """Server-sent events as they come: JSON objects, then ``[DONE]``. What gives them is closed in any case."""
 
     media_type = "text/event-stream"
 

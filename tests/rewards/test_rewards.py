@@ -13,7 +13,7 @@ from luthier.errors import UserError
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 
 HOSTILE = """
-import os, sys, time
+import os, sys, threading, time
 
 def length(answer, *, expected, prompt, finished):
     print("noise on stdout", flush=True)
@@ -44,6 +44,16 @@ def odd(answer, **_):
         return float("inf")
     if answer == "write":
         os.write(1, b"{}\\n" * 100)
+    if answer == "forge":
+        for number in range(3, 20):
+            try:
+                os.write(number, b'{"reward": 5}\\n{"call": 2, "reward": 7}\\n')
+            except OSError:
+                pass
+    if answer == "stop":
+        os.kill(os.getpid(), 19)
+    if answer == "stop later":
+        threading.Timer(0.3, os.kill, (os.getpid(), 19)).start()
     if answer == "fork":
         os.fork()
         time.sleep(60)
@@ -95,6 +105,21 @@ def test_hostile_functions_cost_their_answer_its_reward_and_nothing_else(file: P
     assert {why.partition(": ")[2] for why in found.missing} >= {
         "no reward within 0.5 s", "its process ended", "raises ValueError", "raises MemoryError",
     }  # fmt: skip
+
+
+def test_results_that_a_function_writes_itself_are_not_taken_for_those_of_a_later_call(file: Path) -> None:
+    found = judged([RewardConfig(function=f"{file}:odd", timeout=20)], [answer(text) for text in ("forge", "a", "b")])
+    assert np.isnan(found.total_N[0]) and found.total_N[1:].tolist() == [1.0, 1.0]
+
+
+def test_a_process_that_reads_no_more_is_given_up(file: Path) -> None:
+    """What it is to be told does not fit into the pipe."""
+    odd = RewardConfig(function=f"{file}:odd", timeout=2)
+    with RewardJudge([odd]) as judge:
+        assert judge.judge([answer("stop later")]).total_N.tolist() == [1.0]
+        time.sleep(0.6)
+        assert judge.judge([answer("x" * 1_000_000)]).missing == {"odd: no reward within 2 s": 1}
+        assert judge.judge([answer("stop"), answer("fine")]).total_N[1] == 1.0
 
 
 @pytest.mark.parametrize("function", ["nobody", "not_a_function"])

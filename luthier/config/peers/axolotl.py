@@ -33,12 +33,13 @@ def _is_its(tree: MappingNode) -> bool:
 
 
 def _purpose(reading: Translator) -> None:
-    """What the file is for. What learns from answers that are drawn in the run is no run of ours."""
+    """What the file is for. What learns from answers that are drawn in the run is not translated."""
     reading.entries = {key: _number(node) for key, node in reading.entries.items() if value_of(node) is not None}
     reading.fill_in("defaults")
     rl, told = reading.take("rl"), len(reading.problems)
     if rl in ("grpo", "gdpo", "ebft"):
-        reading.refuse("rl", f"{rl} learns from answers drawn in the run, Luthier from rows that are there before it")
+        what = f"{rl} learns from answers drawn in the run, and is not translated"
+        reading.refuse("rl", what, "write it as a run description of Luthier's, with objective: rl (docs/rl.md)")
     elif rl not in (None, False, "", "kto", *_PAIRS):
         reading.refuse("rl", f"{rl} is no objective", f"write one of {', '.join(_PAIRS)}, kto")
     for key, what in (("process_reward_model", "single steps of an answer are not judged"),

@@ -86,7 +86,7 @@ _ANSWERED = ("infer_dtype", "overwrite_output_dir", "per_device_eval_batch_size"
 def _objective(reading: Translator) -> None:
     stage = str(reading.take("stage"))
     if stage == "ppo":
-        reading.refuse("stage", "ppo learns from answers drawn in the run, Luthier from rows that are there before it")
+        reading.refuse("stage", "ppo with its value model is not there", "objective: rl has GRPO and its relatives")
         return
     reading.set("objective.name", stage, "stage")
     losses = {"use_dft_loss": "dft", "use_asft_loss": "asft", "use_eaft_loss": "eaft"}

@@ -57,8 +57,8 @@ def _command(reading: Translator) -> None:
     """Find the command; a file that could be for several is asked about."""
     for command, keys in reading.peer.table["on_policy"].items():
         if key := next((key for key in keys if reading.take(key) not in (None, False)), None):
-            what = f"this file is for {command}, which learns from answers drawn in the run"
-            reading.refuse(key, what, "Luthier trains on rows that are there before the run (sft, dpo, kto, reward)")
+            what = f"this file is for {command}, which learns from answers drawn in the run, and is not translated"
+            reading.refuse(key, what, "write it as a run description of Luthier's, with objective: rl (docs/rl.md)")
             reading.is_no_run = True
             return
     said = reading.take("objective")
