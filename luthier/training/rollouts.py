@@ -33,6 +33,7 @@ from luthier.training.generate import Question, question_of
 from luthier.training.streams import ReadsPacks
 from luthier.writing import write_text
 
+NO_QUESTION = "rows are not asked that have no prompt, or whose answer was cut before its stop token"
 FOLDER = "rollouts"  # in the run's folder: a file of answers for each step
 
 
@@ -83,7 +84,7 @@ class Rollouts:
     folder: Path
     rank: int
     tell: Callable[[str], None]
-    missing: Counter[str] = field(default_factory=Counter)  # rewards that there are none of, and why
+    missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
 
     def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
         """What this rank learns from in a step; nothing, where no answer of it is better than another."""
@@ -93,6 +94,8 @@ class Rollouts:
         questions = [found for segment in segments if (found := question_of(segment, stops)) is not None]
         if any(question.media for question in questions):
             raise UserError("objective rl: prompts with pictures, videos or sounds are not learned from yet")
+        if without := len(segments) - len(questions):
+            self._note(NO_QUESTION, without)
         groups = list(self._groups(questions, planned[0].step))
         kept = [group for group in groups if self.config.dead_groups is DeadGroups.KEEP or not group.is_dead]
         return [self._batch(some) for some in self._shares([group for group in kept if len(group.answers)])]
@@ -133,9 +136,14 @@ class Rollouts:
         )
 
     def _count(self, judged: Judged) -> None:
-        for what in judged.missing.keys() - self.missing.keys():
-            self.tell(f"rewards: {what}; such an answer is judged by the other rewards, or not learned from")
-        self.missing += judged.missing
+        for what, count in judged.missing.items():
+            self._note(f"rewards: {what}; such an answer is judged by the other rewards, or not learned from", count)
+
+    def _note(self, what: str, count: int) -> None:
+        """Count what is missing, and tell it at the first time."""
+        if what not in self.missing:
+            self.tell(what)
+        self.missing[what] += count
 
     def _check_finished(self, step: int, answers: Sequence[Completion]) -> None:
         finished = sum(answer.finish is Finish.STOP for answer in answers)

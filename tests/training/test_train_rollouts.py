@@ -25,7 +25,7 @@ from luthier.loader.run_settings import train_settings
 from luthier.metrics.table import METRICS, Metric
 from luthier.training.fit import fit_data
 from luthier.training.report.result import RunResult
-from luthier.training.rollouts import FOLDER
+from luthier.training.rollouts import FOLDER, NO_QUESTION
 
 Train = Callable[..., RunResult]
 RL: dict[str, Any] = {
@@ -143,6 +143,17 @@ def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(tmp_path: Path, 
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
+def test_rows_without_a_question_are_passed_over_and_told_once(train: Train) -> None:
+    segments = make_segments(12)
+    for segment in segments[::2]:
+        segment.input_ids[-1] = 11  # cut before its stop token
+    told: list[str] = []
+    run = train(make_data(segments), on_event=lambda event: told.append(getattr(event, "text", "")), **RL)
+    assert told.count(NO_QUESTION) == 1
+    asked = {answer["row"] for step in rollouts(Path(run.output_dir)) for answer in step}
+    assert asked and all(int(row.rpartition(":")[2]) % 2 == 0 for row in asked)
+
+
 def test_two_epochs_draw_other_answers_to_the_same_questions(train: Train) -> None:
     run = train(make_data(make_segments(4)), train__max_steps=2, train__learning_rate=1e-12, **RL)
     first, second = rollouts(Path(run.output_dir))
@@ -219,6 +230,8 @@ WRONG = {
     "train.tokens_per_step=100": "train.tokens_per_step",
     "runtime.sharding=fsdp": "runtime.sharding",
     "objective=sft": "rollout",
+    "adapter={type: lora, lora_dropout: 0.1}": "adapter.lora_dropout",
+    "train.neftune_noise_alpha=5": "train.neftune_noise_alpha",
 }
 
 
