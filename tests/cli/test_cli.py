@@ -25,7 +25,8 @@ from luthier.errors import ModelError, RowError
 ROOT = Path(luthier.__file__).parent
 REPOSITORY = ROOT.parent
 COMMANDS = (
-    "train", "quickstart", "prepare", "chat", "serve", "export", "predict", "show", "diff", "plan", "stats", "verify",
+    "train", "quickstart", "prepare", "chat", "predict", "eval", "compare", "serve", "export", "show", "diff",
+    "plan", "stats", "verify",
     "store ls", "store verify", "store gc", "store export", "config show", "config schema", "env", "version",
 )  # fmt: skip
 
