@@ -462,10 +462,12 @@ TABLED = {
 
 
 def reasons_in(source: str) -> set[str]:
-    """Every reason that a module gives to `RowError` or one of its kind as a literal."""
+    """Every reason that a module gives to `RowError` or one of its kind, or to a `Refusal`, as a literal."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in RAISED]
-    first = [call.args[0] for call in named if call.args]
+    first: list[ast.expr] = [call.args[0] for call in named if call.args]
+    refusals = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Refusal"]
+    first += [keyword.value for call in refusals for keyword in call.keywords if keyword.arg == "reason"]
     return {one.value for one in first if isinstance(one, ast.Constant) and isinstance(one.value, str)}
 
 
@@ -480,6 +482,7 @@ def test_every_reason_is_documented() -> None:
 
 def test_the_search_for_reasons_finds_them() -> None:
     assert reasons_in("raise RowError(\n  'a_reason', 'detail')\nRowDropped(name)") == {"a_reason"}
+    assert reasons_in('Refusal(key=3, reason="another", detail=what)') == {"another"}
 
 
 def test_every_error_class_is_documented() -> None:
