@@ -460,3 +460,9 @@ def test_a_second_class_of_a_name_is_found_also_as_a_type_or_with_an_underscore(
     (tmp_path / "room" / "one.py").write_text("class Part: ...\nUnit = int | str\nInts = list[int]\nclass Own: ...\n")
     (tmp_path / "room" / "two.py").write_text("class _Part: ...\nclass Unit: ...\nInts = list[int]\n")
     assert set(meanings(tmp_path)) == {"Part", "Unit"}
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Else pytest takes only one of them."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1 and name not in ("conftest.py", "__init__.py")] == []
