@@ -47,7 +47,7 @@ class RewardJudge:
         self._judges = [self._judge(reward) for reward in rewards]
 
     def judge(self, answers: Sequence[DrawnAnswer]) -> Judged:
-        """RewardJudge some answers. What fails or takes too long is counted, and its answer has no such reward."""
+        """The rewards of some answers. What fails or takes too long is counted, and its answer has no such reward."""
         values_NF = np.full((len(answers), len(self.rewards)), nan)
         missing: Counter[str] = Counter()
         for number, (reward, judge) in enumerate(zip(self.rewards, self._judges, strict=True)):

@@ -42,6 +42,7 @@ from luthier.models.routers import balanced_routers, choose_experts
 from luthier.models.sharding import divisible_layers, refuse_other_ways
 from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
+from luthier.rewards.judging import RewardJudge
 from luthier.training.arguments import optimization
 from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.folder.state import check_writable
@@ -76,6 +77,7 @@ def check_run(draft: Draft) -> list[str]:
         *_schedule(draft),
         *data_faults(draft),
         *(() if "train.optim" in told else _optimizer(draft)),
+        *draft.told("rollout.rewards", lambda: RewardJudge(draft.config.rollout.rewards)),  # no process is started
         *draft.told("objective.reference", lambda: check_reference(draft.config)),
     ]
     if not lacking:  # without them no processor, and so no model, is loaded

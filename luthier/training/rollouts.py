@@ -69,7 +69,7 @@ class AnswerGroup:
 @dataclass(kw_only=True, slots=True, eq=False)
 class Rollouts:
     """``capacity``: tokens of a row that trees share, ``rows_at_once`` of which are a micro-batch. ``shared``: answers
-    share their prompt; else each has its own. ``reduce`` adds up over all ranks."""
+    share their prompt; else each has its own."""
 
     config: RolloutConfig
     engine: Engine
@@ -112,6 +112,8 @@ class Rollouts:
         for answer in self.engine.generate(requests):
             if isinstance(answer, Completion):
                 drawn[answer.key, answer.sample] = answer
+            else:
+                self._note(f"not answered: {answer.reason}: {answer.detail}", 1)
         places = sorted(drawn)
         judged = self.judge.judge([self._as_text(questions[key], drawn[key, sample]) for key, sample in places])
         self._count(judged)

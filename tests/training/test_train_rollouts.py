@@ -24,6 +24,7 @@ from luthier.errors import ConfigError, TrainingError, UserError
 from luthier.loader.run_settings import train_settings
 from luthier.metrics.table import METRICS, Metric
 from luthier.training.fit import fit_data
+from luthier.training.preflight import check_run
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts import FOLDER, NO_QUESTION
 
@@ -243,6 +244,17 @@ def test_what_such_a_run_cannot_do_is_told_at_its_key(override: str, tmp_path: P
     with pytest.raises(ConfigError) as caught:
         load_draft(path, [override])
     assert WRONG[override] in [problem.key for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("rewards", ["[exat]", "['regex:(']", "[regex]", "['exact:x']"])
+def test_metrics_that_are_no_rewards_are_told_before_a_row_is_encoded(rewards: str, tmp_path: Path) -> None:
+    path = tmp_path / "rl.yaml"
+    path.write_text(
+        f"model: preset:tiny-qwen3\ndata: {{train: preset:skills}}\nobjective: rl\noutput: {{dir: {tmp_path}/o}}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_run(load_draft(path, [f"rollout.rewards={rewards}"], to_train=True))
+    assert [problem.key for problem in caught.value.problems] == ["rollout.rewards"]
 
 
 def test_prompts_that_processes_cannot_share_evenly_are_refused(tmp_path: Path) -> None:
