@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind, Sharding
 from luthier.config.draft import Draft
-from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, ReferenceSource, RolloutConfig
+from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, ReferenceSource
+from luthier.config.rollout import RolloutConfig
 from luthier.errors import Problem
 
 # Formats whose rows only some objectives can learn from.

@@ -58,8 +58,9 @@ from luthier.config.choices import (
 )
 from luthier.config.inputs import DataConfig, ModelConfig, Section, SourceConfig, TargetRuleConfig, TemplateConfig
 from luthier.config.media import MediaConfig
-from luthier.config.objective import ObjectiveConfig, RolloutConfig
+from luthier.config.objective import ObjectiveConfig
 from luthier.config.optimizers import OPTIMIZERS
+from luthier.config.rollout import RolloutConfig
 
 __all__ = [
     "OPTIMIZERS",

@@ -7,7 +7,8 @@ import functools
 from typing import Any
 
 from luthier.config.inputs import MixtureConfig, SourceConfig, TargetRuleConfig
-from luthier.config.objective import ReferenceConfig, RewardConfig
+from luthier.config.objective import ReferenceConfig
+from luthier.config.rollout import RewardConfig
 from luthier.config.schema import RunConfig, Section
 from luthier.config.tree import KeyPath
 from luthier.plugins import load_plugins, num_added

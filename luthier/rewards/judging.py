@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.objective import RewardConfig
+from luthier.config.rollout import RewardConfig
 from luthier.errors import UserError
 from luthier.metrics.table import chosen_metrics
 from luthier.rewards.function_process import FunctionProcess, NoReward

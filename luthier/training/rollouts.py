@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings, collate_packs, collate_trees
-from luthier.config.objective import DeadGroups, RolloutConfig
+from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Engine, Finish

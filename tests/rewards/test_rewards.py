@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from luthier.config.objective import RewardConfig
+from luthier.config.rollout import RewardConfig
 from luthier.errors import UserError
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from luthier.config.objective import LOSSES, GapAction, RolloutConfig
+from luthier.config.objective import LOSSES
+from luthier.config.rollout import GapAction, RolloutConfig
 from luthier.errors import TrainingError
 from luthier.models.passes import ModelPass
 from luthier.objectives import Measure, Measures, TokenSettings

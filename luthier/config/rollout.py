@@ -1,0 +1,83 @@
+"""What judges and limits the answers that a run draws itself: the section ``rollout``."""
+
+# ruff: noqa: RUF012 (pydantic copies defaults)
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from luthier.config.choices import Count, NonEmpty, Positive, Proportion, Signed, Size, Tokens, as_enum, as_list
+from luthier.config.inputs import Section
+
+
+class DeadGroups(StrEnum):
+    """What becomes of the answers to a prompt that all have the same reward, so that none is better than another."""
+
+    KEEP = "keep"
+    DROP = "drop"
+
+
+class GapAction(StrEnum):
+    """What a run does whose model finds other probabilities in training than when it drew the answers."""
+
+    STOP = "stop"
+    WARN = "warn"
+
+
+class RewardConfig(Section):
+    """What judges an answer: one of ``metric`` and ``function``. ``exact`` is short for ``{metric: exact}``."""
+
+    shorthand = "metric"
+
+    metric: NonEmpty | None = None
+    """A metric that compares the answer with the row's: ``exact``, ``normalised``, ``contains``, ``json``, ``rougeL``,
+    ``regex:PATTERN`` … ([predict.md](predict.md#metrics))."""
+    function: NonEmpty | None = None
+    """``FILE.py:NAME``: your own function ``(answer, *, expected, prompt, finished) -> float | None``. It runs in a
+    process of its own; None is no opinion."""
+    weight: Signed = 1.0
+    """What it counts in an answer's reward, which is the sum."""
+    timeout: Positive = 10.0
+    """Seconds that one call of the function may take; then its process is ended, and the answer has no such reward."""
+    max_memory: Count = 16_000_000_000
+    """Bytes of memory that the function's process may reserve; importing torch alone reserves 5 billion."""
+
+    @property
+    def name(self) -> str:
+        """How it is told in logs: ``exact``, ``polite``."""
+        return self.metric or (self.function or "").rpartition(":")[2]
+
+    @property
+    def file(self) -> Path | None:
+        """Of a function."""
+        return None if self.function is None else Path(self.function.rpartition(":")[0]).expanduser()
+
+
+class RolloutConfig(Section):
+    """Answers that are drawn in the run (``objective: rl``). They are drawn at temperature 1 from all tokens, so that
+    the probabilities that training compares are those they were drawn by."""
+
+    prompts_per_step: Size = 16
+    """Prompts of a step, on all processes together."""
+    answers: Size = 8
+    """Answers that are drawn to each prompt."""
+    max_new_tokens: Tokens = 256
+    """Longest answer, in tokens. One that is not finished by then is learned from like others, and counted."""
+    rewards: Annotated[list[RewardConfig], BeforeValidator(as_list)] = [RewardConfig(metric="exact")]
+    """What judges an answer: metrics and functions. The reward is their sum, each times its weight."""
+    batch_size: Size = 64
+    """Answers that are drawn at once, on each process."""
+    dead_groups: Annotated[DeadGroups, as_enum(DeadGroups)] = DeadGroups.KEEP
+    """Answers to a prompt that all have the same reward teach nothing. ``keep``: they count in what the loss is divided
+    by, as in GRPO; ``drop``: they do not, as in DAPO, whose further prompts for them are not drawn."""
+    min_finished: Proportion = 0.5
+    """The run stops where fewer answers of its first step are finished: rewards of cut answers teach little."""
+    max_gap: Positive | None = None
+    """Largest mean difference between an answer's log-probabilities in training and when it was drawn, in nats a token.
+    Default: 4 times that of the first step; at least 1e-4 in float32 and 0.02 in 16 bits, and at most 4 times that."""
+    on_gap: Annotated[GapAction, as_enum(GapAction)] = GapAction.STOP
+    """What happens above ``max_gap``."""
