@@ -36,7 +36,7 @@ def show(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = Non
     [dim]Example[/]   luthier config show run.yaml train.learning_rate=1e-4 > resolved.yaml
     """
     with reporting(json) as output:
-        from luthier.config.dumping import dump_config
+        from luthier.cli.dumping import dump_config
         from luthier.config.loading import load_draft
 
         draft = load_draft(config, overrides or ())
@@ -59,7 +59,7 @@ def import_(config: ConfigFile, overrides: Overrides = None) -> None:
     [dim]Example[/]   luthier config import llama3_lora_sft.yaml > run.yaml
     """
     with reporting(None):
-        from luthier.config.dumping import dump_translation
+        from luthier.cli.dumping import dump_translation
         from luthier.config.loading import load_draft
         from luthier.errors import UserError
 

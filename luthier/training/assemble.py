@@ -42,7 +42,8 @@ from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
 from luthier.training.numerics import check_in_force, computed_in, weight_types
 from luthier.training.report.events import EventListener, Note
 from luthier.training.report.result import ModelSummary
-from luthier.training.rollouts import Rollouts
+from luthier.training.rollouts.answer_groups import AnswerLayout
+from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.streams import (
     EvalStream,
     TrainStream,
@@ -199,10 +200,12 @@ def _rollouts(
         tokenizer=tokenizer,
         judge=RewardJudge(config.rollout.rewards),
         advantage=Advantage(LOSSES.named(config.objective.loss_name).advantage),
-        how=how,
-        shared=shared,
-        capacity=config.data.max_length,
-        rows_at_once=config.train.per_device_train_batch_size,
+        layout=AnswerLayout(
+            how=how,
+            shared=shared,
+            capacity=config.data.max_length,
+            rows_at_once=config.train.per_device_train_batch_size,
+        ),
         seed=config.runtime.seed,
         folder=config.output.dir,
         rank=hooks.stop.world.rank,

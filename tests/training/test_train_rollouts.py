@@ -26,7 +26,8 @@ from luthier.metrics.table import METRICS, Metric
 from luthier.training.fit import fit_data
 from luthier.training.preflight import check_run
 from luthier.training.report.result import RunResult
-from luthier.training.rollouts import FOLDER, NO_QUESTION
+from luthier.training.rollouts.answer_log import FOLDER
+from luthier.training.rollouts.drawing import NO_QUESTION
 
 Train = Callable[..., RunResult]
 RL: dict[str, Any] = {

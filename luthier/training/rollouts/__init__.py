@@ -1,0 +1,1 @@
+"""Answers that a run draws itself: drawn, judged, laid out, and kept in its folder."""

@@ -1,0 +1,50 @@
+"""The answers of a run in its folder: what was asked, what the model drew, and how it was judged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines.engine import Completion
+from luthier.rewards.judging import Judged
+from luthier.training.generate import Question
+from luthier.writing import write_text
+
+FOLDER = "rollouts"  # in the run's folder: a file of answers for each step
+
+
+def answers_file(folder: Path, step: int, rank: int) -> Path:
+    """Of a step, counted from 0, on one rank."""
+    return folder / FOLDER / f"{step + 1:06d}{f'.rank{rank}' if rank else ''}.jsonl"
+
+
+def write_answers(
+    path: Path,
+    questions: Sequence[Question],
+    answers: Sequence[Completion],
+    judged: Judged,
+    names: Sequence[str],
+    tokenizer: Tokenizer,
+) -> None:
+    """A line of JSON for each answer, with its rewards by name."""
+    lines = [
+        {
+            "row": str(question.address),
+            "sample": answer.sample,
+            "prompt": tokenizer.decode(question.prompt),
+            "expected": tokenizer.decode(question.answer),
+            "generated": answer.text(tokenizer),
+            "ids": answer.ids.tolist(),
+            "finish": str(answer.finish),
+            "logprob": float(answer.logprobs.astype(np.float64).sum()),
+            "reward": None if np.isnan(total) else float(total),
+            "rewards": {n: None if np.isnan(v) else float(v) for n, v in zip(names, values, strict=True)},
+        }
+        for question, answer, total, values in zip(questions, answers, judged.total_N, judged.values_NF, strict=True)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
