@@ -555,17 +555,19 @@ class Targets:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTargets:
-    """Of answers that the model drew: K targets in S answers.
+    """Of answers that the model drew: K targets in S answers, judged by F rewards.
 
     behaviour_K   float32: the log-probability of each target when it was drawn
     advantages_S  float32: how much better each answer is than the others of its prompt
     rewards_S     float32
+    values_SF     float32: each reward before its weight; nan where it had no opinion
     finished_S    bool: whether the answer ends with a stop token
     """
 
     behaviour_K: torch.Tensor
     advantages_S: torch.Tensor
     rewards_S: torch.Tensor
+    values_SF: torch.Tensor
     finished_S: torch.Tensor
 
 

@@ -204,10 +204,11 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         key = f"rollout.rewards[{number}]"
         if (reward.metric is None) is (reward.function is None):
             yield draft.problem(key, "a reward is a metric or a function", "give one of metric and function")
-        elif reward.function is not None and not (reward.file is not None and reward.file.name and reward.name):
+        elif reward.function is not None and not (reward.file is not None and reward.file.name and reward.function_name):
             yield draft.problem(f"{key}.function", f"{reward.function!r} names no file and function", "FILE.py:NAME")
         elif reward.file is not None and not reward.file.is_file():
             yield draft.problem(f"{key}.function", f"there is no file {reward.file}", "FILE.py:NAME")
+    yield from _same_names(draft)
     if config.rollout.answers < 2:
         what = "an answer is better or worse than others to the same prompt, and there are none"
         yield draft.problem("rollout.answers", what, "at least 2; 8 is usual")
@@ -230,3 +231,12 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
     if config.runtime.sharding is not Sharding.NONE:
         what = "processes draw answers of different lengths, and a divided model needs all of them at once"
         yield draft.problem("runtime.sharding", what, "set runtime.sharding: none")
+
+
+def _same_names(draft: Draft) -> Iterator[Problem]:
+    first: dict[str, int] = {}
+    for number, reward in enumerate(draft.config.rollout.rewards):
+        before = first.setdefault(reward.label, number)
+        if before != number and reward.label:
+            what = f"the rewards {before} and {number} of the list are both called {reward.label!r} in logs and reports"
+            yield draft.problem(f"rollout.rewards[{number}].name", what, "give one of them a name of its own")

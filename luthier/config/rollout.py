@@ -39,6 +39,8 @@ class RewardConfig(Section):
     function: NonEmpty | None = None
     """``FILE.py:NAME``: your own function ``(answer, *, expected, prompt, finished) -> float | None``. It runs in a
     process of its own; None is no opinion."""
+    name: NonEmpty | None = None
+    """How logs and reports call it. Default: the metric, or the function's name; no two rewards may have one name."""
     weight: Signed = 1.0
     """What it counts in an answer's reward, which is the sum."""
     timeout: Positive = 10.0
@@ -47,9 +49,14 @@ class RewardConfig(Section):
     """Bytes of memory that the function's process may reserve; importing torch alone reserves 5 billion."""
 
     @property
-    def name(self) -> str:
+    def label(self) -> str:
         """How it is told in logs: ``exact``, ``polite``."""
-        return self.metric or (self.function or "").rpartition(":")[2]
+        return self.name or self.metric or self.function_name
+
+    @property
+    def function_name(self) -> str:
+        """Of a function in its file."""
+        return (self.function or "").rpartition(":")[2]
 
     @property
     def file(self) -> Path | None:
@@ -75,7 +82,7 @@ class RolloutConfig(Section):
     """Answers to a prompt that all have the same reward teach nothing. ``keep``: they count in what the loss is divided
     by, as in GRPO; ``drop``: they do not, as in DAPO, whose further prompts for them are not drawn."""
     min_finished: Proportion = 0.5
-    """The run stops where fewer answers of its first step are finished: rewards of cut answers teach little."""
+    """The run stops where fewer answers of its first step, on all processes, are finished: rewards of cut answers teach little."""
     max_gap: Positive | None = None
     """Largest mean difference between an answer's log-probabilities in training and when it was drawn, in nats a token.
     Default: 4 times that of the first step; at least 1e-4 in float32 and 0.02 in 16 bits, and at most 4 times that."""

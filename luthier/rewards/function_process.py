@@ -41,7 +41,6 @@ class FunctionProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._read = b""
         self._calls = 0
-        atexit.register(self.close)
 
     def call(self, arguments: Mapping[str, object]) -> float | None:
         """What the function gives; None is no opinion. Raises `NoReward`."""
@@ -77,6 +76,7 @@ class FunctionProcess:
         child, self._child, self._read = self._child, None, b""
         if child is None:
             return
+        atexit.unregister(self.close)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         for pipe in (child.stdin, child.stdout):
@@ -100,6 +100,7 @@ class FunctionProcess:
             start_new_session=True,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
+        atexit.register(self.close)
         try:
             told = self._line(self._child, time.monotonic() + START_SECONDS)
         except (_Gone, _Late):

@@ -46,6 +46,11 @@ class RewardJudge:
         self._exits = ExitStack()
         self._judges = [self._judge(reward) for reward in rewards]
 
+    @property
+    def labels(self) -> list[str]:
+        """The rewards' names in logs."""
+        return [reward.label for reward in self.rewards]
+
     def judge(self, answers: Sequence[DrawnAnswer]) -> Judged:
         """The rewards of some answers. What fails or takes too long is counted, and its answer has no such reward."""
         values_NF = np.full((len(answers), len(self.rewards)), nan)
@@ -55,7 +60,7 @@ class RewardJudge:
                 try:
                     found = judge(answer)
                 except NoReward as error:
-                    missing[f"{reward.name}: {error}"] += 1
+                    missing[f"{reward.label}: {error}"] += 1
                     continue
                 values_NF[place, number] = nan if found is None else found
         weights_F = np.array([reward.weight for reward in self.rewards])
@@ -86,7 +91,7 @@ class RewardJudge:
             return lambda answer: of_row(answer.expected, answer.generated)
         assert reward.file is not None, "a reward is a metric or a function"
         process = self._exits.enter_context(
-            FunctionProcess(reward.file, reward.name, timeout=reward.timeout, max_memory=reward.max_memory)
+            FunctionProcess(reward.file, reward.function_name, timeout=reward.timeout, max_memory=reward.max_memory)
         )
         return lambda answer: process.call(
             {

@@ -208,7 +208,7 @@ def _rollouts(
         ),
         seed=config.runtime.seed,
         folder=config.output.dir,
-        rank=hooks.stop.world.rank,
+        world=hooks.stop.world,
         tell=lambda text: hooks.tell(Note(text=text)),
     )
 

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,16 @@ SECONDS_FOR_SIGNS = 5.0  # a rank that fails writes so at once; its neighbours m
 _LOST = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed out|peer|rendezvous|store", re.IGNORECASE
 )
+
+
+def summed_over_ranks(numbers: Sequence[float], world: World) -> list[float]:
+    """The sum of each number over all ranks, which have to ask together."""
+    if world.size == 1:
+        return list(numbers)
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(sums)
+    return [float(number) for number in sums.tolist()]
 
 
 @contextmanager

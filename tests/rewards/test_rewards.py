@@ -133,3 +133,14 @@ def test_a_metric_of_all_answers_together_is_no_reward() -> None:
     with pytest.raises(UserError) as caught:
         RewardJudge([RewardConfig(metric="bleu")])
     assert caught.value.key == "rollout.rewards"
+
+
+def test_processes_are_forgotten_when_they_are_closed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[object] = []
+    monkeypatch.setattr("atexit.register", waiting.append)
+    monkeypatch.setattr("atexit.unregister", waiting.remove)
+    with RewardJudge([RewardConfig(function=f"{file}:odd")]) as judge:
+        assert not waiting, "there is no process yet"
+        judge.judge([answer("exit"), answer("fine"), answer("fine")])
+        assert len(waiting) == 1
+    assert not waiting

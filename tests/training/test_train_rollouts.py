@@ -26,6 +26,7 @@ from luthier.metrics.table import METRICS, Metric
 from luthier.training.fit import fit_data
 from luthier.training.preflight import check_run
 from luthier.training.report.result import RunResult
+from luthier.training.rollouts import drawing
 from luthier.training.rollouts.answer_log import FOLDER
 from luthier.training.rollouts.drawing import NO_QUESTION
 
@@ -208,6 +209,31 @@ def test_a_first_step_of_unfinished_answers_stops_the_run(train: Train) -> None:
     assert caught.value.hint is not None and "max_new_tokens" in caught.value.hint
 
 
+@pytest.mark.parametrize("others", [0, 100])
+def test_answers_of_all_processes_say_whether_enough_are_finished(
+    others: int, knows_few: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has as many answers, of which ``others`` are finished."""
+    monkeypatch.setattr(drawing, "summed_over_ranks", lambda own, _: [own[0] + others, own[1] + 100])
+    rollout = {**RL["rollout"], "min_finished": 0.5, "max_new_tokens": 40}
+    changes = {**RL, "rollout": rollout, "model": {"name_or_path": str(knows_few)}, "data__max_length": 128}
+    if others:
+        train(make_data(make_segments(12)), **changes)
+        return
+    with pytest.raises(TrainingError) as caught:
+        train(make_data(make_segments(12)), **changes)
+    assert "of the 112 answers" in caught.value.message
+
+
+def test_the_mean_of_each_reward_is_a_measure_of_the_step(train: Train) -> None:
+    rewards = ["evenness", {"metric": "exact", "weight": 0.5}, {"metric": "evenness", "name": "again"}]
+    run = train(make_data(make_segments(12)), **{**RL, "rollout": {**RL["rollout"], "rewards": rewards}})
+    for step, answers in zip(run.steps, rollouts(Path(run.output_dir)), strict=True):
+        for name in ("evenness", "exact", "again"):
+            values = [answer["rewards"][name] for answer in answers]
+            assert step.measures[f"reward/{name}"] == pytest.approx(np.mean(values), abs=1e-6)
+
+
 @pytest.mark.parametrize(("dead", "targets"), [("keep", True), ("drop", False)])
 def test_groups_whose_answers_are_all_alike_are_kept_or_dropped(
     dead: str, targets: bool, train: Train, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +253,8 @@ WRONG = {
     "rollout.rewards=[{weight: 2}]": "rollout.rewards[0]",
     "rollout.rewards=[{function: 'no.py:f'}]": "rollout.rewards[0].function",
     "rollout.rewards=[{metric: exact, function: 'no.py:f'}]": "rollout.rewards[0]",
+    "rollout.rewards=[exact, exact]": "rollout.rewards[1].name",
+    "rollout.rewards=[exact, {metric: json, name: exact}]": "rollout.rewards[1].name",
     "rollout.answers=1": "rollout.answers",
     "train.gradient_accumulation_steps=2": "train.gradient_accumulation_steps",
     "train.tokens_per_step=100": "train.tokens_per_step",

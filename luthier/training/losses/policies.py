@@ -59,7 +59,12 @@ class PolicyLosses(Stateless):
     @property
     def measured(self) -> tuple[str, ...]:
         """See `StepLosses`."""
-        return (REWARD, FINISHED, LENGTH, GAP, CLIPPED, ENTROPY)
+        return (REWARD, *self._each_reward, FINISHED, LENGTH, GAP, CLIPPED, ENTROPY)
+
+    @property
+    def _each_reward(self) -> list[str]:
+        """The measures of single rewards; where there is one, it is `REWARD` but for its weight."""
+        return [f"{REWARD}/{reward.label}" for reward in self.rollout.rewards]
 
     @property
     def divisor(self) -> Divisor:
@@ -99,6 +104,10 @@ class PolicyLosses(Stateless):
             num_units=self.num_units(batch),
             measures={
                 REWARD: measure(policy.rewards_S.to(device)),
+                **{
+                    name: measure(values_S, ~values_S.isnan())
+                    for name, values_S in zip(self._each_reward, policy.values_SF.to(device).unbind(1), strict=True)
+                },
                 FINISHED: measure(policy.finished_S.to(device)),
                 LENGTH: measure(scores.lengths_S),
                 GAP: gap,

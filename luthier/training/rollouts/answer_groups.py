@@ -23,6 +23,7 @@ class AnswerGroup:
     question: Question
     answers: Sequence[Completion]
     rewards_G: NDArray[np.float64]
+    values_GF: NDArray[np.float64]  # each reward before its weight; nan: it has no opinion
     advantages_G: NDArray[np.float64]
 
     @property
@@ -96,6 +97,7 @@ def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout) -> Bat
         behaviour_K=torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]).astype(np.float32)),
         advantages_S=_tensor([group.advantages_G for group in groups]),
         rewards_S=_tensor([group.rewards_G for group in groups]),
+        values_SF=_tensor([group.values_GF for group in groups]),
         finished_S=torch.tensor([answer.finish is Finish.STOP for answer in answers]),
     )
     return replace(batch, policy=policy)

@@ -26,9 +26,10 @@ from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 from luthier.training.generate import Question, question_of
+from luthier.training.ranks import summed_over_ranks
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, micro_batches
 from luthier.training.rollouts.answer_log import answers_file, write_answers
-from luthier.training.streams import ReadsPacks
+from luthier.training.streams import ReadsPacks, World
 
 NO_QUESTION = "rows are not asked that have no prompt, or whose answer was cut before its stop token"
 
@@ -45,7 +46,7 @@ class Rollouts:
     layout: AnswerLayout
     seed: int
     folder: Path
-    rank: int
+    world: World
     tell: Callable[[str], None]
     missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
 
@@ -82,11 +83,11 @@ class Rollouts:
         judged = self.judge.judge([self._as_text(questions[key], drawn[key, sample]) for key, sample in places])
         self._count(judged)
         write_answers(
-            answers_file(self.folder, step, self.rank),
+            answers_file(self.folder, step, self.world.rank),
             [questions[key] for key, _ in places],
             [drawn[place] for place in places],
             judged,
-            [reward.name for reward in self.judge.rewards],
+            self.judge.labels,
             self.tokenizer,
         )
         self._check_finished(step, [drawn[place] for place in places])
@@ -97,6 +98,7 @@ class Rollouts:
                 question=question,
                 answers=[drawn[places[n]] for n in ours],
                 rewards_G=rewards_G,
+                values_GF=judged.values_NF[ours],
                 advantages_G=advantages(rewards_G, self.advantage),
             )
 
@@ -119,10 +121,13 @@ class Rollouts:
         self.missing[what] += count
 
     def _check_finished(self, step: int, answers: Sequence[Completion]) -> None:
-        finished = sum(answer.finish is Finish.STOP for answer in answers)
-        if step == 0 and answers and finished < self.config.min_finished * len(answers):
+        if step:
+            return
+        own = [sum(answer.finish is Finish.STOP for answer in answers), len(answers)]
+        finished, drawn = (int(number) for number in summed_over_ranks(own, self.world))
+        if finished < self.config.min_finished * drawn:
             raise TrainingError(
-                f"{finished} of the {len(answers)} answers of the first step are finished within "
+                f"{finished} of the {drawn} answers of the first step are finished within "
                 f"rollout.max_new_tokens ({self.config.max_new_tokens}): rewards of answers that are cut teach little",
                 hint="raise rollout.max_new_tokens, or lower rollout.min_finished to go on like this",
             )
