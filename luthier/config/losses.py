@@ -204,7 +204,9 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         key = f"rollout.rewards[{number}]"
         if (reward.metric is None) is (reward.function is None):
             yield draft.problem(key, "a reward is a metric or a function", "give one of metric and function")
-        elif reward.function is not None and not (reward.file is not None and reward.file.name and reward.function_name):
+        elif reward.function is not None and not (
+            reward.file is not None and reward.file.name and reward.function_name
+        ):
             yield draft.problem(f"{key}.function", f"{reward.function!r} names no file and function", "FILE.py:NAME")
         elif reward.file is not None and not reward.file.is_file():
             yield draft.problem(f"{key}.function", f"there is no file {reward.file}", "FILE.py:NAME")

@@ -82,7 +82,8 @@ class RolloutConfig(Section):
     """Answers to a prompt that all have the same reward teach nothing. ``keep``: they count in what the loss is divided
     by, as in GRPO; ``drop``: they do not, as in DAPO, whose further prompts for them are not drawn."""
     min_finished: Proportion = 0.5
-    """The run stops where fewer answers of its first step, on all processes, are finished: rewards of cut answers teach little."""
+    """The run stops where fewer answers of its first step, on all processes, are finished: rewards of cut answers teach
+    little."""
     max_gap: Positive | None = None
     """Largest mean difference between an answer's log-probabilities in training and when it was drawn, in nats a token.
     Default: 4 times that of the first step; at least 1e-4 in float32 and 0.02 in 16 bits, and at most 4 times that."""
