@@ -6,10 +6,12 @@ the page, in one folder, on tiny models: `STAND_INS` takes the places of large o
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import tomllib
@@ -19,11 +21,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import uvicorn
 from PIL import Image
 
 from luthier.cli.main import run
 from luthier.config.explain import what_is_meant
 from luthier.config.loading import load_config_text
+from luthier.serve.running import HttpServer
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -212,10 +216,24 @@ def follow(command: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> str | 
             with monkeypatch.context() as patch:  # what the run would be, without starting its processes
                 patch.setenv("WORLD_SIZE", ranks)
                 return exit_code(["plan", *rest], store)
+        case ["luthier", "chat", *rest]:
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "stdin", io.StringIO("Which way is north?\n"))
+                return exit_code(["chat", *rest], store)
+        case ["luthier", "serve", *rest]:
+            with monkeypatch.context() as patch:
+                patch.setattr(HttpServer, "startup", _ends_once_it_listens)
+                return exit_code(["serve", *rest, "--port", "0"], store)
         case ["luthier", *arguments]:
             return exit_code(arguments, store)
         case _:
             return "no test knows this command"
+
+
+async def _ends_once_it_listens(server: HttpServer, sockets: list[socket.socket] | None = None) -> None:
+    await uvicorn.Server.startup(server, sockets)
+    assert server.started
+    server.should_exit = True
 
 
 def exit_code(arguments: list[str], store: Path) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from math import comb
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from luthier.metrics.texts import CorpusScore, OfRow
 from luthier.plugins import Table
 
 OfCorpus = Callable[[Sequence[str], Sequence[str]], CorpusScore]
+MessageDict = Mapping[str, Any]  # an assistant's message in OpenAI's form
+OfMessage = Callable[[MessageDict, MessageDict], float | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +37,15 @@ OfLosses = Callable[[Sequence[RowLoss]], CorpusScore]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One of three functions: ``of_row(expected, generated)`` gives a number for each answer, whose mean is told, or
-    None where the row has no say; ``of_corpus(all expected, all generated)`` gives one for all of them; ``of_losses``
-    one for the losses of the rows' own answers, for which nothing is generated.
+    """One of four functions: ``of_row(expected, generated)`` gives a number for each answer, whose mean is told, or
+    None where the row has no say; ``of_message(expected, generated)`` does so for answers read back as messages;
+    ``of_corpus(all expected, all generated)`` gives one for all of them; ``of_losses`` one for the losses of the rows'
+    own answers, for which nothing is generated.
     ``with_argument`` makes the metric that a name with an argument means: ``regex:PATTERN``. ``package`` is what it
     needs beside Luthier, which ``extra`` of Luthier installs."""
 
     of_row: OfRow | None = None
+    of_message: OfMessage | None = None
     of_corpus: OfCorpus | None = None
     of_losses: OfLosses | None = None
     with_argument: Callable[[str], Metric] | None = None
@@ -55,7 +60,12 @@ class Metric:
     @property
     def is_whole(self) -> bool:
         """Whether it can be measured without an argument."""
-        return self.of_row is not None or self.of_corpus is not None or self.of_losses is not None
+        return any(of is not None for of in (self.of_row, self.of_message, self.of_corpus, self.of_losses))
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether it gives a number for each answer."""
+        return self.of_row is not None or self.of_message is not None
 
 
 def _bleu_by(tokenize: str) -> Metric:
@@ -82,6 +92,8 @@ METRICS: Table[Metric] = Table(
         "contains": Metric(of_row=texts.is_contained),
         "regex": Metric(with_argument=lambda pattern: Metric(of_row=texts.by_pattern(pattern))),
         "json": Metric(of_row=texts.is_same_json),
+        "tool_names": Metric(of_message=texts.calls_same_tools),
+        "tool_calls": Metric(of_message=texts.makes_same_calls),
         "rouge1": Metric(of_row=texts.rouge("rouge1"), package="rouge_score", extra="metrics"),
         "rouge2": Metric(of_row=texts.rouge("rouge2"), package="rouge_score", extra="metrics"),
         "rougeL": Metric(of_row=texts.rouge("rougeL"), package="rouge_score", extra="metrics"),
@@ -129,12 +141,16 @@ def chosen_metrics(names: Sequence[str] | None) -> tuple[dict[str, Metric], list
 
 
 def metrics_of_answers(names: Sequence[str]) -> dict[str, Metric]:
-    """`chosen_metrics` of these names, for answers alone. Raises `UserError` for a metric of losses too."""
+    """`chosen_metrics` of these names, for texts of answers alone. Raises `UserError` for a metric of losses or of
+    messages too."""
     chosen, _ = chosen_metrics(names)
     for name, metric in chosen.items():
         if metric.of_losses is not None:
             hint = "leave it out: each evaluation tells it (eval.strategy), and so does luthier predict"
             raise UserError(f"the metric {name} is not of answers, but of losses", hint=hint)
+        if metric.of_message is not None:
+            hint = "leave it out here: luthier predict measures it"
+            raise UserError(f"the metric {name} is of answers that are read back as messages", hint=hint)
     return chosen
 
 
@@ -155,11 +171,14 @@ def _asked_for(name: str) -> Metric:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """The answers to one question, a sample each, and the row that the question is of."""
+    """The answers to one question, a sample each, and the row that the question is of. ``message`` and ``messages``
+    are the same read back, None where they cannot be."""
 
     row: str
     expected: str
     generated: tuple[str, ...]
+    message: MessageDict | None = None
+    messages: tuple[MessageDict | None, ...] = ()
 
 
 def measured(
@@ -178,7 +197,7 @@ def measured(
         if metric.of_losses is not None:
             found = _whole(metric.of_losses(losses), [each.row for each in losses]) if losses else {}
         elif answers:
-            found = _of_rows(metric.of_row, answers) if metric.of_row is not None else _of_all(metric, answers)
+            found = _of_rows(metric, answers) if metric.is_of_rows else _of_all(metric, answers)
         if found:
             told[name] = found
     return told
@@ -204,14 +223,22 @@ def _whole(found: CorpusScore, rows: Sequence[str]) -> dict[str, object]:
     return told
 
 
-def values_of(of_row: OfRow, answers: Sequence[Answered]) -> list[list[float]]:
+def values_of(metric: Metric, answers: Sequence[Answered]) -> list[list[float]]:
     """The values of each question's samples; none where the row has no say."""
-    values = [[of_row(one.expected, sample) for sample in one.generated] for one in answers]
+    values: list[list[float | None]] = []
+    for one in answers:
+        if metric.of_row is not None:
+            values.append([metric.of_row(one.expected, sample) for sample in one.generated])
+        elif metric.of_message is not None and one.message is not None:
+            read = [message for message in one.messages if message is not None]
+            values.append([metric.of_message(one.message, message) for message in read])
+        else:
+            values.append([])
     return [[value for value in row if value is not None] for row in values]
 
 
-def _of_rows(of_row: OfRow, answers: Sequence[Answered]) -> dict[str, object]:
-    values = values_of(of_row, answers)
+def _of_rows(metric: Metric, answers: Sequence[Answered]) -> dict[str, object]:
+    values = values_of(metric, answers)
     samples = [sample for row in values for sample in row]
     if not samples:
         return {}
@@ -242,8 +269,8 @@ def parts_of(
         found, rows = (metric.of_losses(losses), [each.row for each in losses]) if losses else (None, [])
     elif not answers:
         return None
-    elif metric.of_row is not None:
-        values = values_of(metric.of_row, answers)
+    elif metric.is_of_rows:
+        values = values_of(metric, answers)
         return (_sums_and_counts(values), [one.row for one in answers], mean_of) if any(values) else None
     else:
         assert metric.of_corpus is not None, "a metric has one of the functions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from enum import Enum
@@ -234,6 +234,26 @@ def same_value(one: object, other: object) -> bool:
     if isinstance(one, numbers) and isinstance(other, numbers):
         return one == other
     return type(one) is type(other) and one == other
+
+
+def calls_same_tools(expected: Mapping[str, Any], generated: Mapping[str, Any]) -> float | None:
+    """Whether two messages call tools of the same names in the same order. Two that call none have no say."""
+    wanted, found = _calls(expected), _calls(generated)
+    return None if not wanted and not found else float([name for name, _ in wanted] == [name for name, _ in found])
+
+
+def makes_same_calls(expected: Mapping[str, Any], generated: Mapping[str, Any]) -> float | None:
+    """The same with the same arguments, which are compared as JSON values."""
+    if (named := calls_same_tools(expected, generated)) is None:
+        return None
+    pairs = zip(_calls(expected), _calls(generated), strict=False)
+    return float(bool(named) and all(same_value(_value(a), _value(b)) for (_, a), (_, b) in pairs))
+
+
+def _calls(message: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The name and the arguments of each call."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return [(function["name"], function["arguments"]) for function in functions]
 
 
 MOST_NESTED = 200  # levels of a JSON value; deeper ones are taken for no JSON

@@ -109,7 +109,7 @@ def compare_predictions(
         told = _compared(name, metric, (answers_a, answers_b), (losses_a, losses_b))
         if told is None:
             continue
-        if metric.of_row is not None:
+        if metric.is_of_rows:
             verdicts[name] = _verdicts(metric, answers_a, answers_b)
             better, worse, equal = (verdicts[name].count(what) for what in ("better", "worse", "equal"))
             told = replace(told, better=better, worse=worse, equal=equal)
@@ -194,8 +194,7 @@ def _compared(
 
 def _verdicts(metric: Metric, a: Sequence[Answered], b: Sequence[Answered]) -> list[str]:
     """Of each question; a row without a say is neither."""
-    assert metric.of_row is not None
-    pairs = zip(values_of(metric.of_row, a), values_of(metric.of_row, b), strict=True)
+    pairs = zip(values_of(metric, a), values_of(metric, b), strict=True)
     return [_verdict(fmean(one), fmean(other)) if one and other else "" for one, other in pairs]
 
 

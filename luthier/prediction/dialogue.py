@@ -173,11 +173,12 @@ def media_part(kind: str, path: str) -> Image | Audio | Video:
 
 def as_row(conversation: Conversation) -> dict[str, object]:
     """A conversation as a row of a data set in OpenAI's form."""
-    row: dict[str, object] = {"messages": [_as_dict(message) for message in conversation.messages]}
+    row: dict[str, object] = {"messages": [as_message(message) for message in conversation.messages]}
     return row | ({"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {})
 
 
-def _as_dict(message: Message) -> dict[str, object]:
+def as_message(message: Message) -> dict[str, object]:
+    """A message in OpenAI's form."""
     found: dict[str, object] = {"role": message.role, "content": _content(message.parts)}
     if thought := "".join(part.text for part in message.parts if isinstance(part, Thinking)):
         found["reasoning_content"] = thought

@@ -29,14 +29,17 @@ from luthier.check.plan.contamination import contamination
 from luthier.config.choices import RowKind
 from luthier.config.schema import SourceConfig
 from luthier.encoding.interface import as_prompt
-from luthier.engines.engine import Completion, Engine, Refusal
+from luthier.encoding.replies import parse_reply
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines.engine import Completion, Engine, Ids, Refusal, before_stop
 from luthier.engines.http import HttpEngine
 from luthier.engines.json_client import SERVER_TOKEN, token_from
-from luthier.errors import RowError, UserError
+from luthier.errors import RowError, TemplateError, UserError
 from luthier.metrics.table import Answered, RowLoss, chosen_metrics, measured
+from luthier.prediction.dialogue import as_message
 from luthier.prediction.likelihood import LOSSES_FILE, keep_losses, kept_losses, row_losses
 from luthier.prediction.trained_run import TrainedRun, open_run
-from luthier.records import Address, Conversation, Row, Sample, Segment
+from luthier.records import Address, Conversation, Feedback, Preference, Row, Sample, Segment
 from luthier.sources import open_sources, resolve_sources
 from luthier.store.store import MANIFEST, store_folder
 from luthier.training.assemble import RunModel
@@ -49,6 +52,7 @@ PREDICTIONS = "predictions"  # the folder in that of the run
 PREDICTION_FILE, PREDICTIONS_FILE, METRICS_FILE = "prediction.json", "predictions.jsonl", "metrics.json"
 ANSWERS_FILE = "answers.partial.jsonl"
 Turns = Literal["last", "every"]
+ToolDeclarations = tuple[Mapping[str, Any], ...]
 OnProgress = Callable[[int, int], None]  # answered so far, of how many
 
 
@@ -67,11 +71,13 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _RowQuestion:
-    """A question, which of its row's answers it is (from 1), and whether the row has one to compare with."""
+    """A question, which of its row's answers it is (from 1), whether the row has one to compare with, and the row's
+    tools, where the row was read here."""
 
     question: Question
     turn: int
     has_answer: bool = True
+    tools: ToolDeclarations = ()
 
     @property
     def row(self) -> str:
@@ -192,12 +198,12 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
     asked: list[_RowQuestion] = []
     answered, histories = list[Segment](), list[Segment]()
     by_row: dict[Address, list[_RowQuestion]] = defaultdict(list)
-    for segment, is_prompt in segments:
+    for segment, is_prompt, tools in segments:
         if is_prompt:
             histories.append(segment)
             ids = segment.input_ids
             history = Question(prompt=ids, answer=ids[:0], address=segment.address, media=segment.media)
-            by_row[segment.address].append(_RowQuestion(question=history, turn=1, has_answer=False))
+            by_row[segment.address].append(_RowQuestion(question=history, turn=1, has_answer=False, tools=tools))
             continue
         answered.append(segment)
         found = questions_of(segment, run.stops)
@@ -206,7 +212,7 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
             if question is None:
                 lost["no_question"] += 1  # no prompt before it, or no stop token behind it
             else:
-                by_row[segment.address].append(_RowQuestion(question=question, turn=turn))
+                by_row[segment.address].append(_RowQuestion(question=question, turn=turn, tools=tools))
     for row in by_row.values():
         asked += row if turns == "every" else row[-1:]
     if not asked:
@@ -216,8 +222,10 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
     return _Questions(asked=asked, lost=lost, segments=answered, histories=histories)
 
 
-def _of_sources(run: TrainedRun, sources: Sequence[SourceConfig], lost: Counter[str]) -> Iterator[tuple[Segment, bool]]:
-    """The segments that training would see of each row, and whether it is a history without an answer."""
+def _of_sources(
+    run: TrainedRun, sources: Sequence[SourceConfig], lost: Counter[str]
+) -> Iterator[tuple[Segment, bool, ToolDeclarations]]:
+    """The segments that training would see of each row, whether it is a history without an answer, and its tools."""
     rows, again = tee(_records(run, sources))
     for row, outcome in zip(again, run.encoder.encode_many(rows), strict=True):
         if isinstance(outcome, RowError):
@@ -225,7 +233,7 @@ def _of_sources(run: TrainedRun, sources: Sequence[SourceConfig], lost: Counter[
             continue
         is_prompt = isinstance(row, Conversation) and row.add_generation_prompt
         for segment in _answers_of(outcome, run.encoder.kind):
-            yield segment, is_prompt
+            yield segment, is_prompt, row.tools if isinstance(row, Conversation | Preference | Feedback) else ()
 
 
 def _records(run: TrainedRun, sources: Sequence[SourceConfig]) -> Iterator[Row | RowError]:
@@ -256,7 +264,7 @@ def _answers_of(sample: Sample, kind: RowKind) -> list[Segment]:
             raise AssertionError(kind)
 
 
-def _held_out(run: TrainedRun) -> Iterator[tuple[Segment, bool]]:
+def _held_out(run: TrainedRun) -> Iterator[tuple[Segment, bool, ToolDeclarations]]:
     """The part of the training data that the run held out."""
     if not run.config.data.eval_split:
         hint = "name a file of rows (--data FILE)"
@@ -265,7 +273,7 @@ def _held_out(run: TrainedRun) -> Iterator[tuple[Segment, bool]]:
     held_out = load_rows(run.config.model_copy(update={"output": output})).held_out
     for index in () if held_out is None else wanted(held_out):
         assert held_out is not None
-        yield held_out[index], False
+        yield held_out[index], False, ()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -360,11 +368,25 @@ def _answers(run: TrainedRun, engine: Engine, asked: Mapping[int, _RowQuestion],
                     "ids": answer.ids.tolist(),
                     "finish": str(answer.finish),
                     "logprob": float(answer.logprobs.astype(np.float64).sum()),
+                    "message": _message(one, answer.ids, tokenizer, settings.stop_strings),
+                    "expected_message": _message(one, one.question.answer, tokenizer) if one.has_answer else None,
                 }
             case Refusal():
                 line["refused"] = {"reason": answer.reason, "detail": answer.detail}
         found.append(line)
     return found
+
+
+def _message(
+    one: _RowQuestion, ids: Ids, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()
+) -> dict[str, object] | None:
+    """An answer read back as a message; None where the template's answers cannot be read back."""
+    try:
+        message = parse_reply(ids, tokenizer, tools=one.tools or None, prompt=one.question.prompt)
+    except TemplateError:
+        return None
+    found = as_message(message)
+    return {key: before_stop(told, stop_strings) if isinstance(told, str) else told for key, told in found.items()}
 
 
 def _contamination(run: TrainedRun, rows: _Questions) -> dict[str, object] | None:
@@ -408,7 +430,13 @@ def compared_lines(lines: Sequence[Mapping[str, Any]]) -> list[Answered]:
         if "refused" not in line and line["expected"] is not None:
             questions[line["row"], line["turn"]].append(line)
     return [
-        Answered(row=row, expected=some[0]["expected"], generated=tuple(line["generated"] for line in some))
+        Answered(
+            row=row,
+            expected=some[0]["expected"],
+            generated=tuple(line["generated"] for line in some),
+            message=some[0].get("expected_message"),
+            messages=tuple(line.get("message") for line in some),
+        )
         for (row, _), some in questions.items()
     ]
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 import luthier
 from luthier.cli.main import run as run_command
+from luthier.engines.engine import Completion, Engine, Finish, Request
 from luthier.errors import UserError
 from luthier.prediction import predicting, trained_run
 from luthier.presets import model_folder, tokenizer_folder
@@ -360,3 +361,39 @@ def test_a_file_of_llamafactory_that_only_answers_answers_as_the_run_whose_adapt
     )
     expected = told(luthier.predict(run, luthier.PredictOptions(data=tmp_path / "rows.json", out=tmp_path / "run")))
     assert told(luthier.predict(file)) == expected and len(expected) == 4
+
+
+def test_calls_of_tools_are_read_back_and_measured(lora: RunResult, tmp_path: Path) -> None:
+    """An engine says what it is told to: the row's call with its keys in another order, other arguments, another tool,
+    and a text in the place of a call."""
+
+    def calling(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+    ask, right = {"role": "user", "content": "Which way is up?"}, calling("f", {"a": 1, "b": [2.0]})
+    path = tmp_path / "tools.jsonl"
+    path.write_text((json.dumps({"messages": [ask, right], "tools": tools}) + "\n") * 4, encoding="utf-8")
+    said = [calling("f", {"b": [2], "a": 1}), calling("f", {"a": 2}), calling("g", {"a": 1, "b": [2]})]
+    said.append({"role": "assistant", "content": "Up."})
+    tokenizer = trained_run.open_run(lora.path).encoder.tokenizer
+    samples = [luthier.encode({"messages": [ask, reply], "tools": tools}, tokenizer) for reply in said]
+    replies = [sample.input_ids[sample.target] for sample in samples]
+
+    class Told:
+        def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+            for asked in requests:
+                ids = replies[asked.key]
+                logprobs = np.zeros(len(ids), np.float32)
+                yield Completion(key=asked.key, sample=0, ids=ids, logprobs=logprobs, finish=Finish.STOP)
+
+    options = luthier.PredictOptions(data=path, out=tmp_path / "out", metrics=["tool_names", "tool_calls"])
+    found = luthier.predict(lora.path, options, engine=cast(Engine, Told()))
+    assert found.metrics["metrics"]["tool_names"]["mean"] == 0.5
+    assert found.metrics["metrics"]["tool_calls"]["mean"] == 0.25
+    assert [one["message"].get("tool_calls", [{}])[0].get("function", {}).get("name") for one in lines(found)] == [
+        "f", "f", "g", None
+    ]  # fmt: skip
+    assert lines(found)[3]["message"] == {"role": "assistant", "content": "Up."}
+    assert lines(found)[0]["expected_message"]["tool_calls"][0]["function"]["name"] == "f"
