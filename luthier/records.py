@@ -558,6 +558,7 @@ class PolicyTargets:
     """Of answers that the model drew: K targets in S answers, judged by F rewards.
 
     behaviour_K   float32: the log-probability of each target when it was drawn
+    answers_K     int64: the answer that each target belongs to; those of one answer need not be in one segment
     advantages_S  float32: how much better each answer is than the others of its prompt
     rewards_S     float32
     values_SF     float32: each reward before its weight; nan where it had no opinion
@@ -565,6 +566,7 @@ class PolicyTargets:
     """
 
     behaviour_K: torch.Tensor
+    answers_K: torch.Tensor
     advantages_S: torch.Tensor
     rewards_S: torch.Tensor
     values_SF: torch.Tensor

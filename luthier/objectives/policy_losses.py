@@ -48,7 +48,7 @@ class PolicyScores:
     logps_K       float32, differentiable
     behaviour_K   float32: the same when they were drawn, by the weights that drew them
     advantages_S  float32
-    segments_K    int64: the answer of each target, ascending
+    segments_K    int64: the answer of each target
     """
 
     logps_K: torch.Tensor

@@ -82,7 +82,7 @@ class PolicyLosses(Stateless):
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
         """See `StepLosses`."""
-        scored, targets = self.forward.token_scores(model, batch, entropy=True)
+        scored, _ = self.forward.token_scores(model, batch, entropy=True)
         found, policy = scored.scores, batch.policy
         if policy is None:  # nothing was drawn on this rank
             return MicroLoss(loss_sum=scored.anchor + found.logps_K.sum(), num_units=0, measures=self._nothing())
@@ -92,7 +92,7 @@ class PolicyLosses(Stateless):
             logps_K=found.logps_K,
             behaviour_K=policy.behaviour_K.to(device),
             advantages_S=policy.advantages_S.to(device),
-            segments_K=targets.segments_K,
+            segments_K=policy.answers_K.to(device),
         )
         losses_K = LOSSES.named(self.name).compute(scores, self.numbers)
         parts_K = divided(losses_K, scores, self.divisor, self.rollout.max_new_tokens)

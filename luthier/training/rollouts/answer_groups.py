@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings, collate_packs, collate_trees
-from luthier.engines.engine import Completion, Finish
-from luthier.records import Batch, Branch, Pack, PolicyTargets, Sample
+from luthier.records import Batch, Pack, PolicyTargets
 from luthier.training.generate import Question
+from luthier.training.rollouts.trajectories import AnswerTree, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -21,28 +21,16 @@ class AnswerGroup:
     reward; those without are in the log alone."""
 
     question: Question
-    answers: Sequence[Completion]
+    answers: Sequence[Trajectory]
     rewards_G: NDArray[np.float64]
     values_GF: NDArray[np.float64]  # each reward before its weight; nan: it has no opinion
     advantages_G: NDArray[np.float64]
+    tree: AnswerTree
 
     @property
     def is_dead(self) -> bool:
         """Whether there is nothing to learn, as all rewards are equal."""
         return not self.advantages_G.any()
-
-    @property
-    def tree(self) -> Sample:
-        """The prompt, and each answer as a branch behind it."""
-        prompt, answers = self.question.prompt, [answer.ids for answer in self.answers]
-        ids = np.concatenate([prompt, *answers]).astype(np.int32)
-        lengths = [len(answer) for answer in answers]
-        return Sample(
-            input_ids=ids,
-            target=np.arange(len(ids)) >= len(prompt),
-            branches=(Branch(parent=-1, length=len(prompt)), *(Branch(parent=0, length=n) for n in lengths)),
-            address=self.question.address,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,7 +49,7 @@ def micro_batches(groups: Sequence[AnswerGroup], layout: AnswerLayout) -> Iterat
     rows: list[list[AnswerGroup]] = []
     room = 0
     for group in groups:
-        size = len(group.tree.input_ids)
+        size = len(group.tree.sample.input_ids)
         if size > room:
             if len(rows) == layout.rows_at_once:
                 yield rows
@@ -77,7 +65,7 @@ def micro_batches(groups: Sequence[AnswerGroup], layout: AnswerLayout) -> Iterat
 def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout) -> Batch:
     """Rows of groups as a micro-batch, with what the loss has to know of each answer."""
     groups = [group for row in rows for group in row]
-    how, trees = layout.how, [[group.tree for group in row] for row in rows]
+    how, trees = layout.how, [[group.tree.sample for group in row] for row in rows]
     if layout.shared:
         batch = collate_trees(trees, pad_token_id=how.pad_token_id, pad_to_multiple_of=how.pad_to_multiple_of)
     else:
@@ -92,13 +80,15 @@ def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout) -> Bat
             pad_to_multiple_of=how.pad_to_multiple_of,
             varlen=how.varlen,
         )
-    answers = [answer for group in groups for answer in group.answers]
+    before = np.cumsum([0, *(len(group.answers) for group in groups)])
+    answers_K = np.concatenate([group.tree.answers_K + first for group, first in zip(groups, before, strict=False)])
     policy = PolicyTargets(
-        behaviour_K=torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]).astype(np.float32)),
+        behaviour_K=torch.from_numpy(np.concatenate([group.tree.logprobs_K for group in groups])),
+        answers_K=torch.from_numpy(answers_K),
         advantages_S=_tensor([group.advantages_G for group in groups]),
         rewards_S=_tensor([group.rewards_G for group in groups]),
         values_SF=_tensor([group.values_GF for group in groups]),
-        finished_S=torch.tensor([answer.finish is Finish.STOP for answer in answers]),
+        finished_S=torch.tensor([answer.finished for group in groups for answer in group.answers]),
     )
     return replace(batch, policy=policy)
 

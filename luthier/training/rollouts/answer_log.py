@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion
 from luthier.rewards.judging import Judged
 from luthier.training.generate import Question
+from luthier.training.rollouts.trajectories import Trajectory
 from luthier.writing import write_text
 
 FOLDER = "rollouts"  # in the run's folder: a file of answers for each step
@@ -25,7 +25,7 @@ def answers_file(folder: Path, step: int, rank: int) -> Path:
 def write_answers(
     path: Path,
     questions: Sequence[Question],
-    answers: Sequence[Completion],
+    answers: Sequence[Trajectory],
     judged: Judged,
     names: Sequence[str],
     tokenizer: Tokenizer,
@@ -39,7 +39,7 @@ def write_answers(
             "expected": tokenizer.decode(question.answer),
             "generated": answer.text(tokenizer),
             "ids": answer.ids.tolist(),
-            "finish": str(answer.finish),
+            "finish": answer.ended or str(answer.finish),
             "logprob": float(answer.logprobs.astype(np.float64).sum()),
             "reward": None if np.isnan(total) else float(total),
             "rewards": {n: None if np.isnan(v) else float(v) for n, v in zip(names, values, strict=True)},

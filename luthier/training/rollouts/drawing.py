@@ -19,7 +19,7 @@ import numpy as np
 from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Engine, Finish
+from luthier.engines.engine import Completion, Engine
 from luthier.errors import TrainingError, UserError
 from luthier.loader.places import PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
@@ -29,6 +29,7 @@ from luthier.training.generate import Question, question_of
 from luthier.training.ranks import summed_over_ranks
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, micro_batches
 from luthier.training.rollouts.answer_log import answers_file, write_answers
+from luthier.training.rollouts.trajectories import Call, Trajectory, answer_tree
 from luthier.training.streams import ReadsPacks, World
 
 NO_QUESTION = "rows are not asked that have no prompt, or whose answer was cut before its stop token"
@@ -66,19 +67,7 @@ class Rollouts:
         return [collated(some, self.layout) for some in rows]
 
     def _groups(self, questions: Sequence[Question], step: int) -> Iterator[AnswerGroup]:
-        settings = GenerateConfig(
-            do_sample=True, temperature=1.0, max_new_tokens=self.config.max_new_tokens, seed=self.seed
-        )
-        requests = [
-            replace(question.request(number, settings, self.config.answers), draw=_draw(step, question))
-            for number, question in enumerate(questions)
-        ]
-        drawn: dict[tuple[int, int], Completion] = {}
-        for answer in self.engine.generate(requests):
-            if isinstance(answer, Completion):
-                drawn[answer.key, answer.sample] = answer
-            else:
-                self._note(f"not answered: {answer.reason}: {answer.detail}", 1)
+        drawn = self._drawn(questions, step)
         places = sorted(drawn)
         judged = self.judge.judge([self._as_text(questions[key], drawn[key, sample]) for key, sample in places])
         self._count(judged)
@@ -94,20 +83,40 @@ class Rollouts:
         for key, question in enumerate(questions):
             ours = [n for n, (other, _) in enumerate(places) if other == key and not np.isnan(judged.total_N[n])]
             rewards_G = judged.total_N[ours]
+            answers = [drawn[places[n]] for n in ours]
             yield AnswerGroup(
                 question=question,
-                answers=[drawn[places[n]] for n in ours],
+                answers=answers,
                 rewards_G=rewards_G,
                 values_GF=judged.values_NF[ours],
                 advantages_G=advantages(rewards_G, self.advantage),
+                tree=answer_tree(question.prompt, answers, question.address),
             )
 
-    def _as_text(self, question: Question, answer: Completion) -> DrawnAnswer:
+    def _drawn(self, questions: Sequence[Question], step: int) -> dict[tuple[int, int], Trajectory]:
+        """The answers, by the number of their question and their own."""
+        settings = GenerateConfig(
+            do_sample=True, temperature=1.0, max_new_tokens=self.config.max_new_tokens, seed=self.seed
+        )
+        requests = [
+            replace(question.request(number, settings, self.config.answers), draw=_draw(step, question))
+            for number, question in enumerate(questions)
+        ]
+        drawn: dict[tuple[int, int], Trajectory] = {}
+        for answer in self.engine.generate(requests):
+            if isinstance(answer, Completion):
+                call = Call(prompt=questions[answer.key].prompt, completion=answer, version=step)
+                drawn[answer.key, answer.sample] = Trajectory(calls=(call,))
+            else:
+                self._note(f"not answered: {answer.reason}: {answer.detail}", 1)
+        return drawn
+
+    def _as_text(self, question: Question, answer: Trajectory) -> DrawnAnswer:
         return DrawnAnswer(
             prompt=self.tokenizer.decode(question.prompt),
             expected=self.tokenizer.decode(question.answer),
             generated=answer.text(self.tokenizer),
-            finished=answer.finish is Finish.STOP,
+            finished=answer.finished,
         )
 
     def _count(self, judged: Judged) -> None:
@@ -120,10 +129,10 @@ class Rollouts:
             self.tell(what)
         self.missing[what] += count
 
-    def _check_finished(self, step: int, answers: Sequence[Completion]) -> None:
+    def _check_finished(self, step: int, answers: Sequence[Trajectory]) -> None:
         if step:
             return
-        own = [sum(answer.finish is Finish.STOP for answer in answers), len(answers)]
+        own = [sum(answer.finished for answer in answers), len(answers)]
         finished, drawn = (int(number) for number in summed_over_ranks(own, self.world))
         if finished < self.config.min_finished * drawn:
             raise TrainingError(
