@@ -9,7 +9,7 @@ import pytest
 
 from luthier.engines.engine import Completion, Finish
 from luthier.records import Address
-from luthier.training.rollouts.trajectories import AnswerTree, Call, Trajectory, answer_tree
+from luthier.training.rollouts.trajectories import AnswerTree, ModelCall, Trajectory, answer_tree
 
 PROMPT = [1, 2, 3]
 
@@ -22,7 +22,7 @@ def trajectory(sample: int, *calls: tuple[Sequence[int], Sequence[int]]) -> Traj
         completion = Completion(
             key=0, sample=sample, ids=np.array(ids, np.int32), logprobs=logprobs, finish=Finish.STOP
         )
-        made.append(Call(prompt=np.array(prompt, np.int32), completion=completion, version=0))
+        made.append(ModelCall(prompt=np.array(prompt, np.int32), completion=completion, version=0))
     return Trajectory(calls=tuple(made))
 
 

@@ -29,7 +29,7 @@ from luthier.training.generate import Question, question_of
 from luthier.training.ranks import summed_over_ranks
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, micro_batches
 from luthier.training.rollouts.answer_log import answers_file, write_answers
-from luthier.training.rollouts.trajectories import Call, Trajectory, answer_tree
+from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
 from luthier.training.streams import ReadsPacks, World
 
 NO_QUESTION = "rows are not asked that have no prompt, or whose answer was cut before its stop token"
@@ -105,7 +105,7 @@ class Rollouts:
         drawn: dict[tuple[int, int], Trajectory] = {}
         for answer in self.engine.generate(requests):
             if isinstance(answer, Completion):
-                call = Call(prompt=questions[answer.key].prompt, completion=answer, version=step)
+                call = ModelCall(prompt=questions[answer.key].prompt, completion=answer, version=step)
                 drawn[answer.key, answer.sample] = Trajectory(calls=(call,))
             else:
                 self._note(f"not answered: {answer.reason}: {answer.detail}", 1)

@@ -29,7 +29,7 @@ _MOST_TARGETS = 1 << 24  # of one tree: float32 holds no larger numbers exactly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Call:
+class ModelCall:
     """One call of the model: the ``prompt`` that it was sent, int32[T], and what it drew, by the weights after
     ``version`` steps."""
 
@@ -47,7 +47,7 @@ class Trajectory:
     outcome   what an environment says of it; None where none does
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[ModelCall, ...]
     messages: tuple[Message, ...] = ()
     ended: str | None = None
     outcome: float | None = None
