@@ -31,6 +31,8 @@ Likeliest = tuple[list[int], list[float]]
 
 logger = logging.getLogger(__name__)
 
+_FEW = 2048  # tokens of which most answers' next one is; sorting them is cheap
+
 
 class Follower:
     """Who follows a request. Once `cancel` has returned nothing more is told, whichever thread tells."""
@@ -193,12 +195,48 @@ def _chosen(rows: Sequence[BatchRow], scores_GV: torch.Tensor) -> torch.Tensor:
     """The tokens, int64[G], of rows of one group."""
     first, device = rows[0], scores_GV.device
     text_1T = torch.tensor([[*first.request.prompt.tolist(), *first.ids]], device=device) if first.penalties else None
-    for rule in (*first.penalties, *first.filters):
+    for rule in first.penalties:
         scores_GV = rule(text_1T, scores_GV)
     if not first.settings.do_sample:
         return scores_GV.argmax(-1)
     draws_G = torch.tensor([row.draw(len(row.ids)) for row in rows], dtype=torch.float64, device=device)
+    likeliest = likeliest_that_pass(first.settings, scores_GV)
+    if likeliest is not None:
+        ids_GC, scores_GC = likeliest
+        return ids_GC.gather(1, tokens_at(scores_GC, draws_G)[:, None])[:, 0]
+    for rule in first.filters:
+        scores_GV = rule(text_1T, scores_GV)
     return tokens_at(scores_GV, draws_G)
+
+
+def likeliest_that_pass(told: GenerateConfig, scores_GV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Some of the likeliest tokens, int64[G, C], ascending, and their scores, -inf where a rule of sampling keeps them
+    out: as `BatchRow.filters` would leave them, without the sorting of the whole vocabulary that those need.
+
+    None where no rule looks for the likeliest, and where a rule might pass others than these.
+    """
+    top_k, top_p = told.top_k or None, 1.0 if told.top_p is None else told.top_p
+    if top_k is None and top_p == 1.0:
+        return None
+    count = max(_FEW, 2 * (top_k or 0))
+    if count >= scores_GV.shape[-1]:
+        return None
+    scores_GV = scores_GV / (1.0 if told.temperature is None else told.temperature)
+    top_GC, ids_GC = scores_GV.topk(count)
+    if top_k is not None:
+        last_G1 = top_GC[:, top_k - 1 : top_k]  # tokens that are as likely as the last pass, too
+        if bool((top_GC[:, -1:] >= last_G1).any()):
+            return None
+        top_GC = top_GC.masked_fill(top_GC < last_G1, -torch.inf)
+    total_G1 = (scores_GV if top_k is None else top_GC).double().logsumexp(-1, keepdim=True)
+    shares_GC = (top_GC.double() - total_G1).exp()
+    before_GC = shares_GC.cumsum(-1) - shares_GC
+    if top_k is None and bool((before_GC[:, -1] < top_p).any()):
+        return None
+    passes_GC = (before_GC < top_p) & (shares_GC >= shares_GC[:, :1] * (told.min_p or 0.0))
+    passes_GC[:, 0] = True
+    ids_GC, order_GC = ids_GC.sort(-1)
+    return ids_GC, top_GC.masked_fill(~passes_GC, -torch.inf).gather(1, order_GC)
 
 
 def tokens_at(scores_GV: torch.Tensor, draws_G: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from threading import Event
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 import luthier
 from luthier.config.schema import GenerateConfig
+from luthier.engines import next_tokens
 from luthier.engines.engine import Completion, Finish, NewTokens, Refusal, Request
 from luthier.engines.local import LocalEngine
 from luthier.engines.next_tokens import BatchRow, tokens_at
@@ -129,6 +131,38 @@ def test_draws_have_the_probabilities_of_the_model() -> None:
     counts = np.bincount(drawn, minlength=5) / 10_000
     assert token_at(0.0) == 1 and token_at(math.nextafter(1.0, 0.0)) == 4
     assert (abs(counts - shares) <= 4 * np.sqrt(shares * (1 - shares) / 10_000)).all()
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_likeliest_tokens_that_pass_are_those_of_transformers_rules(
+    monkeypatch: pytest.MonkeyPatch, *, ties: bool
+) -> None:
+    """Found without sorting the vocabulary, or not at all where others might pass; the same draws take the same."""
+    monkeypatch.setattr(next_tokens, "_FEW", 64)
+    torch.manual_seed(0)
+    draws_G = torch.linspace(0, 1, 40, dtype=torch.float64)
+    found = 0
+    for scale, top_k, top_p, min_p, temperature in product(
+        (1.0, 6.0), (None, 1, 9), (None, 0.2, 0.9), (None, 0.05), (None, 0.7)
+    ):
+        told = GenerateConfig(do_sample=True, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
+        scores_1V = torch.randn(1, 500) * scale
+        scores_1V = scores_1V.round(decimals=0 if ties else 7)
+        request = Request(prompt=np.array([1], np.int32), settings=told, key=0)
+        expected_1V = scores_1V
+        for rule in BatchRow(request=request, sample=0, features={}).filters:
+            expected_1V = rule(None, expected_1V)
+        quick = next_tokens.likeliest_that_pass(told, scores_1V)
+        if quick is None:
+            continue
+        found += 1
+        ids_1C, kept_1C = quick
+        kept, expected = kept_1C[kept_1C > -torch.inf], expected_1V[expected_1V > -torch.inf]
+        assert torch.allclose(kept.sort().values, expected.sort().values), told
+        if not ties:
+            taken_G = ids_1C[0][tokens_at(kept_1C.expand(40, -1), draws_G)]
+            assert taken_G.tolist() == tokens_at(expected_1V.expand(40, -1), draws_G).tolist()
+    assert found >= 20
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED, {"repetition_penalty": 3.0}, {"num_beams": 3}], ids=str)
