@@ -41,7 +41,7 @@ from luthier.models.adapter_files import merge_adapter
 from luthier.models.quantized import dequantized, is_quantized
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.training.folder.artifacts import save_model
-from luthier.training.folder.checkpoint import replacing
+from luthier.training.folder.checkpoint import put_back, replacing
 from luthier.writing import rename
 
 CARD, WHOLE = "README.md", "model"  # the model card; a folder beside a GGUF file, until that is made of it
@@ -197,6 +197,7 @@ def _target(options: ExportOptions, run: TrainedRun) -> Path:
         raise UserError(f"{folder} holds the run itself", hint="name another folder")
     if folder.is_file():
         raise UserError(f"{folder} is a file", hint="name a folder")
+    put_back(folder)
     if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
         raise UserError(f"{folder} is there, and is not empty", hint="name another folder, or add --overwrite")
     return folder

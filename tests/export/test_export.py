@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,6 +135,31 @@ def other_merges(folder: Path, world: World) -> None:
     path.write_text(json.dumps(said), encoding="utf-8")
 
 
+def other_vocabulary_order(folder: Path, world: World) -> None:
+    path = folder / "tokenizer.json"
+    said = json.loads(path.read_text(encoding="utf-8"))
+    order = said["model"]["vocab"]
+    last = max(order.values())
+    said["model"]["vocab"] = {token: last - number for token, number in order.items()}
+    path.write_text(json.dumps(said), encoding="utf-8")
+
+
+def lost_control_token(folder: Path, world: World) -> None:
+    """The tokens of a turn are ordinary text for whoever loads the tokenizer."""
+    path = folder / "tokenizer.json"
+    said = json.loads(path.read_text(encoding="utf-8"))
+    said["added_tokens"] = [token for token in said["added_tokens"] if token["content"] != "<|im_start|>"]
+    path.write_text(json.dumps(said), encoding="utf-8")
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    known = {number: token for number, token in config.get("added_tokens_decoder", {}).items()}
+    kept = {number: token for number, token in known.items() if token["content"] != "<|im_start|>"}
+    change_json(folder / "tokenizer_config.json", added_tokens_decoder=kept or None, extra_special_tokens=None)
+
+
+def lost_special_role(folder: Path, world: World) -> None:
+    change_json(folder / "tokenizer_config.json", pad_token=None)
+
+
 def wrong_special_id(folder: Path, world: World) -> None:
     said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     change_json(folder / "tokenizer_config.json", eos_token=said["pad_token"])
@@ -172,6 +199,9 @@ FAULTS: dict[Callable[[Path, World], None], tuple[set[ExportCheck], set[ExportCh
     missing_stop: ({C.STOPS}, {C.STOPS}),
     edited_template: ({C.TEMPLATE}, {C.TEMPLATE}),
     other_merges: ({C.TOKENS}, {C.TOKENS}),
+    other_vocabulary_order: ({C.TOKENS}, {C.TOKENS}),
+    lost_control_token: ({C.TOKENS}, {C.TOKENS}),
+    lost_special_role: ({C.SPECIAL_IDS}, {C.SPECIAL_IDS}),
     wrong_special_id: ({C.SPECIAL_IDS}, {C.SPECIAL_IDS}),
     overwritten_head: (NEW, LATER),
     swapped_dtype: ({C.DTYPE}, {C.DTYPE}),
@@ -230,6 +260,13 @@ def test_a_type_of_16_bits_and_small_files_are_proven_by_their_own_bounds(world:
     assert done.ok and done.dtype == "bfloat16"
     parity = read_parity(tmp_path / "small")
     assert parity.bound == "cast" and sum("safetensors" in name for name in parity.files) > 2
+    older = next(path for path in (tmp_path / "small").glob("*.safetensors") if path.stat().st_size > 300_000)
+    whole, base = older.read_bytes(), load_file(world.base / WEIGHTS)
+    names = load_file(older)
+    save_file({name: base[name].bfloat16() for name in names}, older, metadata={"format": "pt"})
+    assert failed(luthier.check_export(tmp_path / "small")) >= {C.FILES}, "a file of an older export, of its very size"
+    older.write_bytes(whole)
+    assert luthier.check_export(tmp_path / "small").ok
     shutil.copyfile(world.base / WEIGHTS, tmp_path / "small" / "model-99999-of-99999.safetensors")
     assert failed(luthier.check_export(tmp_path / "small")) >= {C.FILES}, "a stray file of weights"
 
@@ -282,6 +319,69 @@ def test_wherever_the_disk_fails_all_or_nothing_is_there(
             break
     assert reached >= 10
     assert luthier.check_export(target).ok
+
+
+class Looking(RunFiles):
+    """Looks at the disk before each operation, as a process that is killed there would leave it."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self.look = look
+
+    def before(self, operation: str, path: Path) -> None:
+        self.look()
+
+
+def test_a_process_killed_at_any_of_50_operations_leaves_the_old_folder_or_the_new_one(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a process that is killed has written stays, and nothing is tidied up: that is the disk at that moment."""
+    from luthier.training.folder import checkpoint
+
+    target = tmp_path / "exported"
+    target.mkdir()
+    (target / "older").write_text("mine", encoding="utf-8")
+    seen: list[tuple[str, ...] | None] = []
+    between = tmp_path.parent / f"{tmp_path.name}-between"
+    copying: list[bool] = []
+
+    def look() -> None:
+        if copying:
+            return
+        if target.is_dir():
+            seen.append(tuple(sorted(path.name for path in target.iterdir())))
+            return
+        seen.append(None)  # between two renames; the next export puts the older one back
+        if not between.exists():
+            copying.append(True)
+            shutil.copytree(tmp_path, between)
+            copying.clear()
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **named: Any) -> Any:
+            look()
+            return function(*args, **named)
+
+        return called
+
+    monkeypatch.setattr(checkpoint, "FILES", Looking(look))
+    for name in ("open", "mkdir", "replace", "rename", "unlink", "rmdir", "chmod"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    monkeypatch.setattr(io, "open", watched(io.open))
+    luthier.export_run(world.run, ExportOptions(to=target, proof=False, overwrite=True))
+    monkeypatch.undo()
+    new = tuple(sorted(path.name for path in target.iterdir()))
+    assert len(seen) >= 50 and {kind for kind in seen if kind is not None} == {("older",), new}
+    assert seen == sorted(seen, key=[("older",), None, new].index) and None in seen
+    assert luthier.check_export(target).ok
+
+    def failing(*_: object) -> None:
+        raise CheckpointError("planted")
+
+    monkeypatch.setattr(model_folder, "_write", failing)
+    with pytest.raises(CheckpointError):
+        luthier.export_run(world.run, ExportOptions(to=between / "exported", proof=False, overwrite=True))
+    assert [path.name for path in between.iterdir()] == ["exported"]
+    assert [path.name for path in (between / "exported").iterdir()] == ["older"]
 
 
 def test_a_folder_that_is_there_is_not_written_over_unasked(world: World, tmp_path: Path) -> None:

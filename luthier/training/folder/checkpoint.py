@@ -96,6 +96,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
     Raises `CheckpointError`; ``folder`` is as it was then.
     """
+    put_back(folder)
     staging = folder.with_name(_STAGING + folder.name)
     FILES.remove_folder(staging)
     FILES.make_folder(staging)
@@ -105,6 +106,13 @@ def replacing(folder: Path) -> Iterator[Path]:
         for path in [*staging.rglob("*"), staging]:
             FILES.sync(path)
         _put_in_place(staging)
+
+
+def put_back(folder: Path) -> None:
+    """Give a folder its name again whose replacing was killed between the two renames. Raises `CheckpointError`."""
+    replaced = folder.with_name(_REPLACED + folder.name)
+    if replaced.exists() and not folder.exists():
+        FILES.rename(replaced, folder)
 
 
 def _put_in_place(staging: Path) -> Path:
