@@ -151,7 +151,7 @@ def lost_control_token(folder: Path, world: World) -> None:
     said["added_tokens"] = [token for token in said["added_tokens"] if token["content"] != "<|im_start|>"]
     path.write_text(json.dumps(said), encoding="utf-8")
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    known = {number: token for number, token in config.get("added_tokens_decoder", {}).items()}
+    known = config.get("added_tokens_decoder", {})
     kept = {number: token for number, token in known.items() if token["content"] != "<|im_start|>"}
     change_json(folder / "tokenizer_config.json", added_tokens_decoder=kept or None, extra_special_tokens=None)
 
