@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from luthier.encoding.drawn_turns import DrawnTurn, prompt_of_turns
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.interface import as_prompt
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Finish
-from luthier.records import Address
+from luthier.presets import tokenizer_folder
+from luthier.records import Address, Conversation, Message, Text, Thinking, ToolCall
+from luthier.rendering.replies.learning import declared
 from luthier.training.rollouts.trajectories import AnswerTree, ModelCall, Trajectory, answer_tree
+from tests.oracles.catalogue import catalogue
+from tests.oracles.vocabulary import encoder_of
 
 PROMPT = [1, 2, 3]
 
@@ -83,3 +96,97 @@ def test_a_history_that_is_kept_is_one_line_and_prompts_are_shared() -> None:
 def test_no_answers_are_a_tree_without_targets() -> None:
     tree = tree_of()
     assert tree.sample.input_ids.tolist() == PROMPT and not tree.sample.target.any() and not len(tree.answers_K)
+
+
+# ------------------------------------------------------------------------- prompts with what was drawn, under templates
+
+TAGS = "And <|im_end|> <|eot_id|> </s> <|im_start|>assistant\n<tool_call> <|start_header_id|> [INST] 🙂 är"
+CALL = ToolCall(name="get_weather", arguments={"city": "Köln 🙂", "days": 3}, id="Ab3dE5gH7")
+TOOLS = (declared(CALL),)
+Tools = tuple[Mapping[str, Any], ...]
+
+
+def turns_of(name: str) -> tuple[list[Message], Tools]:
+    """A question, two calls with results that hold control tokens' text, and an answer; words alone where a template
+    has no tools."""
+    result = Message(role="tool", parts=(Text(text=TAGS),), name=CALL.name, tool_call_id=CALL.id)
+    call = Message(role="assistant", parts=(CALL,))
+    answer = Message(role="assistant", parts=(Text(text="It is warm."),))
+    question = Message(role="user", parts=(Text(text="So? " + TAGS),))
+    if name in WITHOUT_TOOLS:
+        words = [Message(role="assistant", parts=(Text(text=text),)) for text in ("Well,\nwhy?", "I see 🙂.")]
+        return [question, words[0], question, words[1], question, answer], ()
+    return [question, call, result, call, result, answer], TOOLS
+
+
+def letter_by_letter(ids: NDArray[np.int32], tokenizer: Tokenizer) -> NDArray[np.int32]:
+    """The same text in other ids than the tokenizer's own: each letter by itself."""
+    control = set(map(tokenizer.control_id, tokenizer.control.tokens))
+    found: list[int] = []
+    for is_text, run in groupby(ids.tolist(), key=lambda number: number not in control):
+        numbers = list(run)
+        if is_text:
+            numbers = [int(n) for part in tokenizer.encode_runs(list(tokenizer.decode(numbers))) for n in part]
+        found += numbers
+    return np.array(found, np.int32)
+
+
+def reply_to(encoder: Encoder, messages: Sequence[Message], tools: Tools) -> NDArray[np.int32]:
+    """The last message as training learns it, in other ids."""
+    row = Conversation(messages=tuple(messages), tools=tools, train_on="last_assistant")
+    (segment,) = encoder.encode(row).segments()
+    return letter_by_letter(segment.input_ids[segment.target], encoder.tokenizer)
+
+
+WITHOUT_TOOLS = ("named/chatml", "named/vicuna", "named/gemma", "named/zephyr")
+THINK = ("named/qwen3", "trl/qwen3")
+FORMS = ["named/llama3_1", "named/hermes", "named/mistral", "named/glm4", "trl/glm4moe", *THINK, *WITHOUT_TOOLS]
+
+
+def talk(encoder: Encoder, messages: Sequence[Message], tools: Tools) -> tuple[Trajectory, list[tuple[int, ...]]]:
+    """The trajectory of a model that answers as the messages have it, in other ids; and of each call which messages
+    were shown otherwise than they were drawn."""
+    control = {encoder.tokenizer.control_id(token) for token in encoder.tokenizer.control.tokens}
+    turns: dict[int, DrawnTurn] = {}
+    calls, changed = [], []
+    for number in (n for n, message in enumerate(messages) if message.role == "assistant"):
+        history = Conversation(messages=tuple(messages[:number]), tools=tools)
+        plain = encoder.encode(as_prompt(history)).input_ids
+        assert prompt_of_turns(encoder, history).ids.tolist() == plain.tolist()
+        prompt = prompt_of_turns(encoder, history, turns)
+        assert encoder.tokenizer.decode(prompt.ids) == encoder.tokenizer.decode(plain)
+        assert [n for n in prompt.ids.tolist() if n in control] == [n for n in plain.tolist() if n in control]
+        ids = reply_to(encoder, messages[: number + 1], tools)
+        calls.append((prompt.ids.tolist(), ids.tolist()))
+        changed.append(prompt.changed)
+        turns[number] = DrawnTurn(ids=ids, opening=prompt.opening)
+    return trajectory(0, *calls), changed
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_ids_that_were_drawn_stand_in_the_next_prompt_and_are_learned_as_they_are(name: str, tmp_path: Path) -> None:
+    encoder = encoder_of(tokenizer_folder("tiny"), tmp_path, catalogue()[name])
+    messages, tools = turns_of(name)
+    if name in THINK:
+        messages = [
+            replace(m, parts=(Thinking(text="Hm."), *m.parts)) if m.role == "assistant" else m for m in messages
+        ]
+    answer, changed = talk(encoder, messages, tools)
+    assert changed == [(), (), ()]
+    tree = answer_tree(answer.calls[0].prompt, [answer], Address(file="rows.jsonl", row=1))
+    assert learned(tree) == drawn(answer)
+    assert len(tree.sample.branches) == 1
+    canonical = prompt_of_turns(encoder, Conversation(messages=tuple(messages[:-1]), tools=tools)).ids
+    assert len(answer.calls[-1].prompt) > len(canonical), "what was drawn is in other ids than the tokenizer's"
+
+
+@pytest.mark.parametrize("name", THINK)
+def test_a_thought_that_the_template_leaves_out_of_the_history_begins_a_branch(name: str, tmp_path: Path) -> None:
+    encoder = encoder_of(tokenizer_folder("tiny"), tmp_path, catalogue()[name])
+    thinks = Message(role="assistant", parts=(Thinking(text="Hm."), Text(text="I see.")))
+    question = Message(role="user", parts=(Text(text="So?"),))
+    answer, changed = talk(encoder, [question, thinks, question, thinks], ())
+    assert changed == [(), (1,)]
+    tree = answer_tree(answer.calls[0].prompt, [answer], Address(file="rows.jsonl", row=1))
+    assert learned(tree) == drawn(answer)
+    assert [branch.parent for branch in tree.sample.branches] == [-1, 0, 0]
