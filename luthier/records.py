@@ -563,6 +563,8 @@ class PolicyTargets:
     rewards_S     float32
     values_SF     float32: each reward before its weight; nan where it had no opinion
     finished_S    bool: whether the answer ends with a stop token
+    groups_S      int64: which of the batch's prompts it answers
+    order_K       int64: the targets as they were drawn, answer by answer
     """
 
     behaviour_K: torch.Tensor
@@ -571,6 +573,8 @@ class PolicyTargets:
     rewards_S: torch.Tensor
     values_SF: torch.Tensor
     finished_S: torch.Tensor
+    groups_S: torch.Tensor
+    order_K: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

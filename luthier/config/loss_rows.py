@@ -47,6 +47,8 @@ class Loss:
 
     advantage        how rewards become advantages: `luthier.objectives.policy_losses.Advantage`
     divisor          what the sum of a step is divided by: `Divisor` there
+    kl_in            where its number ``kl_weight`` acts: in the ``loss``, or taken off the ``reward``
+    whitened         advantages are brought to mean 0 and standard deviation 1 over the targets of the step
     """
 
     name: str
@@ -69,6 +71,8 @@ class Loss:
     is_plain: bool = False
     advantage: str = "standard"
     divisor: str = "tokens"
+    kl_in: str = "loss"
+    whitened: bool = False
 
     @property
     def compute(self) -> Callable[..., Any]:
@@ -146,7 +150,7 @@ def _policies(
         name=name,
         objectives=("rl",),
         function=f"luthier.objectives.policy_losses:{function or name}",
-        numbers=numbers,
+        numbers={"kl_weight": 0.0, **numbers},
         formula=formula,
         paper=paper,
         says=says,
@@ -407,7 +411,7 @@ ROWS = (
         "grpo",
         "-min(p A, clip(p) A), A = (r - m) / s",
         "2402.03300",
-        "GRPO without its KL term: every answer counts alike",
+        "GRPO: every answer counts alike; its paper's kl_weight is 0.04",
         function="clipped",
         numbers={"clip_low": 0.2, "clip_high": 0.2},
         divisor="answers",
@@ -449,10 +453,32 @@ ROWS = (
         "rloo",
         "-min(q A, clip(q) A), q the ratio of the whole answer, A = r - mean of the others",
         "2402.14740",
-        "RLOO without its KL term",
-        numbers={"clip_low": 0.2, "clip_high": 0.2},
+        "RLOO: KL is taken off the reward",
+        numbers={"clip_low": 0.2, "clip_high": 0.2, "kl_weight": 0.05},
         advantage="leave_one_out",
         divisor="answer_sums",
+        kl_in="reward",
+    ),
+    _policies(
+        "reinforce_pp",
+        "-min(p A, clip(p) A), A = (R - m(R)) / s(R), R = r - the KL from a target on",
+        "2501.03262",
+        "REINFORCE++: answers are compared with the whole step, m(R) and s(R) over its targets",
+        function="clipped",
+        numbers={"clip_low": 0.2, "clip_high": 0.2, "kl_weight": 0.01},
+        advantage="reward",
+        kl_in="reward",
+        whitened=True,
+    ),
+    _policies(
+        "reinforce_pp_baseline",
+        "-min(p A, clip(p) A), A = (R - m(R)) / s(R), R = r - m",
+        "2501.03262",
+        "REINFORCE++ with the mean of a prompt's rewards as baseline, and KL in the loss",
+        function="clipped",
+        numbers={"clip_low": 0.2, "clip_high": 0.2, "kl_weight": 0.01},
+        advantage="centred",
+        whitened=True,
     ),
     _policies(
         "max_rl",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind, Sharding
 from luthier.config.draft import Draft
 from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, ReferenceSource
-from luthier.config.rollout import RolloutConfig
+from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.errors import Problem
 
 # Formats whose rows only some objectives can learn from.
@@ -139,7 +139,8 @@ def _smoothing(draft: Draft) -> Iterator[Problem]:
 def _reference(draft: Draft) -> Iterator[Problem]:
     objective, adapter = draft.config.objective, draft.config.adapter
     reference = objective.reference
-    if not LOSSES[objective.loss_name].reference:
+    on_policy = OBJECTIVES[objective.name].on_policy
+    if not objective.compares_with_reference:
         is_source = reference.source not in (ReferenceSource.AUTO, ReferenceSource.NONE)
         for key, is_asked in (
             ("source", is_source),
@@ -148,7 +149,10 @@ def _reference(draft: Draft) -> Iterator[Problem]:
         ):
             if is_asked:
                 what = f"the loss {objective.loss_name} compares with no reference model"
-                yield draft.problem(f"objective.reference.{key}", what, "remove objective.reference")
+                hint = "remove objective.reference"
+                if on_policy:
+                    what, hint = f"{what} where its kl_weight is 0", f"{hint}, or set objective.kl_weight"
+                yield draft.problem(f"objective.reference.{key}", what, hint)
         return
     is_second = reference.source in (ReferenceSource.AUTO, ReferenceSource.MODEL)
     if reference.quantization.type is not QuantizationType.NONE and not is_second:
@@ -171,6 +175,9 @@ def _reference(draft: Draft) -> Iterator[Problem]:
             if OBJECTIVES[objective.name].by_token:
                 what = f"{objective.loss_name} compares whole distributions, too much to keep for every token"
                 yield draft.problem("objective.reference.source", what, "set it to base or model")
+            if on_policy:
+                what = "answers that the run draws are not known before"
+                yield draft.problem("objective.reference.source", what, "set it to base or model")
             if objective.estimates_kl:
                 estimated = "a KL from other answers in each epoch, which nobody can have computed"
                 what = f"{objective.loss_name} estimates {estimated}"
@@ -181,6 +188,9 @@ def _reference(draft: Draft) -> Iterator[Problem]:
                 what = f"the loss {objective.loss_name} measures each answer by itself against a reference model"
                 free = ", ".join(name for name, row in LOSSES.items() if row.reference_free)
                 hint = "set it to auto" + (f", or choose one of {free}" if objective.name == "dpo" else "")
+                if on_policy:
+                    weight = f"{draft.cite('objective.kl_weight')} is {objective.number('kl_weight'):g}"
+                    what, hint = f"{weight}, which needs a reference", "set it to auto, or objective.kl_weight: 0"
                 yield draft.problem("objective.reference.source", what, hint)
             if reference.name_or_path is not None:
                 what = f"no reference, and {draft.cite('objective.reference.name_or_path')} names one"
@@ -211,7 +221,11 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         elif reward.file is not None and not reward.file.is_file():
             yield draft.problem(f"{key}.function", f"there is no file {reward.file}", "FILE.py:NAME")
     yield from _same_names(draft)
-    if config.rollout.answers < 2:
+    compares = LOSSES[config.objective.loss_name].advantage != "reward"
+    if not compares and config.rollout.dead_groups is DeadGroups.DROP:
+        what = f"the loss {config.objective.loss_name} does not compare the answers to a prompt with each other"
+        yield draft.problem("rollout.dead_groups", what, "set it to keep")
+    if compares and config.rollout.answers < 2:
         what = "an answer is better or worse than others to the same prompt, and there are none"
         yield draft.problem("rollout.answers", what, "at least 2; 8 is usual")
     for key, is_other, way in (

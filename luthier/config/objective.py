@@ -213,6 +213,10 @@ class ObjectiveConfig(Section):
     """``sapo``: how steep the gate is for answers that are to become likelier."""
     sapo_negative: Positive | None = None
     """``sapo``: how steep the gate is for answers that are to become less likely."""
+    kl_weight: NonNegative | None = None
+    """``rl``: weight of the KL divergence from the reference model, which keeps the model near it; 0 is none, and needs
+    no reference. ``rloo`` and ``reinforce_pp`` take it off the rewards, others have it in the loss
+    ([rl.md](rl.md#near-a-reference))."""
     reference: ReferenceConfig = ReferenceConfig()
     """The model that the loss compares with, where it does."""
 
@@ -235,7 +239,13 @@ class ObjectiveConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model's log-probabilities are needed."""
-        return LOSSES[self.loss_name].reference and self.reference.source is not ReferenceSource.NONE
+        return self.compares_with_reference and self.reference.source is not ReferenceSource.NONE
+
+    @property
+    def compares_with_reference(self) -> bool:
+        """Whether the loss, as it is set, has a part that a reference belongs to."""
+        row = LOSSES[self.loss_name]
+        return row.reference or ("kl_weight" in row.numbers and self.number("kl_weight") > 0)
 
     @property
     def numbers(self) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 p   how many times likelier the model finds a token now than when it was drawn; at the first update 1, up to rounding
 P   the same of a whole answer, per token: the geometric mean of its p
-A   the advantage of an answer: how much better it is than the others of its prompt
+A   the advantage of a target: how much better its answer is than others of its prompt, or than was expected
 
 A loss is a number for each target. What their sum is divided by is the loss's own choice (`Divisor`): how much a long
 answer counts depends on it.
@@ -10,13 +10,14 @@ answer counts depends on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from luthier.objectives.pair_scores import sequence_scores
 
@@ -30,6 +31,7 @@ class Advantage(StrEnum):
     CENTRED = "centred"  # r - m
     LEAVE_ONE_OUT = "leave_one_out"  # r - the mean of the others
     RELATIVE = "relative"  # (r - m) / m
+    REWARD = "reward"  # r itself: answers to one prompt are not compared
 
 
 class Divisor(StrEnum):
@@ -47,14 +49,16 @@ class PolicyScores:
 
     logps_K       float32, differentiable
     behaviour_K   float32: the same when they were drawn, by the weights that drew them
-    advantages_S  float32
+    advantages_K  float32
     segments_K    int64: the answer of each target
+    num_answers   S
     """
 
     logps_K: torch.Tensor
     behaviour_K: torch.Tensor
-    advantages_S: torch.Tensor
+    advantages_K: torch.Tensor
     segments_K: torch.Tensor
+    num_answers: int
 
     @property
     def ratios_K(self) -> torch.Tensor:
@@ -62,19 +66,18 @@ class PolicyScores:
         return (self.logps_K - self.behaviour_K).exp()
 
     @property
-    def advantages_K(self) -> torch.Tensor:
-        """A, for each target."""
-        return self.advantages_S[self.segments_K]
+    def advantages_S(self) -> torch.Tensor:
+        """Of answers all of whose targets have the same."""
+        return self.advantages_K.new_zeros(self.num_answers).scatter(0, self.segments_K, self.advantages_K)
 
     @property
     def lengths_S(self) -> torch.Tensor:
         """float: targets of each answer."""
-        ones_K = torch.ones_like(self.behaviour_K)
-        return torch.zeros_like(self.advantages_S, dtype=ones_K.dtype).index_add(0, self.segments_K, ones_K)
+        return self.sums_S(torch.ones_like(self.behaviour_K))
 
     def sums_S(self, values_K: torch.Tensor) -> torch.Tensor:
         """Of each answer."""
-        return sequence_scores(values_K, self.segments_K, len(self.advantages_S)).logps_S
+        return sequence_scores(values_K, self.segments_K, self.num_answers).logps_S
 
 
 def clipped(scores: PolicyScores, numbers: Numbers) -> torch.Tensor:
@@ -106,6 +109,23 @@ def rloo(scores: PolicyScores, numbers: Numbers) -> torch.Tensor:
     """-A times the ratio of the whole answer's probability, which is clipped as `clipped`; each target has a share."""
     ratios_S = scores.sums_S(scores.logps_K - scores.behaviour_K).exp()
     return (_clipped(ratios_S, scores.advantages_S, numbers) / scores.lengths_S.clamp(min=1))[scores.segments_K]
+
+
+def kl_losses(scores: PolicyScores, reference_K: torch.Tensor) -> torch.Tensor:
+    """sg(p) (log p' - log q)^2 / 2, p' the policy's probability of a target and q the reference's.
+
+    Its expected gradient is that of the KL divergence from the reference at each target, given what stands before it:
+    on a drawn token it is log(p' / q) times that of log p', and sg(p) counts the token as often as it is drawn now. The
+    gradient of p (q/p' - 1 - log(q/p')), the corrected k3 of arXiv:2512.02556, is the same on every token; that of k3
+    without the factor p is the one of KL(q, p').
+    """
+    return scores.ratios_K.detach() * (scores.logps_K - reference_K).square() / 2
+
+
+def k3(logps_K: torch.Tensor, reference_K: torch.Tensor) -> torch.Tensor:
+    """q/p' - 1 - log(q/p'): an estimate of the KL divergence that is never negative; of k1, log(p' / q), the mean is
+    the same (http://joschu.net/blog/kl-approx.html)."""
+    return torch.expm1(reference_K - logps_K) - (reference_K - logps_K)
 
 
 def _clipped(ratios: torch.Tensor, advantages: torch.Tensor, numbers: Numbers) -> torch.Tensor:
@@ -140,6 +160,8 @@ def units(divisor: Divisor, *, num_targets: int, num_answers: int) -> int:
 
 def advantages(rewards_N: NDArray[np.float64], kind: Advantage) -> NDArray[np.float64]:
     """Of the answers to one prompt; 0 where all rewards are equal, or where an answer is alone. float64[n]."""
+    if kind is Advantage.REWARD:
+        return rewards_N.copy()
     if len(rewards_N) < 2 or (rewards_N == rewards_N[0]).all():
         return np.zeros_like(rewards_N)
     mean = float(rewards_N.mean())
@@ -153,3 +175,71 @@ def advantages(rewards_N: NDArray[np.float64], kind: Advantage) -> NDArray[np.fl
             return centred_N * (len(rewards_N) / (len(rewards_N) - 1))
         case Advantage.RELATIVE:
             return centred_N / mean if mean > 0 else np.zeros_like(rewards_N)
+
+
+def without_kl(
+    advantages_S: torch.Tensor, kl_K: torch.Tensor, kind: Advantage, segments_K: torch.Tensor, groups_S: torch.Tensor
+) -> torch.Tensor:
+    """Advantages of targets, [K], where ``kl_K``, an estimate of the KL divergence times its weight, is taken off the
+    rewards. ``groups_S``: the prompt of each answer, int64. Targets are in the order in which they were drawn.
+
+    An answer that is compared with others loses the sum of its KL, as they do. Where none are compared a target loses
+    what comes from its place on, as what stands before it is not its doing.
+    """
+    match kind:
+        case Advantage.LEAVE_ONE_OUT:
+            kl_S = torch.zeros_like(advantages_S).index_add(0, segments_K, kl_K)
+            counts_G = torch.bincount(groups_S)
+            sums_G = torch.zeros(len(counts_G), dtype=kl_S.dtype, device=kl_S.device).index_add(0, groups_S, kl_S)
+            others_S = counts_G[groups_S] - 1
+            of_others_S = (sums_G[groups_S] - kl_S) / others_S.clamp(min=1)
+            return (advantages_S - torch.where(others_S > 0, kl_S - of_others_S, 0.0))[segments_K]
+        case Advantage.REWARD:
+            rewards_K = with_final(-kl_K, advantages_S, segments_K)
+            return generalised_advantages(rewards_K, torch.zeros_like(kl_K), segments_K, discount=1.0, decay=1.0)
+        case _:
+            raise AssertionError(f"KL in the reward is not defined for {kind} advantages")
+
+
+def with_final(rewards_K: torch.Tensor, final_S: torch.Tensor, segments_K: torch.Tensor) -> torch.Tensor:
+    """Rewards of targets, to the last of which that of the whole answer is added."""
+    is_last_K = segments_K != torch.cat([segments_K[1:], segments_K.new_full((1,), -1)])
+    return rewards_K + torch.where(is_last_K, final_S[segments_K], 0.0)
+
+
+def generalised_advantages(
+    rewards_K: torch.Tensor, values_K: torch.Tensor, segments_K: torch.Tensor, *, discount: float, decay: float
+) -> torch.Tensor:
+    """Generalised advantage estimation (arXiv:1506.02438), [K]: A[t] = d[t] + discount decay A[t+1], where d[t] =
+    r[t] + discount V[t+1] - V[t]. Behind the last target of an answer V and A are 0."""
+    if not len(rewards_K):
+        return rewards_K
+    lengths = torch.unique_consecutive(segments_K, return_counts=True)[1].tolist()
+    rewards_TS, values_TS = (
+        nn.utils.rnn.pad_sequence(of_K.split(lengths))
+        for of_K in (rewards_K, values_K)  # behind an answer's end 0
+    )
+    found: list[torch.Tensor] = []
+    next_S = value_S = torch.zeros_like(rewards_TS[0])
+    for reward_S, now_S in zip(rewards_TS.flip(0), values_TS.flip(0), strict=True):
+        next_S = reward_S + discount * value_S - now_S + discount * decay * next_S
+        value_S = now_S
+        found.append(next_S)
+    advantages_TS = torch.stack(found[::-1])
+    return torch.cat([advantages_TS[:length, answer] for answer, length in enumerate(lengths)])
+
+
+def whitened(
+    advantages: Sequence[torch.Tensor], reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> list[torch.Tensor]:
+    """Advantages of a step's targets, of mean 0 and standard deviation 1 over all its micro-batches and ranks.
+
+    ``reduce`` adds up a tensor over all ranks, which have to ask together.
+    """
+    zero = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = [torch.stack([one.double().sum(), one.new_tensor(len(one), dtype=torch.float64)]) for one in advantages]
+    total, count = reduce(sum(sums, zero)).unbind()
+    mean = total / count.clamp(min=1)
+    squares = reduce(sum(((one.double() - mean).square().sum() for one in advantages), zero[:1]))
+    deviation = (squares / count.clamp(min=1)).sqrt()
+    return [((one.double() - mean) / (deviation + 1e-8)).to(one.dtype) for one in advantages]

@@ -17,8 +17,13 @@ from luthier.objectives.policy_losses import (
     PolicyScores,
     advantages,
     divided,
+    generalised_advantages,
+    k3,
+    kl_losses,
     outside_of_clip,
     units,
+    whitened,
+    without_kl,
 )
 
 LONGEST = 11
@@ -26,14 +31,15 @@ LONGEST = 11
 
 def drawn(seed: int, lengths: Sequence[int] = (3, 1, 5, 2), near: float = 0.3) -> PolicyScores:
     generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
+    total, segments = sum(lengths), torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     behaviour = -torch.rand(total, generator=generator, dtype=torch.float64) * 3
     moved = behaviour + near * torch.randn(total, generator=generator, dtype=torch.float64)
     return PolicyScores(
         logps_K=moved.requires_grad_(),
         behaviour_K=behaviour,
-        advantages_S=torch.randn(len(lengths), generator=generator, dtype=torch.float64),
-        segments_K=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        advantages_K=torch.randn(len(lengths), generator=generator, dtype=torch.float64)[segments],
+        segments_K=segments,
+        num_answers=len(lengths),
     )
 
 
@@ -54,7 +60,7 @@ def by_hand(name: str, scores: PolicyScores) -> torch.Tensor:
         ratios, length = torch.exp(now - before), len(now)
         whole = torch.exp((now - before).mean())
         match name:
-            case "dapo" | "grpo" | "dr_grpo" | "max_rl":
+            case "dapo" | "grpo" | "dr_grpo" | "max_rl" | "reinforce_pp" | "reinforce_pp_baseline":
                 near = ratios.clip(1 - numbers["clip_low"], 1 + numbers["clip_high"])
                 each = -torch.min(ratios * advantage, near * advantage)
             case "gspo":
@@ -107,8 +113,9 @@ def test_at_the_first_update_the_gradient_is_that_of_the_expected_reward(name: s
         scores = PolicyScores(
             logps_K=logps,
             behaviour_K=logps.detach(),
-            advantages_S=torch.tensor([reward], dtype=torch.float64),
+            advantages_K=torch.full((2,), reward, dtype=torch.float64),
             segments_K=torch.zeros(2, dtype=torch.int64),
+            num_answers=1,
         )
         loss = divided(row.compute(scores, row.numbers), scores, divisor, 2).sum()
         mean += chance * torch.autograd.grad(loss, logits)[0]
@@ -129,8 +136,9 @@ def test_a_step_in_parts_is_the_whole_step(name: str) -> None:
         part = PolicyScores(
             logps_K=whole.logps_K[of_K],
             behaviour_K=whole.behaviour_K[of_K],
-            advantages_S=whole.advantages_S[chosen],
+            advantages_K=whole.advantages_K[of_K],
             segments_K=whole.segments_K[of_K] - chosen[0],
+            num_answers=len(chosen),
         )
         parts += divided(row.compute(part, row.numbers), part, divisor, LONGEST).sum().item()
     assert parts == pytest.approx(total, abs=1e-12)
@@ -155,10 +163,120 @@ def test_advantages_are_those_of_their_names() -> None:
     others = [one - np.delete(rewards, at).mean() for at, one in enumerate(rewards)]
     np.testing.assert_allclose(advantages(rewards, Advantage.LEAVE_ONE_OUT), others)
     np.testing.assert_allclose(advantages(rewards, Advantage.RELATIVE), centred / 0.375)
+    np.testing.assert_array_equal(advantages(rewards, Advantage.REWARD), rewards)
+    np.testing.assert_array_equal(advantages(rewards[:1], Advantage.REWARD), rewards[:1])
 
 
-@pytest.mark.parametrize("kind", Advantage)
+@pytest.mark.parametrize("kind", [kind for kind in Advantage if kind is not Advantage.REWARD])
 def test_answers_that_are_all_alike_teach_nothing(kind: Advantage) -> None:
     for rewards in ([0.1] * 3, [0.1 + 0.2] * 8, [5.0], []):
         assert not advantages(np.array(rewards), kind).any()
     assert advantages(np.array([0.3, 0.1 + 0.2]), Advantage.CENTRED).any()  # 0.30000000000000004 is another reward
+
+
+# ------------------------------------------------------------------------------------------------------ KL divergence
+
+
+def three_tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of a policy and of its reference for a first and a second token of three, and of what drew its answers."""
+    generator = torch.Generator().manual_seed(3)
+    policy, reference, before = (torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(3))
+    return policy.requires_grad_(), reference, before
+
+
+def all_answers(*logits: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Of every answer of two tokens, what each of these policies gives its tokens."""
+    answers = itertools.product(range(3), repeat=2)
+    return [[one.log_softmax(-1)[range(2), answer] for one in logits] for answer in answers]
+
+
+def gradient(loss: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(loss, of, retain_graph=True)[0]
+
+
+def exact_kl(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    logps, others = policy.log_softmax(-1), reference.log_softmax(-1)
+    return (logps.exp() * (logps - others)).sum()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_expected_gradient_of_the_kl_loss_is_that_of_kl(moved: bool) -> None:
+    """By every answer of two tokens, as often as it is drawn: by the policy itself, and by one before it."""
+    policy, reference, before = three_tokens()
+    drew = before if moved else policy.detach()
+    mean, wrong = torch.zeros_like(policy), torch.zeros_like(policy)
+    for now, of_reference, then in all_answers(policy, reference, drew):
+        scores = PolicyScores(
+            logps_K=now, behaviour_K=then, advantages_K=now, segments_K=torch.zeros(2, dtype=torch.int64), num_answers=1
+        )
+        mean += then.sum().exp() * gradient(kl_losses(scores, of_reference).sum(), policy)
+        wrong += then.sum().exp() * gradient(k3(now, of_reference).sum(), policy)
+    expected = gradient(exact_kl(policy, reference), policy)
+    np.testing.assert_allclose(mean, expected, atol=1e-12)
+    assert (wrong - expected).abs().max() > 0.05, "control: k3 without its correction has another gradient"
+
+
+def test_the_corrected_k3_has_the_same_gradient_on_every_token() -> None:
+    policy, reference, before = three_tokens()
+    for now, of_reference, then in all_answers(policy, reference, before):
+        scores = PolicyScores(
+            logps_K=now, behaviour_K=then, advantages_K=now, segments_K=torch.zeros(2, dtype=torch.int64), num_answers=1
+        )
+        corrected = (now - then).exp() * k3(now, of_reference)
+        ours = gradient(kl_losses(scores, of_reference).sum(), policy)
+        np.testing.assert_allclose(ours, gradient(corrected.sum(), policy), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Advantage.LEAVE_ONE_OUT, Advantage.REWARD])
+def test_the_expected_gradient_with_kl_in_the_reward_is_that_of_reward_and_kl(kind: Advantage) -> None:
+    """All pairs of two answers to a prompt; KL is here that of whole answers."""
+    policy, reference, _ = three_tokens()
+    rewards = [math.sin(2 * number) for number in range(9)]
+    every = all_answers(policy, reference)
+    mean = torch.zeros_like(policy)
+    for (one, other), ((now, its), (then, others)) in zip(
+        itertools.product(range(9), repeat=2), itertools.product(every, repeat=2), strict=True
+    ):
+        logps_K, segments_K = torch.cat([now, then]), torch.tensor([0, 0, 1, 1])
+        kl_K = 0.3 * (logps_K - torch.cat([its, others])).detach()
+        of_S = torch.from_numpy(advantages(np.array([rewards[one], rewards[other]]), kind))
+        advantages_K = without_kl(of_S, kl_K, kind, segments_K, torch.zeros(2, dtype=torch.int64))
+        mean += logps_K.detach().sum().exp() * gradient((advantages_K * logps_K).sum() / 2, policy)
+    expected = sum(now.sum().exp() * reward for (now, _), reward in zip(every, rewards, strict=True))
+    assert isinstance(expected, torch.Tensor)
+    np.testing.assert_allclose(mean, gradient(expected - 0.3 * exact_kl(policy, reference), policy), atol=1e-12)
+
+
+def test_an_answer_alone_is_compared_with_none() -> None:
+    of_S, one = torch.zeros(1, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    kl_K = torch.ones(3, dtype=torch.float64)
+    assert not without_kl(of_S, kl_K, Advantage.LEAVE_ONE_OUT, one, one[:1]).any()
+
+
+@pytest.mark.parametrize(("discount", "decay"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (1.0, 0.0)])
+def test_advantages_of_targets_are_those_of_the_sum_over_what_follows(discount: float, decay: float) -> None:
+    scores = drawn(5, (3, 1, 5))
+    rewards, values = scores.behaviour_K, scores.advantages_K + scores.logps_K.detach()
+    found = generalised_advantages(rewards, values, scores.segments_K, discount=discount, decay=decay)
+    expected = []
+    for start, end in ((0, 3), (3, 4), (4, 9)):
+        after = [*values[start + 1 : end].tolist(), 0.0]
+        steps = [rewards[start + t].item() + discount * v - values[start + t].item() for t, v in enumerate(after)]
+        expected += [
+            sum((discount * decay) ** (k - t) * steps[k] for k in range(t, end - start)) for t in range(end - start)
+        ]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    assert len(generalised_advantages(rewards[:0], values[:0], scores.segments_K[:0], discount=1, decay=1)) == 0
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_all_parts() -> None:
+    parts = [torch.tensor([3.0, 1.0, 2.0]), torch.tensor([], dtype=torch.float32), torch.tensor([-4.0])]
+    cpu = torch.device("cpu")
+    white = torch.cat(whitened(parts, lambda sums: sums, cpu))
+    assert white.mean().item() == pytest.approx(0, abs=1e-6) and white.std(correction=0).item() == pytest.approx(1)
+    other = [torch.tensor([5.0])]  # another rank's, of which this one knows sums alone
+    sums = iter([torch.tensor([5.0, 1.0]), torch.tensor([(5 - 7 / 5) ** 2])])
+    both = torch.cat(whitened(parts, lambda own: own + next(sums), cpu))
+    np.testing.assert_allclose(both, torch.cat(whitened([*parts, *other], lambda own: own, cpu))[:4], atol=1e-6)
+    assert not torch.cat(whitened([torch.ones(3)], lambda sums: sums, cpu)).any()
+    assert whitened([], lambda sums: sums, cpu) == []

@@ -87,7 +87,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("loss", ["dapo", "grpo", "gspo", "rloo"])
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "gspo", "rloo", "reinforce_pp"])
 def test_steps_do_not_depend_on_how_answers_are_laid_out(loss: str, train: Train) -> None:
     runs = {}
     for name, layout in LAYOUTS.items():
@@ -110,6 +110,29 @@ def test_every_loss_teaches_what_is_rewarded(loss: str, knows_few: Path, train: 
     run = train(make_data(make_segments(12)), **changes)
     rewards = [step.measures["reward"] for step in run.steps]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards
+
+
+@pytest.mark.parametrize("loss", ["grpo", "reinforce_pp"])
+def test_kl_holds_the_model_near_its_reference(loss: str, knows_few: Path, train: Train) -> None:
+    distances = []
+    for weight in (1e-9, 1.0):
+        objective = {"name": "rl", "loss": loss, "kl_weight": weight}
+        changes = {**RL, **LEARNS, "objective": objective, "model": {"name_or_path": str(knows_few)}}
+        run = train(make_data(make_segments(12)), folder=str(weight), **changes)
+        assert abs(run.steps[0].measures["kl_k1"]) < 1e-6 and abs(run.steps[0].measures["kl_k3"]) < 1e-6
+        distances.append(np.mean([step.measures["kl_k3"] for step in run.steps[-5:]]))
+    assert 0 < distances[1] < 0.5 * distances[0]
+
+
+def test_the_base_under_an_adapter_is_the_reference_of_a_second_model(train: Train) -> None:
+    found = []
+    for source in ("base", "model"):
+        objective = {"name": "rl", "loss": "grpo", "kl_weight": 0.1, "reference": source}
+        changes = {**RL, "objective": objective, "adapter": {"type": "lora"}}
+        run = train(make_data(make_segments(12)), folder=source, train__learning_rate=1e-2, **changes)
+        found.append([(step.loss, step.measures["kl_k3"]) for step in run.steps])
+    np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+    assert found[0][-1][1] > 1e-5
 
 
 def test_rewards_of_chance_teach_nothing(knows_few: Path, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,9 +283,24 @@ WRONG = {
     "train.tokens_per_step=100": "train.tokens_per_step",
     "runtime.sharding=fsdp": "runtime.sharding",
     "objective=sft": "rollout",
+    "objective={name: rl, reference: model}": "objective.reference.source",
+    "objective={name: rl, kl_weight: 0.1, reference: precomputed}": "objective.reference.source",
+    "objective={name: rl, kl_weight: 0.1, reference: none}": "objective.reference.source",
+    "objective={name: rl, loss: cispo, clip_low: 0.1}": "objective.clip_low",
     "adapter={type: lora, lora_dropout: 0.1}": "adapter.lora_dropout",
     "train.neftune_noise_alpha=5": "train.neftune_noise_alpha",
 }
+
+
+def test_a_loss_that_compares_no_answers_takes_one_and_drops_none(tmp_path: Path) -> None:
+    path = tmp_path / "rl.yaml"
+    path.write_text(
+        "model: preset:tiny-qwen3\ndata: {train: preset:skills}\nobjective: {name: rl, loss: reinforce_pp}\n"
+    )
+    assert load_draft(path, ["rollout.answers=1"]).config.rollout.answers == 1
+    with pytest.raises(ConfigError) as caught:
+        load_draft(path, ["rollout.dead_groups=drop"])
+    assert [problem.key for problem in caught.value.problems] == ["rollout.dead_groups"]
 
 
 @pytest.mark.parametrize("override", WRONG)

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from luthier.config.loss_rows import Loss
 from luthier.config.objective import LOSSES
 from luthier.config.rollout import GapAction, RolloutConfig
 from luthier.errors import TrainingError
 from luthier.models.passes import ModelPass
 from luthier.objectives import Measure, Measures, TokenSettings
 from luthier.objectives.measures import measure
-from luthier.objectives.policy_losses import Divisor, PolicyScores, divided, outside_of_clip, units
-from luthier.records import Batch
+from luthier.objectives.policy_losses import (
+    Advantage,
+    Divisor,
+    PolicyScores,
+    divided,
+    k3,
+    kl_losses,
+    outside_of_clip,
+    units,
+    whitened,
+    without_kl,
+)
+from luthier.records import Batch, PolicyTargets
 from luthier.training.losses.parts import ObjectiveParts
+from luthier.training.losses.reference_choice import reference_model
+from luthier.training.losses.references import ReferenceModel
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell
 from luthier.training.losses.tokens import TokenLosses
 from luthier.training.report.result import ENTROPY
 
 REWARD, FINISHED, LENGTH, GAP, CLIPPED = "reward", "finished", "answer_tokens", "gap", "clipped"
+KL_K1, KL_K3 = "kl_k1", "kl_k3"  # estimates of the KL divergence from the reference, by the names of their paper
 FLOOR, FLOOR_OF_16_BITS, TIMES_THE_FIRST = 1e-4, 2e-2, 4.0
 
 
@@ -33,8 +48,9 @@ def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Both
     return (
         PolicyLosses(
             forward=forward,
-            name=objective.loss_name,
+            row=LOSSES.named(objective.loss_name),
             numbers=objective.numbers,
+            reference=reference_model(parts, forward, tell) if objective.needs_reference else None,
             rollout=parts.config.rollout,
             floor=floor,
             tell=tell,
@@ -43,23 +59,34 @@ def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Both
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prepared:
+    """What a micro-batch's loss needs of its step: advantages_K, and reference_K, the reference's log-probabilities."""
+
+    advantages_K: torch.Tensor
+    reference_K: torch.Tensor | None
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class PolicyLosses(Stateless):
     """``floor``: a gap that rounding alone may make. What the first step finds is remembered: larger gaps are told."""
 
     forward: ModelPass
-    name: str
+    row: Loss
     numbers: dict[str, float]
+    reference: ReferenceModel | None
     rollout: RolloutConfig
     floor: float
     tell: Tell
     _first_gap: float | None = None
     _gaps: list[Measure] = field(default_factory=list)  # of the step
+    _prepared: dict[Batch, Prepared] = field(default_factory=dict)
 
     @property
     def measured(self) -> tuple[str, ...]:
         """See `StepLosses`."""
-        return (REWARD, *self._each_reward, FINISHED, LENGTH, GAP, CLIPPED, ENTROPY)
+        of_kl = () if self.reference is None else (KL_K1, KL_K3)
+        return (REWARD, *self._each_reward, FINISHED, LENGTH, GAP, CLIPPED, ENTROPY, *of_kl)
 
     @property
     def _each_reward(self) -> list[str]:
@@ -69,7 +96,7 @@ class PolicyLosses(Stateless):
     @property
     def divisor(self) -> Divisor:
         """What a step's sum is divided by."""
-        return Divisor(LOSSES.named(self.name).divisor)
+        return Divisor(self.row.divisor)
 
     def num_units(self, batch: Batch) -> int:
         """Targets or answers, as the loss has it."""
@@ -77,8 +104,27 @@ class PolicyLosses(Stateless):
         return units(self.divisor, num_targets=batch.num_targets, num_answers=answers)
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
-        """See `StepLosses`."""
+        """Ask the reference about all answers of the step, and settle their advantages."""
         self._gaps = []
+        drawn = {batch: batch.policy for batch in batches if batch.policy is not None}
+        found = [self._prepare(batch, policy) for batch, policy in drawn.items()]
+        if self.row.whitened:
+            advantages = whitened([one.advantages_K for one in found], reduce, self.forward.device)
+            found = [replace(one, advantages_K=white) for one, white in zip(found, advantages, strict=True)]
+        self._prepared = dict(zip(drawn, found, strict=True))
+
+    def _prepare(self, batch: Batch, policy: PolicyTargets) -> Prepared:
+        device = self.forward.device
+        answers_K, advantages_S = policy.answers_K.to(device), policy.advantages_S.to(device)
+        reference_K = None if self.reference is None else self.reference.token_logps(batch)
+        if self.row.kl_in != "reward":
+            return Prepared(advantages_K=advantages_S[answers_K], reference_K=reference_K)
+        kl_K = torch.zeros_like(policy.behaviour_K, device=device)
+        if reference_K is not None:
+            kl_K = self.numbers["kl_weight"] * (policy.behaviour_K.to(device) - reference_K)
+        kind, order_K, groups_S = Advantage(self.row.advantage), policy.order_K.to(device), policy.groups_S.to(device)
+        drawn_K = without_kl(advantages_S, kl_K[order_K], kind, answers_K[order_K], groups_S)
+        return Prepared(advantages_K=torch.empty_like(drawn_K).index_copy(0, order_K, drawn_K), reference_K=reference_K)
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
         """See `StepLosses`."""
@@ -86,15 +132,18 @@ class PolicyLosses(Stateless):
         found, policy = scored.scores, batch.policy
         if policy is None:  # nothing was drawn on this rank
             return MicroLoss(loss_sum=scored.anchor + found.logps_K.sum(), num_units=0, measures=self._nothing())
-        device = found.logps_K.device
+        device, prepared = found.logps_K.device, self._prepared[batch]
         assert len(policy.behaviour_K) == len(found.logps_K), "what was drawn and what is scored are the same tokens"
         scores = PolicyScores(
             logps_K=found.logps_K,
             behaviour_K=policy.behaviour_K.to(device),
-            advantages_S=policy.advantages_S.to(device),
+            advantages_K=prepared.advantages_K,
             segments_K=policy.answers_K.to(device),
+            num_answers=len(policy.rewards_S),
         )
-        losses_K = LOSSES.named(self.name).compute(scores, self.numbers)
+        losses_K = self.row.compute(scores, self.numbers)
+        if prepared.reference_K is not None and self.row.kl_in == "loss":
+            losses_K = losses_K + self.numbers["kl_weight"] * kl_losses(scores, prepared.reference_K)
         parts_K = divided(losses_K, scores, self.divisor, self.rollout.max_new_tokens)
         assert found.entropy_K is not None
         gap = measure((found.logps_K.detach() - scores.behaviour_K).abs())
@@ -113,8 +162,14 @@ class PolicyLosses(Stateless):
                 GAP: gap,
                 CLIPPED: measure(outside_of_clip(scores, self.numbers)),
                 ENTROPY: measure(found.entropy_K),
+                **self._distance(found.logps_K.detach(), prepared.reference_K),
             },
         )
+
+    def _distance(self, logps_K: torch.Tensor, reference_K: torch.Tensor | None) -> dict[str, Measure]:
+        if reference_K is None:
+            return {}
+        return {KL_K1: measure(logps_K - reference_K), KL_K3: measure(k3(logps_K, reference_K))}
 
     def end_step(self, reduce: Reduce) -> None:
         """Compare the step's gap with its bound. Raises `TrainingError` where it is larger."""

@@ -101,8 +101,8 @@ def _source(config: RunConfig) -> ReferenceSource:
         return ReferenceSource.MODEL
     if _begins_at_base(config) and objective.reference.name_or_path is None:
         return ReferenceSource.BASE
-    needs_tokens = OBJECTIVES[objective.name].by_token
-    if needs_tokens or objective.estimates_kl:
+    kind = OBJECTIVES[objective.name]
+    if kind.by_token or kind.on_policy or objective.estimates_kl:
         return ReferenceSource.MODEL
     return ReferenceSource.PRECOMPUTED
 

@@ -67,10 +67,17 @@ class ReferenceModel:
 
     def logps(self, batch: Batch, counts_K: torch.Tensor | None = None) -> torch.Tensor:
         """See `Reference`."""
+        logps_K, targets = self._token_logps(batch)
+        return sequence_scores(logps_K, targets.segments_K, batch.num_segments, counts_K=counts_K).logps_S
+
+    def token_logps(self, batch: Batch) -> torch.Tensor:
+        """float32[K]: log-probability of each target."""
+        return self._token_logps(batch)[0]
+
+    def _token_logps(self, batch: Batch) -> tuple[torch.Tensor, Targets]:
         with self._as_reference():
             scored, targets = self.forward.token_scores(self.model, batch)
-        logps_K = scored.scores.logps_K
-        return sequence_scores(logps_K, targets.segments_K, batch.num_segments, counts_K=counts_K).logps_S
+        return scored.scores.logps_K, targets
 
     def hidden(self, batch: Batch) -> ReferenceHidden:
         """Its hidden states at the targets, with its head, for losses that compare whole distributions."""

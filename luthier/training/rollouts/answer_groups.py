@@ -82,6 +82,8 @@ def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout) -> Bat
         )
     before = np.cumsum([0, *(len(group.answers) for group in groups)])
     answers_K = np.concatenate([group.tree.answers_K + first for group, first in zip(groups, before, strict=False)])
+    sizes = np.cumsum([0, *(len(group.tree.numbers_K) for group in groups)])
+    numbers_K = [group.tree.numbers_K + first for group, first in zip(groups, sizes, strict=False)]
     policy = PolicyTargets(
         behaviour_K=torch.from_numpy(np.concatenate([group.tree.logprobs_K for group in groups])),
         answers_K=torch.from_numpy(answers_K),
@@ -89,6 +91,8 @@ def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout) -> Bat
         rewards_S=_tensor([group.rewards_G for group in groups]),
         values_SF=_tensor([group.values_GF for group in groups]),
         finished_S=torch.tensor([answer.finished for group in groups for answer in group.answers]),
+        groups_S=torch.from_numpy(np.repeat(np.arange(len(groups)), np.diff(before))),
+        order_K=torch.from_numpy(np.argsort(np.concatenate(numbers_K))),
     )
     return replace(batch, policy=policy)
 

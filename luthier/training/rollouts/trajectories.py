@@ -88,11 +88,13 @@ class AnswerTree:
 
     logprobs_K  float32: of each target when it was drawn, in the order of a batch's targets
     answers_K   int64: which of the answers it belongs to
+    numbers_K   int64: counts what was drawn, answer by answer
     """
 
     sample: Sample
     logprobs_K: NDArray[np.float32]
     answers_K: NDArray[np.int64]
+    numbers_K: NDArray[np.int64]
 
 
 def answer_tree(prompt: Ids, answers: Sequence[Trajectory], address: Address) -> AnswerTree:
@@ -123,6 +125,7 @@ def answer_tree(prompt: Ids, answers: Sequence[Trajectory], address: Address) ->
         sample=replace(tree, weight=None),
         logprobs_K=logprobs[numbers_K].astype(np.float32),
         answers_K=owners[numbers_K].astype(np.int64),
+        numbers_K=numbers_K,
     )
 
 
