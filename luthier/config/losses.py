@@ -175,22 +175,16 @@ def _reference(draft: Draft) -> Iterator[Problem]:
             if OBJECTIVES[objective.name].by_token:
                 what = f"{objective.loss_name} compares whole distributions, too much to keep for every token"
                 yield draft.problem("objective.reference.source", what, "set it to base or model")
-            if on_policy:
-                what = "answers that the run draws are not known before"
-                yield draft.problem("objective.reference.source", what, "set it to base or model")
             if objective.estimates_kl:
                 estimated = "a KL from other answers in each epoch, which nobody can have computed"
                 what = f"{objective.loss_name} estimates {estimated}"
                 hint = "set it to base or model, or objective.loss: apo_zero_unpaired, which estimates none"
                 yield draft.problem("objective.reference.source", what, hint)
         case ReferenceSource.NONE:
-            if not LOSSES[objective.loss_name].reference_free:
+            if not (LOSSES[objective.loss_name].reference_free or on_policy):
                 what = f"the loss {objective.loss_name} measures each answer by itself against a reference model"
                 free = ", ".join(name for name, row in LOSSES.items() if row.reference_free)
                 hint = "set it to auto" + (f", or choose one of {free}" if objective.name == "dpo" else "")
-                if on_policy:
-                    weight = f"{draft.cite('objective.kl_weight')} is {objective.number('kl_weight'):g}"
-                    what, hint = f"{weight}, which needs a reference", "set it to auto, or objective.kl_weight: 0"
                 yield draft.problem("objective.reference.source", what, hint)
             if reference.name_or_path is not None:
                 what = f"no reference, and {draft.cite('objective.reference.name_or_path')} names one"
@@ -221,13 +215,7 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         elif reward.file is not None and not reward.file.is_file():
             yield draft.problem(f"{key}.function", f"there is no file {reward.file}", "FILE.py:NAME")
     yield from _same_names(draft)
-    compares = LOSSES[config.objective.loss_name].advantage != "reward"
-    if not compares and config.rollout.dead_groups is DeadGroups.DROP:
-        what = f"the loss {config.objective.loss_name} does not compare the answers to a prompt with each other"
-        yield draft.problem("rollout.dead_groups", what, "set it to keep")
-    if compares and config.rollout.answers < 2:
-        what = "an answer is better or worse than others to the same prompt, and there are none"
-        yield draft.problem("rollout.answers", what, "at least 2; 8 is usual")
+    yield from _policies(draft)
     for key, is_other, way in (
         ("train.gradient_accumulation_steps", config.train.gradient_accumulation_steps != 1, "remove it"),
         ("train.tokens_per_step", config.train.tokens_per_step is not None, "remove it"),
@@ -247,6 +235,26 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
     if config.runtime.sharding is not Sharding.NONE:
         what = "processes draw answers of different lengths, and a divided model needs all of them at once"
         yield draft.problem("runtime.sharding", what, "set runtime.sharding: none")
+
+
+def _policies(draft: Draft) -> Iterator[Problem]:
+    """Between a loss of answers that the run draws, and how they are drawn."""
+    config, objective = draft.config, draft.config.objective
+    name, source = objective.loss_name, objective.reference.source
+    compares = LOSSES[name].advantage != "reward"
+    if not compares and config.rollout.dead_groups is DeadGroups.DROP:
+        what = f"the loss {name} does not compare the answers to a prompt with each other"
+        yield draft.problem("rollout.dead_groups", what, "set it to keep")
+    if compares and config.rollout.answers < 2:
+        what = "an answer is better or worse than others to the same prompt, and there are none"
+        yield draft.problem("rollout.answers", what, "at least 2; 8 is usual")
+    if objective.compares_with_reference and source is ReferenceSource.PRECOMPUTED:
+        what = "answers that the run draws are not known before"
+        yield draft.problem("objective.reference.source", what, "set it to base or model")
+    if objective.compares_with_reference and source is ReferenceSource.NONE:
+        weight = f"{draft.cite('objective.kl_weight')} is {objective.number('kl_weight'):g}"
+        hint = "set it to auto, or objective.kl_weight: 0"
+        yield draft.problem("objective.reference.source", f"{weight}, which needs a reference", hint)
 
 
 def _same_names(draft: Draft) -> Iterator[Problem]:
