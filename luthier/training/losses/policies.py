@@ -60,7 +60,7 @@ def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Both
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Prepared:
+class PolicyBaselines:
     """What a micro-batch's loss needs of its step: advantages_K, and reference_K, the reference's log-probabilities."""
 
     advantages_K: torch.Tensor
@@ -80,7 +80,7 @@ class PolicyLosses(Stateless):
     tell: Tell
     _first_gap: float | None = None
     _gaps: list[Measure] = field(default_factory=list)  # of the step
-    _prepared: dict[Batch, Prepared] = field(default_factory=dict)
+    _prepared: dict[Batch, PolicyBaselines] = field(default_factory=dict)
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -113,18 +113,20 @@ class PolicyLosses(Stateless):
             found = [replace(one, advantages_K=white) for one, white in zip(found, advantages, strict=True)]
         self._prepared = dict(zip(drawn, found, strict=True))
 
-    def _prepare(self, batch: Batch, policy: PolicyTargets) -> Prepared:
+    def _prepare(self, batch: Batch, policy: PolicyTargets) -> PolicyBaselines:
         device = self.forward.device
         answers_K, advantages_S = policy.answers_K.to(device), policy.advantages_S.to(device)
         reference_K = None if self.reference is None else self.reference.token_logps(batch)
         if self.row.kl_in != "reward":
-            return Prepared(advantages_K=advantages_S[answers_K], reference_K=reference_K)
+            return PolicyBaselines(advantages_K=advantages_S[answers_K], reference_K=reference_K)
         kl_K = torch.zeros_like(policy.behaviour_K, device=device)
         if reference_K is not None:
             kl_K = self.numbers["kl_weight"] * (policy.behaviour_K.to(device) - reference_K)
         kind, order_K, groups_S = Advantage(self.row.advantage), policy.order_K.to(device), policy.groups_S.to(device)
         drawn_K = without_kl(advantages_S, kl_K[order_K], kind, answers_K[order_K], groups_S)
-        return Prepared(advantages_K=torch.empty_like(drawn_K).index_copy(0, order_K, drawn_K), reference_K=reference_K)
+        return PolicyBaselines(
+            advantages_K=torch.empty_like(drawn_K).index_copy(0, order_K, drawn_K), reference_K=reference_K
+        )
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
         """See `StepLosses`."""
