@@ -273,7 +273,8 @@ def test_each_danger_would_be_found() -> None:
 # Programs that fork, and why they may: none of them has computed with torch by then.
 EXCUSED_FORKS = {
     "tests/encoding/killed_processes.py": "has no threads, and imports nothing but numpy, filelock and the store",
-    "tests/faults/killing.py": "forks programs that only read rows, where `computes_nothing` refuses torch's functions",
+    "tests/faults/killing.py": "forks a program in which `computes_nothing` refuses torch's functions",
+    "tests/programs.py": "forks a server that has imported `tests.programs_import`, and does nothing else",
     "tests/faults/streams.py": "forks the feed of a child of such a program, before the child reads its first row",
 }
 PROJECT = PACKAGE.parent

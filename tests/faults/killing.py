@@ -1,7 +1,7 @@
 """Processes that are killed: what the programs of this folder share. It needs no torch.
 
 Children are forked from a process that has imported everything, which is quick, where none of its threads can be half
-there in the child: `computes_nothing` refuses torch's. Children that train are started anew.
+there in the child: `computes_nothing` refuses torch's.
 """
 
 from __future__ import annotations
@@ -90,13 +90,6 @@ class Kills:
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(code)
-
-    def run(self, command: list[str], errors: Path) -> int:
-        """Start a program; its standard error goes to ``errors``."""
-        actions = [(os.POSIX_SPAWN_OPEN, 2, str(errors), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)]
-        pid = os.posix_spawn(command[0], command, os.environ, file_actions=actions)
-        self._running[pid] = errors
-        return pid
 
     def kill_after(
         self, pid: int, seconds: float, *, once: Callable[[], bool] = lambda: True, group: bool = False

@@ -7,6 +7,7 @@ nothing with torch.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("points", nargs="+", help=f"KIND=POINTS; kinds: {', '.join(KINDS)}")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    gc.disable()  # it would look through all that is imported, in each child again
     memory = Path("/dev/shm")  # SIGKILL loses nothing that is in the system's cache, so a disk would show nothing more
     for kind, _, points in (each.partition("=") for each in options.points):
         began = time.monotonic()

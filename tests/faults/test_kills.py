@@ -16,10 +16,9 @@ from tests.faults.points import run_points
 
 # A program each, for what it imports takes longer than some kills.
 PREPARING = {"preparing": 12, "preparing-shared": 8, "preparing-operations": 1, "store-failures": 1}
-CHECKPOINTS = {"checkpoints": 1, "checkpoint-failures": 1}
 LOADING = {"stream": 15, "loses-its-window": 4, "loses-a-step": 4, "loader": 8, "stream-workers": 2, "fed": 6}
-TRAINING = {"training": 3, "training-large-files": 2}
-PROGRAMS = (PREPARING, CHECKPOINTS, LOADING, TRAINING)
+TRAINING = {"checkpoints": 1, "checkpoint-failures": 1, "training": 3, "training-large-files": 2}
+PROGRAMS = (PREPARING, LOADING, TRAINING)
 CONTROLS = ("loses-its-window", "loses-a-step")
 
 

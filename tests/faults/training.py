@@ -1,13 +1,12 @@
 """Whole training runs that are killed at random times, or may write no file beyond a size.
 
-``python -m tests.faults.training FOLDER`` is one of them: a process that trains is never forked.
+Those that are killed are forked from a process that has imported everything and never trains.
 """
 
 from __future__ import annotations
 
 import hashlib
 import resource
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from luthier.errors import CheckpointError
 from luthier.training.fit import fit_data
 from luthier.training.report.events import Event, StepDone
 from luthier.training.report.result import RunResult
-from tests.faults.killing import Findings, Kills, has_done, tell_progress
+from tests.faults.killing import Findings, Kills, computes_nothing, has_done, tell_progress
 from tests.training.tiny_runs import make_config, make_data, make_segments
 
 CHANGES: dict[str, Any] = {
@@ -57,7 +56,7 @@ class Trained:
 
 def train(folder: Path) -> RunResult:
     """A tiny run, or what is left of it. ``FOLDER.progress`` says how many steps it has done."""
-
+    torch.set_num_threads(1)
     num_steps = 0
 
     def count(event: Event) -> None:
@@ -76,16 +75,20 @@ def _progress(folder: Path) -> Path:
 
 def kill_at_random(root: Path, points: int, seed: int) -> Findings:
     """Kill a run at random times, `KILLS_IN_A_ROW` at most, then let it end: the same losses, the same weights."""
-    torch.set_num_threads(1)
-    findings = Findings(kind="training")
-    with Kills(seed) as kills:
-        expected = Trained.of(train(root / "whole"))
+    findings, errors = Findings(kind="training"), root / "errors"
+    with computes_nothing(), Kills(seed) as kills:
+
+        def start(folder: Path) -> int:
+            return kills.start(lambda: train(folder), errors)
+
+        assert kills.wait(start(root / "whole")) == 0
+        expected = Trained.of(RunResult.load(root / "whole"))
         while findings.points < points:
             findings.facts["runs"] += 1
             assert findings.facts["runs"] <= 3 + points, "runs end before they can be killed"
             folder = root / f"run-{findings.facts['runs']}"
             for _ in range(min(KILLS_IN_A_ROW, points - findings.points)):
-                pid = kills.run([sys.executable, "-m", __name__, str(folder)], root / "errors")
+                pid = start(folder)
                 once = has_done(_progress(folder), pid, num_steps=1 + kills.rng.randrange(MOST_STEPS))
                 if not kills.kill_after(pid, kills.rng.random() * SECONDS_MORE, once=once):
                     break
@@ -93,7 +96,7 @@ def kill_at_random(root: Path, points: int, seed: int) -> Findings:
                 findings.facts["with a checkpoint"] += any(folder.glob("checkpoint-*"))
                 findings.facts["while saving"] += any(folder.glob(".saving-*"))
             else:
-                train(folder)
+                assert kills.wait(start(folder)) == 0
             compare(findings, Trained.of(RunResult.load(folder)), expected)
             findings.differing += sorted(path.name for path in folder.iterdir()) != sorted(
                 path.name for path in (root / "whole").iterdir()
@@ -112,7 +115,6 @@ def compare(findings: Findings, found: Trained, expected: Trained) -> None:
 def write_at_most(root: Path, points: int, seed: int) -> Findings:
     """No file may be larger than so many bytes, for real: one error that names a path of the run; then it goes on."""
     del seed
-    torch.set_num_threads(1)
     findings = Findings(kind="training, files too large")
     expected = Trained.of(train(root / "whole"))
     sizes = {path.stat().st_size for path in (root / "whole").rglob("*") if path.is_file()}
@@ -132,8 +134,3 @@ def write_at_most(root: Path, points: int, seed: int) -> Findings:
             findings.differing += any(folder.glob(".saving-*"))
         compare(findings, Trained.of(train(folder)), expected)
     return findings
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    train(Path(sys.argv[1]))

@@ -65,7 +65,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         given = json.dumps({**first, "then": then})
         started[mode] = start_ranks(PROGRAM, given, size=job.get("ranks", 1), errors=root / f"{mode}.stderr")
     hanging = started["hang_rank_1"][1]
-    started["hang_rank_1"][0].wait(SECONDS)
+    started["hang_rank_1"][0].join(SECONDS)
     hanging.kill()  # nothing else ends it
     codes = {mode: exit_codes(processes) for mode, processes in started.items()}
     return {mode: Ended(root / mode, codes[mode], (root / f"{mode}.stderr").read_text()) for mode in JOBS}

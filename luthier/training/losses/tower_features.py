@@ -91,9 +91,14 @@ def kept_features(work: TowerWork, tell: Callable[[str], None]) -> MediaInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Missing:
-    """Items without features, by key; ``tried`` are segments that hold some of them, those of several items first."""
+    """Items without features, by key.
+
+    numbers  of each item among all that the run needs, in the order of their keys: every rank gives it the same
+    tried    segments that hold some of them, those of several items first
+    """
 
     items: Mapping[str, MediaItem]
+    numbers: Mapping[str, int]
     tried: Sequence[Segment]
 
 
@@ -110,16 +115,20 @@ _SEGMENTS_TRIED, _ITEMS_TRIED = 4, 8  # several, as files may have gone; few ite
 
 def _missing(work: TowerWork, there: set[str]) -> _Missing:
     items: dict[str, MediaItem] = {}
+    needed_keys: set[str] = set()
     tried: list[Segment] = []
     for index, needed in work.sides:
         has_media = index.prepared.store.have_media(index.sample_ids[needed])
         for number in needed[has_media].tolist():
             segment = index[number]
-            new = {key: item for item in segment.media if (key := item_key(item.media, item.header)) not in there}
+            of_segment = {item_key(item.media, item.header): item for item in segment.media}
+            needed_keys |= of_segment.keys()
+            new = {key: item for key, item in of_segment.items() if key not in there}
             if new:
                 tried = sorted([*tried, segment], key=_rank)[:_SEGMENTS_TRIED]
             items |= new
-    return _Missing(items=items, tried=tried)
+    numbers = {key: number for number, key in enumerate(sorted(needed_keys)) if key in items}
+    return _Missing(items=items, numbers=numbers, tried=tried)
 
 
 def _rank(segment: Segment) -> tuple[bool, int]:
@@ -131,7 +140,7 @@ def _rank(segment: Segment) -> tuple[bool, int]:
 def _compute(
     work: TowerWork, encoders: Encoders, missing: _Missing, files: FeatureFiles, tell: Callable[[str], None]
 ) -> None:
-    """This rank's share: by key, so that ranks agree whatever other runs have written meanwhile."""
+    """This rank's share: by number, so that ranks agree whatever other runs have written meanwhile."""
     known = _proven(work, encoders, missing.tried)
     tokens = sum(item.length for item in missing.items.values())
     sizes = [
@@ -148,7 +157,7 @@ def _compute(
     disk = Disk()
     lost = 0
     for key, item in missing.items.items():
-        if int(key, 16) % ranks != rank:
+        if missing.numbers[key] % ranks != rank:
             continue
         try:
             features = known.get(key) or encoders.encode(work.media.features([item]))

@@ -1,0 +1,44 @@
+"""Programs that train, forked from a server that has imported what they need, which would take each of them seconds.
+
+A process that is forked after torch has computed has half of torch's thread pool, and aborts now and then. This server
+never computes: it imports `tests.programs_import`, which sees that there is one thread, and forks.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+_SERVER = get_context("forkserver")
+_SERVER.set_forkserver_preload(["tests.programs_import"])
+
+
+def start_program(
+    program: str | Path, arguments: Sequence[str], *, said: Path, environment: Mapping[str, str] | None = None
+) -> ForkServerProcess:
+    """As ``python -m PROGRAM ARGUMENTS``, or ``python PROGRAM ARGUMENTS`` for a file, but for Python's collector, which
+    is off. All that it prints is added to the file ``said``."""
+    given = dict(os.environ if environment is None else environment)
+    process = _SERVER.Process(target=_run, args=(program, list(arguments), said, given, os.getcwd()))
+    process.start()
+    return process
+
+
+def _run(program: str | Path, arguments: list[str], said: Path, environment: dict[str, str], folder: str) -> None:
+    descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [str(program), *arguments]
+    if isinstance(program, Path):
+        sys.path.insert(0, str(program.parent))
+        runpy.run_path(str(program), run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
