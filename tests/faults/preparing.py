@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig
@@ -21,8 +20,10 @@ from luthier.store import store as store_room
 from luthier.store.care import verify_store
 from luthier.store.disk import Disk
 from luthier.store.store import SampleStore, store_folder
-from tests.faults.killing import FailsOnce, Findings, Kills, before_each, die_at
+from tests.faults.killing import FailsOnce, Findings, Kills, before_each, die_at, has_done, tell_progress
 
+MOST = 60  # operations of the disk between two kills: all of it takes 350, and the first commit is the 26th
+SECONDS_MORE = 0.01  # to be in the middle of something
 BROKEN_EVERY = 29  # so many rows apart, one that is no JSON and one that answers nothing
 
 
@@ -64,6 +65,16 @@ class Preparing:
         """Do it."""
         prepare(self.config(name, out), self.encoder)
 
+    def prepare_and_tell(self, name: str, out: str) -> None:
+        """Do it, and say how many operations of the disk it has done."""
+        count = itertools.count(1)
+        with before_each(Disk, lambda *_: tell_progress(self.progress(name, out), next(count))):
+            self.prepare(name, out)
+
+    def progress(self, name: str, out: str) -> Path:
+        """Where `prepare_and_tell` says it."""
+        return self.root / f"{name}-{out}.progress"
+
     def account(self, name: str, out: str = "out") -> Account:
         """Do it, or what is left of it, and look at everything."""
         prepared = prepare(self.config(name, out), self.encoder)
@@ -83,7 +94,7 @@ def write_rows(path: Path, num_rows: int, *, broken: bool) -> Path:
     """Rows of the embedded data set; ``broken``: with bad ones among them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(islice(skills_rows("train"), num_rows)):
+        for number, row in enumerate(itertools.islice(skills_rows("train"), num_rows)):
             if broken and number % BROKEN_EVERY == BROKEN_EVERY - 1:
                 file.write('{"messages": []}\n' if number % 2 else "{broken\n")
             file.write(json.dumps(row) + "\n")
@@ -120,31 +131,28 @@ def kill_at_random(root: Path, points: int, seed: int, *, processes: int, num_ro
     """Kill one of so many processes at a random time, start it again, until all is done; over and over."""
     rows = Preparing.of(root, num_rows)
     findings = Findings(kind=f"preparing, {processes} process{'es' * (processes > 1)}")
-    began = time.monotonic()
     expected = rows.account("whole")
-    seconds = time.monotonic() - began
     keys = keys_in(rows, "whole")
     with Kills(seed) as kills:
         while findings.points < points:
             name = f"attempt-{findings.facts['attempts']}"
             findings.facts["attempts"] += 1
             assert findings.facts["attempts"] < 10 * points, "processes end before they can be killed"
-            _kill_until_done(kills, rows, name, findings, processes=processes, seconds=seconds)
+            _kill_until_done(kills, rows, name, findings, processes=processes)
             compare(findings, rows.account(name), expected)
             look_at_store(findings, rows, name, keys)
     return findings
 
 
-def _kill_until_done(
-    kills: Kills, rows: Preparing, name: str, findings: Findings, *, processes: int, seconds: float
-) -> None:
+def _kill_until_done(kills: Kills, rows: Preparing, name: str, findings: Findings, *, processes: int) -> None:
     def start(out: str) -> int:
-        return kills.start(lambda: rows.prepare(name, out), rows.root / f"{name}-errors")
+        return kills.start(lambda: rows.prepare_and_tell(name, out), rows.root / f"{name}-errors")
 
     running = {place: start(f"out-{place}") for place in range(processes)}
     for _ in range(8 * processes):  # then it may finish
         place = kills.rng.randrange(processes)
-        if not kills.kill_after(running[place], kills.rng.random() * seconds * 0.6):
+        once = has_done(rows.progress(name, f"out-{place}"), running[place], num_steps=1 + kills.rng.randrange(MOST))
+        if not kills.kill_after(running[place], kills.rng.random() * SECONDS_MORE, once=once):
             break  # it has ended, so all is done
         findings.points += 1
         store = SampleStore.open(rows.store(name), fingerprint=rows.encoder.fingerprint)
