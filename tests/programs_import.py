@@ -1,4 +1,4 @@
-"""What the server of `tests.programs` has imported before it forks. It has one thread then, and has computed nothing."""
+"""What the server of `tests.programs` has imported before it forks: it has one thread then, and computes nothing."""
 
 import gc
 import glob
