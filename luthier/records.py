@@ -565,6 +565,7 @@ class PolicyTargets:
     finished_S    bool: whether the answer ends with a stop token
     groups_S      int64: which of the batch's prompts it answers
     order_K       int64: the targets as they were drawn, answer by answer
+    age           how many steps before this one they were drawn
     """
 
     behaviour_K: torch.Tensor
@@ -575,6 +576,7 @@ class PolicyTargets:
     finished_S: torch.Tensor
     groups_S: torch.Tensor
     order_K: torch.Tensor
+    age: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

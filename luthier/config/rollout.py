@@ -72,6 +72,9 @@ class RolloutConfig(Section):
     """Prompts of a step, on all processes together."""
     answers: Size = 8
     """Answers that are drawn to each prompt."""
+    updates: Size = 1
+    """How many steps learn from answers that were drawn at once, by the same weights. 1: each step draws its own. 4:
+    every fourth step draws the answers to 4 times ``prompts_per_step`` prompts, and each step learns from a fourth."""
     max_new_tokens: Tokens = 256
     """Longest answer, in tokens. One that is not finished by then is learned from like others, and counted."""
     rewards: Annotated[list[RewardConfig], BeforeValidator(as_list)] = [RewardConfig(metric="exact")]

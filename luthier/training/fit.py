@@ -265,9 +265,11 @@ def _train(run: Run) -> None:
     questions = _questions(run)
     if run.resume is None:
         _answer(run, questions)
-    elif (run.resume / OBJECTIVE_STATE).is_file():
-        with taking_over(run.resume, OBJECTIVE_STATE):
-            run.trainer.parts.losses.load_state(read_json(run.resume / OBJECTIVE_STATE))
+    else:
+        run.trainer.parts.stream.load(run.resume)
+        if (run.resume / OBJECTIVE_STATE).is_file():
+            with taking_over(run.resume, OBJECTIVE_STATE):
+                run.trainer.parts.losses.load_state(read_json(run.resume / OBJECTIVE_STATE))
     run.trainer.train(run.resume)
     run.trainer.finish()
     run.hooks.tell(Finished(step=run.trainer.state.global_step))

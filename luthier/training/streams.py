@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +73,18 @@ class ReadsPacks(Protocol):
 class DrawsAnswers(Protocol):
     """Has the model answer the questions of a step."""
 
+    @property
+    def updates(self) -> int:
+        """How many steps learn from answers that are drawn at once, by the same weights."""
+
     def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
-        """What this rank learns from; nothing, where no answer can be learned from."""
+        """What this rank learns from in a step; nothing, where no answer can be learned from."""
+
+    def save(self, folder: Path, step: int) -> None:
+        """Keep in a checkpoint what this rank has drawn for the steps after the first ``step``."""
+
+    def load(self, folder: Path, step: int) -> None:
+        """The way back. Raises `CheckpointError`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -123,6 +134,16 @@ class TrainStream:
         """Whether no step is left."""
         return self.first_step > 0 and self.schedule.is_last(self.first_step - 1)
 
+    def save(self, checkpoint: Path, step: int) -> None:
+        """Keep what this rank has drawn for the steps after the first ``step``."""
+        if self.rollouts is not None:
+            self.rollouts.save(checkpoint, step)
+
+    def load(self, checkpoint: Path) -> None:
+        """The way back. Raises `CheckpointError`."""
+        if self.rollouts is not None:
+            self.rollouts.load(checkpoint, self.first_step)
+
     def steps(self) -> Iterator[list[Batch]]:
         """The micro-batches of each step, at least one: read when they are asked for, and answers drawn then."""
         if self.rollouts is None:
@@ -132,9 +153,14 @@ class TrainStream:
         reader, rollouts = self.reader, self.rollouts
         assert isinstance(reader, BatchReader | SegmentsReader) and rollouts is not None
         questions = self.schedule.micro_batches(self.rank, first_step=self.first_step)
+        drawn: deque[list[Batch]] = deque()
         for step in itertools.count(self.first_step):
-            planned = list(itertools.islice(questions, self.schedule.turns(step)))
-            yield rollouts.batches(reader, planned) or [to_batch(blank_grid(reader.how), reader.how)]
+            if not drawn:  # answers of all steps up to the next multiple of `updates`, if the run has so many
+                others = range(step + 1, step - step % rollouts.updates + rollouts.updates)
+                now = [step, *itertools.takewhile(lambda other: not self.schedule.is_last(other - 1), others)]
+                turns = [list(itertools.islice(questions, self.schedule.turns(each))) for each in now]
+                drawn.extend(rollouts.batches(reader, planned) for planned in turns)
+            yield drawn.popleft() or [to_batch(blank_grid(reader.how), reader.how)]
 
     def __iter__(self) -> Iterator[Batch]:
         planned = self.schedule.micro_batches(self.rank, first_step=self.first_step)

@@ -402,8 +402,7 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint aside, seal it, and delete the ones over the limit. Raises `CheckpointError`."""
-        begun = time.perf_counter()
-        run, step = Path(self.args.output_dir), self.state.global_step
+        begun, run, step = time.perf_counter(), Path(self.args.output_dir), self.state.global_step
         staging = checkpoints.staging_folder(run, step)
         best = run / f"checkpoint-{self.state.best_global_step}"
         with checkpoints.saving(staging), evaluation_point(self.optimizer) as trained:
@@ -444,6 +443,7 @@ class Trainer:
             if self.accelerator.scaler is not None:
                 write_state(staging, checkpoints.SCALER_STATE, self.accelerator.scaler.state_dict())
         write_state(staging, checkpoints.RANDOM_STATE.format(rank=self.args.process_index), random_state())
+        self.parts.stream.save(staging, self.state.global_step)
 
     def _take_over_history(self, checkpoint: Path) -> None:
         """Go on with what the run has logged, with its best checkpoint if it is still there, and with what callbacks

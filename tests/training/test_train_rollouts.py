@@ -20,7 +20,7 @@ from luthier.config.objective import losses_of
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Refusal, Request
 from luthier.engines.local import LocalEngine
-from luthier.errors import ConfigError, TrainingError, UserError
+from luthier.errors import CheckpointError, ConfigError, TrainingError, UserError
 from luthier.loader.run_settings import train_settings
 from luthier.metrics.table import METRICS, Metric
 from luthier.training.fit import fit_data
@@ -146,12 +146,16 @@ def test_rewards_of_chance_teach_nothing(knows_few: Path, train: Train, monkeypa
     assert abs(np.mean(told[-3:]) - np.mean(told[:3])) < 0.1
 
 
-def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(tmp_path: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("updates", [1, 4])
+def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(
+    updates: int, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     data = make_data(make_segments(12))
+    rollout = {**RL["rollout"], "updates": updates}
 
     def run(folder: str, **changes: Any) -> RunResult:
         saving = {"output__save_strategy": "steps", "output__save_steps": 2}
-        config = make_config(tmp_path / folder, **{**RL, **changes, **saving})
+        config = make_config(tmp_path / folder, **{**RL, "rollout": rollout, **changes, **saving})
         return fit_data(config, tokenizer, data)
 
     whole = run("whole", train__max_steps=5)
@@ -159,7 +163,7 @@ def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(tmp_path: Path, 
     for path in (tmp_path / "parts").iterdir():  # as if it had been killed in its fourth step
         if path.is_dir() and path.name not in ("checkpoint-2", FOLDER):
             shutil.rmtree(path)
-    for step in (3, 4, 5):
+    for step in (3, 4, 5)[updates // 2 :]:  # those of steps 3 and 4 may have been drawn in the first
         (tmp_path / "parts" / FOLDER / f"{step:06d}.jsonl").unlink()
     (tmp_path / "parts" / "result.json").unlink()
     again = run("parts", train__max_steps=5)
@@ -167,6 +171,34 @@ def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(tmp_path: Path, 
     assert rollouts(tmp_path / "parts") == rollouts(tmp_path / "whole")
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts")]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_several_steps_learn_from_answers_of_the_same_weights(train: Train) -> None:
+    """Drawn at once, a fourth of the rows each; after the first step the ratio is no longer 1."""
+    changes = {**RL, "train__learning_rate": 1e-2, "train__max_steps": 6}
+    alone = train(make_data(make_segments(24)), folder="alone", **changes)
+    run = train(make_data(make_segments(24)), **{**changes, "rollout": {**RL["rollout"], "updates": 4}})
+    rows = [[{one["row"] for one in step} for step in rollouts(Path(each.output_dir))] for each in (alone, run)]
+    assert rows[0] == rows[1], "each step learns from the rows that it has in the plan"
+    assert ids(run)[0] == ids(alone)[0] and ids(run)[1] != ids(alone)[1]
+    still = train(make_data(make_segments(24)), folder="still", **{**changes, "train__learning_rate": 1e-12})
+    assert ids(run)[:4] == ids(still)[:4] and ids(run)[4] != ids(still)[4]
+    assert ["gap" in step.measures for step in run.steps] == [True, False, False, False, True, False]
+    moved = [step.measures["clipped"] for step in run.steps]
+    assert moved[0] == moved[4] == 0 and max(moved) > 0
+
+
+def test_a_checkpoint_without_the_answers_of_the_next_step_is_told(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    saving = {"output__save_strategy": "steps", "output__save_steps": 1}
+
+    def run(updates: int, steps: int) -> RunResult:
+        changes = {**RL, "rollout": {**RL["rollout"], "updates": updates}, "train__max_steps": steps}
+        return fit_data(make_config(tmp_path / "run", **changes, **saving), tokenizer, make_data(make_segments(12)))
+
+    run(1, 1)
+    with pytest.raises(CheckpointError) as caught:
+        run(4, 3)
+    assert "rollout.updates" in caught.value.message
 
 
 def test_rows_without_a_question_are_passed_over_and_told_once(train: Train) -> None:

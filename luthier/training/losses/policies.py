@@ -148,7 +148,8 @@ class PolicyLosses(Stateless):
             losses_K = losses_K + self.numbers["kl_weight"] * kl_losses(scores, prepared.reference_K)
         parts_K = divided(losses_K, scores, self.divisor, self.rollout.max_new_tokens)
         assert found.entropy_K is not None
-        gap = measure((found.logps_K.detach() - scores.behaviour_K).abs())
+        differences_K = (found.logps_K.detach() - scores.behaviour_K).abs()
+        gap = measure(differences_K if policy.age == 0 else differences_K[:0])  # later the weights are others
         self._gaps.append(gap)
         return MicroLoss(
             loss_sum=parts_K.sum() + scored.anchor,

@@ -62,8 +62,8 @@ def micro_batches(groups: Sequence[AnswerGroup], layout: AnswerLayout) -> Iterat
         yield rows
 
 
-def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout) -> Batch:
-    """Rows of groups as a micro-batch, with what the loss has to know of each answer."""
+def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout, *, age: int) -> Batch:
+    """Rows of groups as a micro-batch, with what the loss has to know of each answer. ``age`` as in `PolicyTargets`."""
     groups = [group for row in rows for group in row]
     how, trees = layout.how, [[group.tree.sample for group in row] for row in rows]
     if layout.shared:
@@ -93,6 +93,7 @@ def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout) -> Bat
         finished_S=torch.tensor([answer.finished for group in groups for answer in group.answers]),
         groups_S=torch.from_numpy(np.repeat(np.arange(len(groups)), np.diff(before))),
         order_K=torch.from_numpy(np.argsort(np.concatenate(numbers_K))),
+        age=age,
     )
     return replace(batch, policy=policy)
 

@@ -3,7 +3,7 @@
 prompts of a step ──engine──▶ n answers each ──judge──▶ rewards ──▶ advantages ──▶ trees: prompt, n answers ──▶ batches
 
 A step's answers follow from the weights, the seed, the step and the rows: they are the same after a kill, and on any
-number of processes.
+number of processes. Answers that wait for their step are kept in checkpoints, as the weights that drew them are gone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Engine
-from luthier.errors import TrainingError, UserError
+from luthier.errors import CheckpointError, TrainingError, UserError
 from luthier.loader.places import PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch
@@ -29,6 +29,7 @@ from luthier.training.generate import Question, question_of
 from luthier.training.ranks import summed_over_ranks
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, micro_batches
 from luthier.training.rollouts.answer_log import answers_file, write_answers
+from luthier.training.rollouts.kept_answers import Kept, KeptAnswer, read_kept, write_kept
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
 from luthier.training.streams import ReadsPacks, World
 
@@ -50,6 +51,7 @@ class Rollouts:
     world: World
     tell: Callable[[str], None]
     missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
+    kept: Kept = field(default_factory=dict)
 
     def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
         """What this rank learns from in a step; nothing, where no answer of it is better than another."""
@@ -61,12 +63,53 @@ class Rollouts:
             raise UserError("objective rl: prompts with pictures, videos or sounds are not learned from yet")
         if without := len(segments) - len(questions):
             self._note(NO_QUESTION, without)
-        groups = list(self._groups(questions, planned[0].step))
+        step = planned[0].step
+        groups = list(self._groups(questions, step))
         kept = [group for group in groups if self.config.dead_groups is DeadGroups.KEEP or not group.is_dead]
         rows = micro_batches([group for group in kept if len(group.answers)], self.layout)
-        return [collated(some, self.layout) for some in rows]
+        return [collated(some, self.layout, age=step % self.updates) for some in rows]
+
+    @property
+    def updates(self) -> int:
+        """See `DrawsAnswers`."""
+        return self.config.updates
+
+    def save(self, folder: Path, step: int) -> None:
+        """See `DrawsAnswers`."""
+        waiting = {other: answers for other, answers in self.kept.items() if other >= step}
+        if waiting:
+            write_kept(folder, self.world.rank, waiting, updates=self.updates)
+
+    def load(self, folder: Path, step: int) -> None:
+        """See `DrawsAnswers`."""
+        self.kept = read_kept(folder, updates=self.updates)
+        if step % self.updates and step not in self.kept:
+            raise CheckpointError(
+                f"{folder} does not hold the answers of step {step + 1}, which are drawn before it where "
+                f"rollout.updates is {self.updates}",
+                hint="set rollout.updates as it was, or begin anew with output.overwrite: true",
+            )
 
     def _groups(self, questions: Sequence[Question], step: int) -> Iterator[AnswerGroup]:
+        if step not in self.kept:
+            self.kept = self.kept if step % self.updates else {}
+            self.kept[step] = self._judged(questions, step)
+        kept = self.kept[step]
+        for question in questions:
+            ours = [one for one in kept[_name(question)] if not np.isnan(one.reward)]
+            rewards_G = np.array([one.reward for one in ours])
+            answers = [one.answer for one in ours]
+            yield AnswerGroup(
+                question=question,
+                answers=answers,
+                rewards_G=rewards_G,
+                values_GF=np.array([one.values_F for one in ours]).reshape(len(ours), len(self.judge.labels)),
+                advantages_G=advantages(rewards_G, self.advantage),
+                tree=answer_tree(question.prompt, answers, question.address),
+            )
+
+    def _judged(self, questions: Sequence[Question], step: int) -> dict[str, list[KeptAnswer]]:
+        """The answers by the name of their question."""
         drawn = self._drawn(questions, step)
         places = sorted(drawn)
         judged = self.judge.judge([self._as_text(questions[key], drawn[key, sample]) for key, sample in places])
@@ -80,18 +123,11 @@ class Rollouts:
             self.tokenizer,
         )
         self._check_finished(step, [drawn[place] for place in places])
-        for key, question in enumerate(questions):
-            ours = [n for n, (other, _) in enumerate(places) if other == key and not np.isnan(judged.total_N[n])]
-            rewards_G = judged.total_N[ours]
-            answers = [drawn[places[n]] for n in ours]
-            yield AnswerGroup(
-                question=question,
-                answers=answers,
-                rewards_G=rewards_G,
-                values_GF=judged.values_NF[ours],
-                advantages_G=advantages(rewards_G, self.advantage),
-                tree=answer_tree(question.prompt, answers, question.address),
-            )
+        found: dict[str, dict[int, KeptAnswer]] = {_name(question): {} for question in questions}
+        for place, total, values_F in zip(places, judged.total_N, judged.values_NF, strict=True):
+            answer = KeptAnswer(answer=drawn[place], reward=float(total), values_F=values_F.tolist())
+            found[_name(questions[place[0]])][place[1]] = answer
+        return {name: list(answers.values()) for name, answers in found.items()}
 
     def _drawn(self, questions: Sequence[Question], step: int) -> dict[tuple[int, int], Trajectory]:
         """The answers, by the number of their question and their own."""
@@ -105,7 +141,9 @@ class Rollouts:
         drawn: dict[tuple[int, int], Trajectory] = {}
         for answer in self.engine.generate(requests):
             if isinstance(answer, Completion):
-                call = ModelCall(prompt=questions[answer.key].prompt, completion=answer, version=step)
+                call = ModelCall(
+                    prompt=questions[answer.key].prompt, completion=answer, version=step - step % self.updates
+                )
                 drawn[answer.key, answer.sample] = Trajectory(calls=(call,))
             else:
                 self._note(f"not answered: {answer.reason}: {answer.detail}", 1)
@@ -140,6 +178,11 @@ class Rollouts:
                 f"rollout.max_new_tokens ({self.config.max_new_tokens}): rewards of answers that are cut teach little",
                 hint="raise rollout.max_new_tokens, or lower rollout.min_finished to go on like this",
             )
+
+
+def _name(question: Question) -> str:
+    """The row and the prompt, of which a row with several turns has several."""
+    return f"{question.address} {blake2b(question.prompt.tobytes(), digest_size=8).hexdigest()}"
 
 
 def _draw(step: int, question: Question) -> int:
