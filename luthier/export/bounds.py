@@ -27,9 +27,12 @@ BOUNDS = {
     "cast": Bound(kl_at_one=0.1),
     "8 bits": Bound(kl=5e-3, kl_at_one=0.5, tie=0.1),
 }
-EXACT, CAST = "exact", "cast"
+EXACT, CAST, EIGHT_BITS = "exact", "cast", "8 bits"
 
 
-def bound_of(dtypes: Sequence[str]) -> str:
-    """By which bounds models that compute in these types are compared."""
+def bound_of(dtypes: Sequence[str], *, rounds_inputs: bool = False) -> str:
+    """By which bounds models that compute in these types are compared. ``rounds_inputs``: the trained one also rounds
+    what goes into its layers to 8 bits, as LLM.int8 does, and the exported one does not."""
+    if rounds_inputs:
+        return EIGHT_BITS
     return EXACT if set(dtypes) == {"float32"} else CAST

@@ -38,7 +38,7 @@ from luthier.export.proof import (
 )
 from luthier.export.taken_down import TakenDown, measure, template_now
 from luthier.models.adapter_files import merge_adapter
-from luthier.models.quantized import dequantized, is_quantized
+from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.training.folder.artifacts import save_model
 from luthier.training.folder.checkpoint import put_back, replacing
@@ -228,7 +228,7 @@ def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: TakenDow
         luthier=__version__,
         source=run.config.model.name_or_path if run.digest == "" else run.folder.resolve().name,
         dtype=dtype,
-        bound=bound_of(kinds),
+        bound=bound_of(kinds, rounds_inputs=rounds_inputs(engine.model)),
         template_kwargs=dict(run.config.template.kwargs),
         template_now=template_now(run.encoder),
         template_sha256=template_digest(tokenizer.files.chat_template),

@@ -181,6 +181,11 @@ def is_quantized(model: nn.Module) -> bool:
     return getattr(model, "hf_quantizer", None) is not None
 
 
+def rounds_inputs(model: nn.Module) -> bool:
+    """Whether some layers also round what goes into them, as bitsandbytes' of 8 bits do."""
+    return any(type(parameter).__name__ == "Int8Params" for parameter in model.parameters())
+
+
 def settle(model: PreTrainedModel) -> None:
     """Keep bitsandbytes' layers in the format that has a backward pass: on some CPUs they change their weights, when
     they first run in evaluation, into one that has none."""

@@ -1,0 +1,143 @@
+"""Families and adapters whose exports are proven: what docs/export.md lists is exported here, and held to the model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import luthier
+from luthier import ExportCheck, Exported, ExportOptions
+from luthier.export import taken_down
+from luthier.models.adapter_files import quiet_peft
+from luthier.presets import tokenizer_folder
+from luthier.presets.datasets import dataset_rows
+from tests.training.tiny_models import MODELS
+from tests.training.tiny_vlm_folders import filled, write_vlm
+
+PAGE = Path(__file__).parents[2] / "docs" / "export.md"
+PICTURES = " (pictures)"
+ADAPTED = {"LoRA": None, "DoRA": None, "QLoRA nf4": "nf4", "QLoRA int8": "int8"}  # kind -> how its base is quantized
+ALL, SEEING = ("full", "LoRA", "DoRA", "QLoRA nf4"), ("full", "LoRA")
+PROVEN = {
+    "qwen3": ALL,
+    "llama": (*ALL, "QLoRA int8"),
+    "mistral": ALL,
+    "gemma2": ALL,
+    "gemma3": ALL,
+    "qwen3_moe": ALL,
+    "gpt_oss": ALL,
+    "qwen3_vl" + PICTURES: SEEING,
+    "llava" + PICTURES: SEEING,
+    "gemma3" + PICTURES: SEEING,
+}
+Base = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_rows() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("NUM_ROWS", 4), ("NUM_CONTEXTS", 3), ("NUM_ANSWERS", 1), ("ANSWER_TOKENS", 2)):
+            patch.setattr(taken_down, name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    """Folders of tiny models of random weights, each written once."""
+    root = tmp_path_factory.mktemp("bases")
+
+    def folder_of(name: str) -> Path:
+        folder = root / name
+        if folder.is_dir():
+            return folder
+        torch.manual_seed(0)
+        if name.endswith(PICTURES):
+            write_vlm(name.removesuffix(PICTURES), folder)
+            filled(AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))).save_pretrained(folder)
+            return folder
+        shutil.copytree(tokenizer_folder("tiny"), folder)
+        config: Any = MODELS[name]().config
+        config.update({"vocab_size": 2048, "eos_token_id": 2034, "pad_token_id": 2032, "bos_token_id": None})
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Rows without pictures and with them. The preset data sets would be drawn anew for each export."""
+    root, files = tmp_path_factory.mktemp("rows"), {}
+    for sees, name in ((False, "skills"), (True, "pictures")):
+        rows = [{"messages": row["messages"]} for row in islice(dataset_rows(name, "train"), 6)]
+        for number, row in enumerate(rows):
+            for part in (part for message in row["messages"] for part in message["content"] if isinstance(part, dict)):
+                if part["type"] == "image":
+                    file = root / f"{number}.png"
+                    file.write_bytes(part["image"]["bytes"])
+                    part["image"] = str(file)
+        files[sees] = root / f"{name}.jsonl"
+        files[sees].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return files
+
+
+def adapter(folder: Path, target: Path, kind: str) -> None:
+    """An adapter that changes what every layer gives, as if it had been trained."""
+    torch.manual_seed(1)
+    kinds = AutoModelForImageTextToText if folder.name.endswith(PICTURES) else AutoModelForCausalLM
+    settings = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], use_dora=kind == "DoRA", task_type="CAUSAL_LM")
+    with quiet_peft():
+        model = get_peft_model(kinds.from_pretrained(folder), settings)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.2)
+        model.save_pretrained(target)
+
+
+def export(folder: Path, kind: str, data: dict[bool, Path], tmp_path: Path) -> Exported:
+    sees, adapted = folder.name.endswith(PICTURES), kind in ADAPTED
+    if adapted:
+        adapter(folder, tmp_path / "adapter", kind)
+    model = {"name_or_path": str(folder), "quantization": ADAPTED.get(kind), "dtype": "float32"}
+    described = {
+        "model": {key: value for key, value in model.items() if value is not None},
+        "data": {"train": [{"path": str(data[sees])}]},
+        "adapter": {"type": "lora", "name_or_path": str(tmp_path / "adapter")} if adapted else {"type": "full"},
+        "train": {"enabled": False},
+        "output": {"dir": str(tmp_path / "run")},
+    }
+    (tmp_path / "run.yaml").write_text(luthier.RunConfig.model_validate(described).model_dump_json(exclude_unset=True))
+    return luthier.export_run(tmp_path / "run.yaml", ExportOptions(to=tmp_path / "exported"))
+
+
+@pytest.mark.parametrize(("family", "kind"), [(family, kind) for family, kinds in PROVEN.items() for kind in kinds])
+def test_an_export_of_each_family_and_kind_is_proven(
+    family: str, kind: str, base: Base, data: dict[bool, Path], tmp_path: Path
+) -> None:
+    done = export(base(family), kind, data, tmp_path)
+    assert done.ok and done.proof is not None, done.proof
+    held = {result.check for result in done.proof.results}
+    assert held >= {ExportCheck.WEIGHTS, ExportCheck.LOGPROBS, ExportCheck.TOKENS, ExportCheck.STOPS}
+    assert (held >= {ExportCheck.MERGED, ExportCheck.DIFFERS}) == (kind in ADAPTED)
+    assert not any("no context" in result.told for result in done.proof.results if result.check is ExportCheck.LOGPROBS)
+
+
+def test_the_page_lists_what_is_proven_here() -> None:
+    _, header, table = PAGE.read_text(encoding="utf-8").partition("| family |")
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in (header + table).split("\n\n")[0].split("\n")
+    ]
+    (_, *kinds), _, *rows = lines
+    told = {
+        family: tuple(kind for kind, cell in zip(kinds, cells, strict=True) if cell == "✓") for family, *cells in rows
+    }
+    assert told == PROVEN
