@@ -134,6 +134,10 @@ def train_and_report(
             from luthier.training.report.report import write_report
 
             tell(Reported(report=report, files=tuple(write_report(report))))
+            if report.result.merged_dir is not None:
+                from luthier.export.model_folder import prove_merged
+
+                tell(Remark(text=prove_merged(report.result.path)))
     return report
 
 
@@ -475,24 +479,18 @@ def _estimate(
 
     Raises `ModelError` if the model's config cannot be read or says too little, `UserError` for an unknown device.
     """
-    from luthier.check.plan.estimate import (
-        EpochWork,
-        computes_in_16_bits,
-        device_named,
-        estimate_run,
-        present_device,
-        shape_of_run,
-    )
+    from luthier.check.plan import estimate
     from luthier.models.model import run_device
 
     config = loaded.config
     kind = "cuda" if device is not None else run_device(config)
-    in_16_bits = computes_in_16_bits(config, on_gpu=kind == "cuda")
-    return estimate_run(
+    in_16_bits = estimate.computes_in_16_bits(config, on_gpu=kind == "cuda")
+    of_device = estimate.present_device if device is None else estimate.device_named
+    return estimate.estimate_run(
         config,
-        shape_of_run(config, loaded.encoder.tokenizer),
-        EpochWork.of_plan(schedule.epoch(0), schedule.rows.whole()),
-        present_device(kind, in_16_bits=in_16_bits) if device is None else device_named(device, in_16_bits=in_16_bits),
+        estimate.shape_of_run(config, loaded.encoder.tokenizer),
+        estimate.EpochWork.of_plan(schedule.epoch(0), schedule.rows.whole()),
+        of_device(device or kind, in_16_bits=in_16_bits),
         total_steps=found.total_steps,
         num_devices=found.num_ranks,
         straggler_factor=found.train.straggler_factor,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from luthier.check.verify.server import TokenServer
 from luthier.errors import UserError
+from luthier.writing import write_whole
 
 PARITY_FILE = "parity.json"
 PARITY_VERSION = 1
@@ -111,7 +112,7 @@ def write_parity(parity: Parity, folder: Path) -> None:
     }
     told = msgspec.to_builtins(msgspec.structs.replace(parity, files=files))
     lines = [f"{_json(key)}: {_lines(value)}" for key, value in told.items()]
-    (folder / PARITY_FILE).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    write_whole(folder / PARITY_FILE, [("{\n" + ",\n".join(lines) + "\n}\n").encode()])
 
 
 def file_faults(parity: Parity, folder: Path) -> list[tuple[str, str]]:

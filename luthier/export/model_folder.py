@@ -13,13 +13,13 @@ from pathlib import Path
 import msgspec
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from luthier import __version__
 from luthier.check.golden import PARITY_FILE, PARITY_VERSION, Parity, file_faults, read_parity, write_parity
 from luthier.config.choices import AdapterType, QuantizationType
 from luthier.engines.local import LocalEngine, base_of
-from luthier.errors import UserError
+from luthier.errors import ModelError, UserError
 from luthier.export.bounds import bound_of
 from luthier.export.gguf import (
     GGUF_BOUNDS,
@@ -41,7 +41,9 @@ from luthier.models.adapter_files import merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.training.folder.artifacts import save_model
-from luthier.training.folder.checkpoint import put_back, replacing
+from luthier.training.folder.checkpoint import BROKEN, put_back, replacing
+from luthier.training.folder.run_folder import MERGED_FOLDER, MODEL_FOLDER
+from luthier.training.folder.staging import FILES, reported
 from luthier.writing import rename
 
 CARD, WHOLE = "README.md", "model"  # the model card; a folder beside a GGUF file, until that is made of it
@@ -163,6 +165,39 @@ def check_export(folder: str | Path) -> ExportProof:
         return prove(place, parity)
     listed = check_result(ExportCheck.FILES, f"{len(parity.files)} files by their digests", file_faults(parity, place))
     return ExportProof(results=(listed, *prove_gguf(files[0], parity).results))
+
+
+def prove_merged(run: Path) -> str:
+    """Hold what ``adapter.merge`` has written against the run's own adapter, as an export is; what was found, in words.
+
+    The folder gets its `parity.json`. Raises `ModelError` where it is not what was trained: then it is set aside.
+    """
+    folder = run / MERGED_FOLDER
+    try:
+        opened = open_run(run)
+        engine = opened.engine(opened.config.eval.per_device_eval_batch_size)
+    except UserError as error:  # of reward models, and of decoders beside an encoder
+        return f"{MERGED_FOLDER}/ is not proven: {error.message}"
+    measured = measure(opened, engine, None)
+    said = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    parity = _parity(opened, engine, _name_of(said.dtype), measured)
+    del engine
+    gc.collect()
+    proof = prove(folder, parity, measured=measured, like=opened.config)
+    if proof.ok:
+        with reported(folder):
+            write_parity(msgspec.structs.replace(parity, notes=list(measured.notes)), folder)
+        return f"{MERGED_FOLDER}/ is proven: loaded again, it does in {len(proof.results)} checks what was trained"
+    aside = folder.with_name(f"{MERGED_FOLDER}.{BROKEN}")
+    FILES.remove_folder(aside)
+    FILES.rename(folder, aside)
+    result = next(result for result in proof.results if not result.ok)
+    finding = result.findings[0]
+    raise ModelError(
+        f"{folder} is not the model that was trained ({result.check}: {finding.where}: {finding.what}), and is now "
+        f"{aside.name}",
+        hint=f"the adapter in {MODEL_FOLDER}/ is whole; luthier export tells all checks",
+    )
 
 
 class _NotProven(UserError):

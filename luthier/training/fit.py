@@ -336,7 +336,7 @@ def _save(run: Run) -> None:
         merged = adapter_files.merge_adapter(run.run_model.model)
         merged.config.get_text_config().use_cache = run.run_model.use_cache
         with replacing(folder / run_folder.MERGED_FOLDER) as staging:
-            artifacts.save_model(merged, staging, run.tokenizer)
+            artifacts.save_model(merged, staging, run.tokenizer, processor=run.run_model.processor)
 
 
 def _silent(_: Event) -> None:

@@ -21,7 +21,7 @@ import luthier
 from luthier import ExportCheck, ExportOptions, ExportProof
 from luthier.check.golden import PARITY_FILE, Parity, file_faults, read_parity, write_parity
 from luthier.cli.main import run as run_command
-from luthier.errors import CheckpointError, UserError
+from luthier.errors import CheckpointError, ModelError, UserError
 from luthier.export import model_folder, taken_down
 from luthier.export.proof import prove
 from luthier.training.folder.staging import RunFiles
@@ -400,6 +400,21 @@ def test_all_weights_of_a_run_are_proven_without_an_adapter(tmp_path: Path) -> N
     )
     assert done.ok and done.proof is not None
     assert C.WEIGHTS in {result.check for result in done.proof.results}
+
+
+def test_what_a_run_merges_at_its_end_is_proven_like_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = description(tmp_path / "run", {"type": "lora", "merge": True})
+    told: list[object] = []
+    result = luthier.train(described, on_event=told.append)
+    assert result.merged_dir == "merged"
+    assert any(isinstance(event, luthier.Remark) and "merged/ is proven" in event.text for event in told)
+    assert luthier.check_export(tmp_path / "run" / "merged").ok
+    monkeypatch.setattr("luthier.models.adapter_files.merge_adapter", lambda model: model.unload())
+    broken = {**described, "output": {**described["output"], "dir": str(tmp_path / "broken")}}
+    with pytest.raises(ModelError, match="merged"):
+        luthier.train(broken)
+    left = {path.name for path in (tmp_path / "broken").iterdir()}
+    assert {"model", "merged.broken", "report.html"} <= left and "merged" not in left
 
 
 def test_a_merge_file_of_llama_factory_is_exported_as_it_is(world: World, tmp_path: Path) -> None:
