@@ -36,8 +36,10 @@ from luthier.errors import ConfigError, RowError, UserError
 from luthier.terminal import stderr_terminal
 from luthier.writing import to_json
 
-# torchao is imported where it is installed, and torch then warns of its enums: nothing that a user could change.
+# torchao and bitsandbytes are imported where they are installed: torch then warns of enums, and bitsandbytes of a kernel
+# that it misses. Nothing of it is about the run.
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPT, EXIT_TERMINATED = 0, 1, 2, 130, 143
 
