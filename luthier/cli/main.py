@@ -36,8 +36,8 @@ from luthier.errors import ConfigError, RowError, UserError
 from luthier.terminal import stderr_terminal
 from luthier.writing import to_json
 
-# torchao and bitsandbytes are imported where they are installed: torch then warns of enums, and bitsandbytes of a kernel
-# that it misses. Nothing of it is about the run.
+# torchao and bitsandbytes are imported where they are installed: torch then warns of enums, and bitsandbytes of a
+# kernel that it misses, which is nothing that a user could change.
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
