@@ -36,6 +36,7 @@ from luthier.training.initial_adapter import begin_by_activations, begin_by_what
 from luthier.training.losses.kernels import kernel_name
 from luthier.training.losses.objective import make_losses, model_pass
 from luthier.training.losses.parts import ObjectiveParts
+from luthier.training.losses.policies import PolicyLosses
 from luthier.training.losses.router_balance import RouterBalance
 from luthier.training.losses.step_losses import StepLosses
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
@@ -44,6 +45,7 @@ from luthier.training.report.events import EventListener, Note
 from luthier.training.report.result import ModelSummary
 from luthier.training.rollouts.answer_groups import AnswerLayout
 from luthier.training.rollouts.drawing import Rollouts
+from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.streams import (
     EvalStream,
     TrainStream,
@@ -156,7 +158,7 @@ def make_trainer(
     if first_step is None and isinstance(run_model.model, PeftModel):
         _first_values(run_model.model, run_model, config, data, how, losses, hooks)
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
-    rollouts = _rollouts(config, tokenizer, run_model, how, hooks, shared=keeps_trees)
+    rollouts = _rollouts(config, tokenizer, run_model, how, losses, hooks, shared=keeps_trees)
     stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees), rollouts=rollouts)
     callbacks = _callbacks(config, schedule, losses, meter, hooks, evaluates=evaluates)
 
@@ -188,24 +190,35 @@ def make_trainer(
 
 
 def _rollouts(
-    config: RunConfig, tokenizer: Tokenizer, run_model: RunModel, how: CollateSettings, hooks: Hooks, *, shared: bool
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    run_model: RunModel,
+    how: CollateSettings,
+    losses: StepLosses,
+    hooks: Hooks,
+    *,
+    shared: bool,
 ) -> Rollouts | None:
     """What draws and judges answers, in a run that learns from its own."""
     if not OBJECTIVES[config.objective.name].on_policy:
         return None
     engine = LocalEngine(run_model.model, tokenizer, media=run_model.media, batch_size=config.rollout.batch_size)
+    layout = AnswerLayout(
+        how=how,
+        shared=shared,
+        capacity=config.data.max_length,
+        rows_at_once=config.train.per_device_train_batch_size,
+    )
+    assert isinstance(losses, PolicyLosses), "answers are learned from by the losses of policies"
+    stops = frozenset(tokenizer.stop_token_ids)
     return Rollouts(
         config=config.rollout,
         engine=engine,
         tokenizer=tokenizer,
         judge=RewardJudge(config.rollout.rewards),
         advantage=Advantage(LOSSES.named(config.objective.loss_name).advantage),
-        layout=AnswerLayout(
-            how=how,
-            shared=shared,
-            capacity=config.data.max_length,
-            rows_at_once=config.train.per_device_train_batch_size,
-        ),
+        layout=layout,
+        probes=SamplerProbes(engine=engine, trained=engine, watch=losses.gaps, layout=layout, stops=stops),
         seed=config.runtime.seed,
         folder=config.output.dir,
         world=hooks.stop.world,

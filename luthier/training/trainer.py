@@ -301,7 +301,7 @@ class Trainer:
         # under fp16 the loss scaler skips steps whose gradients overflow, which is no fault
         checked = norm if self.accelerator.scaler is None else None
         check_finite(self._step_losses, checked, step=self.state.global_step + 1)
-        self.parts.losses.end_step(self._sum_of_ranks)
+        self._interval.add_measures(self.parts.losses.end_step(self._sum_of_ranks))
         self._tell(self.callback_handler.on_pre_optimizer_step)
         self.accelerator.sync_gradients = True  # another Accelerator of this process may have switched it off
         if own is None:

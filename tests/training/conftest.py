@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tiny_runs import make_config
+from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.training.data import RunData
@@ -34,3 +35,16 @@ def train(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., RunResult]:
         return fit_data(make_config(tmp_path / folder, **changes), tokenizer, data, on_event=on_event)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def knows_few(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A model that answers with any of twenty tokens, and then stops or goes on."""
+    segments = make_segments(48)
+    for segment in segments:
+        few = np.where(segment.input_ids == 2034, 2034, 10 + segment.input_ids % 20)
+        segment.input_ids[:] = few
+    folder = tmp_path_factory.mktemp("few")
+    changes = {"train__max_steps": 60, "train__learning_rate": 1e-2, "train__per_device_train_batch_size": 16}
+    fit_data(make_config(folder, **changes), tokenizer, make_data(segments))
+    return folder / "model"

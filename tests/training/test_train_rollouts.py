@@ -48,19 +48,6 @@ def _a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS._rows, "evenness", Metric(of_row=evenness))
 
 
-@pytest.fixture(scope="session")
-def knows_few(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """A model that answers with any of twenty tokens, and then stops or goes on."""
-    segments = make_segments(48)
-    for segment in segments:
-        few = np.where(segment.input_ids == 2034, 2034, 10 + segment.input_ids % 20)
-        segment.input_ids[:] = few
-    folder = tmp_path_factory.mktemp("few")
-    changes = {"train__max_steps": 60, "train__learning_rate": 1e-2, "train__per_device_train_batch_size": 16}
-    fit_data(make_config(folder, **changes), tokenizer, make_data(segments))
-    return folder / "model"
-
-
 def rollouts(folder: Path) -> list[list[dict[str, Any]]]:
     files = sorted((folder / FOLDER).glob("*.jsonl"))
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from luthier.objectives import Measures
 from luthier.training.losses.step_losses import MicroLoss
 
 _TOTALS = 2  # loss, units
@@ -55,13 +56,19 @@ class LossSums:
         """Add a micro-batch; with several sources it has to tell them apart."""
         self._sums[0] += found.loss_sum.detach()
         self._sums[1] += found.num_units
-        for place, name in enumerate(self.measured):
-            one, start = found.measures[name], _TOTALS + 2 * place
-            self._sums[start] += one.total
-            self._sums[start + 1] += one.count
+        assert set(self.measured) <= set(found.measures), "each micro-batch tells all measures"
+        self.add_measures(found.measures)
         if len(self.sources) > 1:
             assert found.by_source is not None, f"a loss that does not tell {len(self.sources)} sources apart"
             self._sums[self._by_source :] += found.by_source[:, : len(self.sources)].flatten()
+
+    def add_measures(self, found: Measures) -> None:
+        """Add some of the measures alone."""
+        for place, name in enumerate(self.measured):
+            if name in found:
+                start = _TOTALS + 2 * place
+                self._sums[start] += found[name].total
+                self._sums[start + 1] += found[name].count
 
     def drain(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> MeanLosses:
         """The means since the last time; ``reduce`` adds up those of all ranks, which have to ask together."""

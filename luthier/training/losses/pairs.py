@@ -124,11 +124,12 @@ class PairLosses:
                 replace(known, counterparts=those) for known, those in zip(self._known, found, strict=True)
             )
 
-    def end_step(self, reduce: Reduce) -> None:
+    def end_step(self, reduce: Reduce) -> Measures:
         """Remember the step's rewards, where the loss compares with those of all steps."""
         if LOSSES.named(self.name).needs_delta:
             self._rewards = rewards_after(self._rewards, self._under_way, self.forward.device, reduce)
             self._under_way = []
+        return {}
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
         """See `StepLosses`; after a look ahead micro-batches come in the order of `begin_step`."""

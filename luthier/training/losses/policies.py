@@ -11,10 +11,9 @@ from torch import nn
 
 from luthier.config.loss_rows import Loss
 from luthier.config.objective import LOSSES
-from luthier.config.rollout import GapAction, RolloutConfig
-from luthier.errors import TrainingError
+from luthier.config.rollout import RolloutConfig
 from luthier.models.passes import ModelPass
-from luthier.objectives import Measure, Measures, TokenSettings
+from luthier.objectives import Measures, TokenSettings
 from luthier.objectives.measures import measure
 from luthier.objectives.policy_losses import (
     Advantage,
@@ -35,10 +34,11 @@ from luthier.training.losses.references import ReferenceModel
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell
 from luthier.training.losses.tokens import TokenLosses
 from luthier.training.report.result import ENTROPY
+from luthier.training.rollouts.gap_watch import NUMBERS, GapWatch
 
-REWARD, FINISHED, LENGTH, GAP, CLIPPED = "reward", "finished", "answer_tokens", "gap", "clipped"
+REWARD, FINISHED, LENGTH, CLIPPED = "reward", "finished", "answer_tokens", "clipped"
 KL_K1, KL_K3 = "kl_k1", "kl_k3"  # estimates of the KL divergence from the reference, by the names of their paper
-FLOOR, FLOOR_OF_16_BITS, TIMES_THE_FIRST = 1e-4, 2e-2, 4.0
+FLOOR, FLOOR_OF_16_BITS = 1e-4, 2e-2
 
 
 def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
@@ -52,8 +52,7 @@ def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Both
             numbers=objective.numbers,
             reference=reference_model(parts, forward, tell) if objective.needs_reference else None,
             rollout=parts.config.rollout,
-            floor=floor,
-            tell=tell,
+            gaps=GapWatch(config=parts.config.rollout, floor=floor, forward=forward, tell=tell),
         ),
         TokenLosses(forward=forward, settings=TokenSettings(), num_sources=parts.num_sources[1]),
     )
@@ -69,24 +68,21 @@ class PolicyBaselines:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PolicyLosses(Stateless):
-    """``floor``: a gap that rounding alone may make. What the first step finds is remembered: larger gaps are told."""
+    """The losses of one row of the table; ``gaps`` watches that the answers are those that were drawn."""
 
     forward: ModelPass
     row: Loss
     numbers: dict[str, float]
     reference: ReferenceModel | None
     rollout: RolloutConfig
-    floor: float
-    tell: Tell
-    _first_gap: float | None = None
-    _gaps: list[Measure] = field(default_factory=list)  # of the step
+    gaps: GapWatch
     _prepared: dict[Batch, PolicyBaselines] = field(default_factory=dict)
 
     @property
     def measured(self) -> tuple[str, ...]:
         """See `StepLosses`."""
         of_kl = () if self.reference is None else (KL_K1, KL_K3)
-        return (REWARD, *self._each_reward, FINISHED, LENGTH, GAP, CLIPPED, ENTROPY, *of_kl)
+        return (REWARD, *self._each_reward, FINISHED, LENGTH, *NUMBERS, CLIPPED, ENTROPY, *of_kl)
 
     @property
     def _each_reward(self) -> list[str]:
@@ -105,7 +101,7 @@ class PolicyLosses(Stateless):
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Ask the reference about all answers of the step, and settle their advantages."""
-        self._gaps = []
+        self.gaps.begin_step(model, reduce)
         drawn = {batch: batch.policy for batch in batches if batch.policy is not None}
         found = [self._prepare(batch, policy) for batch, policy in drawn.items()]
         if self.row.whitened:
@@ -148,13 +144,13 @@ class PolicyLosses(Stateless):
             losses_K = losses_K + self.numbers["kl_weight"] * kl_losses(scores, prepared.reference_K)
         parts_K = divided(losses_K, scores, self.divisor, self.rollout.max_new_tokens)
         assert found.entropy_K is not None
-        differences_K = (found.logps_K.detach() - scores.behaviour_K).abs()
-        gap = measure(differences_K if policy.age == 0 else differences_K[:0])  # later the weights are others
-        self._gaps.append(gap)
+        if policy.age == 0:  # later the weights are others
+            self.gaps.add(found.logps_K, scores.behaviour_K, scores.segments_K, len(scores.advantages_S))
         return MicroLoss(
             loss_sum=parts_K.sum() + scored.anchor,
             num_units=self.num_units(batch),
             measures={
+                **self._nothing(),  # the gap's are those of the whole step
                 REWARD: measure(policy.rewards_S.to(device)),
                 **{
                     name: measure(values_S, ~values_S.isnan())
@@ -162,46 +158,28 @@ class PolicyLosses(Stateless):
                 },
                 FINISHED: measure(policy.finished_S.to(device)),
                 LENGTH: measure(scores.lengths_S),
-                GAP: gap,
                 CLIPPED: measure(outside_of_clip(scores, self.numbers)),
                 ENTROPY: measure(found.entropy_K),
                 **self._distance(found.logps_K.detach(), prepared.reference_K),
             },
         )
 
-    def _distance(self, logps_K: torch.Tensor, reference_K: torch.Tensor | None) -> dict[str, Measure]:
+    def _distance(self, logps_K: torch.Tensor, reference_K: torch.Tensor | None) -> Measures:
         if reference_K is None:
             return {}
         return {KL_K1: measure(logps_K - reference_K), KL_K3: measure(k3(logps_K, reference_K))}
 
-    def end_step(self, reduce: Reduce) -> None:
+    def end_step(self, reduce: Reduce) -> Measures:
         """Compare the step's gap with its bound. Raises `TrainingError` where it is larger."""
-        zero = torch.zeros((), dtype=torch.float64, device=self.forward.device)
-        total = sum((gap.total for gap in self._gaps), zero)
-        count = sum((gap.count for gap in self._gaps), zero)
-        total, count = reduce(torch.stack([total, count]))
-        gap = float(total / count.clamp(min=1))
-        if self._first_gap is None:
-            self._first_gap = gap
-        bound = self.rollout.max_gap or max(self.floor, TIMES_THE_FIRST * min(self._first_gap, self.floor))
-        if gap <= bound:
-            return
-        what = (
-            f"the model gives the answers of this step other probabilities in training than when they were drawn: "
-            f"{gap:.2g} nats a token on the mean, at most {bound:.2g} were expected"
-        )
-        hint = "rollout.max_gap raises the bound, rollout.on_gap: warn goes on"
-        if self.rollout.on_gap is GapAction.STOP:
-            raise TrainingError(what, hint=hint)
-        self.tell(what)
+        return self.gaps.end_step(reduce)
 
     def state(self) -> dict[str, Any]:
-        """The gap of the first step."""
-        return {} if self._first_gap is None else {"first_gap": self._first_gap}
+        """What gap was found first."""
+        return self.gaps.state()
 
     def load_state(self, state: Any) -> None:
         """See `StepLosses`."""
-        self._first_gap = state.get("first_gap")
+        self.gaps.load_state(state)
 
     def _nothing(self) -> Measures:
         return {name: measure(torch.zeros(0, device=self.forward.device)) for name in self.measured}

@@ -66,8 +66,8 @@ class StepLosses(Protocol):
         """The loss of one micro-batch; ``model`` may be wrapped (DDP, compiled)."""
         ...
 
-    def end_step(self, reduce: Reduce) -> None:
-        """Called on all ranks after the losses of a step."""
+    def end_step(self, reduce: Reduce) -> Measures:
+        """Called on all ranks after the losses of a step; what is measured of the whole step, the same on all."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -96,8 +96,9 @@ class Stateless:
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Nothing is to be known beforehand."""
 
-    def end_step(self, reduce: Reduce) -> None:
+    def end_step(self, reduce: Reduce) -> Measures:
         """Nothing is remembered."""
+        return {}
 
     def state(self) -> dict[str, Any]:
         """Nothing."""

@@ -92,11 +92,12 @@ class FeedbackLosses:
             total, count = reduce(totals)
             self._baselines = FeedbackBaselines(kl=kl_baseline(Measure(total=total, count=count)))
 
-    def end_step(self, reduce: Reduce) -> None:
+    def end_step(self, reduce: Reduce) -> Measures:
         """Remember the step's rewards, where the loss compares with those of all steps."""
         if LOSSES.named(self.name).needs_delta:
             self._rewards = rewards_after(self._rewards, self._under_way, self.forward.device, reduce)
             self._under_way = []
+        return {}
 
     def own(self, batch: Batch) -> Batch:
         """The rows' own completions, without those of other rows."""

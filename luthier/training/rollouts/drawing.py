@@ -30,6 +30,7 @@ from luthier.training.ranks import summed_over_ranks
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, micro_batches
 from luthier.training.rollouts.answer_log import answers_file, write_answers
 from luthier.training.rollouts.kept_answers import Kept, KeptAnswer, read_kept, write_kept
+from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
 from luthier.training.streams import ReadsPacks, World
 
@@ -50,6 +51,7 @@ class Rollouts:
     folder: Path
     world: World
     tell: Callable[[str], None]
+    probes: SamplerProbes | None = None
     missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
     kept: Kept = field(default_factory=dict)
 
@@ -65,6 +67,8 @@ class Rollouts:
             self._note(NO_QUESTION, without)
         step = planned[0].step
         groups = list(self._groups(questions, step))
+        if self.probes is not None:
+            self.probes.drawn(groups)
         kept = [group for group in groups if self.config.dead_groups is DeadGroups.KEEP or not group.is_dead]
         rows = micro_batches([group for group in kept if len(group.answers)], self.layout)
         return [collated(some, self.layout, age=step % self.updates) for some in rows]
@@ -111,6 +115,8 @@ class Rollouts:
     def _judged(self, questions: Sequence[Question], step: int) -> dict[str, list[KeptAnswer]]:
         """The answers by the name of their question."""
         drawn = self._drawn(questions, step)
+        if self.probes is not None:
+            self.probes.check(drawn.values())
         places = sorted(drawn)
         judged = self.judge.judge([self._as_text(questions[key], drawn[key, sample]) for key, sample in places])
         self._count(judged)

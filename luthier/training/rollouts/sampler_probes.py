@@ -1,0 +1,204 @@
+"""What draws the answers of a run, checked: canaries before the first update, and the cause of a gap by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+
+from luthier.config.rollout import GapAction
+from luthier.engines.engine import Engine, Ids
+from luthier.engines.local import NO_ADAPTER, LocalEngine
+from luthier.errors import TrainingError
+from luthier.models.passes import casting
+from luthier.records import Batch
+from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated
+from luthier.training.rollouts.gap_causes import Cause, Logps, Probe, ScoredAnswer, cause_of, visible_fault
+from luthier.training.rollouts.gap_watch import CANARIES, GapWatch
+from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
+
+_ASKED = 16  # answers that a cause is looked for with
+_TOKENS = 256  # of each answer at most
+_NUMBERS = 2**24  # of all tokens' probabilities, of which each place has a vocabulary's
+_TEMPERATURES = tuple(float(t) for t in np.round(np.arange(0.3, 2.01, 0.02), 2) if t != 1)
+_SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
+_COUNTS = (2, 5, 10, 20, 40, 50, 64, 100)
+
+Calls = Sequence[ModelCall]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SamplerProbes:
+    """``engine`` draws the answers; ``trained`` runs the model as it is trained, in this process."""
+
+    engine: Engine
+    trained: LocalEngine
+    watch: GapWatch
+    layout: AnswerLayout
+    stops: frozenset[int]
+    _groups: Sequence[AnswerGroup] = ()
+    _told: set[str] = field(default_factory=set)
+
+    def check(self, answers: Iterable[Trajectory]) -> None:
+        """Look at answers before anything is made of them. Raises `TrainingError`."""
+        completions = [call.completion for answer in answers for call in answer.calls]
+        if (fault := visible_fault(completions, self.stops, self._vocabulary)) is not None:
+            self._refuse(fault)
+
+    def drawn(self, groups: Sequence[AnswerGroup]) -> None:
+        """Remember the answers of a step, and have some scored by the engine where that is due."""
+        self._groups = [group for group in groups if len(group.answers)]
+        self.watch.explain = self.explain
+        if self.watch.needs_canaries and self._groups:
+            self.watch.canaries = self._canaries(self._groups[0])
+
+    def explain(self) -> str:
+        """The likeliest cause of the gap in the step's answers, as a sentence. Called before the weights change."""
+        chosen = list(_some_calls(self._groups, _ASKED))
+        if not chosen:
+            return ""
+        answers = [
+            ScoredAnswer(
+                group=number, engine=call.completion.logprobs[:_TOKENS], training=self._score(call, call.prompt)
+            )
+            for number, call in chosen
+        ]
+        if max(float(np.abs(one.engine - one.training).mean()) for one in answers) < self.watch.bound:
+            return _sentence(Cause.TRAINING_PASS)
+        calls = [call for _, call in chosen]
+        probes = {cause: list(make(calls)) for cause, make in self._makers().items()}
+        return _sentence(cause_of(answers, probes, smallest_before=self.watch.smallest))
+
+    def _makers(self) -> dict[Cause, Callable[[Calls], Iterator[Probe]]]:
+        made: dict[Cause, Callable[[Calls], Iterator[Probe]]] = {
+            Cause.DOUBLED_BEGIN: self._with_two_begins,
+            Cause.SHORT_PROMPT: self._with_short_prompts,
+            Cause.TEMPERATURE: self._at_temperatures,
+            Cause.TRUNCATED: self._truncated,
+            Cause.DTYPE: self._in_16_bits,
+        }
+        if isinstance(self.trained.model, PeftModel):
+            made[Cause.NO_ADAPTER] = self._without_adapter
+        return made
+
+    @property
+    def _vocabulary(self) -> int:
+        table: Any = self.trained.model.get_input_embeddings()
+        return int(table.weight.shape[0])
+
+    def _canaries(self, group: AnswerGroup) -> Batch:
+        """Some answers with the log-probabilities that the engine gives them when it is asked."""
+        few = [self._scored_by_engine(answer) for answer in group.answers[:CANARIES]]
+        asked = replace(
+            group,
+            answers=few,
+            rewards_G=group.rewards_G[:CANARIES],
+            values_GF=group.values_GF[:CANARIES],
+            advantages_G=group.advantages_G[:CANARIES],
+            tree=answer_tree(group.question.prompt, few, group.question.address),
+        )
+        return collated([[asked]], self.layout)
+
+    def _scored_by_engine(self, answer: Trajectory) -> Trajectory:
+        scored = [
+            self.engine.score(_joined(call.prompt, call.completion.ids), len(call.prompt)) for call in answer.calls
+        ]
+        calls = [
+            replace(call, completion=replace(call.completion, logprobs=logprobs))
+            for call, logprobs in zip(answer.calls, scored, strict=True)
+        ]
+        return replace(answer, calls=tuple(calls))
+
+    def _refuse(self, fault: str) -> None:
+        what = f"what draws the answers is at fault: {fault}"
+        if self.watch.config.on_gap is GapAction.STOP:
+            raise TrainingError(what, hint="rollout.on_gap: warn goes on")
+        if what not in self._told:
+            self._told.add(what)
+            self.watch.tell(what)
+
+    def _score(self, call: ModelCall, prompt: Ids, *, by: LocalEngine | None = None) -> Logps:
+        return (by or self.trained).score(_joined(prompt, call.completion.ids[:_TOKENS]), len(prompt))
+
+    def _without_adapter(self, calls: Calls) -> Iterator[Probe]:
+        base = self.trained.under(NO_ADAPTER)
+        yield [self._score(call, call.prompt, by=base) for call in calls]
+
+    def _with_two_begins(self, calls: Calls) -> Iterator[Probe]:
+        yield [self._score(call, _joined(call.prompt[:1], call.prompt)) for call in calls]
+
+    def _with_short_prompts(self, calls: Calls) -> Iterator[Probe]:
+        for cut in (slice(None, -1), slice(None, -2), slice(None, -3), slice(1, None), slice(2, None)):
+            yield [self._score(call, call.prompt[cut]) if len(call.prompt[cut]) else None for call in calls]
+
+    def _in_16_bits(self, calls: Calls) -> Iterator[Probe]:
+        for dtype in (torch.bfloat16, torch.float16):
+            with casting(self.trained.model.device, dtype):
+                yield [self._score(call, call.prompt) for call in calls]
+
+    def _at_temperatures(self, calls: Calls) -> Iterator[Probe]:
+        wholes = list(self._whole(calls))
+        for temperature in _TEMPERATURES:
+            scaled = [(places_N, torch.from_numpy(logps_NV) / temperature) for places_N, logps_NV in wholes]
+            yield [_taken(logps_NV.log_softmax(-1), places_N) for places_N, logps_NV in scaled]
+
+    def _truncated(self, calls: Calls) -> Iterator[Probe]:
+        """Under the likeliest tokens alone: the share of probability of those that are kept is divided by."""
+        wholes = list(self._whole(calls))
+        for share in _SHARES:
+            yield [_kept(places_N, logps_NV, share=share) for places_N, logps_NV in wholes]
+        for count in _COUNTS:
+            yield [_kept(places_N, logps_NV, count=count) for places_N, logps_NV in wholes]
+
+    def _whole(self, calls: Calls) -> Iterator[tuple[Ids, Logps]]:
+        """Of some answers the probabilities of all tokens, likeliest first, and where those are that were drawn."""
+        left = max(8, _NUMBERS // self._vocabulary)
+        for call in calls:
+            ids = call.completion.ids[: min(_TOKENS, left)]
+            left -= len(ids)
+            if not len(ids):
+                yield np.zeros(0, np.int32), np.zeros((0, 0), np.float32)
+                continue
+            found = self.trained.scored(_joined(call.prompt, ids), len(call.prompt), top=self._vocabulary)
+            places_N = (found.top_ids == ids[:, None]).argmax(axis=1)
+            yield places_N.astype(np.int32), found.top_logprobs
+
+
+def _joined(*parts: Ids) -> Ids:
+    return np.concatenate(parts).astype(np.int32)
+
+
+def _taken(logps_NV: torch.Tensor, places_N: Ids) -> Logps:
+    found = logps_NV.gather(1, torch.from_numpy(places_N.astype(np.int64))[:, None])[:, 0].numpy()
+    return np.asarray(found, dtype=np.float32)
+
+
+def _kept(places_N: Ids, logps_NV: Logps, *, share: float | None = None, count: int | None = None) -> Logps:
+    """Log-probabilities among the tokens that are kept, as they were where the drawn one is not."""
+    mass_NV = np.exp(logps_NV.astype(np.float64)).cumsum(axis=1)
+    if count is not None:
+        last_N = np.full(len(logps_NV), min(count, logps_NV.shape[1]) - 1)
+    else:
+        last_N = (mass_NV < (share or 1.0)).sum(axis=1).clip(max=logps_NV.shape[1] - 1)
+    rows = np.arange(len(logps_NV))
+    found = logps_NV[rows, places_N] - np.log(mass_NV[rows, last_N])
+    return np.where(places_N <= last_N, found, logps_NV[rows, places_N]).astype(np.float32)
+
+
+def _some_calls(groups: Sequence[AnswerGroup], count: int) -> Iterator[tuple[int, ModelCall]]:
+    """Those of whole groups, until there are ``count``, with the number of their group: answers may have been swapped
+    within one."""
+    for number, group in enumerate(groups):
+        calls = [call for answer in group.answers for call in answer.calls if len(call.completion.ids)]
+        yield from ((number, call) for call in calls)
+        count -= len(calls)
+        if count <= 0:
+            return
+
+
+def _sentence(cause: Cause) -> str:
+    return f"It looks like {cause}"
