@@ -28,7 +28,7 @@ _TEMPERATURES = tuple(float(t) for t in np.round(np.arange(0.3, 2.01, 0.02), 2) 
 _SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 _COUNTS = (2, 5, 10, 20, 40, 50, 64, 100)
 
-Calls = Sequence[ModelCall]
+ModelCalls = Sequence[ModelCall]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -73,8 +73,8 @@ class SamplerProbes:
         probes = {cause: list(make(calls)) for cause, make in self._makers().items()}
         return _sentence(cause_of(answers, probes, smallest_before=self.watch.smallest))
 
-    def _makers(self) -> dict[Cause, Callable[[Calls], Iterator[Probe]]]:
-        made: dict[Cause, Callable[[Calls], Iterator[Probe]]] = {
+    def _makers(self) -> dict[Cause, Callable[[ModelCalls], Iterator[Probe]]]:
+        made: dict[Cause, Callable[[ModelCalls], Iterator[Probe]]] = {
             Cause.DOUBLED_BEGIN: self._with_two_begins,
             Cause.SHORT_PROMPT: self._with_short_prompts,
             Cause.TEMPERATURE: self._at_temperatures,
@@ -124,29 +124,29 @@ class SamplerProbes:
     def _score(self, call: ModelCall, prompt: Ids, *, by: LocalEngine | None = None) -> Logps:
         return (by or self.trained).score(_joined(prompt, call.completion.ids[:_TOKENS]), len(prompt))
 
-    def _without_adapter(self, calls: Calls) -> Iterator[Probe]:
+    def _without_adapter(self, calls: ModelCalls) -> Iterator[Probe]:
         base = self.trained.under(NO_ADAPTER)
         yield [self._score(call, call.prompt, by=base) for call in calls]
 
-    def _with_two_begins(self, calls: Calls) -> Iterator[Probe]:
+    def _with_two_begins(self, calls: ModelCalls) -> Iterator[Probe]:
         yield [self._score(call, _joined(call.prompt[:1], call.prompt)) for call in calls]
 
-    def _with_short_prompts(self, calls: Calls) -> Iterator[Probe]:
+    def _with_short_prompts(self, calls: ModelCalls) -> Iterator[Probe]:
         for cut in (slice(None, -1), slice(None, -2), slice(None, -3), slice(1, None), slice(2, None)):
             yield [self._score(call, call.prompt[cut]) if len(call.prompt[cut]) else None for call in calls]
 
-    def _in_16_bits(self, calls: Calls) -> Iterator[Probe]:
+    def _in_16_bits(self, calls: ModelCalls) -> Iterator[Probe]:
         for dtype in (torch.bfloat16, torch.float16):
             with casting(self.trained.model.device, dtype):
                 yield [self._score(call, call.prompt) for call in calls]
 
-    def _at_temperatures(self, calls: Calls) -> Iterator[Probe]:
+    def _at_temperatures(self, calls: ModelCalls) -> Iterator[Probe]:
         wholes = list(self._whole(calls))
         for temperature in _TEMPERATURES:
             scaled = [(places_N, torch.from_numpy(logps_NV) / temperature) for places_N, logps_NV in wholes]
             yield [_taken(logps_NV.log_softmax(-1), places_N) for places_N, logps_NV in scaled]
 
-    def _truncated(self, calls: Calls) -> Iterator[Probe]:
+    def _truncated(self, calls: ModelCalls) -> Iterator[Probe]:
         """Under the likeliest tokens alone: the share of probability of those that are kept is divided by."""
         wholes = list(self._whole(calls))
         for share in _SHARES:
@@ -154,7 +154,7 @@ class SamplerProbes:
         for count in _COUNTS:
             yield [_kept(places_N, logps_NV, count=count) for places_N, logps_NV in wholes]
 
-    def _whole(self, calls: Calls) -> Iterator[tuple[Ids, Logps]]:
+    def _whole(self, calls: ModelCalls) -> Iterator[tuple[Ids, Logps]]:
         """Of some answers the probabilities of all tokens, likeliest first, and where those are that were drawn."""
         left = max(8, _NUMBERS // self._vocabulary)
         for call in calls:
