@@ -101,7 +101,7 @@ class SamplerProbes:
             advantages_G=group.advantages_G[:CANARIES],
             tree=answer_tree(group.question.prompt, few, group.question.address),
         )
-        return collated([[asked]], self.layout)
+        return collated([[asked]], self.layout, age=0)
 
     def _scored_by_engine(self, answer: Trajectory) -> Trajectory:
         scored = [
