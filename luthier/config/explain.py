@@ -109,7 +109,8 @@ def _what_was_meant(section: KeyPath, key: str, value: object) -> tuple[str, Key
         inside = ", ".join(f"{one}: …" for one in value) if isinstance(value, dict) else ""
         name = f"name: {key}" if key in OBJECTIVES else f"name: {LOSSES[key].objectives[0]}, loss: {key}"
         return f"write objective: {{{name}{', ' if inside else ''}{inside}}}", ("objective",)
-    if (ours := what_is_meant(key, value)) is not None:
+    in_section = what_is_meant(show_path((*section, key)), value) if section else None
+    if (ours := in_section or what_is_meant(key, value)) is not None:
         return _other_tools_word(ours)
     elsewhere = [full for full in all_keys() if full.rsplit(".", 1)[1] == key]
     if elsewhere:

@@ -65,8 +65,8 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Answers that are drawn in the run (``objective: rl``). They are drawn at temperature 1 from all tokens, so that
-    the probabilities that training compares are those they were drawn by."""
+    """Answers that are drawn in the run (``objective: rl``). They are drawn from all tokens, so that the
+    probabilities that training compares are those they were drawn by: there is no top_p, top_k or penalty."""
 
     prompts_per_step: Size = 16
     """Prompts of a step, on all processes together."""
@@ -75,6 +75,9 @@ class RolloutConfig(Section):
     updates: Size = 1
     """How many steps learn from answers that were drawn at once, by the same weights. 1: each step draws its own. 4:
     every fourth step draws the answers to 4 times ``prompts_per_step`` prompts, and each step learns from a fourth."""
+    temperature: Positive = 1.0
+    """What logits are divided by, when answers are drawn and when they are learned from: it is part of the policy that
+    is trained. Held-out rows are measured and answered without it."""
     max_new_tokens: Tokens = 256
     """Longest answer, in tokens. One that is not finished by then is learned from like others, and counted."""
     rewards: Annotated[list[RewardConfig], BeforeValidator(as_list)] = [RewardConfig(metric="exact")]

@@ -32,6 +32,7 @@ class Request:
     media: tuple[MediaItem, ...] = ()
     num_samples: int = 1
     draw: int | None = None
+    tempered: bool = False  # told probabilities are those at the settings' temperature, not the model's at 1
     top_logprobs: int = 0  # of how many likeliest tokens at each place the probabilities are told, too
 
 
@@ -49,7 +50,7 @@ class Completion:
 
     ids       int32[N]    what the model emitted, the stop token included if there was one
     logprobs  float32[N]  natural logarithms of the probabilities that the model gave to them, before the settings of
-                          sampling and penalties changed any
+                          sampling and penalties changed any; of a ``tempered`` request at its temperature
     """
 
     key: int

@@ -141,6 +141,12 @@ class BatchRow:
         return [make(value) for make, value, neutral in kinds if value not in (None, neutral)] if told.do_sample else []
 
     @property
+    def heat(self) -> float:
+        """The temperature that probabilities are told at."""
+        temperature = self.settings.temperature if self.request.tempered and self.settings.do_sample else None
+        return 1.0 if temperature is None else float(temperature)
+
+    @property
     def noise_key(self) -> tuple[int, int, int]:
         """What its random numbers are made of beside the place: the seed, the key or its stand-in, the sample."""
         draw = self.request.key if self.request.draw is None else self.request.draw
@@ -169,6 +175,9 @@ def advance(rows: Sequence[BatchRow], scores_BV: torch.Tensor, tokenizer: Tokeni
     chosen_B = scores_BV.argmax(-1)
     for group in _groups([rows[number] for number in live]):
         chosen_B[group] = _chosen([rows[live[number]] for number in group], scores_BV[group])
+    heats_B = [rows[number].heat for number in live]
+    if any(heat != 1 for heat in heats_B):
+        scores_BV = scores_BV / torch.tensor(heats_B, dtype=scores_BV.dtype, device=scores_BV.device)[:, None]
     sums_B = scores_BV.logsumexp(-1)
     logprobs = (scores_BV.gather(1, chosen_B[:, None])[:, 0] - sums_B).tolist()
     likeliest = _likeliest([rows[number].request.top_logprobs for number in live], scores_BV, sums_B)

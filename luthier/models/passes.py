@@ -23,6 +23,7 @@ from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD
 from luthier.models.routers import Routers
 from luthier.objectives import AnyHead, TokenScores, token_scores
+from luthier.objectives.head import tempered
 from luthier.records import Batch, Targets
 
 Scores = TypeVar("Scores")
@@ -32,7 +33,8 @@ Scores = TypeVar("Scores")
 class ModelPass:
     """How batches go through a model. ``head`` is None for a reward model, which has no logits; ``blanks`` are for
     models with towers that several ranks train; ``autocast`` is the type that the run computes in, in evaluation and
-    for references as in training, None: that of the weights; ``routers`` of experts whose load a loss balances."""
+    for references as in training, None: that of the weights; ``routers`` of experts whose load a loss balances;
+    ``temperature``: what logits are divided by."""
 
     isolation: ChosenIsolation
     head: OutputHead | None
@@ -41,6 +43,7 @@ class ModelPass:
     blanks: BlankMedia | None = None
     autocast: torch.dtype | None = None
     routers: Routers | None = None
+    temperature: float = 1.0
 
     def scored(
         self, model: nn.Module, batch: Batch, score: Callable[[torch.Tensor, AnyHead, Targets], Scores]
@@ -58,7 +61,7 @@ class ModelPass:
                 model,
                 inputs,
                 targets.positions_K,
-                lambda hidden_KD, head: score(hidden_KD, head, targets),
+                lambda hidden_KD, head: score(hidden_KD, tempered(head, self.temperature), targets),
                 head=self.head,
             )
         self._count(batch)

@@ -7,7 +7,7 @@ a CPU fresh memory of that size costs as much as the product that fills it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,17 @@ class Head:
 
 AnyHead = Head | Callable[[torch.Tensor], torch.Tensor]
 """A `Head`, or any function hidden_CD -> logits_CV (an adapter on the head): slower, as autograd finds the way back."""
+
+
+def tempered(head: AnyHead, temperature: float) -> AnyHead:
+    """The head with its logits divided by ``temperature``."""
+    if temperature == 1:
+        return head
+    if not isinstance(head, Head):
+        return lambda hidden_CD: head(hidden_CD) / temperature
+    # softcap x tanh(scale x / softcap) / t = (softcap / t) x tanh((scale / t) x / (softcap / t))
+    softcap = None if head.softcap is None else head.softcap / temperature
+    return replace(head, scale=head.scale / temperature, softcap=softcap, kernel=None)
 
 
 class ChunkedHead:

@@ -86,6 +86,16 @@ def test_scores_are_those_of_whole_logits(case, chunk_rows, scale, softcap):
     same_gradients(found.logps_K @ slopes, expected @ slopes, (hidden, weight, bias))
 
 
+@SHAPES
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_tempered_head_divides_its_logits(case, scale, softcap, plain):
+    hidden, weight, bias, ids = case
+    of = Head(weight_VD=weight, bias_V=bias, scale=scale, softcap=softcap)
+    made = head.tempered(of if plain else lambda rows: logits_of(rows, weight, bias, scale, softcap), 0.7)
+    expected = (logits_of(hidden, weight, bias, scale, softcap) / 0.7).log_softmax(1).gather(1, ids[:, None])
+    torch.testing.assert_close(token_scores(hidden, made, ids).logps_K, expected.squeeze(1))
+
+
 def small(case):
     """A corner of the case: numeric gradients are taken number by number."""
     hidden, weight, bias, ids = case

@@ -237,6 +237,30 @@ def test_probabilities_that_are_not_those_of_training_stop_the_run(
     assert "nats a token" in caught.value.message
 
 
+@pytest.mark.parametrize("adapter", [{}, {"type": "lora", "target_modules": ["lm_head", "q_proj"]}])
+def test_temperature_is_of_what_draws_and_of_what_learns(
+    adapter: dict[str, Any], knows_few: Path, train: Train
+) -> None:
+    """A head that is a plain layer, and one that is a function."""
+    entropies = []
+    for temperature in (1.0, 0.5):
+        rollout = {**RL["rollout"], "temperature": temperature}
+        changes = {**RL, "rollout": rollout, "model": {"name_or_path": str(knows_few)}, "adapter": adapter}
+        run = train(make_data(make_segments(12)), folder=str(temperature), train__max_steps=2, **changes)
+        assert all(step.measures["gap"] < 1e-5 for step in run.steps)
+        entropies.append(run.steps[0].measures["entropy"])
+    assert entropies[1] < 0.9 * entropies[0]
+
+
+def test_keys_that_would_draw_from_some_tokens_alone_are_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "rl.yaml"
+    path.write_text("model: preset:tiny-qwen3\ndata: {train: preset:skills}\nobjective: rl\nrollout: {top_p: 0.9}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_draft(path)
+    (problem,) = caught.value.problems
+    assert problem.key == "rollout.top_p" and problem.hint is not None and "another policy" in problem.hint
+
+
 def test_a_gap_may_be_told_and_gone_on_with(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     tampered(monkeypatch, FAULTS["temperature"])
     told: list[str] = []

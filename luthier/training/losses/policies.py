@@ -44,13 +44,14 @@ FLOOR, FLOOR_OF_16_BITS = 1e-4, 2e-2
 def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
     """Held-out rows are measured by plain cross-entropy of the answers that they hold."""
     objective, exact = parts.config.objective, parts.autocast is None
+    policy = replace(forward, temperature=parts.config.rollout.temperature)
     floor = FLOOR if exact and next(parts.model.parameters()).dtype == torch.float32 else FLOOR_OF_16_BITS
     return (
         PolicyLosses(
-            forward=forward,
+            forward=policy,
             row=LOSSES.named(objective.loss_name),
             numbers=objective.numbers,
-            reference=reference_model(parts, forward, tell) if objective.needs_reference else None,
+            reference=reference_model(parts, policy, tell) if objective.needs_reference else None,
             rollout=parts.config.rollout,
             gaps=GapWatch(config=parts.config.rollout, floor=floor, forward=forward, tell=tell),
         ),

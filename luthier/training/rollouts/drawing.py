@@ -138,10 +138,13 @@ class Rollouts:
     def _drawn(self, questions: Sequence[Question], step: int) -> dict[tuple[int, int], Trajectory]:
         """The answers, by the number of their question and their own."""
         settings = GenerateConfig(
-            do_sample=True, temperature=1.0, max_new_tokens=self.config.max_new_tokens, seed=self.seed
+            do_sample=True,
+            temperature=self.config.temperature,
+            max_new_tokens=self.config.max_new_tokens,
+            seed=self.seed,
         )
         requests = [
-            replace(question.request(number, settings, self.config.answers), draw=_draw(step, question))
+            replace(question.request(number, settings, self.config.answers), draw=_draw(step, question), tempered=True)
             for number, question in enumerate(questions)
         ]
         drawn: dict[tuple[int, int], Trajectory] = {}
