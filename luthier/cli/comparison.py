@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
 from luthier.cli.pipeline import Overrides
@@ -130,12 +130,21 @@ def compare(
         output.emit(comparison_facts(found))
 
 
+_COLUMNS = ("A", "B", "B - A", "interval", "p", "better", "worse", "equal")
+
+
 def _metric_table(found: PredictionComparison) -> Table:
-    table = Table("metric", "A", "B", "difference", "95 % interval", "p", "better", "worse", "equal", box=None)
+    table = Table(Column("metric", no_wrap=True), *_COLUMNS, box=None, pad_edge=False)
     for one in found.metrics:
-        ends = "" if one.interval is None else f"{one.interval[0]:+.4g} to {one.interval[1]:+.4g}"
+        ends = "" if one.interval is None else f"{one.interval[0]:+.2g} to {one.interval[1]:+.2g}"
         counts = ["" if count is None else f"{count:,}" for count in (one.better, one.worse, one.equal)]
-        values = (f"{one.a:.4g}", f"{one.b:.4g}", f"{one.difference:+.4g}", ends, f"{one.p:.3g}")
+        values = (
+            f"{one.a:.4g}",
+            f"{one.b:.4g}",
+            f"{one.difference:+.3g}",
+            ends,
+            f"{one.p:.3f}" if one.p >= 0.001 else "<.001",
+        )
         table.add_row(escape(one.name), *values, *counts)
     return table
 
