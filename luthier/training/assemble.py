@@ -45,6 +45,7 @@ from luthier.training.report.events import EventListener, Note
 from luthier.training.report.result import ModelSummary
 from luthier.training.rollouts.answer_groups import AnswerLayout
 from luthier.training.rollouts.drawing import Rollouts
+from luthier.training.rollouts.early_warnings import EarlyWarnings
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.streams import (
     EvalStream,
@@ -211,18 +212,24 @@ def _rollouts(
     )
     assert isinstance(losses, PolicyLosses), "answers are learned from by the losses of policies"
     stops = frozenset(tokenizer.stop_token_ids)
+    judge, world = RewardJudge(config.rollout.rewards), hooks.stop.world
+
+    def tell(text: str) -> None:
+        hooks.tell(Note(text=text))
+
     return Rollouts(
         config=config.rollout,
         engine=engine,
         tokenizer=tokenizer,
-        judge=RewardJudge(config.rollout.rewards),
+        judge=judge,
         advantage=Advantage(LOSSES.named(config.objective.loss_name).advantage),
         layout=layout,
         probes=SamplerProbes(engine=engine, trained=engine, watch=losses.gaps, layout=layout, stops=stops),
         seed=config.runtime.seed,
         folder=config.output.dir,
-        world=hooks.stop.world,
-        tell=lambda text: hooks.tell(Note(text=text)),
+        world=world,
+        tell=tell,
+        warnings=EarlyWarnings(judge=judge.judge, tell=tell) if world.is_main else None,
     )
 
 

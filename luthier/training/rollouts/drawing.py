@@ -29,6 +29,7 @@ from luthier.training.generate import Question, question_of
 from luthier.training.ranks import summed_over_ranks
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, micro_batches
 from luthier.training.rollouts.answer_log import answers_file, write_answers
+from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
 from luthier.training.rollouts.kept_answers import Kept, KeptAnswer, read_kept, write_kept
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
@@ -52,6 +53,7 @@ class Rollouts:
     world: World
     tell: Callable[[str], None]
     probes: SamplerProbes | None = None
+    warnings: EarlyWarnings | None = None
     missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
     kept: Kept = field(default_factory=dict)
 
@@ -118,7 +120,8 @@ class Rollouts:
         if self.probes is not None:
             self.probes.check(drawn.values())
         places = sorted(drawn)
-        judged = self.judge.judge([self._as_text(questions[key], drawn[key, sample]) for key, sample in places])
+        texts = [self._as_text(questions[key], drawn[key, sample]) for key, sample in places]
+        judged = self.judge.judge(texts)
         self._count(judged)
         write_answers(
             answers_file(self.folder, step, self.world.rank),
@@ -129,6 +132,16 @@ class Rollouts:
             self.tokenizer,
         )
         self._check_finished(step, [drawn[place] for place in places])
+        if self.warnings is not None:
+            self.warnings.step(
+                StepAnswers(
+                    texts=texts,
+                    groups_N=np.array([key for key, _ in places], dtype=np.int64),
+                    lengths_N=np.array([len(drawn[place].ids) for place in places], dtype=np.int64),
+                    logps_N=np.array([drawn[place].logprobs.sum() for place in places], dtype=np.float64),
+                    judged=judged,
+                )
+            )
         found: dict[str, dict[int, KeptAnswer]] = {_name(question): {} for question in questions}
         for place, total, values_F in zip(places, judged.total_N, judged.values_NF, strict=True):
             answer = KeptAnswer(answer=drawn[place], reward=float(total), values_F=values_F.tolist())
