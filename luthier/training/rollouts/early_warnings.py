@@ -125,8 +125,8 @@ class EarlyWarnings:
             self._tell(
                 "dead",
                 f"for {DEAD_STEPS} steps more than {DEAD_SHARE:.0%} of the prompts had answers of one reward each, "
-                "which teach nothing: take rows that the model answers right at times, more rollout.answers, or rewards that "
-                "tell good answers from better ones",
+                "which teach nothing: take rows that the model answers right at times, more rollout.answers, or "
+                "rewards that tell good answers from better ones",
             )
 
     def _look_at_trends(self, found: StepAnswers) -> None:
@@ -141,8 +141,8 @@ class EarlyWarnings:
             self._tell(
                 "entropy",
                 f"the entropy of the answers has fallen from {before:.3g} to {entropy:.3g} nats a token: the model "
-                "draws nearly the same answer each time and finds nothing new; lower train.learning_rate, hold it near a "
-                "reference (objective.kl_weight), or end the run here",
+                "draws nearly the same answer each time and finds nothing new; lower train.learning_rate, hold it near "
+                "a reference (objective.kl_weight), or end the run here",
             )
         shorter, longer = (float(np.mean(self._lengths[part])) for part in (then, now))
         lower, higher = (float(np.nanmean(self._rewards[part])) for part in (then, now))
@@ -150,8 +150,8 @@ class EarlyWarnings:
             self._tell(
                 "length",
                 f"answers have grown from {shorter:.0f} to {longer:.0f} tokens while the reward went from {lower:.3g} "
-                f"to {higher:.3g}: look whether length itself is rewarded (luthier show RUN --rollouts); the loss dr_grpo "
-                "does not prefer long answers, and a reward may count their tokens",
+                f"to {higher:.3g}: look whether length itself is rewarded (luthier show RUN --rollouts); the loss "
+                "dr_grpo does not prefer long answers, and a reward may count their tokens",
             )
 
     def _tell(self, which: str, text: str) -> None:
