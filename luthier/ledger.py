@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from luthier.errors import BudgetError, RowDropped, RowError
+from luthier.writing import counted
 
 MAX_EXAMPLES = 5  # addresses kept per reason, enough to look at; the quarantine file has them all
 
@@ -94,7 +95,8 @@ class Ledger:
         allowed = max_drop * self.read if max_drop < 1 else max_drop
         if self.lost > allowed:
             raise BudgetError(
-                f"{self.lost} of {self.read} rows are lost, {allowed:g} may be (data.max_drop={max_drop:g}): "
+                f"{self.lost} of {counted(self.read, 'row is', 'rows are')} lost, {allowed:g} may be "
+                f"(data.max_drop={max_drop:g}): "
                 f"{self.reasons()}",
                 hint="fix the rows, choose another data.overflow, or raise data.max_drop",
             )

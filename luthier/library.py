@@ -458,7 +458,7 @@ def _first_to_arrive(data: RunData, reader: FeedReader, encoder: Encoder, tell: 
 
     facts = reader.facts()
     held_out = f", {facts.num_eval_rows:,} held out" if facts.num_eval_rows else ""
-    tell(Remark(text=f"{sum(facts.num_rows):,} rows in {len(facts.num_rows)} sources{held_out}"))
+    tell(Remark(text=f"rows: {sum(facts.num_rows):,}, sources: {len(facts.num_rows)}{held_out}"))
     data.rows.wait_for_any()
     if not len(data.train):
         hint = "what became of them is in quarantine.jsonl, in output.dir"

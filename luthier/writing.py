@@ -28,6 +28,13 @@ def to_json(data: Any) -> str:
     return printable(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def counted(number: float, one: str, many: str = "") -> str:
+    """``1 row``, ``2 rows``, ``1,000 rows``: how messages tell a count. ``many`` is what follows more than one where
+    that is not ``one`` with an s: ``counted(2, "row fails", "rows fail")``."""
+    shown = f"{int(number):,}" if number == int(number) else f"{number:g}"
+    return f"{shown} {one if number == 1 else many or one + 's'}"
+
+
 def printable(text: str) -> str:
     """The text with every character that could steer a terminal, or turn what is read around, written as ``\\u001b``.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
+from luthier.writing import counted
 
 FINGERPRINT_DIGITS = 12  # enough to tell two templates apart by eye
 
@@ -19,7 +20,7 @@ def run_facts(config: RunConfig, encoder: Encoder) -> dict[str, str]:
     facts = {"model": _short(model.name_or_path)}
     if model.tokenizer_name_or_path is not None:
         facts["tokenizer"] = _short(model.tokenizer_name_or_path)
-    facts["vocabulary"] = f"{tokenizer.vocab_size:,} tokens"
+    facts["vocabulary"] = counted(tokenizer.vocab_size, "token")
     facts["template"] = _template(config, encoder)
     facts["train_on"] = config.template.train_on.value
     said = config.template.model_dump(mode="json", exclude={"chat_template", "train_on"}, exclude_defaults=True)

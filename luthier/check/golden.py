@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from luthier.check.verify.server import TokenServer
 from luthier.errors import UserError
-from luthier.writing import write_whole
+from luthier.writing import counted, write_whole
 
 PARITY_FILE = "parity.json"
 PARITY_VERSION = 1
@@ -124,7 +124,7 @@ def file_faults(parity: Parity, folder: Path) -> list[tuple[str, str]]:
         if not path.is_file():
             faults.append((name, "it is missing"))
         elif path.stat().st_size != written.bytes:
-            faults.append((name, f"it has {path.stat().st_size:,} bytes, written were {written.bytes:,}"))
+            faults.append((name, f"it has {counted(path.stat().st_size, 'byte')}, written were {written.bytes:,}"))
         elif digest_of(path) != written.sha256:
             faults.append((name, "it has other content than was written"))
     strange = sorted(path.name for path in folder.glob("*.safetensors*") if path.name not in parity.files)
@@ -149,7 +149,9 @@ def first_difference(found: Sequence[int] | NDArray[Any], wanted: Sequence[int] 
     pairs = enumerate(zip(found, wanted, strict=False))
     at = next((at for at, (a, b) in pairs if a != b), min(len(found), len(wanted)))
     here, there = (str(int(ids[at])) if at < len(ids) else "its end" for ids in (found, wanted))
-    return f"{len(found)} ids, trained with {len(wanted)}; the first difference is at {at}: {here}, not {there}"
+    return (
+        f"{counted(len(found), 'id')}, trained with {len(wanted)}; the first difference is at {at}: {here}, not {there}"
+    )
 
 
 def digest_of(path: Path) -> str:

@@ -18,6 +18,7 @@ from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import Overrides
 from luthier.errors import RowError, UserError
 from luthier.records import Media, Message, Text, ToolCall
+from luthier.writing import counted
 
 if TYPE_CHECKING:
     from luthier.prediction.dialogue import Dialogue, DialogueAnswer
@@ -250,7 +251,7 @@ class _Talk:
         tokenizer = self.dialogue.run.encoder.tokenizer
         for what, ids in (("prompt", answer.prompt.tolist()), ("answer", answer.ids.tolist())):
             told = " ".join(f"{number}:{tokenizer.decode([number])!r}" for number in ids)
-            self._say(f"{what}, {len(ids)} tokens: {told}", style="dim")
+            self._say(f"{what}, {counted(len(ids), 'token')}: {told}", style="dim")
 
     def _write(self, text: str, style: str = "") -> None:
         self.console.print(Words(text, style=style), end="", soft_wrap=True, highlight=False)

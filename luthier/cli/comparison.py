@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
 from luthier.cli.pipeline import Overrides
-from luthier.writing import write_text
+from luthier.writing import counted, write_text
 
 if TYPE_CHECKING:
     from luthier.check.diff.runs import EncodedSide, RunDiff
@@ -121,8 +121,9 @@ def compare(
         names = None if not metrics else [name for text in metrics for name in names_in(text)]
         found = compare_predictions(a, b, metrics=names, any_prompt=any_prompt)
         output.console.print(_metric_table(found))
-        told = f"{found.num_different:,} of {len(found.pairs):,} answers differ"
-        left_out = f"; {found.left_out:,} questions that one of the two has not answered are left out"
+        told = f"{found.num_different:,} of {counted(len(found.pairs), 'answer differs', 'answers differ')}"
+        questions = counted(found.left_out, "question was", "questions were")
+        left_out = f"; {questions} answered by one of the two only, and left out"
         output.console.print(told + (left_out if found.left_out else ""), highlight=False)
         if html is not None:
             write_text(html, comparison_page(found))
@@ -207,4 +208,6 @@ def _progress(console: Console, *, wanted: bool) -> Iterator[Callable[[int, int]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("comparing", total=None)
-        yield lambda rows, changed: bar.update(task, description=f"comparing: {rows:,} rows, {changed:,} change")
+        yield lambda rows, changed: bar.update(
+            task, description=f"comparing: {counted(rows, 'row')}, {changed:,} change"
+        )

@@ -18,7 +18,7 @@ from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import ConfigFile, Overrides
 from luthier.cli.training import train_and_tell
 from luthier.terminal import stderr_terminal
-from luthier.writing import printable, to_json, write_text
+from luthier.writing import counted, printable, to_json, write_text
 
 if TYPE_CHECKING:
     from luthier.check.bug_report import Environment
@@ -127,7 +127,7 @@ def _table(found: Environment) -> Table:
     table.add_row("luthier", found.luthier)
     table.add_row("python", found.python)
     table.add_row("platform", found.platform)
-    table.add_row("cpu", f"{found.cpu}, {found.cpu_count} cores, {found.usable_cpus} usable")
+    table.add_row("cpu", f"{found.cpu}, {counted(found.cpu_count, 'core')}, {found.usable_cpus} usable")
     table.add_row("memory", _memory(found))
     table.add_row("cuda", found.cuda or "none")
     for gpu in found.gpus:

@@ -12,6 +12,7 @@ from rich.text import Text
 from luthier import library
 from luthier.cli.output import EXIT_UNTRUE, JsonTarget, Output, reporting
 from luthier.cli.pipeline import ConfigFile, Overrides, listening, tell_preparation
+from luthier.writing import counted
 
 if TYPE_CHECKING:
     from luthier.sources import RepeatedIds
@@ -198,7 +199,7 @@ def show(
 def _repeated_ids(found: RepeatedIds, output: Output) -> dict[str, object]:
     """Print rows whose id an earlier row of their source has, and give them for JSON."""
     first, again = map(str, found.first)
-    rows = f"{found.rows:,} rows have" if found.rows > 1 else "1 row has"
+    rows = counted(found.rows, "row has", "rows have")
     line = f"{found.source}: {rows} the id of an earlier row; the first: {found.id} at {first} and {again}"
     output.console.print(Text(line, style="yellow"))
     return {"source": found.source, "rows": found.rows, "id": found.id, "first": [first, again]}

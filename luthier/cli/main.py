@@ -34,7 +34,7 @@ from luthier.cli import (
 from luthier.cli.output import STDOUT, as_mistake, error_as_json
 from luthier.errors import ConfigError, RowError, UserError
 from luthier.terminal import stderr_terminal
-from luthier.writing import to_json
+from luthier.writing import counted, to_json
 
 # torchao and bitsandbytes are imported where they are installed: torch then warns of enums, and bitsandbytes of a
 # kernel that it misses, which is nothing that a user could change.
@@ -199,7 +199,7 @@ def _tell_mistake(error: UserError | RowError) -> None:
     match error:
         case ConfigError():
             count = len(error.problems)
-            how_many = "1 thing is" if count == 1 else f"{count} things are"
+            how_many = counted(count, "thing is", "things are")
             console.print(Text.assemble(("error", "bold red"), f": {how_many} wrong in this run description"))
             for problem in error.problems:
                 key = f" {problem.key}" if problem.key else ""

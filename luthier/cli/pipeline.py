@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 
 from luthier.library import Listener, Remark
+from luthier.writing import counted
 
 if TYPE_CHECKING:
     from luthier.check.loaded import Loaded
@@ -64,7 +65,7 @@ def tell_preparation(loaded: Loaded, console: Console) -> None:
     prepared = loaded.prepared
     text = Text.assemble(
         ("Prepared ", "bold"),
-        f"{prepared.num_encoded + prepared.num_reused:,} rows in {loaded.seconds:.1f} s",
+        f"{counted(prepared.num_encoded + prepared.num_reused, 'row')} in {loaded.seconds:.1f} s",
         (f"   {prepared.num_encoded:,} encoded, {prepared.num_reused:,} from the store", "dim"),
     )
     console.print(text)
@@ -84,7 +85,10 @@ def _remarks(prepared: Prepared) -> list[str]:
         held_out = prepared.eval.sample_ids
         same = int(np.isin(held_out, prepared.train.sample_ids).sum())
         if same:
-            told.append(f"{same:,} of {len(held_out):,} held-out rows are trained on, too: their loss says little")
+            told.append(
+                f"{same:,} of {counted(len(held_out), 'held-out row is', 'held-out rows are')} "
+                f"trained on, too: their loss says little"
+            )
     return list(dict.fromkeys(told))
 
 
@@ -129,7 +133,7 @@ def preparing(console: Console, *, wanted: bool) -> Iterator[Callable[[Progresse
 def describe(now: Progressed) -> str:
     """Rows by what became of them."""
     lost = f", {now.lost:,} lost" if now.lost else ""
-    return f"preparing {now.split}: {now.read:,} rows, {now.encoded:,} encoded{lost}"
+    return f"preparing {now.split}: {counted(now.read, 'row')}, {now.encoded:,} encoded{lost}"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

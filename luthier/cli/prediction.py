@@ -15,6 +15,7 @@ from rich.table import Table
 from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import Overrides
 from luthier.errors import UserError
+from luthier.writing import counted
 
 RunFolder = Annotated[
     str,
@@ -111,7 +112,10 @@ def predict(  # noqa: PLR0913
             console.print(_table(found.metrics["metrics"]))
         if (held := found.metrics["contamination"]) is not None and held["found"]:
             total, first = sum(held["counts"].values()), held["found"][0]
-            line = f"{total:,} rows stand in the training data, the first: {first['row']} = {first['train_row']}"
+            line = (
+                f"{counted(total, 'row stands', 'rows stand')} in the training data, the first: "
+                f"{first['row']} = {first['train_row']}"
+            )
             console.print(f"[yellow]{escape(line)}[/] (metrics.json names them)", highlight=False)
         if found.metrics["not_installed"]:
             names = ", ".join(found.metrics["not_installed"])
@@ -172,7 +176,10 @@ def evaluate(
 def _summary(metrics: Mapping[str, Any]) -> str:
     """``9 answers to 9 questions written, 8 of them compared; not answered: 1 unknown_role``"""
     lost = [f"{count:,} {reason}" for reason, count in {**metrics["refused"], **metrics["lost_rows"]}.items()]
-    told = f"{metrics['answers']:,} answers to {metrics['asked']:,} questions written, {metrics['compared']:,} compared"
+    told = (
+        f"{counted(metrics['answers'], 'answer')} to {counted(metrics['asked'], 'question')} "
+        f"written, {metrics['compared']:,} compared"
+    )
     return told + (f"; not answered: {', '.join(lost)}" if lost else "")
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
+from luthier.writing import counted
 
 if TYPE_CHECKING:
     from luthier.store.care import Cleaning, StoreHealth, StoreInfo
@@ -140,7 +141,7 @@ def export(
 
         with _progress(output.console, f"writing {target.name}") as on_samples:
             num_samples = export_store(store, target, on_samples=on_samples)
-        output.console.print(Text.assemble(("Exported ", "bold"), f"{num_samples:,} samples to {target}"))
+        output.console.print(Text.assemble(("Exported ", "bold"), f"{counted(num_samples, 'sample')} to {target}"))
         output.emit({"store": str(store), "file": str(target), "samples": num_samples})
 
 
@@ -159,12 +160,14 @@ def _table(stores: list[StoreInfo]) -> Table:
 
 
 def _health(health: StoreHealth) -> Text:
-    what = f"{health.num_samples:,} samples in {health.num_shards:,} shards, {_human(health.num_bytes)}"
+    what = (
+        f"{counted(health.num_samples, 'sample')} in {counted(health.num_shards, 'shard')}, {_human(health.num_bytes)}"
+    )
     if not health.damaged:
         return Text.assemble(("sound    ", "green"), f"{health.folder}  ", (what, "dim"))
     text = Text.assemble(("damaged  ", "bold red"), f"{health.folder}  ", (what, "dim"))
     for damage in health.damaged:
-        lost = "" if damage.num_samples is None else f" ({damage.num_samples:,} samples)"
+        lost = "" if damage.num_samples is None else f" ({counted(damage.num_samples, 'sample')})"
         text.append(f"\n         {damage.detail}{lost}")
     if health.repaired:
         text.append("\n         dropped: those rows will be encoded again", style="green")

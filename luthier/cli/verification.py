@@ -17,6 +17,7 @@ from luthier.cli.inspection import Split
 from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
 from luthier.cli.pipeline import Overrides
 from luthier.errors import UserError
+from luthier.writing import counted
 
 MAX_SHOWN = 10  # golden prompts that are told one by one
 
@@ -100,7 +101,10 @@ def _verify_golden(
         parity = read_parity(Path(golden).expanduser())
         faults = served_otherwise(parity, TokenServer(against, token=token_from(token_env)))
         asked = len(parity.prompts)
-        output.console.print(f"{asked - len(faults):,} of {asked:,} golden prompts are served as they were trained")
+        output.console.print(
+            f"{asked - len(faults):,} of "
+            f"{counted(asked, 'golden prompt is', 'golden prompts are')} served as they were trained"
+        )
         for row, what in faults[:MAX_SHOWN]:
             output.console.print(f"[red]{escape(row)}[/]: {escape(what)}", highlight=False)
         failures: list[object] = [{"row": row, "what": what} for row, what in faults]
@@ -126,6 +130,6 @@ def _progress(console: Console) -> Iterator[library.Listener]:
                 case VerifyProgress():
                     failed = f", {event.failed:,} fail" if event.failed else ""
                     lost = f", {event.lost:,} refused" if event.lost else ""
-                    bar.update(task, description=f"verifying: {event.read:,} rows{failed}{lost}")
+                    bar.update(task, description=f"verifying: {counted(event.read, 'row')}{failed}{lost}")
 
         yield show

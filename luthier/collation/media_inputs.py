@@ -34,6 +34,7 @@ from luthier.media.families.family import Features
 from luthier.media.feature_files import ItemFeatures, is_encoded, join_encoded
 from luthier.media.files.decoding import DecodedImage
 from luthier.records import Branch, ImageHeader, LostMedia, Media, MediaHeader, MediaItem, VideoHeader
+from luthier.writing import counted
 
 _Key = tuple[tuple[object, object], ...]
 _SIDE = 64  # pixels of a black picture
@@ -107,7 +108,9 @@ class MediaInputs:
             for items in groups:
                 found = known[_key(items)]
                 if family.decoder_names and len(items) != 1:
-                    found = RowError("media_count", f"{len(items)} media items in a row, and the model reads one")
+                    found = RowError(
+                        "media_count", f"{counted(len(items), 'media item')} in a row, and the model reads one"
+                    )
                 if isinstance(found, RowError):
                     lost.append(LostMedia(group=number, reason=found.reason, detail=found.detail))
                     if family.decoder_names:  # each row has a picture, that of one without its own is black

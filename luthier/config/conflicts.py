@@ -36,6 +36,7 @@ from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import Format
 from luthier.errors import Problem
+from luthier.writing import counted
 
 # --------------------------------------------------------------------------------------------------------------------
 # Checks of ``runtime.sharding``: what needs a whole weight somewhere cannot be had of shares.
@@ -113,7 +114,8 @@ def _registry(draft: Draft) -> Iterator[Problem]:
             yield draft.problem(key, what, "add data.registry: dataset_info.json, or name files in data.train")
     if data.use_weights and len(data.use_weights) != len(data.use):
         what = (
-            f"these are {len(data.use_weights)} weights, and {draft.cite('data.use')} names {len(data.use)} data sets"
+            f"these are {counted(len(data.use_weights), 'weight')}, and {draft.cite('data.use')} "
+            f"names {counted(len(data.use), 'data set')}"
         )
         yield draft.problem("data.use_weights", what, "write one weight for each, or remove the key")
     if data.registry is not None and not data.use and not data.eval_use:
@@ -136,7 +138,10 @@ def _counted_rows(draft: Draft) -> Iterator[Problem]:
         for index, source in enumerate(sources):
             if source.max_rows is not None and "#" in source.path and source.path.rsplit("#", 1)[1].isdecimal():
                 at = f"{key}[{index}]"
-                what = f"{source.max_rows} rows are asked for, and {draft.cite(f'{at}.path')} says {source.path}"
+                what = (
+                    f"{counted(source.max_rows, 'row is', 'rows are')} asked for, and "
+                    f"{draft.cite(f'{at}.path')} says {source.path}"
+                )
                 yield draft.problem(f"{at}.max_rows", what, "keep one of the two counts")
 
 
@@ -226,7 +231,9 @@ def _metric(draft: Draft) -> Iterator[Problem]:
 def _steps(draft: Draft) -> Iterator[Problem]:
     train = draft.config.train
     if train.max_steps is not None and train.warmup_steps >= 1 and train.warmup_steps > train.max_steps:
-        what = f"{train.warmup_steps} steps of warmup, and {draft.cite('train.max_steps')} is {train.max_steps}"
+        what = (
+            f"{counted(train.warmup_steps, 'step')} of warmup, and {draft.cite('train.max_steps')} is {train.max_steps}"
+        )
         yield draft.problem("train.warmup_steps", what, f"at most {train.max_steps}, or a share such as 0.03")
 
 
@@ -235,7 +242,7 @@ def _padding(draft: Draft) -> Iterator[Problem]:
     longest = config.data.max_length * (2 if is_compared(config.objective) else 1)  # two answers share a row
     if config.train.pad_to_multiple_of > longest:
         what = (
-            f"every row would be filled up to {config.train.pad_to_multiple_of:,} tokens, and with "
+            f"every row would be filled up to {counted(config.train.pad_to_multiple_of, 'token')}, and with "
             f"{draft.cite('data.max_length')} none has more than {longest:,}"
         )
         yield draft.problem("train.pad_to_multiple_of", what, f"at most {config.data.max_length}; 64 is usual")
@@ -256,7 +263,8 @@ def _step_size(draft: Draft) -> Iterator[Problem]:
     train = draft.config.train
     if train.tokens_per_step is not None and train.gradient_accumulation_steps != 1:
         what = (
-            f"a step ends at {train.tokens_per_step} tokens, and {draft.cite('train.gradient_accumulation_steps')} "
+            f"a step ends at {counted(train.tokens_per_step, 'token')}, and "
+            f"{draft.cite('train.gradient_accumulation_steps')} "
             f"says it has {train.gradient_accumulation_steps} micro-batches"
         )
         yield draft.problem("train.tokens_per_step", what, "keep one: remove train.gradient_accumulation_steps")
@@ -298,7 +306,7 @@ def _weights(draft: Draft) -> Iterator[Problem]:
         return
     for index, source in enumerate(draft.config.data.train):
         if source.weight > MOST_REPEATS:
-            what = f"each row would be seen {source.weight:,.15g} times in an epoch, {MOST_REPEATS:,} is the most"
+            what = f"each row would be seen {counted(source.weight, 'time')} in an epoch, {MOST_REPEATS:,} is the most"
             hint = (
                 "train.num_train_epochs says how often all rows are seen; with data.mixture.by: rows weights are shares"
             )
@@ -321,7 +329,7 @@ def _schedule(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.lr_scheduler_kwargs", what, "min_lr_rate: 0.1 ends at a tenth of the rate")
     decay = kwargs.get("num_decay_steps", 0)
     if "num_decay_steps" in needs and train.max_steps is not None and decay > train.max_steps:
-        what = f"the rate falls over {decay:g} steps, and {draft.cite('train.max_steps')} is {train.max_steps}"
+        what = f"the rate falls over {counted(decay, 'step')}, and {draft.cite('train.max_steps')} is {train.max_steps}"
         yield draft.problem("train.lr_scheduler_kwargs", what, f"at most num_decay_steps: {train.max_steps}")
 
 

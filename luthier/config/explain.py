@@ -31,6 +31,7 @@ from luthier.config.tree import (
 from luthier.config.words import JsonSchema, all_keys, choices, expected, kinds, known_keys, resolve, schema_at
 from luthier.config.yaml_text import number_meant
 from luthier.errors import Problem
+from luthier.writing import counted
 
 MAX_CHOICES = 14  # names that a message lists
 _EXAMPLES = {
@@ -197,7 +198,7 @@ def _for_text(node: Scalar, schema: JsonSchema, path: KeyPath) -> str | None:
         if re.fullmatch(r"[-+]?0[0-9]+", text):
             return f"{text} could be octal or decimal: write {int(text[:100])}" + _octal(text)
         if re.fullmatch(r"[-+]?[0-9]+", text) and len(text) > 20:
-            return f"{len(text)} digits are more than any run has"
+            return f"{counted(len(text), 'digit is', 'digits are')} more than any run has"
         if (number := number_meant(text)) is not None:
             return f"remove the quotes: {number}" if node.quoted and number == text else f"write {number}"
     if "array" in allowed and (names := _for_choices(text, resolve(schema.get("items", {})))) is not None:

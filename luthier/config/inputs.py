@@ -40,6 +40,7 @@ from luthier.config.choices import (
     as_enum,
     as_list,
 )
+from luthier.writing import counted
 
 # --------------------------------------------------------------------------------------------------------------------
 # Regular expressions that a run description may hold: Python's, short, and none that is sure to take forever.
@@ -57,7 +58,7 @@ _DOUBLY_REPEATED = re.compile(rf"(?<!\\)(?:\\\\)*\((?:\?:|\?P<\w+>)?{_ATOM}{_REP
 def check_pattern(pattern: str) -> str:
     """The pattern itself; raises ValueError with what is wrong, as the end of a sentence that begins with it."""
     if len(pattern) > MAX_PATTERN:
-        raise ValueError(f"has {len(pattern)} characters, {MAX_PATTERN} are allowed")
+        raise ValueError(f"has {counted(len(pattern), 'character')}, {MAX_PATTERN} are allowed")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # what Python warns of will mean something else one day

@@ -25,6 +25,7 @@ from luthier.config.inputs import SourceConfig
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import HeadKernel, Precision
 from luthier.errors import Problem
+from luthier.writing import counted
 
 # --------------------------------------------------------------------------------------------------------------------
 # Checks against the file system: what is named must be there, what is written must be writable.
@@ -259,8 +260,11 @@ def check_processes(draft: Draft) -> list[Problem]:
     found = []
     for key, number, times in asked:
         if number * times > most:
-            of_ranks = f" in each of {times} processes" if times > 1 else ""
-            what = f"{number:,} are asked for{of_ranks}, and this machine has {cores} cores, which serve {most} at most"
+            of_ranks = f" in each of {counted(times, 'process', 'processes')}" if times > 1 else ""
+            what = (
+                f"{number:,} are asked for{of_ranks}, and this machine has "
+                f"{counted(cores, 'core')}, which serve {most} at most"
+            )
             hint = f"set {key}: {max(1, cores // times)}" + (", or auto" if key == "data.workers" else "")
             found.append(draft.problem(key, what, hint))
     return found

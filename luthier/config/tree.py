@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from luthier.writing import counted
+
 KeyPath = tuple[str | int, ...]
 
 
@@ -179,7 +181,9 @@ def _index(step: str | int, length: int) -> int:
     if not isinstance(step, int):
         raise LookupError(f"this is a list, so its entries have numbers, not names such as {step}")
     if step > length:
-        raise LookupError(f"the list has {length} entries, so {length} is the next free number, not {step}")
+        raise LookupError(
+            f"the list has {counted(length, 'entry', 'entries')}, so {length} is the next free number, not {step}"
+        )
     return step
 
 

@@ -12,6 +12,7 @@ from luthier.config.rollout import RewardConfig
 from luthier.config.schema import RunConfig, Section
 from luthier.config.tree import KeyPath
 from luthier.plugins import load_plugins, num_added
+from luthier.writing import counted
 
 JsonSchema = dict[str, Any]
 
@@ -60,7 +61,11 @@ def expected(schema: JsonSchema) -> str:
         case {"const": value}:
             return f"{value}"
         case {"enum": values}:
-            return f"one of {', '.join(map(str, values))}" if len(values) < 15 else f"one of {len(values)} names"
+            return (
+                f"one of {', '.join(map(str, values))}"
+                if len(values) < 15
+                else f"one of {counted(len(values), 'name')}"
+            )
         case {"type": "boolean"}:
             return "true or false"
         case {"type": "integer"}:

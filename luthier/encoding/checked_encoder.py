@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from luthier.config.choices import TokenizerBackend
 from luthier.encoding.text_encoders import BadTexts, EncoderFailure, Flat, TextEncoder, flatten, unflatten
 from luthier.errors import RowError, TokenizerError
+from luthier.writing import counted
 
 # In the time that fastokens takes to load an entry of the vocabulary (5 to 9 µs), the reference encodes this many
 # characters; and this many in the time of the probes.
@@ -85,7 +86,9 @@ class CheckedEncoder:
         """Which library encodes text now."""
         if self._fast is not None:
             return Backend(name="fastokens", num_failures=self._num_failures)
-        return Backend(name="tokenizers", why=self._why or f"{self._patience} more characters would make fastokens pay")
+        return Backend(
+            name="tokenizers", why=self._why or f"{counted(self._patience, 'more character')} would make fastokens pay"
+        )
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
         """See `TextEncoder`. Raises `TokenizerError` if the two libraries turn out to disagree on a user's text."""
@@ -213,7 +216,7 @@ def _around_difference(ids: NDArray[np.int32], others: NDArray[np.int32]) -> str
     shorter = min(len(ids), len(others))
     unequal = np.flatnonzero(ids[:shorter] != others[:shorter])
     first = int(unequal[0]) if len(unequal) else shorter
-    return f"{len(ids)} tokens, from token {first} on {ids[first : first + 8].tolist()}"
+    return f"{counted(len(ids), 'token')}, from token {first} on {ids[first : first + 8].tolist()}"
 
 
 # --------------------------------------------------------------------------------------------------------------------

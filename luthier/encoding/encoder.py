@@ -39,6 +39,7 @@ from luthier.rendering.render import Renderer, refuse
 from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.store.manifest import BLOBS, default_root
 from luthier.templating.limits import TemplateSettings
+from luthier.writing import counted
 
 BATCH_CHARACTERS = 250_000  # about so many are encoded in one call
 BATCH_ROWS = 1_000
@@ -286,7 +287,7 @@ def _as_given(row: Tokenized, renderer: Renderer, tokenizer: Tokenizer, measurer
     if unknown.any():
         place = int(unknown.argmax())
         what = f"token {place} has id {row.input_ids[place]}, which names no token of this tokenizer's vocabulary of "
-        what += f"{tokenizer.vocab_size} ({int(unknown.sum())} such ids): another tokenizer made these ids"
+        what += f"{tokenizer.vocab_size} ({counted(int(unknown.sum()), 'such id')}): another tokenizer made these ids"
         raise RowError("not_in_vocabulary", what, field="input_ids")
     for kind, token in measurer.slots().tokens.items():
         slots = tokenizer.encode_whole(token)
@@ -360,7 +361,8 @@ def _check(samples: Sequence[Sample], prompt_length: int) -> None:
     for other in samples[1:]:
         if np.array_equal(first, other.input_ids):
             what = (
-                f"chosen and rejected are the same {len(first) - prompt_length} tokens, so there is nothing to prefer"
+                f"chosen and rejected are the same {counted(len(first) - prompt_length, 'token')}, so "
+                f"there is nothing to prefer"
             )
             raise RowError("no_difference", what, field="rejected")
         assert np.array_equal(first[:prompt_length], other.input_ids[:prompt_length]), "one prompt, encoded twice"

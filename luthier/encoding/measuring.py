@@ -33,6 +33,7 @@ from luthier.rendering.control import ControlTokens
 from luthier.rendering.messages import NO_SLOTS, PLURAL, MediaSlots, kind_of_media
 from luthier.rendering.template import SOME_MEDIA, ChatTemplate
 from luthier.store.disk import Disk
+from luthier.writing import counted
 
 CUT_SOUND = "sound longer than the model hears, its end cut off"
 SPLIT_SOUND = "sound longer than the model hears, split"
@@ -81,7 +82,9 @@ class Measurer:
                 filled, comparison=replace(comparison, rejected=self._measured(comparison.rejected, known))
             )
         if self.one_each and len(filled.media) != 1:
-            found = f"the row has {len(filled.media)} media items" if filled.media else "the row has no media"
+            found = (
+                f"the row has {counted(len(filled.media), 'media item')}" if filled.media else "the row has no media"
+            )
             raise RowError("media_count", f"{found}, and this model reads exactly one picture a row", field="messages")
         if not filled.media:
             return filled
@@ -121,7 +124,8 @@ class Measurer:
                 raise RowError(
                     "media_contexts",
                     f"this model counts the tokens of an item by how many there are, and inference shows {count} of "
-                    f"the row's {len(texts)} items in one turn and all of them in another; make rows of one turn of it",
+                    f"the row's {counted(len(texts), 'item')} in one turn and all of them in another; "
+                    f"make rows of one turn of it",
                 )
         if any(item.slots is not None for item in media):
             _check_slots(media, texts, self._slots)

@@ -19,6 +19,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import StoreError
 from luthier.records import ControlPiece, MediaPiece, Piece, Rendered, Sample, Segment, TextPiece
 from luthier.rendering.control import ControlTokens
+from luthier.writing import counted
 
 OwnedToken = tuple[int, Piece]
 AGAIN = "delete the folder of the store and prepare again; please report it, the store should have noticed"
@@ -145,7 +146,8 @@ def _pieces_of(
     home = next(whole, None)
     if home is None:
         raise StoreError(
-            f"{segment.address}: run {number + 1} is {len(segment)} tokens in the store, and rendering gives none of "
+            f"{segment.address}: run {number + 1} is {counted(len(segment), 'token')} in the store, "
+            f"and rendering gives none of "
             f"these tokens now (it gives {', '.join(str(len(path)) for path in paths)} tokens)",
             hint=AGAIN,
         )

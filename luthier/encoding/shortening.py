@@ -37,6 +37,7 @@ from luthier.records import (
 )
 from luthier.rendering.other_rows import unlearned
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
+from luthier.writing import counted
 
 SHORTENED = "prompt shortened to keep the answer"  # notes on rows
 TOKENS_LEFT_OUT = "prompt tokens left out to keep the answer"
@@ -202,7 +203,7 @@ class Shortener:
         )
 
     def _lost(self, length: int | None, why: str) -> RowDropped:
-        tokens = "more tokens than that" if length is None else f"{length} tokens"
+        tokens = "more tokens than that" if length is None else counted(length, "token")
         return RowDropped(STILL_TOO_LONG, f"{tokens}, data.max_length is {self.max_length}: {why}")
 
 

@@ -22,6 +22,7 @@ from luthier.engines.joined import JoinedCache, read_prompts
 from luthier.engines.next_tokens import BatchRow, Choosing, Follower, Stopping, advance, has_stop_string
 from luthier.errors import RowError
 from luthier.media import PREFIX_TYPES
+from luthier.writing import counted
 
 _MOST_PROMPT_TOKENS = 16_384  # that are read at once, padding included
 
@@ -54,11 +55,11 @@ class Answerer:
         """What the processor makes of its media. Raises `RowError` where it cannot be answered."""
         limit = request.settings.max_length
         if limit is not None and len(request.prompt) >= limit:
-            what = f"the prompt has {len(request.prompt)} tokens, generate.max_length is {limit}"
+            what = f"the prompt has {counted(len(request.prompt), 'token')}, generate.max_length is {limit}"
             raise RowError("prompt_too_long", what)
         if self.media is None:
             if request.media:
-                raise RowError("media_unread", f"{len(request.media)} media items, and the model reads none")
+                raise RowError("media_unread", f"{counted(len(request.media), 'media item')}, and the model reads none")
             return {}
         return self.media.features(request.media)
 

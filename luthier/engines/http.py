@@ -20,6 +20,7 @@ from luthier.engines.json_client import JsonClient, ServerRefused, ServerUnreach
 from luthier.engines.next_tokens import BatchRow
 from luthier.errors import UserError
 from luthier.records import MediaItem
+from luthier.writing import counted
 
 Told = TypeVar("Told")
 
@@ -100,7 +101,7 @@ class HttpEngine:
             raise UserError("a server is asked by ids, which say nothing of media", hint="leave --engine away")
         told = self._patiently(lambda: self._scores(ids.tolist()))
         if len(told) < len(ids) or not all(isinstance(value, float | int) for value in told[start : len(ids)]):
-            raise self._strange(f"log-probabilities of {len(told)} tokens to {len(ids)} of a prompt")
+            raise self._strange(f"log-probabilities of {counted(len(told), 'token')} to {len(ids)} of a prompt")
         return np.array(told[start : len(ids)], dtype=np.float32)
 
     @cached_property
@@ -154,10 +155,15 @@ class HttpEngine:
     def _answer(self, request: Request, sample: int, body: Mapping[str, object]) -> Completion | Refusal:
         row = BatchRow(request=request, sample=sample, features={})
         if row.room <= 0:
-            what = f"the prompt has {len(request.prompt)} tokens, generate.max_length is {request.settings.max_length}"
+            what = (
+                f"the prompt has {counted(len(request.prompt), 'token')}, generate.max_length is "
+                f"{request.settings.max_length}"
+            )
             return Refusal(key=request.key, reason="prompt_too_long", detail=what)
         if request.media:
-            what = f"{len(request.media)} media items, and a server is asked by ids, which say nothing of them"
+            what = (
+                f"{counted(len(request.media), 'media item')}, and a server is asked by ids, which say nothing of them"
+            )
             return Refusal(key=request.key, reason="media_unread", detail=what)
         seed = int(np.random.SeedSequence(row.noise_key).generate_state(1)[0]) >> 1  # 31 bits
         try:
@@ -167,7 +173,7 @@ class HttpEngine:
                 raise
             return Refusal(key=request.key, reason="server_refused", detail=str(refusal))
         if len(ids) != len(logprobs) or not ids:
-            raise self._strange(f"{len(ids)} tokens and {len(logprobs)} log-probabilities")
+            raise self._strange(f"{counted(len(ids), 'token')} and {len(logprobs)} log-probabilities")
         for token, logprob in zip(ids, logprobs, strict=True):
             row.add(int(token), float(logprob), ([], []), self.tokenizer)
             if row.ended:

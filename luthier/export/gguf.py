@@ -35,7 +35,7 @@ from luthier.export.proof import (
     hold,
     template_digest,
 )
-from luthier.writing import rename
+from luthier.writing import counted, rename
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 DIGEST = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
@@ -134,7 +134,7 @@ def _results(url: str, model: Path, parity: Parity) -> list[ExportResult]:
     results.append(check_result(ExportCheck.TEMPLATE, "the chat template in the file", faults))
     if parity.prompts:
         served = served_otherwise(parity, TokenServer(url, timeout=ANSWER_TIMEOUT))
-        results.append(check_result(ExportCheck.TOKENS, f"{len(parity.prompts)} prompts as served", served))
+        results.append(check_result(ExportCheck.TOKENS, f"{counted(len(parity.prompts), 'prompt')} as served", served))
     held = [_held(url, golden, parity) for golden in parity.contexts if len(golden.ids) < CONTEXT]
     of_rows, answers = ([one for one in held if one.is_answer is kind] for kind in (False, True))
     results.append(compared(ExportCheck.LOGPROBS, of_rows, parity.bound))

@@ -44,7 +44,7 @@ from luthier.training.folder.artifacts import save_model
 from luthier.training.folder.checkpoint import BROKEN, put_back, replacing
 from luthier.training.folder.run_folder import MERGED_FOLDER, MODEL_FOLDER
 from luthier.training.folder.staging import FILES, reported
-from luthier.writing import rename
+from luthier.writing import counted, rename
 
 CARD, WHOLE = "README.md", "model"  # the model card; a folder beside a GGUF file, until that is made of it
 OnStage = Callable[[str], None]  # what is being done now, in words
@@ -163,7 +163,9 @@ def check_export(folder: str | Path) -> ExportProof:
     parity, files = read_parity(place), sorted(place.glob("*.gguf"))
     if not files:
         return prove(place, parity)
-    listed = check_result(ExportCheck.FILES, f"{len(parity.files)} files by their digests", file_faults(parity, place))
+    listed = check_result(
+        ExportCheck.FILES, f"{counted(len(parity.files), 'file')} by their digests", file_faults(parity, place)
+    )
     return ExportProof(results=(listed, *prove_gguf(files[0], parity).results))
 
 

@@ -28,6 +28,7 @@ from luthier.export.bounds import BOUNDS, CAST, MIN_SAME
 from luthier.export.taken_down import ModuleProbe, TakenContext, TakenDown, logprobs_at, outputs_of, prompt_ids
 from luthier.prediction.trained_run import TrainedRun
 from luthier.training.folder.artifacts import TEMPLATE_FILE
+from luthier.writing import counted
 
 MAX_SHOWN = 5  # findings of a check that are told one by one
 MAX_SLOPE_ERROR = 0.1  # standard error of what is told of a module, above which nothing is told
@@ -140,7 +141,9 @@ def check_result(check: ExportCheck, told: str, faults: Sequence[tuple[str, str]
 
 
 def _files(folder: Path, parity: Parity) -> ExportResult:
-    return check_result(ExportCheck.FILES, f"{len(parity.files)} files by their digests", file_faults(parity, folder))
+    return check_result(
+        ExportCheck.FILES, f"{counted(len(parity.files), 'file')} by their digests", file_faults(parity, folder)
+    )
 
 
 def template_digest(text: str | None) -> str:
@@ -192,7 +195,7 @@ def _special_ids(folder: Path, parity: Parity) -> ExportResult:
     except (OSError, ValueError, KeyError, TypeError) as error:
         faults.append(("tokenizer", _first_line(error)))
     faults += _config_ids(folder, parity)
-    return check_result(ExportCheck.SPECIAL_IDS, f"{len(parity.special_ids)} special tokens", faults)
+    return check_result(ExportCheck.SPECIAL_IDS, counted(len(parity.special_ids), "special token"), faults)
 
 
 def _config_ids(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
@@ -238,9 +241,9 @@ def _alone(folder: Path, parity: Parity, like: RunConfig | None) -> TrainedRun:
 def _tokens(folder: Path, parity: Parity, run: TrainedRun, measured: TakenDown | None) -> ExportResult:
     """Prompts as transformers makes them, and of a new export the rows as training would encode them."""
     faults = list(_prompt_faults(folder, parity))
-    told = f"{len(parity.prompts)} prompts"
+    told = counted(len(parity.prompts), "prompt")
     if measured is not None:
-        told += f", {len(measured.rows)} rows"
+        told += f", {counted(len(measured.rows), 'row')}"
         again = run.encoder.encode_many([each.row for each in measured.rows])
         for each, sample in zip(measured.rows, again, strict=True):
             if isinstance(sample, RowError):
@@ -290,7 +293,7 @@ def _dtype(folder: Path, parity: Parity) -> ExportResult:
                         faults.append((f"{path.name}:{name}", f"{_DTYPES[kind]}, exported in {parity.dtype}"))
         except (OSError, SafetensorError) as error:
             faults.append((path.name, _first_line(error)))
-    return check_result(ExportCheck.DTYPE, f"{count} tensors in {parity.dtype}", faults)
+    return check_result(ExportCheck.DTYPE, f"{counted(count, 'tensor')} in {parity.dtype}", faults)
 
 
 def _loaded(run: TrainedRun) -> LocalEngine | ExportResult:
@@ -319,7 +322,9 @@ def _weights(model: PreTrainedModel, weights: Mapping[str, str], parity: Parity)
         (name, "other numbers than those that were merged") for name in weights if found.get(name, "") != weights[name]
     ]
     faults = list({where: (where, what) for where, what in reversed(faults)}.values())[::-1]
-    return check_result(ExportCheck.WEIGHTS, f"{len(weights)} tensors equal those that were merged", faults)
+    return check_result(
+        ExportCheck.WEIGHTS, f"{counted(len(weights), 'tensor equals', 'tensors equal')} those that were merged", faults
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -410,7 +415,7 @@ def compared(check: ExportCheck, held: Sequence[HeldContext], bound: str) -> Exp
     same_N = np.concatenate([one.same_N for one in held])
     same, places = float(same_N.mean()), len(same_N)
     told = (
-        f"{len(held)} contexts, {places} places: KL {kl:.2g} a token, log-probabilities within {apart:.2g}, "
+        f"{len(held)} contexts, {counted(places, 'place')}: KL {kl:.2g} a token, log-probabilities within {apart:.2g}, "
         f"{same:.1%} with the same likeliest token"
     )
     faults: list[tuple[str, str]] = []
@@ -457,7 +462,9 @@ def _merged(model: PreTrainedModel, probes: Sequence[ModuleProbe]) -> ExportResu
             faults.append((probe.name, f"{slope:.0%} of what its adapter adds is in its weight"))
     small = f"; in {too_small} it is too little to be seen" if too_small else ""
     return check_result(
-        ExportCheck.MERGED, f"{len(probes)} modules do what they did with their adapters{small}", faults
+        ExportCheck.MERGED,
+        f"{counted(len(probes), 'module does', 'modules do')} the same as with adapters{small}",
+        faults,
     )
 
 

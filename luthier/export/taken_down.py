@@ -32,6 +32,7 @@ from luthier.prediction.trained_run import TrainedRun
 from luthier.records import Conversation, Document, MediaItem, Message, Row, Sample, Segment, Text, Tokenized
 from luthier.sources import open_sources, resolve_sources
 from luthier.training.folder.artifacts import transformers_tokenizer
+from luthier.writing import counted
 
 NUM_ROWS, NUM_CONTEXTS, NUM_ANSWERS = 200, 32, 8
 NUM_PLACES = 8  # of each context: their distributions are held in memory whole
@@ -101,7 +102,8 @@ def measure(run: TrainedRun, engine: LocalEngine, data: str | None) -> TakenDown
     prompts, unlike = golden_prompts(run, rows)
     if unlike:
         notes.append(
-            f"{unlike} rows make no golden prompt: they hold media or control strings, which others tokenize otherwise"
+            f"{counted(unlike, 'row makes', 'rows make')} no golden prompt: they hold media or "
+            f"control strings, which others tokenize otherwise"
         )
     contexts = [*_trained_contexts(engine, rows), *_answers(run, engine, rows)]
     return TakenDown(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from luthier.config.schema import Overflow
 from luthier.errors import RowDropped, UserError
 from luthier.records import MediaItem, Segment, media_within
+from luthier.writing import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +68,13 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
     match overflow:
         case Overflow.ERROR:
             raise UserError(
-                f"{address}: a sequence has {len(target)} tokens, data.max_length is {max_length}",
+                f"{address}: a sequence has {counted(len(target), 'token')}, data.max_length is {max_length}",
                 hint="raise data.max_length, or set data.overflow to drop, truncate or split",
             )
         case Overflow.DROP | Overflow.KEEP_ANSWER:  # of the latter what could be shortened was, when it was encoded
-            raise RowDropped("too_long", f"{len(target)} tokens, data.max_length is {max_length}", address=address)
+            raise RowDropped(
+                "too_long", f"{counted(len(target), 'token')}, data.max_length is {max_length}", address=address
+            )
         case Overflow.TRUNCATE:
             stop = _before_media(segment.media, max_length)
             return [_window(target, 0, stop, open_end=_inside_answer(target, stop))]
@@ -148,5 +151,5 @@ def _inside_answer(target: NDArray[np.bool_], stop: int) -> bool:
 
 def _no_target(num_tokens: int, max_length: int) -> str:
     if num_tokens <= max_length:
-        return f"none of its {num_tokens} tokens can be a target (a sequence's first token never is)"
-    return f"no target among what data.max_length={max_length} keeps of its {num_tokens} tokens"
+        return f"none of its {counted(num_tokens, 'token')} can be a target (a sequence's first token never is)"
+    return f"no target among what data.max_length={max_length} keeps of its {counted(num_tokens, 'token')}"

@@ -25,6 +25,7 @@ from luthier.errors import RowError
 from luthier.layout.position_schemes import Advance, Arrangement, Canvas, MediaGrids, PositionScheme, TokenType
 from luthier.layout.trees import segment_ids, segment_starts, tree_positions, tree_reach
 from luthier.records import Branch
+from luthier.writing import counted
 
 # --------------------------------------------------------------------------------------------------------------------
 # Positions of pictures that are cut in slices: a small view of the whole, then its slices, on one canvas.
@@ -123,13 +124,14 @@ def _find_crops(
         of_kind = types_T[start_C] == kind
         if of_kind.sum() != len(sizes_N2):
             raise RowError(
-                "media_mismatch", f"the tokens form {of_kind.sum()} crops, but {len(sizes_N2)} sizes are known"
+                "media_mismatch",
+                f"the tokens form {of_kind.sum()} crops, but {counted(len(sizes_N2), 'size is', 'sizes are')} known",
             )
         size_C2[of_kind] = sizes_N2
     wrong = np.flatnonzero(size_C2.prod(axis=1) != end_C - start_C)
     if len(wrong):
         (height, width), count = size_C2[wrong[0]], end_C[wrong[0]] - start_C[wrong[0]]
-        raise RowError("media_mismatch", f"a crop has {count} tokens, but its size is {height} x {width}")
+        raise RowError("media_mismatch", f"a crop has {counted(count, 'token')}, but its size is {height} x {width}")
     branch_C = branch_T[start_C]
     opens_C = np.ones(len(start_C), dtype=np.bool_)
     opens_C[1:] = branch_C[1:] != branch_C[:-1]
@@ -412,7 +414,8 @@ def _place(is_kind_T: NDArray[np.bool_], sizes_N: NDArray[np.int64], kind: Token
     if len(torn) and not spread:
         first, size = int(first_N[torn[0]]), int(sizes_N[torn[0]])
         raise RowError(
-            "media_mismatch", f"{kind.name.lower()} of {size} tokens at {first} is interrupted by other tokens"
+            "media_mismatch",
+            f"{kind.name.lower()} of {counted(size, 'token')} at {first} is interrupted by other tokens",
         )
     return _Placed(
         first_N=first_N, last_N=last_N, at_M=at_M, item_M=item_M, inner_M=np.arange(len(at_M)) - starts_N[item_M]

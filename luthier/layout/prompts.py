@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.records import Branch, MediaItem, Sample, Segment, media_within
+from luthier.writing import counted
 
 
 def tree_of_runs(runs: Sequence[Segment | Sample], held: Sequence[int]) -> Sample:
@@ -26,7 +27,7 @@ def tree_of_runs(runs: Sequence[Segment | Sample], held: Sequence[int]) -> Sampl
     for before, run, shared in zip(runs, runs[1:], held[1:], strict=False):
         assert shared < min(len(before.input_ids), len(run.input_ids)), "every run ends in a branch of its own"
         same = np.array_equal(before.input_ids[:shared], run.input_ids[:shared])
-        assert same, f"{run.address}: a run does not begin with the {shared} tokens of the one before it"
+        assert same, f"{run.address}: a run does not begin with the {counted(shared, 'token')} of the one before it"
     own = [slice(shared, None) for shared in held]
     is_weighted = any(run.weight is not None for run in runs)
     return Sample(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.records import Branch, Sample, Segment, media_within
+from luthier.writing import counted
 
 # --------------------------------------------------------------------------------------------------------------------
 # Token trees side by side in one row: which token each one follows, its position, and what it may see.
@@ -123,7 +124,7 @@ def tree_mask(
     sees itself alone, so that no row is empty.
     """
     num_tokens = sum(branch.length for branch in branches)
-    assert num_tokens <= width, f"{num_tokens} tokens in a row of {width}"
+    assert num_tokens <= width, f"{counted(num_tokens, 'token')} in a row of {width}"
     node_T = segment_ids([branch.length for branch in branches])
     on_path = np.eye(len(branches), dtype=np.bool_)
     for node, path in enumerate(ancestors(branches)):
@@ -247,7 +248,7 @@ def cu_seqlens(lengths: Lengths) -> NDArray[np.int32]:
     """int32[n + 1], the boundaries as FlashAttention's varlen kernels take them: ``[3, 2] -> [0, 3, 5]``."""
     boundaries = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(_counts(lengths), out=boundaries[1:])
-    assert boundaries[-1] <= np.iinfo(np.int32).max, f"{boundaries[-1]} tokens do not fit int32 boundaries"
+    assert boundaries[-1] <= np.iinfo(np.int32).max, f"{counted(boundaries[-1], 'token')} do not fit int32 boundaries"
     return boundaries.astype(np.int32)
 
 

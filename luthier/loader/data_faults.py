@@ -12,6 +12,7 @@ from luthier.packing.order import check_mixture
 from luthier.preparation.prepared import num_held_out
 from luthier.sources import Source, open_sources, resolve_sources
 from luthier.sources.origins import HUB, MODELSCOPE
+from luthier.writing import counted
 
 COUNTED_BYTES = 32_000_000  # of text files: the rows of more are counted when they are read
 
@@ -40,7 +41,7 @@ def data_faults(draft: Draft) -> Iterator[Problem]:
     wanted = num_held_out(size, most)
     are_counted = all(is_exact for _, is_exact in counts)
     if size and (not 0 < wanted < most if are_counted else size >= 1 and wanted >= most):
-        there = f"{most:,} rows" if are_counted else f"at most {most:,} rows, by the size of their files"
+        there = counted(most, "row") if are_counted else f"at most {counted(most, 'row')}, by the size of their files"
         side = "nothing to evaluate on" if wanted < 1 else "nothing to train on"
         what = f"{size:g} holds out {wanted:,} of {there}: that leaves {side}"
         yield draft.problem("data.eval_split", what, "a share such as 0.05, or a smaller number of rows")

@@ -34,6 +34,7 @@ from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Batch
+from luthier.writing import counted
 
 Ints = NDArray[np.int64]
 
@@ -137,7 +138,8 @@ class Loader:
         size = self.settings.gradient_accumulation_steps
         if self._resumes and self._num_given % size:
             raise UserError(
-                f"the state was saved inside a step, after {self._num_given % size} of its {size} batches",
+                f"the state was saved inside a step, after {self._num_given % size} of its "
+                f"{counted(size, 'batch', 'batches')}",
                 hint="save states between steps",
             )
         with closing(iter(self)) as batches:
@@ -174,8 +176,8 @@ class Loader:
         num_given, rest = divmod(saved.cursor, self.settings.world_size)
         if rest:
             raise CheckpointError(
-                f"the loader's state was taken after {saved.cursor} batches of all ranks, which "
-                f"{self.settings.world_size} ranks cannot share out",
+                f"the loader's state was taken after {counted(saved.cursor, 'batch', 'batches')} of all ranks, which "
+                f"{counted(self.settings.world_size, 'rank')} cannot share out",
                 hint="go on with as many ranks as there were, or take states between steps",
             )
         self._set_place(saved.epoch, num_given=num_given, steps_before=saved.step - self._steps_in(num_given))

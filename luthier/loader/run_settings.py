@@ -21,6 +21,7 @@ from luthier.loader.stream_state import LoaderState
 from luthier.media import MediaSource
 from luthier.media.families.family import PackingSupport
 from luthier.packing import MixtureSettings, PlanSettings, RowOrder, UnitKind, held_tokens
+from luthier.writing import counted
 
 
 def units_of(config: RunConfig) -> UnitKind:
@@ -62,7 +63,10 @@ def train_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
     if OBJECTIVES[config.objective.name].on_policy:  # rows are questions: a step asks so many, whatever their lengths
         prompts = config.rollout.prompts_per_step
         if prompts % num_ranks:
-            what = f"rollout.prompts_per_step is {prompts}, which {num_ranks} processes cannot share evenly"
+            what = (
+                f"rollout.prompts_per_step is {prompts}, which "
+                f"{counted(num_ranks, 'process', 'processes')} cannot share evenly"
+            )
             hint = f"a multiple of {num_ranks}, such as {-(-prompts // num_ranks) * num_ranks}"
             raise UserError(what, hint=hint, key="rollout.prompts_per_step")
         return PlanSettings(
@@ -131,7 +135,7 @@ def loader_options(config: RunConfig, tokenizer: Tokenizer) -> LoaderOptions:
     if config.train.tokens_per_step is not None:
         raise UserError(
             "luthier.Loader gives every step the same number of batches, and train.tokens_per_step asks for as many as "
-            f"{config.train.tokens_per_step:,} tokens take",
+            f"{counted(config.train.tokens_per_step, 'token takes', 'tokens take')}",
             hint="set train.gradient_accumulation_steps instead",
             key="train.tokens_per_step",
         )

@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 
 from luthier.errors import CheckpointError
-from luthier.writing import write_text
+from luthier.writing import counted, write_text
 
 STATE_VERSION = 3  # 2: rows were ordered by other rules
 STATE_FILE = "loader_state.json"
@@ -63,7 +63,7 @@ class RowTrail:
 
         Both must have the same number of steps.
         """
-        assert self.num_steps == other.num_steps, f"{self.num_steps} steps and {other.num_steps}"
+        assert self.num_steps == other.num_steps, f"{counted(self.num_steps, 'step')} and {other.num_steps}"
         if self.digest == other.digest:
             return None
         same = 0
@@ -129,7 +129,7 @@ class LoaderState:
     def save(self, folder: Path) -> None:
         """Write `STATE_FILE`, whole or not at all."""
         text = json.dumps(self.to_json(), indent=1)
-        assert len(text) <= MAX_STATE_BYTES, f"a loader's state of {len(text)} bytes: {text[:200]} …"
+        assert len(text) <= MAX_STATE_BYTES, f"a loader's state of {counted(len(text), 'byte')}: {text[:200]} …"
         write_text(folder / STATE_FILE, text)
 
     @classmethod

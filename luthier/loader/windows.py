@@ -29,6 +29,7 @@ from luthier.packing import (
     count_by_source,
 )
 from luthier.packing.planned import part_of_plan
+from luthier.writing import counted
 
 Ints = NDArray[np.int64]
 
@@ -188,7 +189,7 @@ def rows_seen_before(rows: RowTable, order: RowOrder, window: StepWindow) -> NDA
 def no_steps(num_segments: int) -> UserError:
     """What to raise where an epoch takes no row."""
     return UserError(
-        f"an epoch has no steps: of {num_segments:,} sequences it takes none",
+        f"an epoch has no steps: of {counted(num_segments, 'sequence')} it takes none",
         hint="raise the weight of data.train[], which says how often each row is seen in an epoch",
         key="data.train",
     )

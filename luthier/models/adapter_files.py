@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from luthier.config.schema import AdapterConfig, AdapterType
 from luthier.errors import ModelError
 from luthier.models.quantized import dequantized, is_quantized
+from luthier.writing import counted
 
 _IS_OF_ADAPTER = re.compile(r"\.(lora|oft|vera)_")  # not a module that is saved whole, nor an embedding beside it
 MUTATING = ("pissa", "olora")  # initialisations that move a part of the base weights into the adapter
@@ -222,7 +223,9 @@ def _check_fit(adapted: PeftModel, source: str, key: str = "adapter.name_or_path
         (missing, wanted, "that the model wants are not in it"),
     ):
         if names:
-            raise _misfit(source, f"{len(names)} of {len(of)} matrices {what}, the first: {names[0]}", key)
+            raise _misfit(
+                source, f"{len(names)} of {counted(len(of), 'matrix', 'matrices')} {what}, the first: {names[0]}", key
+            )
 
 
 def _misfit(source: str, why: str, key: str = "adapter.name_or_path") -> ModelError:

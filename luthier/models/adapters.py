@@ -31,6 +31,7 @@ from luthier.models.model import REWARD_HEAD
 from luthier.models.quantized import num_weights
 from luthier.models.routers import router_names
 from luthier.models.submodules import ModelParts, find_parts
+from luthier.writing import counted
 
 _ALWAYS_TOLD = ("r", "lora_alpha")
 _TOLD_FIRST = ("peft_type", *_ALWAYS_TOLD, "target_modules")
@@ -167,14 +168,14 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
         layers = decoder_layers(model)
         if layers is None:
             raise ModelError(
-                f"{type(model).__name__} has no list of {model.config.get_text_config().num_hidden_layers} layers",
+                f"{type(model).__name__} has no list of decoder layers",
                 hint="use adapter.freeze_trainable_modules instead",
             )
         if abs(count) > len(layers):
-            raise ModelError(f"adapter.freeze_trainable_layers is {count}, the model has {len(layers)} layers")
+            raise ModelError(f"adapter.freeze_trainable_layers is {count}, more than the model's {len(layers)}")
         step, left = divmod(len(layers), count)
         if section.freeze_spread and (left or step < 1):
-            what = f"adapter.freeze_spread: {len(layers)} layers are not {count} groups of equal size"
+            what = f"adapter.freeze_spread: {counted(len(layers), 'layer')} cannot be divided into {count} equal parts"
             raise ModelError(what, hint="set adapter.freeze_trainable_layers to the number of layers that were put in")
         last = layers[step - 1 :: step] if section.freeze_spread else layers[-count:] if count > 0 else layers[:-count]
         for layer in last:
@@ -214,7 +215,7 @@ def _train_new_layers(model: PreTrainedModel, count: int) -> None:
     layers, config = decoder_layers(model), model.config.get_text_config()
     name = type(model).__name__
     if layers is None or count > len(layers):
-        there = "no list of decoder layers" if layers is None else f"{len(layers)} decoder layers"
+        there = "no list of decoder layers" if layers is None else counted(len(layers), "decoder layer")
         raise ModelError(f"adapter.expand_layers is {count}, and {name} has {there}", hint="expand it by fewer layers")
     depth = len(layers)
     copied = [(number + 1) * depth // count - 1 for number in range(count)]  # 6 by 2 -> after layers 2 and 5
@@ -260,8 +261,7 @@ def _check_expanded(model: PreTrainedModel, before: torch.Tensor | None) -> None
     ours = {key: value.shape for key, value in model.state_dict().items()}
     if ours != {key: value.shape for key, value in again.state_dict().items()}:
         raise ModelError(
-            f"adapter.type llama_pro: {name} of {model.config.get_text_config().num_hidden_layers} layers has others "
-            "than copies of those that are there",
+            f"adapter.type llama_pro: {name} with more layers has others than copies of those that are there",
             hint="set adapter.type: lora or freeze",
         )
     after = _first_logits(model)
@@ -404,7 +404,7 @@ def _trainable_rows(
             continue
         if not isinstance(end, nn.Embedding) and (type(end) is not nn.Linear or end.bias is not None):
             raise ModelError(
-                f"{len(new_ids)} tokens are new, and their rows in {name} ({type(end).__name__}) cannot be trained",
+                f"the rows of {counted(len(new_ids), 'new token')} in {name} ({type(end).__name__}) cannot be trained",
                 hint=f"set adapter.modules_to_save: [{name.rpartition('.')[2]}]",
             )
         found[name] = list(new_ids)

@@ -27,6 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from luthier.errors import ModelError
 from luthier.layout import ancestors, seen_blocks, segment_starts
 from luthier.records import Branch
+from luthier.writing import counted
 
 SEGMENTS = "luthier_segments"
 PLAN = "attention_plan"  # the keyword of the model's call
@@ -133,7 +134,8 @@ def segments_attention(
         plan = AttentionPlan(lengths=lengths, contexts=((),) * len(lengths))
     if sum(plan.lengths) != num_rows * width:
         raise ModelError(
-            f"{type(module).__name__} got {num_rows} x {width} tokens, but its segments have {sum(plan.lengths)}"
+            f"{type(module).__name__} got {num_rows} x {counted(width, 'token')}, but its segments "
+            f"have {sum(plan.lengths)}"
         )
     return _planned(query, key, value, plan, rules), None
 
@@ -371,7 +373,7 @@ def plan_attention(
         lengths += [branch.length for branch in row]
         contexts += [tuple(before + node for node in path) for path in ancestors(row)]
         if tail := width - sum(branch.length for branch in row):
-            assert tail > 0, f"{width - tail} tokens in a row of {width}"
+            assert tail > 0, f"{counted(width - tail, 'token')} in a row of {width}"
             lengths.append(tail)
             contexts.append(None)
         if types_BT is not None and reach is not BlockReach.NOWHERE:

@@ -28,6 +28,7 @@ from luthier.media import Decoded, MediaKind, MediaProcessor, join_features, mer
 from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo
 from luthier.models.submodules import ModelParts, find_parts
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
+from luthier.writing import counted
 
 TensorFeatures = Mapping[str, torch.Tensor]
 """What a family's processor makes of one item, a black picture or silence: keyword arguments of the model. Zeros would
@@ -132,7 +133,9 @@ def needed_blanks(
         trained[name].requires_grad_(False)
     if idle:
         count = sum(trained[name].numel() for name in idle)
-        notes.append(f"{count:,} parameters of {', '.join(idle[:3])} … take part in nothing, and are not trained")
+        notes.append(
+            f"{counted(count, 'parameter')} of {', '.join(idle[:3])} … take part in nothing, and are not trained"
+        )
     return BlankMedia(features=needed)
 
 

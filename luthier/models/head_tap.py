@@ -24,6 +24,7 @@ from luthier.errors import ModelError
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.head_kernels import LossKernel
 from luthier.objectives.token_scores import token_scores
+from luthier.writing import counted
 
 Scores = TypeVar("Scores")
 Score = Callable[[torch.Tensor, AnyHead], Scores]
@@ -137,7 +138,7 @@ def score_targets(
     finally:
         hook.remove()
     if len(taken) != 1:
-        raise ModelError(f"its output layer was called {len(taken)} times in one forward pass")
+        raise ModelError(f"its output layer was called {counted(len(taken), 'time')} in one forward pass")
     return Scored(scores=taken[0], anchor=_anchor(logits, positions_K))
 
 

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from luthier.config.schema import ModelConfig
 from luthier.errors import ModelError
 from luthier.models.vocabulary import Vocabulary
+from luthier.writing import counted
 
 KEY = "model.config_overrides"
 MAX_LAYERS = 2_000  # the deepest language models have some hundreds; each is a module that takes time to make
@@ -65,7 +66,7 @@ def check_tokens(model_config: PretrainedConfig, section: ModelConfig, vocabular
     entries = section.config_overrides
     size = entries.get("vocab_size")
     if isinstance(size, int) and size < vocabulary.size:
-        what = f"{KEY}.vocab_size: it is {size}, and the tokenizer has {vocabulary.size} ids"
+        what = f"{KEY}.vocab_size: it is {size}, and the tokenizer has {counted(vocabulary.size, 'id')}"
         raise ModelError(what, hint=f"remove it, or set it to {vocabulary.size} or more")
     rows = getattr(model_config.get_text_config(), "vocab_size", None)
     for name in [name for name in entries if name.endswith("_token_id")]:

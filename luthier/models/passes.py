@@ -25,6 +25,7 @@ from luthier.models.routers import Routers
 from luthier.objectives import AnyHead, TokenScores, token_scores
 from luthier.objectives.head import tempered
 from luthier.records import Batch, Targets
+from luthier.writing import counted
 
 Scores = TypeVar("Scores")
 
@@ -104,7 +105,7 @@ class ModelPass:
             hook.remove()
         self._count(batch)
         if len(taken) != 1:
-            raise ModelError(f"its reward head was called {len(taken)} times in one forward pass")
+            raise ModelError(f"its reward head was called {counted(len(taken), 'time')} in one forward pass")
         (rewards_BT1,) = taken
         return rewards_BT1.flatten()[segment_ends(batch).to(self.device)].float()
 

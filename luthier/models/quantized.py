@@ -25,6 +25,7 @@ from luthier.config.choices import QuantizationType
 from luthier.config.inputs import QuantizationConfig
 from luthier.errors import ModelError
 from luthier.models.routers import router_names
+from luthier.writing import counted
 
 PACKAGES = {
     "awq": "gptqmodel",
@@ -327,7 +328,7 @@ def quantization_note(model: PreTrainedModel) -> str:
     numbers = sum(map(num_weights, every))
     share = sum(map(num_weights, quantized)) / max(1, numbers)
     before, after = numbers * whole / 2**20, sum(map(num_bytes, every)) / 2**20
-    layers = f"{len(quantized)} linear layers quantized, {share:.0%} of the weights"
+    layers = f"{counted(len(quantized), 'linear layer')} quantized, {share:.0%} of the weights"
     return f"{layers}; all weights take {after:,.1f} MiB instead of {before:,.1f}"
 
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from luthier.config.schema import TrainConfig
 from luthier.errors import ModelError
 from luthier.records import Batch
+from luthier.writing import counted
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -99,7 +100,8 @@ class Routers:
         times_N = times_shown(batch).to(logits[0].device)
         if any(len(each) != len(times_N) for each in logits):
             raise ModelError(
-                f"its routers saw {len(logits[0])} tokens of {len(times_N)} positions, so their load cannot be counted",
+                f"its routers saw {counted(len(logits[0]), 'token')} of "
+                f"{counted(len(times_N), 'position')}, so their load cannot be counted",
                 hint="set train.router_aux_loss_coef: 0",
             )
         for each_NE in logits:

@@ -33,6 +33,7 @@ from luthier.errors import CheckpointError, ModelError, UserError
 from luthier.models.adapter_files import saves_embeddings
 from luthier.models.adapters import decoder_layers
 from luthier.models.submodules import is_multimodal
+from luthier.writing import counted
 
 # What accelerate's launcher sets where somebody else is to divide the work; none of it is followed here.
 _OTHER_WAYS = {
@@ -64,7 +65,7 @@ def place(model: PreTrainedModel | PeftModel, device: torch.device, asked: Shard
             return None
         case Sharding.FSDP if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             shard(model, device)
-            return f"sharded over {torch.distributed.get_world_size()} ranks, a decoder layer at a time"
+            return f"sharded over {counted(torch.distributed.get_world_size(), 'rank')}, a decoder layer at a time"
         case Sharding.FSDP:
             model.to(device)
             return "not sharded, though runtime.sharding is fsdp: there is one process; torchrun starts several"

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from luthier.config.schema import ModelConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError, RowError
+from luthier.writing import counted
 
 VOCABULARY_MULTIPLE = 64  # round sizes multiply faster
 
@@ -61,7 +62,9 @@ def fit_unborn(model_config: PretrainedConfig, vocabulary: Vocabulary, notes: li
     text = model_config.get_text_config()
     if vocabulary.size > text.vocab_size:
         fitting = -(-vocabulary.size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        notes.append(f"vocabulary of {fitting} instead of {text.vocab_size}: the tokenizer has {vocabulary.size} ids")
+        notes.append(
+            f"vocabulary of {fitting} instead of {text.vocab_size}: the tokenizer has {counted(vocabulary.size, 'id')}"
+        )
         text.vocab_size = fitting
     text.eos_token_id, text.pad_token_id = vocabulary.eos_token_id, vocabulary.pad_token_id
     if text.bos_token_id is not None and text.bos_token_id >= text.vocab_size:
@@ -74,7 +77,7 @@ def check_padding(model_config: PretrainedConfig, section: ModelConfig) -> None:
     if isinstance(text.pad_token_id, int) and text.pad_token_id >= text.vocab_size:
         raise ModelError(
             f"model.name_or_path {section.name_or_path!r}: its config.json says pad_token_id {text.pad_token_id}, and "
-            f"its embedding has {text.vocab_size} rows",
+            f"its embedding has {counted(text.vocab_size, 'row')}",
             hint=f"set model.config_overrides: {{pad_token_id: {text.eos_token_id}}}, or correct the file",
         )
 
@@ -92,7 +95,8 @@ def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Voc
         return  # more rows than ids is usual: tables are padded to round sizes
     if not (section.add_tokens or section.add_special_tokens):
         raise ModelError(
-            f"the tokenizer has {vocabulary.size} ids, the embedding of {section.name_or_path} has {rows} rows",
+            f"the tokenizer has {counted(vocabulary.size, 'id')}, the embedding of "
+            f"{section.name_or_path} has {counted(rows, 'row')}",
             hint="name the model's own tokenizer, or add tokens through model.add_tokens, which resizes the embedding",
         )
     model.resize_token_embeddings(vocabulary.size, mean_resizing=False)
@@ -102,7 +106,7 @@ def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Voc
     noise = f", with noise of {section.new_token_noise:g} times the spread" if section.new_token_noise else ""
     begun = described if vocabulary.described else ""
     start = f"the new ones start {begun}as the mean of the old ones{noise}"
-    notes.append(f"embedding resized from {rows} to {vocabulary.size} rows; {start}")
+    notes.append(f"embedding resized from {rows} to {counted(vocabulary.size, 'row')}; {start}")
 
 
 def _begin(model: PreTrainedModel, numbers: list[int], vocabulary: Vocabulary, *, old: int, noise: float) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import UserError
+from luthier.writing import counted
 
 # Loading numba and the kernel takes a second, and saves half a second per million; both ways give the same packs.
 # What is loaded already pays for far less.
@@ -44,7 +45,8 @@ def check_lengths(sizes: Ints, capacity: int) -> None:
     if len(wrong):
         first = int(wrong[0])
         raise UserError(
-            f"{len(wrong)} segments do not fit a pack of {capacity} tokens: number {first} has {sizes[first]}",
+            f"{counted(len(wrong), 'segment does', 'segments do')} not fit a pack of {counted(capacity, 'token')}: "
+            f"number {first} has {sizes[first]}",
             hint="cut them first (luthier.layout.cut_segment), or raise the capacity",
         )
 

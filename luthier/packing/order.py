@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from luthier.config.choices import MixtureBy, MixtureStop
 from luthier.errors import UserError
 from luthier.packing.planned import bounds_of
+from luthier.writing import counted
 
 # Rows of an epoch: more is a slip in the weights; each takes some forty bytes of a plan.
 MAX_ROWS, MAX_TIMES_ALL = 2**26, 8  # the larger of a number, and of so many times the rows that there are
@@ -223,8 +224,9 @@ def check_epoch(num_rows: int, all_rows: int, *, why: str) -> None:
     most = max(MAX_ROWS, MAX_TIMES_ALL * all_rows)
     if num_rows > most:
         raise UserError(
-            f"an epoch would have {num_rows:,} rows, and there are {all_rows:,}: {why}",
-            hint=f"at most {most:,} rows are planned at once: change the weights of data.train[], or let "
+            f"an epoch would have {counted(num_rows, 'row')}, and there are {all_rows:,}: {why}",
+            hint=f"at most {counted(most, 'row is', 'rows are')} planned at once: change the weights "
+            f"of data.train[], or let "
             "train.num_train_epochs say how often all are seen",
             key="data.train",
         )
@@ -369,7 +371,7 @@ def _shares(sizes: Ints, mixture: MixtureSettings, tokens_per_row: Floats) -> In
     weights = np.asarray(mixture.weights, dtype=np.float64)
     for source in np.flatnonzero((sizes == 0) | ~(tokens_per_row > 0)).tolist():
         raise UserError(
-            f"source {source} has {sizes[source]} rows of {tokens_per_row[source]:g} tokens: "
+            f"source {source} has {counted(sizes[source], 'row')} of {tokens_per_row[source]:g} tokens: "
             f"it cannot have a share of {weights[source]:g}",
             hint="remove it, or set data.mixture.by: epochs",
             key=f"data.train[{source}]",
@@ -386,7 +388,7 @@ def _check_length(end: float, sizes: Ints, shares: Ints) -> None:
         return
     slowest = int(np.argmax(sizes / shares))
     share = shares[slowest] / shares.sum()
-    why = f"only then source {slowest} ({sizes[slowest]} rows, {share:.2g} of all rows) was seen whole"
+    why = f"only then source {slowest} ({counted(sizes[slowest], 'row')}, {share:.2g} of all rows) was seen whole"
     check_epoch(int(end * shares.sum()), int(sizes.sum()), why=f"{why}; data.mixture.stop: first ends sooner")
 
 

@@ -17,6 +17,7 @@ from luthier.packing.planned import Planned, bounds_of, every, join, sums, take_
 from luthier.packing.settings import PlanSettings, SegmentTable
 from luthier.packing.split import split_segments
 from luthier.packing.window import pack_window, window_size, without_worst
+from luthier.writing import counted
 
 STATE_VERSION = 2
 SHARE_AT_ONCE = 4  # an epoch of at most so great a part of a window is packed at once: it is there soon enough
@@ -241,7 +242,9 @@ class _Waiting:
     ) -> _Waiting:
         numbers, sizes = np.asarray(ids, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
         extra = np.zeros_like(sizes) if extra_costs is None else np.asarray(extra_costs, dtype=np.int64)
-        assert len(numbers) == len(sizes) == len(extra), f"{len(numbers)} ids, {len(sizes)} lengths, {len(extra)} costs"
+        assert len(numbers) == len(sizes) == len(extra), (
+            f"{counted(len(numbers), 'id')}, {counted(len(sizes), 'length')}, {len(extra)} costs"
+        )
         return cls(numbers, sizes, extra)
 
     @classmethod

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from luthier.packing.epoch import EpochPlan
 from luthier.packing.settings import SegmentTable
+from luthier.writing import counted
 
 Ints = NDArray[np.int64]
 
@@ -79,6 +80,6 @@ def count_by_source(
 def _num_members(plan: EpochPlan, num_steps: int | None) -> int:
     if num_steps is None:
         return len(plan.segment_ids)
-    assert 0 <= num_steps <= plan.num_steps, f"{num_steps} of {plan.num_steps} steps"
+    assert 0 <= num_steps <= plan.num_steps, f"{num_steps} of {counted(plan.num_steps, 'step')}"
     batches = min(int(plan.step_bounds[num_steps]), len(plan.planned))  # dummies come last and take nothing
     return int(plan.pack_bounds[plan.batch_bounds[batches]])

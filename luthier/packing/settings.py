@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from luthier.config.schema import Packing
 from luthier.records import Segment
+from luthier.writing import counted
 
 DEFAULT_WINDOW = 4096
 LINEAR_COST = 24_576  # 6 x 4096: a token's matrix products over its attention to one other, at a width of 4096
@@ -131,7 +132,7 @@ class PlanSettings:
         assert self.units is UnitKind.NONE or self.packing is not Packing.SPLIT, "what is compared is never cut"
         assert not self.shared or self.packing.is_packed, "padded rows share nothing"
         assert self.micro_batches_per_step % self.num_ranks == 0 and self.micro_batches_per_step > 0, (
-            f"{self.micro_batches_per_step} micro-batches a step cannot be shared by {self.num_ranks} ranks"
+            f"{self.micro_batches_per_step} micro-batches a step cannot be shared by {counted(self.num_ranks, 'rank')}"
         )
 
 

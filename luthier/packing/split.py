@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import UserError
+from luthier.writing import counted
 
 Ints = NDArray[np.int64]
 
@@ -34,10 +35,10 @@ def split_segments(lengths: Sequence[int] | NDArray[np.integer], capacity: int, 
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and sizes.min() < 1:
         first = int(np.argmax(sizes < 1))
-        raise UserError(f"segment number {first} has {sizes[first]} tokens", hint="leave empty segments out")
+        raise UserError(f"segment number {first} has {counted(sizes[first], 'token')}", hint="leave empty segments out")
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if len(ends) else 0
-    assert 0 <= skip <= total, f"{skip} of {total} tokens"
+    assert 0 <= skip <= total, f"{skip} of {counted(total, 'token')}"
     full = np.arange(skip + capacity, total, capacity, dtype=np.int64)  # where a row ends and another follows
     stops = np.union1d(ends[ends > skip], full)
     starts = np.concatenate([[skip], stops[:-1]]) if len(stops) else stops

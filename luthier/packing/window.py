@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from luthier.packing.best_fit import check_lengths, pack_in_order
 from luthier.packing.planned import bounds_of, sums, take_groups
+from luthier.writing import counted
 
 RAMP = 4  # windows are smaller until then, by half each
 MAX_CARRIED = 224  # segments: their ids, five bytes each, stay under 2 kB with all else that a state holds
@@ -51,7 +52,7 @@ def plan_packs(
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     check_lengths(sizes, capacity)
-    assert window is None or window >= 1, f"a window of {window} segments"
+    assert window is None or window >= 1, f"a window of {counted(window, 'segment')}"
     rng = None if seed is None else np.random.Generator(np.random.PCG64(seed))
     members, bounds = pack_windows(sizes, capacity, window or max(1, len(sizes)), rng)
     stops = bounds.tolist()

@@ -20,7 +20,7 @@ from luthier.metrics.table import Answered, Metric, RowLoss, chosen_metrics, par
 from luthier.metrics.texts import is_unspaced
 from luthier.prediction.likelihood import kept_losses
 from luthier.prediction.predicting import METRICS_FILE, PREDICTIONS_FILE, compared_lines, read_lines
-from luthier.writing import printable
+from luthier.writing import counted, printable
 
 MOST_NAMED = 3  # of the questions that differ
 MOST_SHOWN = 2000  # pairs on a page, which a browser still opens at once
@@ -142,11 +142,14 @@ def _check_questions(
     """Raise `UserError` unless both are of the same questions; a question that one has refused is the other's, too."""
     asked_a, asked_b = ({place[:2] for place in lines} for lines in (a, b))
     if alone := sorted(asked_a ^ asked_b):
-        what = f"{len(alone)} of {len(asked_a | asked_b)} questions are in one prediction only: {_named(alone)}"
+        what = (
+            f"{len(alone)} of {counted(len(asked_a | asked_b), 'question is', 'questions are')} in "
+            f"one prediction only: {_named(alone)}"
+        )
         raise UserError(what, hint="predict both on the same rows (--data FILE, --turns)")
     samples_a, samples_b = (max(place[2] for place in lines) + 1 for lines in (a, b))
     if samples_a != samples_b:
-        what = f"A has {samples_a} samples of a question and B has {samples_b}"
+        what = f"A has {counted(samples_a, 'sample')} of a question and B has {samples_b}"
         raise UserError(what, hint="predict both alike (--samples)")
     for what in ("expected",) if any_prompt else ("expected", "prompt"):
         shared = [place for place in a.keys() & b.keys() if "refused" not in a[place] and "refused" not in b[place]]
@@ -154,7 +157,10 @@ def _check_questions(
             hint = "predict both on the same rows"
             if what == "prompt":
                 hint += "; where the rows are the same and the templates differ, --any-prompt compares the answers"
-            told = f"the {what} of {len(other)} of {len(asked_a)} questions is another in B than in A: {_named(other)}"
+            told = (
+                f"the {what} of {len(other)} of {counted(len(asked_a), 'question')} is another in "
+                f"B than in A: {_named(other)}"
+            )
             raise UserError(told, hint=hint)
 
 

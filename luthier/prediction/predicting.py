@@ -152,7 +152,7 @@ def predict(
     settings = opened.settings
     if samples > 1 and not settings.do_sample:
         hint = "set generate.do_sample=true, and perhaps generate.temperature"
-        raise UserError(f"{samples} samples of a row are all the same while the likeliest token is taken", hint=hint)
+        raise UserError(f"all samples of a row ({samples}) are the same while the likeliest token is taken", hint=hint)
     if samples < 1:
         raise UserError(f"samples is {samples}; at least one answer is given to each row")
     rows = _rows(opened, None if data is None else str(data), options.turns)

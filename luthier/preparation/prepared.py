@@ -13,6 +13,7 @@ from luthier.ledger import Ledger
 from luthier.packing.order import hold_out_part
 from luthier.records import Address, Sample
 from luthier.store.store import SampleStore
+from luthier.writing import counted
 
 Ints = NDArray[np.int64]
 
@@ -137,7 +138,7 @@ def hold_out(whole: PreparedSet, size: float | int, *, seed: int) -> tuple[Prepa
 def empty_side(size: float | int, wanted: int, num_rows: int) -> UserError:
     """What to raise where holding out rows leaves nothing on a side."""
     return UserError(
-        f"data.eval_split={size:g} holds out {wanted} of {num_rows} rows: "
+        f"data.eval_split={size:g} holds out {wanted} of {counted(num_rows, 'row')}: "
         + ("nothing to evaluate on" if wanted < 1 else "nothing is left to train on"),
         hint="choose another data.eval_split, or name evaluation data with data.eval",
     )

@@ -25,6 +25,7 @@ from luthier.sources.row_ids import id_digests
 from luthier.store import store as store_room
 from luthier.store.shard import KEY_BYTES
 from luthier.store.store import SampleStore, StoreWriter, row_key
+from luthier.writing import counted
 
 BYTES_WORTH_HASTE = 24_000_000  # of rows to come: the encoder need not find out by itself that there is much text
 
@@ -121,7 +122,7 @@ class Resolver:
                 yield from self._resolved()
         self._commit()
         yield from self._resolved()
-        assert not self._waiting, f"{len(self._waiting)} portions are left over"
+        assert not self._waiting, f"{counted(len(self._waiting), 'portion is', 'portions are')} left over"
 
     def count(self, *, encoded: int, reused: int, lost: int, source: int) -> None:
         """Count rows that were not resolved here: because all is known of them, or because others have done it."""

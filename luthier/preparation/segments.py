@@ -16,6 +16,7 @@ from luthier.packing import PATCH_COST, SegmentTable, UnitKind, completion_room
 from luthier.preparation.prepared import PreparedSet
 from luthier.records import Segment
 from luthier.store.shard import joined
+from luthier.writing import counted
 
 Ints = NDArray[np.int64]
 
@@ -232,7 +233,7 @@ def _in_trees_within(held: Ints, lengths: Ints, max_length: int) -> Ints:
 
 def _loss(too_long: int, max_length: int) -> RowDropped:
     if too_long:
-        return RowDropped("too_long", f"{too_long} tokens, data.max_length is {max_length}")
+        return RowDropped("too_long", f"{counted(too_long, 'token')}, data.max_length is {max_length}")
     return RowDropped("no_target_left", f"no target within data.max_length={max_length} tokens")
 
 
@@ -326,7 +327,8 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
                 row = int(np.argmax(too_long))
                 longest = int(leaves.lengths[leaves.row == row].max())
                 raise UserError(
-                    f"{prepared.address(row)}: prompt and continuation have {longest} tokens, data.max_length is "
+                    f"{prepared.address(row)}: prompt and continuation have "
+                    f"{counted(longest, 'token')}, data.max_length is "
                     f"{max_length}",
                     hint="raise data.max_length, or set data.overflow to drop or truncate",
                 )
@@ -370,7 +372,7 @@ def _check_rows(prepared: PreparedSet, leaves: Leaves, units: UnitKind) -> None:
     wrong = (counts != wanted) | np.isnan(verdicts)
     if wrong.any():
         row = int(np.argmax(wrong))
-        what = "no verdict" if np.isnan(verdicts[row]) else f"{counts[row]} continuations"
+        what = "no verdict" if np.isnan(verdicts[row]) else counted(counts[row], "continuation")
         raise UserError(
             f"{prepared.address(row)}: units are {units.value}, so a row has {wanted} and a verdict; this has {what}",
             hint="prepare the rows for an objective that compares: dpo or rm (pairs), kto (feedback)",

@@ -30,6 +30,7 @@ from luthier.preparation.work_units import (
 )
 from luthier.store.manifest import WORK
 from luthier.store.shared_work import SharedWork
+from luthier.writing import counted
 
 
 def resolve_units(
@@ -86,7 +87,7 @@ class UnitResolver:
                 self._files.extend(portion.new_files)
                 self._under_way[0].portions.append(portion)
         self._finish()
-        assert not self._under_way, f"{len(self._under_way)} units are left over"
+        assert not self._under_way, f"{counted(len(self._under_way), 'unit is', 'units are')} left over"
 
     def _portions(self, numbers: Iterable[int]) -> Iterator[ReadPortion]:
         for number in numbers:

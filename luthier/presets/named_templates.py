@@ -10,6 +10,7 @@ from pathlib import Path
 from luthier.errors import PluginError, TemplateError
 from luthier.plugins import Table
 from luthier.presets.turn_templates import EOS, GERMAN, SAILOR, TELECHAT, XUANYUAN, turns
+from luthier.writing import counted
 
 # --------------------------------------------------------------------------------------------------------------------
 # The named chat templates, one row each; the template itself is ``chat_templates/NAME.jinja``.
@@ -415,7 +416,7 @@ def require_tokens(name: str, *, control: Collection[str], special_tokens: Mappi
     if missing:
         listed = ", ".join(f'"{token}"' for token in missing)
         raise TemplateError(
-            f"template.chat_template: {name} writes {len(facts.tokens)} control tokens, "
+            f"template.chat_template: {name} writes {counted(len(facts.tokens), 'control token')}, "
             f"and the tokenizer of {origin} lacks {len(missing)} of them: {', '.join(missing)}",
             hint=f"add them, with model.add_special_tokens: [{listed}], or take a template that this tokenizer has the "
             f"tokens for: {', '.join(_usable(control))}",

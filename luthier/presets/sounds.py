@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.presets.questions import JsonObject, Quiz, QuizQuestion, QuizSkill, quiz_rows
+from luthier.writing import counted
 
 _NUMBERS = ("one", "two", "three", "four")
 
@@ -150,7 +151,10 @@ def _play(tones: Sequence[_Samples], rng: Random) -> bytes:
     played = np.concatenate([part for pair in zip(tones, [*gaps, _silence(0)], strict=True) for part in pair])
     count = round(SECONDS * SAMPLING_RATE)
     if len(played) > count:
-        raise ValueError(f"{len(tones)} tones take {len(played) / SAMPLING_RATE:.2f} s, a sound has {SECONDS} s")
+        raise ValueError(
+            f"{counted(len(tones), 'tone takes', 'tones take')} "
+            f"{len(played) / SAMPLING_RATE:.2f} s, a sound has {SECONDS} s"
+        )
     start = rng.randint(0, min(count - len(played), round(_LATEST * SAMPLING_RATE)))
     samples = _NOISE * _white(count, rng)
     samples[start : start + len(played)] += rng.uniform(0.4, 0.9) * played

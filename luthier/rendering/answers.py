@@ -22,6 +22,7 @@ from typing import Never
 from luthier.errors import RowError
 from luthier.records import Message, Text, Thinking, ToolCall
 from luthier.rendering.control import ControlTokens
+from luthier.writing import counted
 
 LONGEST_SHOWN = 60
 SHORTEST_REPEATED = 8  # characters; shorter ones may well stand in a call besides
@@ -189,8 +190,9 @@ def _require_scalars(calls: Sequence[ToolCall], rest: str, field: str) -> None:
         if len(found) < count:
             raise RowError(
                 "answer_lost",
-                f"the calls' arguments have {_short(min(forms))} {count} times and the chat template prints it "
-                f"{len(found)} times, so the model would learn other calls",
+                f"the calls' arguments have {_short(min(forms))} {counted(count, 'time')} and the "
+                f"chat template prints it "
+                f"{counted(len(found), 'time')}, so the model would learn other calls",
                 field=field,
             )
 

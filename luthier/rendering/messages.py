@@ -15,6 +15,7 @@ from luthier.records import Audio, Image, Media, Message, Part, Text, Thinking, 
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import Tracked, concatenate, own_text, row_value
+from luthier.writing import counted
 
 # How a value of a message (a string; a number, list or dict of arguments) enters the template:
 # (value, field, part, is part of the row's shape) -> what stands there.
@@ -353,7 +354,8 @@ def place_media(sketch: str, messages: Sequence[Message], slots: MediaSlots) -> 
         if len(places) != len(of_items):
             raise RowError(
                 "media_places",
-                f"the chat template printed {token} {len(places)} times for {len(of_items)} items; use the template "
+                f"the chat template printed {token} {counted(len(places), 'time')} for "
+                f"{counted(len(of_items), 'item')}; use the template "
                 "that came with the model",
                 field="messages",
             )

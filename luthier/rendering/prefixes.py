@@ -28,6 +28,7 @@ from luthier.records import Conversation
 from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
 from luthier.rendering.text_references import Alphabet, Slot, filled_in, is_reference
 from luthier.rendering.trace import Owner
+from luthier.writing import counted
 
 LONG = 128  # messages; the contexts of shorter rows are always rendered whole, once for all rows of their shape
 WINDOWS = (6, 12, 24, 48, 96)  # messages before a turn
@@ -209,7 +210,8 @@ class Prefixes:
         if self.num_whole > MOST_WHOLE:
             raise RowError(
                 "too_many_messages",
-                f"{len(self.row.messages):,} messages: the chat template prints earlier messages in another way for "
+                f"{counted(len(self.row.messages), 'message')}: the chat template prints earlier "
+                f"messages in another way for "
                 f"each answer, so that every prompt has to be rendered whole, and {MOST_WHOLE:,} rendered messages are "
                 "allowed for one row: cut the conversation into several, or learn fewer answers (train_on: "
                 "last_assistant)",

@@ -64,6 +64,7 @@ from luthier.rendering.substitution import other_strings
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
+from luthier.writing import counted
 
 __all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer", "refuse"]
 
@@ -461,8 +462,9 @@ def _refuse_too_many(row: Conversation, num_turns: int, history: HistoryRenderin
         ways_out.append("set template.history: one_rendering")
     raise RowError(
         "too_many_messages",
-        f"{len(row.messages):,} messages with {num_turns:,} learned answers, each behind a prompt of its own, are "
-        f"{rendered:,} messages to render; {most:,} are allowed for one row: {' or '.join(ways_out)}",
+        f"{counted(len(row.messages), 'message')} with {counted(num_turns, 'learned answer')}, each "
+        f"behind a prompt of its own, are "
+        f"{counted(rendered, 'message')} to render; {most:,} are allowed for one row: {' or '.join(ways_out)}",
         field="messages",
     )
 

@@ -33,6 +33,7 @@ from luthier.rendering.trace import Guard, GuardCheck, Owner, Trace, compile_gua
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.templating.limits import OverLimit, TemplateSettings
 from luthier.templating.plain import TEMPLATE_ERRORS, plain_environment
+from luthier.writing import counted
 
 _Made = TypeVar("_Made")
 Tools = Sequence[Mapping[str, object]]
@@ -460,7 +461,10 @@ def _too_much(error: OverLimit, messages: Sequence[Message], tools: Tools) -> Ro
     chars = sum(len(string) for message in messages for string in message_strings(message)) + len(repr(tools))
     if error.depends_on_machine or (chars < SMALL_ROW and len(messages) < SMALL_CONVERSATION):
         return _over_limit(error)
-    what = f"{len(messages):,} messages and {chars:,} characters are too much for the chat template: {_line(error)}"
+    what = (
+        f"{counted(len(messages), 'message')} and "
+        f"{counted(chars, 'character is', 'characters are')} too much for the chat template: {_line(error)}"
+    )
     return RowError("template_limit", f"{what}{error}; {error.hint}")
 
 

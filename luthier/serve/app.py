@@ -33,6 +33,7 @@ from luthier.serve.wire import (
     TokenizeBody,
     read_body,
 )
+from luthier.writing import counted
 
 MOST_SCORES = 500_000_000  # numbers in the scores of one prompt's tokens: 2 GB
 Made = TypeVar("Made")
@@ -133,7 +134,7 @@ class Api:
             raise RefusedRequest(400, "this model answers, it gives no rewards", code="not_supported")
         conversations = body.all
         if len(conversations) > self.limits.max_samples:
-            what = f"{len(conversations)} conversations, the limit is {self.limits.max_samples}"
+            what = f"{counted(len(conversations), 'conversation')}, the limit is {self.limits.max_samples}"
             raise RefusedRequest(400, what, code="invalid_value", param="conversations", hint="serve.max_samples")
         count, data = 0, []
         for number, messages in enumerate(conversations):
@@ -193,7 +194,10 @@ class Api:
             raise RefusedRequest(400, "max_tokens is 0", code="invalid_value", param="max_tokens", hint=hint)
         prompts = await self._made(partial(self.served.prompts.of_prompts, body.prompt))
         if (body.n or 1) * len(prompts) > self.limits.max_samples:
-            what = f"{len(prompts)} prompts and n = {body.n or 1}: the limit is {self.limits.max_samples} answers"
+            what = (
+                f"{counted(len(prompts), 'prompt')} and n = {body.n or 1}: the limit is "
+                f"{self.limits.max_samples} answers"
+            )
             raise RefusedRequest(400, what, code="invalid_value", param="n", hint="serve.max_samples is the limit")
         questions = []
         for number, ids in enumerate(prompts):
@@ -219,7 +223,10 @@ class Api:
         if body.logprobs is not None and len(ids) > 1:
             most = MOST_SCORES // self.served.tokenizer.vocab_size
             if len(ids) > most:
-                what = f"the prompt has {len(ids):,} tokens, and the probabilities of up to {most:,} are told with echo"
+                what = (
+                    f"the prompt has {counted(len(ids), 'token')}, and the probabilities of up to "
+                    f"{most:,} are told with echo"
+                )
                 raise RefusedRequest(400, what, code="invalid_value", param="prompt")
             others = await self._made(partial(self._answering(name).score, ids, 1, top=body.logprobs))
         return Echo(text=self.served.tokenizer.decode(ids), first=int(ids[0]), others=others)

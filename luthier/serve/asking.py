@@ -24,6 +24,7 @@ from luthier.rendering.replies.form import joined as deltas_joined
 from luthier.rendering.replies.learning import TEXT
 from luthier.serve.gate import Counts
 from luthier.serve.wire import ChatBody, RefusedRequest, SamplingBody, texts_of
+from luthier.writing import counted
 
 MOST_HELD = 16  # tokens that may be parts of one character
 HALF_CHARACTER = "\ufffd"  # what a tokenizer prints for bytes that are no whole character, yet
@@ -132,7 +133,9 @@ def settings_of(
 def check_room(prompt: int, context: int, answer: int = 0) -> None:
     """Raises `RefusedRequest` where a prompt and an answer of so many tokens are more than the context."""
     if prompt + answer > context:
-        what = f"the prompt has {prompt:,} tokens and the answer may have {answer:,}, the context has {context:,}"
+        what = (
+            f"the prompt has {counted(prompt, 'token')} and the answer may have {answer:,}, the context has {context:,}"
+        )
         hint = "serve.max_context is the limit, where the model's own is not lower"
         raise RefusedRequest(400, what, code="context_length_exceeded", param="messages", hint=hint)
 
@@ -143,7 +146,7 @@ def _check_samples(body: SamplingBody, settings: GenerateConfig, limits: ServeCo
         what = f"n is {count}, the limit is {limits.max_samples}"
         raise RefusedRequest(400, what, code="invalid_value", param="n", hint="serve.max_samples is the limit")
     if count > 1 and not settings.do_sample:
-        what = f"{count} answers are all the same while the likeliest token is taken"
+        what = f"{counted(count, 'answer is', 'answers are')} all the same while the likeliest token is taken"
         raise RefusedRequest(400, what, code="invalid_value", param="n", hint="give a temperature above 0")
     if settings.num_beams > 1 and (body.stream or count > 1):
         raise RefusedRequest(

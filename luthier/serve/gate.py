@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from luthier.config.schema import ServeConfig
 from luthier.serve.wire import RefusedRequest
+from luthier.writing import counted
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = frozenset({"/health"})  # which tell nothing but that the server is there
@@ -99,7 +100,7 @@ class Gate:
         """A place among the requests that are at work. Raises `RefusedRequest` where there is none."""
         most = self.limits.max_requests
         if wanted and self.counts.active >= most:
-            what = f"{self.counts.active} requests are answered or wait, the limit is {most}"
+            what = f"{counted(self.counts.active, 'request is', 'requests are')} answered or wait, the limit is {most}"
             hint = "try again in a moment; serve.max_requests is the limit"
             raise RefusedRequest(429, what, code="too_many_requests", hint=hint, headers={"Retry-After": "1"})
         self.counts.active += wanted
@@ -151,7 +152,10 @@ def as_response(refused: RefusedRequest) -> Response:
 async def read(request: Request, *, most: int, seconds: float) -> bytes:
     """The body, counted while it is read. Raises `RefusedRequest` for one too large, or without an end."""
     too_large = RefusedRequest(
-        413, f"the body has more than {most:,} bytes", code="body_too_large", hint="serve.max_body is the limit"
+        413,
+        f"the body has more than {counted(most, 'byte')}",
+        code="body_too_large",
+        hint="serve.max_body is the limit",
     )
     said = request.headers.get("content-length", "")
     if said.isdecimal() and int(said[:20]) > most:

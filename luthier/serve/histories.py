@@ -34,6 +34,7 @@ from luthier.serve.wire import (
 )
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout
+from luthier.writing import counted
 
 REQUEST = "request"  # the file of rows that come from clients
 MOST_VARIANTS = 8  # renderers that are kept, one for each set of template variables
@@ -81,7 +82,7 @@ class Histories:
     def _record(self, messages: Sequence[MessageBody], tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
         items = sum(not isinstance(part, TextPart) for message in messages for part in _parts(message))
         if items > self.limits.max_media:
-            what = f"the messages hold {items} media items, the limit is {self.limits.max_media}"
+            what = f"the messages hold {counted(items, 'media item')}, the limit is {self.limits.max_media}"
             raise RefusedRequest(413, what, code="media_limit", param="messages", hint="serve.max_media is the limit")
         data: dict[str, Any] = {
             "messages": [_as_row(message, f"messages[{number}]") for number, message in enumerate(messages)]
@@ -180,7 +181,7 @@ class Histories:
         headers = [item.header for item in sample.media]
         pixels = sum(one.width * one.height for one in headers if isinstance(one, ImageHeader | VideoHeader))
         if pixels > self.limits.max_pixels:
-            what = f"the pictures have {pixels:,} pixels together, the limit is {self.limits.max_pixels:,}"
+            what = f"the pictures have {counted(pixels, 'pixel')} together, the limit is {self.limits.max_pixels:,}"
             raise RefusedRequest(413, what, code="media_limit", param="messages", hint="serve.max_pixels is the limit")
 
 

@@ -29,6 +29,7 @@ from luthier.sources.files import DataFile, FileKind
 from luthier.sources.open_files import CACHE_BYTES, OpenFiles, Value
 from luthier.sources.record_spool import SpooledRows, index_by_spool, spooled
 from luthier.sources.rows import MAX_COLUMNAR_ROW_BYTES, RowBytes, row_too_long, unreadable
+from luthier.writing import counted
 
 ROWS_PER_BATCH = 1000
 _READ_BYTES = 1 << 20
@@ -130,7 +131,7 @@ def _without_largest(data: dict[str, object], excess: int) -> dict[str, object]:
     sizes = {column: len(msgspec.json.encode(value)) for column, value in kept.items()}
     for column in sorted(sizes, key=lambda column: -sizes[column]):
         if excess > 0:
-            why = f"{sizes[column]:,} bytes in a row that may have {MAX_COLUMNAR_ROW_BYTES:,}"
+            why = f"{counted(sizes[column], 'byte')} in a row that may have {MAX_COLUMNAR_ROW_BYTES:,}"
             kept[column] = unreadable(why, reason="row_too_long")
             excess -= sizes[column] - len(msgspec.json.encode(kept[column]))
     return kept
@@ -283,7 +284,7 @@ class ColumnRows:
         batches = opened.kept(self.path, group, lambda: _measured(lambda: self._decode(group, opened)))
         first, last = int(self.bounds[group]), int(self.bounds[group + 1])
         if sum(batch.num_rows for batch in batches) != last - first:
-            what = f"{self.path}: group {group} had {last - first:,} rows when it was indexed"
+            what = f"{self.path}: group {group} had {counted(last - first, 'row')} when it was indexed"
             raise SourceError(f"{what}, it has {sum(batch.num_rows for batch in batches):,} now")
         for batch in batches:
             here = rows[slice(*np.searchsorted(rows, (first, first + batch.num_rows)))]

@@ -11,6 +11,7 @@ from luthier.errors import SourceError
 from luthier.records import TargetRule
 from luthier.sources.formats.layout import TAG_NAMES, Layout, build_tags
 from luthier.sources.formats.table import COLUMN_ALIASES, FORMATS, FormatRule, column_names
+from luthier.writing import counted
 
 NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for rows of megabytes
 
@@ -171,7 +172,10 @@ def _check_given(path: str, given: Mapping[str, str], rows: Sequence[Mapping[str
         if theirs not in there and theirs != NO_COLUMN:
             close = nearest_names(theirs, there)
             hint = f"did you mean {close}?" if close else f"leave {ours!r} out, or name a column that is there"
-            what = f"none of the first {len(rows)} rows has a column {theirs!r}, which columns names for {ours!r}"
+            what = (
+                f"none of the first {counted(len(rows), 'row')} has a column {theirs!r}, which "
+                f"columns names for {ours!r}"
+            )
             raise SourceError(f"{path}: {what}; there are: {', '.join(there)[:500]}", hint=hint)
 
 

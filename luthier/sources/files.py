@@ -23,6 +23,7 @@ from luthier.config.choices import Documents
 from luthier.config.explain import nearest_names
 from luthier.config.schema import SourceConfig
 from luthier.errors import SourceError
+from luthier.writing import counted
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -93,7 +94,9 @@ class _Inflated(io.RawIOBase):
             raise SourceError(f"{self._path}: cannot be read to its end: {error}") from error
         self._position += len(found)
         if self._position > self._limit:
-            what = f"{self._path}: more than {self._limit:,} bytes came out of it, {MAX_RATIO} times its own size"
+            what = (
+                f"{self._path}: more than {counted(self._limit, 'byte')} came out of it, {MAX_RATIO} times its own size"
+            )
             hint = "no data set shrinks so far; if you trust the file, unpack it yourself and name the unpacked one"
             raise SourceError(what, hint=hint)
         view[: len(found)] = found
@@ -206,7 +209,7 @@ class DataFile:
         except OSError as error:
             raise SourceError(f"{self.path}: the file has vanished ({error.strerror})") from error
         if (stat.st_size, stat.st_mtime_ns) != (self.size, self.mtime_ns):
-            detail = f"{self.size:,} bytes when it was opened, {stat.st_size:,} now"
+            detail = f"{counted(self.size, 'byte')} when it was opened, {stat.st_size:,} now"
             hint = "let the writer finish, then start again"
             raise SourceError(f"{self.path}: the file changed while it was in use: {detail}", hint=hint)
 

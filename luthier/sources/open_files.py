@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import SourceError
+from luthier.writing import counted
 
 _MAX_DESCRIPTORS = 64
 CACHE_BYTES = 32 << 20  # of decoded columns; what does not fit in here is spooled (see `columnar`)
@@ -37,7 +38,7 @@ class OpenFiles:
         try:
             return os.pread(descriptor, num_bytes, offset)
         except OSError as error:
-            where = f"{num_bytes:,} bytes at {offset:,}"
+            where = f"{counted(num_bytes, 'byte')} at {offset:,}"
             raise SourceError(f"{path}: cannot be read ({where}): {error.strerror}") from error
 
     def read_spans(self, path: str, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[bytes]:

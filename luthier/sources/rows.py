@@ -12,6 +12,7 @@ import msgspec
 
 from luthier.errors import RowError
 from luthier.records import Address
+from luthier.writing import counted
 
 # A row of text this long is a damaged file far more often than a sample: at 4 bytes a token it is 2.5 million tokens.
 MAX_ROW_BYTES = 10_000_000
@@ -67,7 +68,7 @@ def decode_row(row: RowBytes) -> RawRow:
 
 def row_too_long(num_bytes: int, address: Address, *, limit: int = MAX_ROW_BYTES) -> RowError:
     """The error for a row over the cap."""
-    return RowError("row_too_long", f"over {num_bytes:,} bytes, {limit:,} are allowed", address=address)
+    return RowError("row_too_long", f"over {counted(num_bytes, 'byte')}, {limit:,} are allowed", address=address)
 
 
 def unreadable(why: str, *, reason: str = "unreadable_value") -> dict[str, list[str]]:
@@ -183,7 +184,8 @@ def _refuse_repeated_keys(raw: bytes, num_keys: int) -> None:
     num_written = _STRING.sub(b"", raw).count(b":")
     if num_written != num_keys:
         raise RowError(
-            "duplicate_key", f"{num_written} keys are written, {num_keys} are different: {_repeated_key(raw)}"
+            "duplicate_key",
+            f"{counted(num_written, 'key is', 'keys are')} written, {num_keys} are different: {_repeated_key(raw)}",
         )
 
 
@@ -222,7 +224,9 @@ def _diagnose(raw: bytes, error: Exception) -> NoReturn:
     except json.JSONDecodeError as fault:
         offset = len(text[: fault.pos].encode())
         if fault.pos >= len(text.rstrip()) or fault.msg.startswith("Unterminated string"):
-            raise RowError("truncated_json", f"the row ends after {len(raw)} bytes, inside a value") from None
+            raise RowError(
+                "truncated_json", f"the row ends after {counted(len(raw), 'byte')}, inside a value"
+            ) from None
         raise RowError("invalid_json", f"{fault.msg} at byte {offset} of the row") from None
     except ValueError:
         raise RowError("number_out_of_range", "an integer has thousands of digits") from None

@@ -42,6 +42,7 @@ from luthier.sources.origins import HUB, MODELSCOPE, PRESET, LocalFiles, Origin,
 from luthier.sources.row_index import RowIndex, index_origin
 from luthier.sources.rows import RawRow, RowBytes, decode_row, json_kind
 from luthier.sources.text_files import cell_separator
+from luthier.writing import counted
 
 SHORTEST_ROW = 2  # bytes of text: an empty object, or a character and the end of its line
 _COUNT_SUFFIX = re.compile(r"^(?P<path>.+)#(?P<count>[1-9][0-9]*)$")
@@ -241,7 +242,9 @@ def _first_rows(origin: Origin, config: SourceConfig) -> list[dict[str, object]]
     if not rows and not errors:
         raise SourceError(f"{config.path}: there is no row in it")
     if not rows:
-        raise SourceError(f"{config.path}: none of the first {len(errors)} rows can be read; the first: {errors[0]}")
+        raise SourceError(
+            f"{config.path}: none of the first {counted(len(errors), 'row')} can be read; the first: {errors[0]}"
+        )
     return rows
 
 
@@ -296,7 +299,7 @@ def check_texts(row: Row, limit: int) -> None:
     """Raises `RowError` (``text_too_long``) if a text of the row has ``limit`` characters or more."""
     for field, length in _lengths(row):
         if length >= limit:
-            detail = f"{length:,} characters, texts have fewer than {limit:,} (data.text_limit)"
+            detail = f"{counted(length, 'character')}, texts have fewer than {limit:,} (data.text_limit)"
             raise RowError("text_too_long", detail, field=field)
 
 

@@ -19,6 +19,7 @@ from luthier.records import Address
 from luthier.sources.files import DataFile, FileKind, open_compressed
 from luthier.sources.json_arrays import read_json_rows
 from luthier.sources.rows import MAX_ROW_BYTES, RowBytes, row_too_long
+from luthier.writing import counted
 
 if TYPE_CHECKING:
     from _csv import Reader
@@ -109,7 +110,7 @@ def line_row(file: DataFile, line: bytes, number: int) -> RowBytes | RowError | 
 
 def line_too_long(file: DataFile, num_bytes: int, number: int) -> RowError:
     """The error for a line of more than `MAX_LINE_BYTES`."""
-    detail = f"{num_bytes:,} bytes, {MAX_ROW_BYTES:,} are allowed"
+    detail = f"{counted(num_bytes, 'byte')}, {MAX_ROW_BYTES:,} are allowed"
     return RowError("row_too_long", detail, address=Address(file=file.path, row=number))
 
 
@@ -258,7 +259,11 @@ def _table_rows(reader: Reader, path: str) -> Iterator[RowBytes | RowError]:
 
 def _table_row(header: list[str], cells: list[str], address: Address) -> RowBytes | RowError:
     if len(cells) != len(header):
-        return RowError("invalid_csv", f"{len(cells)} cells, the header has {len(header)} columns", address=address)
+        return RowError(
+            "invalid_csv",
+            f"{counted(len(cells), 'cell')}, the header has {counted(len(header), 'column')}",
+            address=address,
+        )
     try:
         return RowBytes(raw=msgspec.json.encode(dict(zip(header, cells, strict=True))), address=address)
     except UnicodeEncodeError:

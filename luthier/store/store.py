@@ -51,6 +51,7 @@ from luthier.store.manifest import (
 )
 from luthier.store.shard import KEY_BYTES, EncodedSample, NewShard, build_shard, joined
 from luthier.store.shard_reader import Shard, store_gone
+from luthier.writing import counted
 
 __all__ = ["FORMAT", "LOCK", "MANIFEST", "SHARD_BYTES", "SampleStore", "StoreWriter", "row_key", "store_folder"]
 
@@ -218,7 +219,8 @@ class SampleStore:
             raise store_gone(self.folder)
         if now.entries[: len(known)] != known:
             raise StoreError(
-                f"{self.folder / MANIFEST}: the store was changed while it was in use: it had {len(known)} shards, "
+                f"{self.folder / MANIFEST}: the store was changed while it was in use: it had "
+                f"{counted(len(known), 'shard')}, "
                 f"the first {len(known)} of the {len(now.entries)} that it has now are others",
                 hint="start again",
             )

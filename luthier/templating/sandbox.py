@@ -37,6 +37,7 @@ from luthier.templating.sizes import (
     size,
     weigh,
 )
+from luthier.writing import counted
 
 STRING_METHODS = frozenset(
     "endswith lower lstrip partition removeprefix removesuffix replace rpartition rsplit rstrip split splitlines "  # noqa: SIM905
@@ -80,7 +81,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         limit = self.meter.limits.max_source_chars
         if len(source) > limit:
             raise TemplateError(
-                f"the chat template has {len(source):,} characters; template.limits.max_source_chars is {limit:,}",
+                f"the chat template has {counted(len(source), 'character')}; "
+                f"template.limits.max_source_chars is {limit:,}",
                 hint="if the template is meant to, raise template.limits.max_source_chars",
             )
         tree = _TREES.get(source)

@@ -19,6 +19,7 @@ from typing import Any
 from jinja2.utils import Namespace
 
 from luthier.templating.limits import MAX_BITS, MAX_HEAVY_CHARS, MAX_ITEMS, OverLimit, RenderUsage
+from luthier.writing import counted
 
 MAX_DEPTH = 50  # of tuples within tuples: Python hashes them without looking how deep they are
 MAX_PRECISION = 1_000  # decimals, and characters of a format for times
@@ -177,7 +178,9 @@ def check_call(meter: RenderUsage, call: TemplateCall, *, is_method: bool = Fals
     rule = (METHOD_RULES if is_method else FILTER_RULES).get(call.name)
     made = weigh(call.value, *call.given) if rule is None else rule(meter, call)
     if call.name in HEAVY and made > MAX_HEAVY_CHARS:
-        raise OverLimit(f"{call.name!r} is slow, and was given {made:,} characters; {MAX_HEAVY_CHARS:,} are allowed")
+        raise OverLimit(
+            f"{call.name!r} is slow, and was given {counted(made, 'character')}; {MAX_HEAVY_CHARS:,} are allowed"
+        )
     meter.make(made, repr(call.name))
 
 
@@ -222,7 +225,7 @@ def _filled(meter: RenderUsage, call: TemplateCall) -> int:
 
 def _rounded(_: RenderUsage, call: TemplateCall) -> int:
     if call.largest > MAX_PRECISION:
-        raise OverLimit(f"'round' was asked for {call.largest:,} decimals; {MAX_PRECISION:,} are allowed")
+        raise OverLimit(f"'round' was asked for {counted(call.largest, 'decimal')}; {MAX_PRECISION:,} are allowed")
     return weigh(call.value)
 
 
@@ -270,7 +273,7 @@ def _translated(_: RenderUsage, call: TemplateCall) -> int:
 
 def _timed(_: RenderUsage, call: TemplateCall) -> int:
     if call.longest > MAX_PRECISION:
-        raise OverLimit(f"a time was asked for in {call.longest:,} characters; {MAX_PRECISION:,} are allowed")
+        raise OverLimit(f"a time was asked for in {counted(call.longest, 'character')}; {MAX_PRECISION:,} are allowed")
     return MAX_PRECISION
 
 

@@ -57,6 +57,7 @@ from luthier.training.streams import (
     train_stream,
 )
 from luthier.training.trainer import Trainer, TrainerParts
+from luthier.writing import counted
 
 BASE_FOLDER = "base"  # a base model with random weights, which an adapter would be lost without
 
@@ -109,7 +110,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Even
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
     if frozen := adapters.rows_left_out(model, vocabulary.new_ids):
-        rows = f"the rows of {len(vocabulary.new_ids)} new tokens in {' and '.join(frozen)}"
+        rows = f"the rows of {counted(len(vocabulary.new_ids), 'new token')} in {' and '.join(frozen)}"
         tell(Note(text=f"model: {rows} keep their first values, as those layers are frozen"))
     if left := adapters.parts_left_out(loaded.model, config.adapter):
         tell(Note(text=f"model: {' and '.join(left)} keep their weights; adapter.train_parts names what is trained"))
@@ -119,7 +120,12 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Even
         if world.is_main:
             adapter_files.keep_initial_adapter(model, initial)
     total, trainable = adapters.count_parameters(model)
-    tell(Note(text=f"model: {trainable:,} of {total:,} parameters are trained ({trainable / total:.2%})"))
+    tell(
+        Note(
+            text=f"model: {trainable:,} of {counted(total, 'parameter is', 'parameters are')} "
+            f"trained ({trainable / total:.2%})"
+        )
+    )
     return RunModel(
         model=model,
         loaded=loaded,

@@ -15,6 +15,7 @@ from luthier.loader.plan import StreamPlan
 from luthier.training.losses.mean_losses import by_source
 from luthier.training.report.events import EventListener, Note, Saved, Started, StepDone
 from luthier.training.report.result import EvalRecord, StepRecord
+from luthier.writing import counted
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,7 +107,7 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
         if waited >= self.patience:
             control.should_training_stop = True
             self.stopped = True
-            self.tell(Note(text=f"early stopping: {key} has not improved for {waited} evaluations"))
+            self.tell(Note(text=f"early stopping: {key} has not improved for {counted(waited, 'evaluation')}"))
 
 
 class Journal(TrainerCallback):  # type: ignore[misc]

@@ -58,6 +58,7 @@ from luthier.training.report.result import LOG_FILE, RunResult
 from luthier.training.schedule import FEW_STEPS, length_notes
 from luthier.training.signals import StopSignals
 from luthier.training.streams import World, check_rows, loader_state, make_schedule, state_at_start
+from luthier.writing import counted
 
 
 def fit(
@@ -184,7 +185,11 @@ def _set_up(
     schedule = make_schedule(config, data, world, state)
     if not data.rows.all_here:  # else the plan has told it
         if schedule.horizon < FEW_STEPS:
-            hooks.tell(Note(text=f"about {schedule.horizon} steps teach the model next to nothing; {_longer(config)}"))
+            hooks.tell(
+                Note(
+                    text=f"about {counted(schedule.horizon, 'step')} teach the model next to nothing; {_longer(config)}"
+                )
+            )
         for note in length_notes(config, schedule.horizon):
             hooks.tell(Note(text=note))
     if world.is_main:
@@ -299,7 +304,9 @@ def _questions(run: Run) -> list[Question]:
         )
     found = choose_questions(run.data.eval, wanted, frozenset(run.tokenizer.stop_token_ids))
     if len(found) < wanted:
-        run.hooks.tell(Note(text=f"{len(found)} held-out rows can be answered, eval.generate_rows asks for {wanted}"))
+        run.hooks.tell(
+            Note(text=f"{counted(len(found), 'held-out row')} can be answered, eval.generate_rows asks for {wanted}")
+        )
     if passed_over := passed_over_by(run.run_model.model):
         run.hooks.tell(Note(text=f"answers are generated as generate.* says, not the model's {passed_over}"))
     return found

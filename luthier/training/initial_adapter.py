@@ -25,6 +25,7 @@ from luthier.models.routers import times_shown
 from luthier.models.vocabulary import Vocabulary
 from luthier.packing import Segments
 from luthier.records import Batch, Pack
+from luthier.writing import counted
 
 ROWS, ROWS_OF_BATCH = 64, 8
 MOST_PASSES = 20  # over these rows, until the directions stay the same
@@ -43,7 +44,8 @@ def begin_by_activations(
     fewest = min((int((times_shown(batch) > 0).sum()) for batch in batches), default=0)
     if fewest < settings.r:
         raise ModelError(
-            f"adapter.init_lora_weights is eva, and {ROWS_OF_BATCH} rows have {fewest} tokens, fewer than adapter.r, "
+            f"adapter.init_lora_weights is eva, and {ROWS_OF_BATCH} rows have "
+            f"{counted(fewest, 'token')}, fewer than adapter.r, "
             f"{settings.r}",
             hint="set adapter.init_lora_weights: true, or a lower rank",
         )

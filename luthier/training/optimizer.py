@@ -29,6 +29,7 @@ from luthier.models.adapters import decoder_layers, ends_of
 from luthier.models.routers import router_names
 from luthier.models.submodules import find_parts
 from luthier.training.updates import BlockAdamW, Group, MuonWithAdamW, OffloadedOptimizer, tell_projectors
+from luthier.writing import counted
 
 NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """Weight decay leaves parameters of these names as they are, and those of `nn.LayerNorm`."""
@@ -167,7 +168,7 @@ def _adam_mini(model: nn.Module, args: TrainingArguments, adam: Group) -> torch.
         is_by_head = any(each in group["name"] for each in optimizer.wqk_names) and "bias" not in group["name"]
         if is_by_head and weight.numel() % optimizer.head_numel:
             raise ModelError(
-                f"adam_mini: {name} has {weight.numel():,} numbers, which are no whole heads of "
+                f"adam_mini: {name} has {counted(weight.numel(), 'number')}, which are no whole heads of "
                 f"{optimizer.head_numel:,}",
                 hint="set train.optim: adamw_torch",
             )

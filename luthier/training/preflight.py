@@ -49,6 +49,7 @@ from luthier.training.folder.state import check_writable
 from luthier.training.losses.reference_choice import check_reference
 from luthier.training.losses.tower_features import readable_media
 from luthier.training.optimizer import make_optimizer, rate_factors
+from luthier.writing import counted
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
 ONE_PROCESS = ("badam",)  # what is trained changes on the way, which other processes would have to be told
@@ -129,7 +130,11 @@ def _devices(draft: Draft) -> Iterator[Problem]:
     rank, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if rank >= there:
         what = f"process {rank} of this machine has no GPU of its own: there are {there}"
-        yield draft.problem("runtime.device", what, f"start {there} processes on a machine (--nproc-per-node {there})")
+        yield draft.problem(
+            "runtime.device",
+            what,
+            f"start {counted(there, 'process', 'processes')} on a machine (--nproc-per-node {there})",
+        )
 
 
 def _schedule(draft: Draft) -> Iterator[Problem]:
@@ -297,7 +302,7 @@ def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterat
         isinstance(module, nn.Embedding) and known <= module.num_embeddings <= known + 8 and re.search("pos|wpe", name)
         for name, module in model.named_modules()
     )
-    what = f"data.max_length is {asked:,}, and the model has {known:,} positions"
+    what = f"data.max_length is {asked:,}, and the model has {counted(known, 'position')}"
     if learned:
         yield draft.problem("data.max_length", f"{what}, each learned", f"set data.max_length: {known}")
     elif is_said:  # the default is a bound that few rows come near
@@ -321,7 +326,7 @@ def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
     key = "generate.max_new_tokens" if evaluation.max_new_tokens is None else "eval.max_new_tokens"
     longest = evaluation.max_new_tokens or draft.config.generate.max_new_tokens
     if isinstance(known, int) and 1 <= known < longest:
-        what = f"an answer of {longest:,} tokens, and the model has {known:,} positions"
+        what = f"an answer of {counted(longest, 'token')}, and the model has {counted(known, 'position')}"
         yield draft.problem(key, what, f"at most {known}; 256 is the default")
     size = model.get_input_embeddings().weight.shape[0]
     if any(number >= size for number in draft.config.generate.stop_token_ids):

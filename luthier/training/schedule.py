@@ -8,6 +8,7 @@ from luthier.config.choices import Strategy
 from luthier.config.schema import Packing, RunConfig
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.run_settings import plan_of_run
+from luthier.writing import counted
 
 FEW_STEPS = 20  # fewer teach next to nothing, whatever the rate
 
@@ -64,7 +65,7 @@ def length_notes(config: RunConfig, total_steps: int, micro_batches: int | None 
         ("tracking.logging_steps", config.tracking.logging_steps, True, "logged at its end alone"),
     ]
     notes = [
-        f"{key} is {number:,}, and the run has {total_steps:,} steps: it is {what}"
+        f"{key} is {number:,}, and the run has {counted(total_steps, 'step')}: it is {what}"
         for key, number, applies, what in every
         if applies and number > total_steps
     ]
@@ -73,7 +74,9 @@ def length_notes(config: RunConfig, total_steps: int, micro_batches: int | None 
         steps = evaluation.steps if evaluation.strategy is Strategy.STEPS else 1
         steps = steps * total_steps if steps < 1 else steps
         if patience * steps >= total_steps:
-            what = f"{patience:,} evaluations without improvement do not fit into {total_steps:,} steps"
+            what = (
+                f"{counted(patience, 'evaluation does', 'evaluations do')} not fit into {counted(total_steps, 'step')}"
+            )
             notes.append(f"eval.early_stopping_patience: {what}: the run cannot stop early")
     if micro_batches is not None and train.gradient_accumulation_steps > micro_batches:
         asked = (

@@ -439,7 +439,7 @@ def test_the_page_escapes_everything_and_needs_nothing_else(tmp_path: Path) -> N
     )  # the setting, and the text of B
     assert not re.search(r"https?://|<link|@import|url\(", page)
     assert "default-src 'none'; style-src 'unsafe-inline'\"" in page
-    assert "1 of 1 rows change" in page and "differs" in page
+    assert "1 of 1 row changes" in page and "differs" in page
 
 
 def test_the_check_of_the_page_can_fail(folder: Path) -> None:

@@ -238,7 +238,7 @@ RULES = [
     _with(
         "rule_pattern_long",
         f"template: {{targets: {{pattern: {'a' * 1001}, train: false}}}}",
-        ("run.yaml:3 template.targets[0].pattern: ", "has 1001 characters, 1000 are allowed"),
+        ("run.yaml:3 template.targets[0].pattern: ", "has 1,001 characters, 1000 are allowed"),
     ),
     _with(
         "rule_pattern_empty",

@@ -135,7 +135,7 @@ CONFLICTS = [
         "",
         (
             "run.yaml:4 train.tokens_per_step: ",
-            "9000 tokens",
+            "9,000 tokens",
             "gradient_accumulation_steps (line 4)",
             "4 micro-batches",
         ),

@@ -122,7 +122,7 @@ def test_a_source_without_rows_can_have_no_share():
 
 
 def test_an_epoch_that_would_never_end_is_refused():
-    with pytest.raises(UserError, match=r"(?s)source 1 \(1000 rows, .*stop: first"):
+    with pytest.raises(UserError, match=r"(?s)source 1 \(1,000 rows, .*stop: first"):
         order_of([1000, 1000], mixture(1e7, 1))
     assert len(order_of([1000, 1000], mixture(1e7, 1, stop=MixtureStop.FIRST))) in (1000, 1001)
 

@@ -113,7 +113,7 @@ def test_weights_are_float32_for_full_training_else_as_stored(
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(tmp_path: Path) -> None:
     folder = _save(tmp_path)
-    with pytest.raises(ModelError, match=r"has 2049 ids, the embedding of .*saved has 2048 rows"):
+    with pytest.raises(ModelError, match=r"has 2,049 ids, the embedding of .*saved has 2,048 rows"):
         _load(
             tmp_path, Vocabulary(size=2049, eos_token_id=2034, pad_token_id=2032), model={"name_or_path": str(folder)}
         )

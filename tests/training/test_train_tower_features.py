@@ -184,7 +184,7 @@ def test_what_is_missing_is_computed_and_nothing_else(folder_of: Callable[[str],
     times = [path.stat().st_mtime_ns for path in kept]
     again, notes = run(config_of(folder_of("qwen2_5_vl"), rows, tmp_path / "again", **CACHE))
     assert losses(again) == losses(first)
-    assert "features of 1 items" in notes[0] and gone.exists()
+    assert "features of 1 item (" in notes[0] and gone.exists()
     assert times == [path.stat().st_mtime_ns for path in kept]
     folder = gone.parents[1]
     other, _ = run(config_of(folder_of("qwen2_5_vl"), rows, tmp_path / "other", **CACHE, runtime__seed=2))
@@ -196,7 +196,7 @@ def test_a_picture_that_cannot_be_read_any_more_costs_its_row(folder_of: Callabl
     config = config_of(folder_of("qwen2_5_vl"), rows, tmp_path / "out", train__max_steps=4, data__max_drop=0.2, **CACHE)
     result, notes = run(config, lambda: (tmp_path / "1-0.png").write_bytes(b"<html>not a picture</html>") and None)
     assert result.ledger["quarantined"] == {"media_changed": 1}
-    assert notes[1:] == ["media: 1 items could not be read, and have no features"]
+    assert notes[1:] == ["media: 1 item could not be read, and have no features"]
     assert len(files_of(rows)) == 6
 
 

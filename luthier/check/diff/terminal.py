@@ -12,6 +12,7 @@ from rich.text import Text
 from luthier.check.diff.row_changes import CHARACTERS_PER_TOKEN, Change, Excerpt, ExcerptToken, repeats
 from luthier.check.diff.runs import RowChange, RunDiff
 from luthier.check.show.text import CLOSE, OPEN, visible
+from luthier.writing import counted
 
 TARGET, CHANGED = "bold green", "bold reverse yellow"
 LONGEST_VALUE = 60  # characters of a setting
@@ -50,9 +51,13 @@ def verdict(diff: RunDiff) -> Text:
     """One line: whether anything changes."""
     if not diff.num_different:
         return Text(
-            f"Nothing changes: {diff.num_rows:,} rows give the same tokens, targets and weights.", style="green"
+            f"Nothing changes: {counted(diff.num_rows, 'row gives', 'rows give')} the same tokens, "
+            f"targets and weights.",
+            style="green",
         )
-    return Text(f"{diff.num_different:,} of {diff.num_rows:,} rows change.", style="bold yellow")
+    return Text(
+        f"{diff.num_different:,} of {counted(diff.num_rows, 'row changes', 'rows change')}.", style="bold yellow"
+    )
 
 
 def _settings(diff: RunDiff) -> RenderableType:
@@ -99,8 +104,9 @@ def _row(row: RowChange, unit: str) -> Iterator[RenderableType]:
     if first is None:
         return
     facts = (
-        f"first at {unit} {first.index} of segment {first.segment} · A {row.tokens_a:,} tokens, {row.targets_a:,} "
-        f"targets · B {row.tokens_b:,} tokens, {row.targets_b:,} targets"
+        f"first at {unit} {first.index} of segment {first.segment} · A "
+        f"{counted(row.tokens_a, 'token')}, {counted(row.targets_a, 'target')} "
+        f"· B {counted(row.tokens_b, 'token')}, {counted(row.targets_b, 'target')}"
     )
     yield Padding(Text(facts, style="dim"), (0, 0, 0, 2))
     for name, excerpt in (("A", first.a), ("B", first.b)):

@@ -23,6 +23,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.metrics.texts import words
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.records import Sample, Segment
+from luthier.writing import counted
 
 RUN, ALIKE, MOST_ROWS = 13, 0.8, 10
 MOST_TOKENS = 20_000_000  # of training rows that are looked at, which takes about a minute
@@ -54,14 +55,19 @@ class Contamination:
 
     @property
     def sentence(self) -> str:
-        """``3 of 90 held-out rows stand in the training data (2 exact, 1 alike); the first: a:3 = b:7``"""
+        """``3 of 90 held-out rows found in the training data (2 exact, 1 alike); the first: a:3 = b:7``"""
         looked = "" if self.train_rows == self.of_train_rows else f", of which the first {self.train_rows:,} were read"
         if not self.found:
-            return f"none of {self.rows:,} held-out rows was found in {self.of_train_rows:,} training rows{looked}"
+            return (
+                f"none of {counted(self.rows, 'held-out row')} was found in "
+                f"{counted(self.of_train_rows, 'training row')}{looked}"
+            )
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items())
         first = f"the first: {self.found[0].row} = {self.found[0].train_row}"
         total = sum(self.counts.values())
-        return f"{total:,} of {self.rows:,} held-out rows stand in the training data ({kinds}){looked}; {first}"
+        return (
+            f"{total:,} of {counted(self.rows, 'held-out row')} found in the training data ({kinds}){looked}; {first}"
+        )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -27,6 +27,7 @@ from luthier.packing import (
 )
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Sample
+from luthier.writing import counted
 
 NUM_LONGEST = 5
 
@@ -233,7 +234,8 @@ class HistoryCost:
         choice = "unrolled" if self.is_shared else "shared"
         setting = "false" if self.is_shared else "auto, with rows that are packed"
         return (
-            f"{self.ratio:.2f} tokens computed for one of text: in {self.rows:,} of {self.all_rows:,} rows the "
+            f"{self.ratio:.2f} tokens computed for one of text: in {self.rows:,} of "
+            f"{counted(self.all_rows, 'row')} the "
             f"template shows earlier answers otherwise once later turns follow{habit}, so turns have contexts of "
             f"their own. {choice.capitalize()} (train.shared_prompts: {setting}) it is {other / self.text:.2f}; "
             "rendered once (template.history: one_rendering) 1.00 at most, in contexts that inference does not show"

@@ -315,7 +315,7 @@ def present_device(kind: str, *, in_16_bits: bool) -> Device:
         if (known := table_name(properties.name)) is not None:
             peak = device_named(known, in_16_bits=in_16_bits).peak
             return Device(name=properties.name, peak=peak, memory_bytes=properties.total_memory, is_measured=False)
-    name, memory = f"cpu, {torch.get_num_threads()} threads", None
+    name, memory = f"cpu, threads: {torch.get_num_threads()}", None
     if kind == "cuda":
         name, memory = properties.name, properties.total_memory
     return Device(name=name, peak=_measured_rate(kind, in_16_bits=in_16_bits), memory_bytes=memory, is_measured=True)

@@ -17,6 +17,7 @@ from luthier.check.plan.media_counts import MediaCount
 from luthier.check.plan.stats import Distribution, SourceStats, Stats
 from luthier.packing import UnitKind
 from luthier.rendering.messages import PLURAL
+from luthier.writing import counted
 
 BAR_WIDTH = 40
 
@@ -110,7 +111,8 @@ def _words_of(plan: RunPlan) -> str:
     words = ["A segment is one sequence as the model sees it: a row, or one of the contexts that its answers have."]
     if plan.packing.is_packed:
         words.append(
-            f"A pack is a row of up to {plan.max_length:,} tokens in which segments lie, isolated from each other."
+            f"A pack is a row of up to {counted(plan.max_length, 'token')} in which segments lie, "
+            f"isolated from each other."
         )
     words.append("Straggler factor: the work of the busiest device over the mean of all; 1 is even.")
     return " ".join(words)
@@ -164,16 +166,16 @@ def _steps(plan: RunPlan) -> Table:
     per_step = plan.micro_batches_per_step
     accumulation = per_step // plan.num_ranks
     capacity = plan.max_length * plan.units.size
-    sharing = f"packed, {capacity:,} tokens each" if plan.packing.is_packed else "padded to the longest"
-    table.add_row("row of a batch", f"{sharing} (over {plan.max_length:,} tokens: {plan.overflow.value})")
-    ranks = "" if plan.num_ranks == 1 else f" × {plan.num_ranks} devices"
+    sharing = f"packed, {counted(capacity, 'token')} each" if plan.packing.is_packed else "padded to the longest"
+    table.add_row("row of a batch", f"{sharing} (over {counted(plan.max_length, 'token')}: {plan.overflow.value})")
+    ranks = "" if plan.num_ranks == 1 else f" × {counted(plan.num_ranks, 'device')}"
     if plan.units.are_compared:
         once = "; a prompt that both share counts once" if plan.shares_prompts else ""
         table.add_row("what is compared", f"{_COMPARED[plan.units]}{once}")
-    rows = _counted(plan.rows_per_micro_batch, "row")
-    table.add_row("step", f"{rows} × {_counted(accumulation, 'micro-batch', 'es')}{ranks}")
+    rows = counted(plan.rows_per_micro_batch, "row")
+    table.add_row("step", f"{rows} × {counted(accumulation, 'micro-batch', 'micro-batches')}{ranks}")
     table.add_row("steps per epoch", f"{plan.train.epoch.steps:,}")
-    epochs = f"{plan.epochs:g} epoch{'' if plan.epochs == 1 else 's'}"
+    epochs = counted(plan.epochs, "epoch")
     length = epochs if plan.max_steps is None else f"train.max_steps={plan.max_steps}"
     in_all = Text.assemble((f"{plan.total_steps:,}", "bold"), f"  ({length}, {plan.warmup_steps} of warm-up)")
     table.add_row("steps in all", in_all)
@@ -187,13 +189,15 @@ def _step_notes(plan: RunPlan) -> Iterator[str]:
         yield f"So few steps teach the model next to nothing. Enough steps come of {', or of '.join(plan.more_steps)}."
     yield from plan.unmet
     if plan.warmup_steps >= plan.total_steps > 0:
-        yield f"All {plan.total_steps} steps are warm-up: the rate never gets to its height; set train.warmup_steps: 0"
+        yield (
+            f"All {counted(plan.total_steps, 'step is', 'steps are')} warm-up: the rate never gets "
+            f"to its height; set train.warmup_steps: 0"
+        )
     elif 2 * plan.warmup_steps > plan.total_steps:
-        yield f"Warm-up takes {plan.warmup_steps} of {plan.total_steps} steps; train.warmup_steps: 0.03 is usual."
-
-
-def _counted(number: int, noun: str, ending: str = "s") -> str:
-    return f"{number:,} {noun}{'' if number == 1 else ending}"
+        yield (
+            f"Warm-up takes {plan.warmup_steps} of {counted(plan.total_steps, 'step')}; "
+            f"train.warmup_steps: 0.03 is usual."
+        )
 
 
 def _longest(rows: Sequence[LongRow]) -> Table:

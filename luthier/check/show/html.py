@@ -26,7 +26,7 @@ from luthier.check.show.token_origins import MEDIA, PROMPT, STOP, TEMPLATE, TOOL
 from luthier.check.show.token_text import item_words
 from luthier.check.show.view import RowView, SegmentView, TokenView
 from luthier.records import MediaItem
-from luthier.writing import printable
+from luthier.writing import counted, printable
 
 VOICES = (
     "system",
@@ -134,6 +134,7 @@ def _environment() -> Environment:
     loader = PackageLoader("luthier.check.show")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["count"] = lambda number: f"{number:,}"
+    environment.filters["counted"] = counted
     environment.filters["printable"] = printable
     return environment
 

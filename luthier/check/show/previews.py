@@ -17,6 +17,7 @@ from luthier.errors import RowError
 from luthier.media import MediaAccess, MediaKind, MediaProcessor, decode, sampled_frames
 from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo
 from luthier.records import AudioHeader, ImageHeader, MediaItem, VideoHeader
+from luthier.writing import counted
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -106,13 +107,13 @@ def _told(item: MediaItem, processor: MediaProcessor) -> tuple[tuple[str, ...], 
         case ImageHeader():
             return (name,), None
         case AudioHeader(num_samples=count, sampling_rate=rate):
-            return (name, f"{count:,} samples, {rate:,} a second"), None
+            return (name, f"{counted(count, 'sample')}, {rate:,} a second"), None
         case VideoHeader() as header:
             taken = sampled_frames(processor.settings(MediaKind.VIDEO), header)
             shown = _some(taken)
             here = f", {len(shown)} of them here" if len(shown) < len(taken) else ""
-            sees = f"the model sees {len(taken):,} frames{here}"
-            return (name, f"{header.num_frames:,} frames, {header.fps:g} a second", sees), shown
+            sees = f"the model sees {counted(len(taken), 'frame')}{here}"
+            return (name, f"{counted(header.num_frames, 'frame')}, {header.fps:g} a second", sees), shown
         case _:
             raise AssertionError(f"unknown header {item.header!r}")
 

@@ -30,6 +30,7 @@ from luthier.check.show.token_text import CLOSE_ITEM, OPEN_ITEM
 from luthier.check.show.view import RowView, SegmentView, TokenView
 from luthier.records import MediaItem
 from luthier.rendering.messages import kind_of_media
+from luthier.writing import counted
 
 TARGET = "bold green"
 CONTROL_TARGET = "bold green underline"
@@ -84,7 +85,7 @@ class RowText:
                 yield Padding(note, (0, 0, 0, 2))
             yield Padding(_segment_text(tokens, row.media, has_colour=has_colour), (0, 0, 1, 2))
         if len(shown) < len(row.tokens):
-            yield Padding(Text(f"… {len(row.tokens) - len(shown):,} more tokens", style="dim"), (0, 0, 0, 2))
+            yield Padding(Text(f"… {counted(len(row.tokens) - len(shown), 'more token')}", style="dim"), (0, 0, 0, 2))
 
 
 def token_table(row: RowView) -> TokenTable:

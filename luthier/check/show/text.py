@@ -12,6 +12,7 @@ from itertools import groupby
 from luthier.check.show.token_text import CLOSE_ITEM, OPEN_ITEM, TokenText, item_words, spans
 from luthier.check.show.view import RowView, TokenView
 from luthier.records import MediaItem
+from luthier.writing import counted
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is learned, where there is no colour
 
@@ -44,11 +45,15 @@ def plain_text(row: RowView) -> str:
 def headline(row: RowView) -> str:
     """``rows.jsonl:7 · 120 tokens · 31 targets (25.8 %) · 2 segments``."""
     count = len(row.tokens)
-    parts = [row.title, f"{count:,} tokens", f"{row.num_targets:,} targets ({100 * row.num_targets / count:.1f} %)"]
+    parts = [
+        row.title,
+        counted(count, "token"),
+        f"{counted(row.num_targets, 'target')} ({100 * row.num_targets / count:.1f} %)",
+    ]
     if len(row.segments) > 1:
-        parts.append(f"{len(row.segments)} segments")
+        parts.append(counted(len(row.segments), "segment"))
     if row.media:
-        parts.append(f"{len(row.media):,} media item{'s' if len(row.media) != 1 else ''}")
+        parts.append(counted(len(row.media), "media item"))
     if row.num_padding:
         parts.append(f"{row.num_padding:,} padding")
     return " · ".join(parts)
@@ -57,7 +62,10 @@ def headline(row: RowView) -> str:
 def segment_line(row: RowView, number: int) -> str:
     """``segment 0 · rows.jsonl:7 · 60 tokens · 12 targets``."""
     segment = row.segments[number]
-    return f"segment {number} · {segment.address} · {segment.num_tokens:,} tokens · {segment.num_targets:,} targets"
+    return (
+        f"segment {number} · {segment.address} · {counted(segment.num_tokens, 'token')} · "
+        f"{counted(segment.num_targets, 'target')}"
+    )
 
 
 def shown_spans(tokens: Sequence[TokenView]) -> Iterator[Sequence[TokenView]]:

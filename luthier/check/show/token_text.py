@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.records import AudioHeader, ImageHeader, MediaItem, Segment, VideoHeader
+from luthier.writing import counted
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders give for bytes that are no character yet
 MAX_TOKENS_PER_CHARACTER = 8  # a character is 4 bytes at most; joined emoji decode one by one
@@ -97,7 +98,7 @@ def numbers_along(items: Sequence[MediaItem], num_tokens: int) -> list[int | Non
 
 def item_words(item: MediaItem) -> str:
     """``image 300×168 · 50 tokens``, ``video 640×360 · 12.5 s · 400 tokens``, ``audio 3.2 s · 80 tokens``."""
-    tokens = f"{item.length:,} token{'s' if item.length != 1 else ''}"
+    tokens = counted(item.length, "token")
     return f"{header_words(item)} · {tokens}"
 
 
@@ -107,7 +108,7 @@ def header_words(item: MediaItem) -> str:
         case ImageHeader(width=width, height=height):
             return f"image {width}×{height}"
         case VideoHeader(width=width, height=height, num_frames=count, extracted=True):
-            return f"video {width}×{height} · {count:,} pictures"
+            return f"video {width}×{height} · {counted(count, 'picture')}"
         case VideoHeader(width=width, height=height) as header:
             return f"video {width}×{height} · {header.seconds:.1f} s"
         case AudioHeader() as header:
@@ -122,6 +123,6 @@ def source_name(item: MediaItem) -> str:
         case str() as name:
             return name.rstrip("/").rsplit("/", 1)[-1]
         case bytes() as content:
-            return f"{len(content):,} bytes"
+            return counted(len(content), "byte")
         case frames:
-            return f"{len(frames):,} files"
+            return counted(len(frames), "file")

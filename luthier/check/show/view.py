@@ -16,6 +16,7 @@ from luthier.check.show.token_text import TokenDecoder, numbers_along, placed_me
 from luthier.collation import paths_of_row
 from luthier.layout import leaves
 from luthier.records import IGNORE_INDEX, Batch, MediaItem, Pack, Sample, Segment
+from luthier.writing import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,10 @@ class SegmentView:
                 "here, in the context that inference will show"
             )
         if self.held:
-            notes.append(f"its first {self.held} tokens are those of the sequence before it, and are computed once")
+            notes.append(
+                f"its first {counted(self.held, 'token is', 'tokens are')} those of the "
+                f"sequence before it, and are computed once"
+            )
         if self.run_tokens is not None and self.num_tokens < self.run_tokens:
             notes.append(f"cut by data.max_length: {self._kept()} of {self.run_tokens}")
         return notes

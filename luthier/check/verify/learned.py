@@ -14,6 +14,7 @@ from luthier.check.verify.findings import Check, Token, Violation
 from luthier.check.verify.policy import TurnPolicy
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer, first_difference
 from luthier.records import Segment
+from luthier.writing import counted
 
 Mask = NDArray[np.bool_]
 PASSED_TRIED = 4  # answers for which the next targets may be; they come in order, but for one that is not learned
@@ -121,7 +122,7 @@ def supplied_faults(
         if mask.any():
             first = int(mask.argmax())
             text = runs.tokenizer.decode(runs.segments[run].input_ids[mask][:12])
-            what = f"{int(mask.sum())} tokens that inference supplies are learned: {text!r}"
+            what = counted(int(mask.sum()), "supplied token is learned", "supplied tokens are learned") + f": {text!r}"
             yield runs.fault(Check.NOTHING_SUPPLIED_TRAINED, what, run=run, index=first)
 
 
@@ -152,7 +153,7 @@ def _mask_faults(turn: ExpectedTurn, home: Home, runs: Runs, *, train_stop: bool
     for mask, what in ((missing, "are not learned"), ((weights == 0) & learned, "are learned, though taken out")):
         if mask.any():
             first = start + int(mask.argmax())
-            what = f"{int(mask.sum())} tokens of the answer {what}"
+            what = f"{counted(int(mask.sum()), 'token')} of the answer {what}"
             yield runs.fault(Check.COMPLETION_TOKENS, what, message=turn.message, run=home.run, index=first)
     learned_stop = bool(segment.target[stop - turn.num_stop : stop].all())
     if turn.num_stop and learned_stop is not train_stop:
@@ -168,7 +169,10 @@ def _weight_faults(turn: ExpectedTurn, home: Home, runs: Runs) -> Iterator[Viola
     wrong = told & ~np.isclose(found, turn.weights, rtol=1e-4)
     if wrong.any():
         place = int(wrong.argmax())
-        what = f"{int(wrong.sum())} targets have another weight than the row and the run give them: "
+        what = (
+            f"{counted(int(wrong.sum()), 'target has', 'targets have')} another weight than the "
+            f"row and the run give them: "
+        )
         what += f"the first {found[place]:g}, not {turn.weights[place]:g}"
         index = len(turn.prompt) + place
         yield runs.fault(Check.FINITE_WEIGHTS, what, message=turn.message, run=home.run, index=index)

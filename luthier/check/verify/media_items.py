@@ -25,6 +25,7 @@ from luthier.check.verify.weights import answer_weights
 from luthier.errors import RowError
 from luthier.media import decode_for
 from luthier.records import Audio, Document, Image, Media, MediaHeader, MediaItem, Text, Video, VideoHeader
+from luthier.writing import counted
 
 
 def media_faults(media: RowMedia | None, runs: Runs) -> Iterator[Violation]:
@@ -33,7 +34,7 @@ def media_faults(media: RowMedia | None, runs: Runs) -> Iterator[Violation]:
         found = segment.media
         if media is None:
             if found:
-                what = f"the sequence has {len(found)} media items, the row none"
+                what = f"the sequence has {counted(len(found), 'media item')}, the row none"
                 yield runs.fault(Check.MEDIA_PLACES, what, run=number, index=found[0].start)
             continue
         yield from _place_faults(media, number, runs)
@@ -41,7 +42,9 @@ def media_faults(media: RowMedia | None, runs: Runs) -> Iterator[Violation]:
             yield from _token_faults(media, number, runs)
     most = max((len(segment.media) for segment in runs.segments), default=0)
     if media is not None and most < len(media.items):
-        yield runs.fault(Check.MEDIA_PLACES, f"the row has {len(media.items)} media items, the sample {most} of them")
+        yield runs.fault(
+            Check.MEDIA_PLACES, f"the row has {counted(len(media.items), 'media item')}, the sample {most} of them"
+        )
 
 
 def processor_faults(expected: ExpectedRow, runs: Runs, text: str) -> Iterator[Violation]:
@@ -64,7 +67,10 @@ def processor_faults(expected: ExpectedRow, runs: Runs, text: str) -> Iterator[V
     if not np.array_equal(ids, wanted):
         place = first_difference(ids, wanted)
         run = max(range(len(runs.segments)), key=lambda n: first_difference(wanted, runs.segments[n].input_ids))
-        what = f"the processor gives {len(ids)} tokens for this row, headers promise {len(wanted)}; {place} differs"
+        what = (
+            f"the processor gives {counted(len(ids), 'token')} for this row, headers promise "
+            f"{len(wanted)}; {place} differs"
+        )
         yield runs.fault(Check.PROCESSOR_TOKENS, what, run=run, index=place, expected=ids)
 
 
@@ -83,15 +89,18 @@ def _place_faults(media: RowMedia, run: int, runs: Runs) -> Iterator[Violation]:
     outside = np.isin(segment.input_ids, slot_ids(media, runs.tokenizer)) & ~of_item
     if outside.any():
         first = int(outside.argmax())
-        what = f"{int(outside.sum())} media slots belong to no item, the first at token {first}"
+        what = (
+            f"{counted(int(outside.sum()), 'media slot belongs', 'media slots belong')} to no "
+            f"item, the first at token {first}"
+        )
         yield runs.fault(Check.MEDIA_PLACES, what, run=run, index=first)
     learned = of_item & segment.target
     if learned.any():
-        what = f"{int(learned.sum())} tokens that stand for media are learned"
+        what = counted(int(learned.sum()), "media token is learned", "media tokens are learned")
         yield runs.fault(Check.NOTHING_SUPPLIED_TRAINED, what, run=run, index=int(learned.argmax()))
     count = len(segment.media)
     if count > len(media.items):
-        what = f"the sequence has {count} media items, the row {len(media.items)}"
+        what = f"the sequence has {counted(count, 'media item')}, the row {len(media.items)}"
         yield runs.fault(Check.MEDIA_PLACES, what, run=run, index=segment.media[-1].start)
         return
     printed = [number for number in media.order if number < count]
@@ -122,7 +131,9 @@ def _miscount(item: MediaItem, found: list[int], wanted: list[int], tokenizer: R
     if odd is None:
         return f"{_words(item)} has the tokens that its processor writes in another order"
     name = tokenizer.decode([odd])
-    return f"{_words(item)} has {have[odd]} tokens {name}, and its processor writes {want[odd]} for this size"
+    return (
+        f"{_words(item)} has {counted(have[odd], 'token')} {name}, and its processor writes {want[odd]} for this size"
+    )
 
 
 def _is_same(item: MediaItem, media: Media, header: MediaHeader) -> bool:

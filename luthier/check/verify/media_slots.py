@@ -19,6 +19,7 @@ from luthier.check.verify.plain_template import KINDS, PlainTemplate, Tools
 from luthier.errors import RowError
 from luthier.media import MediaAccess, MediaProcessor, own_template, probe
 from luthier.records import Audio, Image, Media, MediaHeader, Message, Part, Text, Video
+from luthier.writing import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +144,9 @@ class RowMedia:
         for token, numbers in left.items():
             printed = sum(token_of[match[0]] == token for match in matches)
             if printed != len(numbers):
-                what = f"the chat template printed {token} {printed} times for {len(numbers)} items"
+                what = (
+                    f"the chat template printed {token} {counted(printed, 'time')} for {counted(len(numbers), 'item')}"
+                )
                 raise RowError("media_places", what, field="messages")
         return [
             MediaSpan(number=left[token_of[match[0]]].pop(0), start=match.start(), stop=match.end())

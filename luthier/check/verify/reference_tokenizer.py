@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from luthier.check.verify.findings import Check, Method, RowVerdict, Token, Violation
 from luthier.check.verify.plain_template import ReferenceFiles
 from luthier.records import Sample, Tokenized
+from luthier.writing import counted
 
 Ids = NDArray[np.int32]
 
@@ -211,9 +212,13 @@ def tree_faults(sample: Sample) -> Iterator[Violation]:
     arrays = {"target": sample.target, "weight": sample.weight}
     for name, array in arrays.items():
         if array is not None and len(array) != num_tokens:
-            yield _fault(Check.BRANCHES, address, f"{num_tokens} tokens, but {name} has {len(array)} entries")
+            yield _fault(
+                Check.BRANCHES,
+                address,
+                f"{counted(num_tokens, 'token')}, but {name} has {counted(len(array), 'entry', 'entries')}",
+            )
     if sum(lengths) != num_tokens or min(lengths, default=0) < 1:
-        yield _fault(Check.BRANCHES, address, f"{num_tokens} tokens, but the branches have {lengths}")
+        yield _fault(Check.BRANCHES, address, f"{counted(num_tokens, 'token')}, but the branches have {lengths}")
     for number, branch in enumerate(sample.branches):
         if not -1 <= branch.parent < number:
             yield _fault(
@@ -230,7 +235,9 @@ def token_faults(sample: Sample, tokenizer: ReferenceTokenizer) -> Iterator[Viol
         unknown = np.flatnonzero(np.isin(sample.input_ids, nameless)).tolist()
         first = unknown[0]
         found = Token(id=int(sample.input_ids[first]), text="")
-        what = f"id {found.id} names no token of the vocabulary of {len(tokenizer)} ({len(unknown)} such ids)"
+        what = (
+            f"id {found.id} names no token of the vocabulary of {len(tokenizer)} ({counted(len(unknown), 'such id')})"
+        )
         yield Violation(check=Check.IDS_IN_VOCABULARY, address=address, what=what, index=first, found=found)
     if not sample.target.any():
         yield _fault(Check.HAS_TARGETS, address, "the row is kept, and nothing of it is learned")
@@ -238,7 +245,10 @@ def token_faults(sample: Sample, tokenizer: ReferenceTokenizer) -> Iterator[Viol
         learned = sample.weight[sample.target]
         bad = learned[~(np.isfinite(learned) & (learned > 0))]
         if len(bad):
-            what = f"{len(bad)} of {len(learned)} targets weigh nothing or no number; the first {bad[0]:g}"
+            what = (
+                f"{len(bad)} of {counted(len(learned), 'target weighs', 'targets weigh')} nothing "
+                f"or no number; the first {bad[0]:g}"
+            )
             yield _fault(Check.FINITE_WEIGHTS, address, what)
 
 
@@ -251,7 +261,7 @@ def begin_faults(sample: Sample, opening: bool, tokenizer: ReferenceTokenizer) -
         count = int((ids != bos).argmax()) if (ids != bos).any() else len(ids)
         if count != int(opening):
             found = Token(id=int(ids[0]), text=tokenizer.decode(ids[:1]))
-            what = f"the sequence begins with {count} begin tokens, inference with {int(opening)}"
+            what = f"the sequence begins with {counted(count, 'begin token')}, inference with {int(opening)}"
             yield Violation(
                 check=Check.SINGLE_BOS, address=address, what=what, run=number, index=max(count - 1, 0),
                 expected=Token(id=bos, text=tokenizer.decode([bos])) if opening else None, found=found,
@@ -344,7 +354,7 @@ def learned_text(sample: Sample, tokenizer: ReferenceTokenizer) -> str:
 def _differences(row: Tokenized, sample: Sample) -> Iterator[Violation]:
     address = str(row.address)
     if len(sample.branches) != 1:
-        what = f"a row of ids is one sequence, and its sample has {len(sample.branches)} branches"
+        what = f"a row of ids is one sequence, and its sample has {counted(len(sample.branches), 'branch', 'branches')}"
         yield Violation(check=Check.BRANCHES, address=address, what=what)
         return
     for name, said, found in (

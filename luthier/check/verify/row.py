@@ -53,6 +53,7 @@ from luthier.records import (
     ToolCall,
 )
 from luthier.templating.limits import TemplateSettings
+from luthier.writing import counted
 
 ALWAYS = (Check.HAS_TARGETS, Check.FINITE_WEIGHTS, Check.IDS_IN_VOCABULARY, Check.BRANCHES)
 OF_STRUCTURE = (Check.BRANCHES, Check.MEDIA_PLACES)  # where these fail, nothing else can be asked of a sample
@@ -327,7 +328,10 @@ class RowVerifier:
             ours = runs.segments[home.run].input_ids[: len(turn.prompt)]
             if not np.array_equal(served, ours):
                 index = first_difference(served, ours)
-                what = f"the server's prompt has {len(served)} tokens, training's {len(ours)}; token {index} differs"
+                what = (
+                    f"the server's prompt has {counted(len(served), 'token')}, training's "
+                    f"{len(ours)}; token {index} differs"
+                )
                 yield runs.fault(
                     Check.SERVED_TOKENS, what, message=turn.message, run=home.run, index=index, expected=served
                 )
@@ -440,12 +444,18 @@ def comparison_faults(row: ComparedRow, sample: Sample) -> Iterator[Violation]:
     address, wanted = str(row.address), len(answers_of(row))
     parents = [branch.parent for branch in sample.branches]
     if parents != [-1] + [0] * wanted:
-        what = f"a prompt with {wanted} continuations has branches with parents {[-1] + [0] * wanted}, this {parents}"
+        what = (
+            f"a prompt with {counted(wanted, 'continuation')} has branches with parents "
+            f"{[-1] + [0] * wanted}, this {parents}"
+        )
         yield Violation(check=Check.BRANCHES, address=address, what=what)
         return
     prompt = sample.branches[0].length
     if sample.target[:prompt].any():
-        what = f"{int(sample.target[:prompt].sum())} tokens of the prompt that all continuations share are learned"
+        what = (
+            f"{counted(int(sample.target[:prompt].sum()), 'token')} of the prompt that all "
+            f"continuations share are learned"
+        )
         yield Violation(check=Check.NOTHING_SUPPLIED_TRAINED, address=address, what=what)
     runs = [segment.input_ids for segment in sample.segments()]
     if len(runs) == 2 and np.array_equal(runs[0], runs[1]):

@@ -44,6 +44,7 @@ from luthier.ledger import Ledger
 from luthier.preparation.prepare import prepare
 from luthier.records import Conversation, Document, Row, Sample, Tokenized
 from luthier.templating.limits import TemplateSettings
+from luthier.writing import counted
 
 ROWS_PER_REPORT = 50  # between two reports of progress
 
@@ -231,7 +232,10 @@ class _Account:
         """All that was found."""
         warnings = self.kwargs_use.warnings
         if not self.ledger.prepared:
-            warnings.append(f"nothing was verified: {self.ledger.read} rows were read, none of them can be trained on")
+            warnings.append(
+                f"nothing was verified: "
+                f"{counted(self.ledger.read, 'row was', 'rows were')} read, none of them can be trained on"
+            )
         doubt = None if stopped_early else self.training.close(num_rows=num_rows)
         warnings += [doubt] if doubt else []
         if self.given:
@@ -362,7 +366,7 @@ class KwargsUse:
         return [
             *([clock] if clock else []),
             *(
-                f"template.kwargs.{name} changes the text of none of {self._num_seen} conversations: "
+                f"template.kwargs.{name} changes the text of none of {counted(self._num_seen, 'conversation')}: "
                 "it says what the template does anyway, or the template does not use it here"
                 for name in self._without
                 if self._num_seen

@@ -16,6 +16,7 @@ from luthier.packing import UnitKind
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.records import Address, Row, Sample
 from luthier.sources import RowBytes, Source, open_sources, resolve_sources
+from luthier.writing import counted
 
 
 class SampleMaker(Protocol):
@@ -168,7 +169,9 @@ class TrainingAccount:
         longest = max(len(leaf) for leaf in leaves)
         if longest <= most:
             return None
-        too_long = RowDropped("too_long", f"{longest} tokens, data.max_length is {most}", address=sample.address)
+        too_long = RowDropped(
+            "too_long", f"{counted(longest, 'token')}, data.max_length is {most}", address=sample.address
+        )
         if self._units is not UnitKind.NONE and overflow is Overflow.TRUNCATE:
             prompt = sample.branches[0].length
             kept = cut_prompt(sample.prompt_turns, prompt, room=most - (longest - prompt))
@@ -181,5 +184,5 @@ class TrainingAccount:
         windows = [window for leaf in leaves for window in plan_windows(leaf, max_length=most, overflow=overflow)]
         if any(window.num_targets for window in windows):
             return None
-        what = f"no target within data.max_length={most} tokens"
+        what = f"no target within data.max_length={counted(most, 'token')}"
         return RowDropped("no_target_left", what, address=sample.address)

@@ -19,6 +19,7 @@ from luthier.check.verify.learned import Runs
 from luthier.check.verify.token_runs import derived_turn
 from luthier.errors import RowError
 from luthier.records import Conversation, Message, Sample, Text, Thinking, ToolCall, media_within
+from luthier.writing import counted
 
 Expect = Callable[[Conversation], ExpectedRow]
 
@@ -91,7 +92,10 @@ def trees_of(sample: Sample) -> list[Sample]:
 
 def number_fault(row: Conversation, wanted: int, found: int) -> Violation:
     """A row that was shortened into another number of conversations than it should have been."""
-    what = f"with data.overflow: keep_answer the row should become {wanted} shorter conversations, and became {found}"
+    what = (
+        f"with data.overflow: keep_answer the row should become "
+        f"{counted(wanted, 'shorter conversation')}, and became {found}"
+    )
     return Violation(check=Check.BRANCHES, address=str(row.address), what=what)
 
 

@@ -20,6 +20,7 @@ from luthier.check.verify.findings import (
     VerifyReport,
     Violation,
 )
+from luthier.writing import counted
 
 TOKENS_AROUND = 6  # shown before and after the token that differs
 VIOLATIONS_SHOWN = 6  # of one row
@@ -75,11 +76,16 @@ def failed_row(row: FailedRow) -> Group:
 
 
 def _headline(report: VerifyReport) -> Text:
-    rows = f"{report.ledger.prepared:,} rows"
+    rows = counted(report.ledger.prepared, "row")
     scope = f"{rows} of {report.num_rows:,}" if report.num_rows is not None else rows
-    facts = f"{scope}, {report.num_turns:,} answers, {report.num_targets:,} targets in {report.seconds:.1f} s"
+    facts = (
+        f"{scope}, {counted(report.num_turns, 'answer')}, {counted(report.num_targets, 'target')} "
+        f"in {report.seconds:.1f} s"
+    )
     verdict = (
-        ("true of every row", "bold green") if report.ok else (f"{report.num_failed_rows:,} rows fail", "bold red")
+        ("true of every row", "bold green")
+        if report.ok
+        else (counted(report.num_failed_rows, "row fails", "rows fail"), "bold red")
     )
     if report.refusal is not None and not report.num_failed_rows:
         verdict = ("training would not begin", "bold red")
@@ -117,16 +123,23 @@ def _facts(report: VerifyReport) -> list[RenderableType]:
     lines: list[RenderableType] = [Text(f"rendered a second time by {report.judge}", style="dim")]
     for method in Method:
         if report.methods[method]:
-            lines.append(Text(f"{report.methods[method]:,} rows {METHOD_MEANING[method]}", style="dim"))
+            lines.append(Text(f"{counted(report.methods[method], 'row')} {METHOD_MEANING[method]}", style="dim"))
     if report.control_strings:
         count = report.control_strings.total()
         named = ", ".join(f"{token} {n:,}×" for token, n in report.control_strings.most_common(STRINGS_SHOWN))
-        lines.append(Text(f"{count:,} control strings stand in the rows' own text and stay text: {named}"))
+        lines.append(
+            Text(
+                f"{counted(count, 'control string stands', 'control strings stand')} in the "
+                f"rows' own text and stay text: {named}"
+            )
+        )
     for note, count in report.notes.items():
         if count:
             lines.append(Text(f"{count:,} {_NOTES.get(note, note)}", style="dim"))
     fits = "within" if report.longest_run <= report.max_length else "over"
-    lines.append(Text(f"longest sequence {report.longest_run:,} tokens, {fits} data.max_length {report.max_length:,}"))
+    lines.append(
+        Text(f"longest sequence {counted(report.longest_run, 'token')}, {fits} data.max_length {report.max_length:,}")
+    )
     if report.stopped_early:
         lines.append(Text("stopped at --max-failures: the rows after this were not read", style="yellow"))
     return lines

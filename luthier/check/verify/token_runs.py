@@ -15,6 +15,7 @@ from luthier.check.verify.plain_template import HuggingFace, PlainTemplate, Prin
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer, first_difference
 from luthier.check.verify.weights import answer_weights
 from luthier.errors import RowError
+from luthier.writing import counted
 
 
 def run_faults(expected: ExpectedRow, runs: Runs, judged: Set[int]) -> Iterator[Violation]:
@@ -68,7 +69,7 @@ def whole_text_faults(expected: ExpectedRow, homes: Sequence[Home], runs: Runs) 
     ):
         yield "seam"
         return
-    what = f"encoded as one text this conversation has {len(whole)} tokens, the sample {len(ids)}"
+    what = f"encoded as one text this conversation has {counted(len(whole), 'token')}, the sample {len(ids)}"
     yield runs.fault(Check.WHOLE_TEXT, what, message=turn.message, run=home.run, index=index, expected=whole)
 
 
@@ -96,7 +97,10 @@ def judged_faults(
         if not np.array_equal(ids, found):
             wanted = np.array(ids, dtype=np.int32)
             index = first_difference(wanted, found)
-            what = f"apply_chat_template gives a prompt of {len(ids)} tokens, and the sample differs at token {index}"
+            what = (
+                f"apply_chat_template gives a prompt of {counted(len(ids), 'token')}, and the "
+                f"sample differs at token {index}"
+            )
             yield runs.fault(Check.HUGGING_FACE, what, message=turn.message, run=home.run, index=index, expected=wanted)
     segment = runs.segments[homes[-1].run]
     if not has_whole or last.after is None:
@@ -106,7 +110,10 @@ def judged_faults(
     whole = apart if is_merged else np.array(ids[: len(segment)], dtype=np.int32)
     if not np.array_equal(whole[: len(segment)], segment.input_ids):
         index = first_difference(whole, segment.input_ids)
-        what = f"apply_chat_template gives {len(ids)} tokens for this conversation, the sample has {len(segment)}"
+        what = (
+            f"apply_chat_template gives {counted(len(ids), 'token')} for this conversation, the "
+            f"sample has {len(segment)}"
+        )
         yield runs.fault(Check.HUGGING_FACE, what, message=last.message, run=homes[-1].run, index=index, expected=whole)
 
 
@@ -234,7 +241,10 @@ def _turn(asked: AskedTurn, place: _Found, runs: Runs) -> ExpectedTurn:
     (again,) = tokenizer.continue_text([text], forged=True)
     findings = list(replace(asked.readings[place.prompt], completion=body).faults())
     if not np.array_equal(again, ids):
-        what = f"the answer's {len(ids)} tokens are not those that the tokenizer gives to their text ({len(again)})"
+        what = (
+            f"the answer's {counted(len(ids), 'token is', 'tokens are')} not those that the "
+            f"tokenizer gives to their text ({len(again)})"
+        )
         findings.append((Check.COMPLETION_TOKENS, what))
     prompt = asked.prompts[place.prompt]
     weights = answer_weights(asked.policy, ids, text, tokenizer, forged=True)

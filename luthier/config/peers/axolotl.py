@@ -15,6 +15,7 @@ from luthier.config.peers.axolotl_rows import RowsRead, read_data
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of, share_as_deepspeed
 from luthier.config.tree import MappingNode, Node, Scalar
 from luthier.config.tree import plain as value_of
+from luthier.writing import counted
 
 _MARKS = frozenset({"datasets", "pretraining_dataset", "sequence_len", "micro_batch_size", "num_epochs", "plugins"})
 _SIMPLE_NAME = re.compile(r"[\w.-]+")
@@ -318,7 +319,9 @@ def _optimizer(reading: Translator) -> None:
         steps = whole // each if isinstance(whole, int) and isinstance(each, int) and each > 0 else 0
         if steps < 1:
             reading.refuse(
-                "batch_size", f"{whole} rows are not a multiple of micro_batch_size: {each}", "write a multiple of it"
+                "batch_size",
+                f"{counted(whole, 'row is', 'rows are')} not a multiple of micro_batch_size: {each}",
+                "write a multiple of it",
             )
         reading.set("train.gradient_accumulation_steps", max(steps, 1), "batch_size")
     names = {"ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit", "optimi_adamw": "adamw_torch"}

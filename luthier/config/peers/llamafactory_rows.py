@@ -7,6 +7,7 @@ from typing import Any
 
 from luthier.config.peers.translation import Translator, config_of, has_own_template, names_of
 from luthier.config.tree import Scalar
+from luthier.writing import counted
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 
@@ -66,7 +67,7 @@ def _mixture(reading: Translator, folder: str, names: list[str]) -> None:
     except ValueError:
         weights = []
     if len(weights) != len(names):
-        what = f"{shares!r} are not {len(names)} shares, one for each of {', '.join(names)}"
+        what = f"{shares!r} are not {counted(len(names), 'share')}, one for each of {', '.join(names)}"
         reading.refuse("interleave_probs", what, "for example interleave_probs: 0.7,0.3")
     elif folder == "ONLINE":
         for index, weight in enumerate(weights):
@@ -117,7 +118,8 @@ def _whole_videos(reading: Translator) -> None:
         return
     reading.set("media.video_max_pixels", pixels * frames, "video_max_pixels")
     reading.told.append(
-        f"video_max_pixels: this model counts the pixels of all frames together, {frames} times {pixels}; the frames "
+        f"video_max_pixels: this model counts the pixels of all frames together, "
+        f"{frames} × {pixels}; the frames "
         "of a short video are larger than LLaMA-Factory's"
     )
 
@@ -139,7 +141,9 @@ def read_lengths(reading: Translator) -> None:
     reading.set("data.overflow", "keep_answer", "cutoff_len")
     reading.set("data.max_drop", 0.5, "cutoff_len")  # their runs never stop for rows that are lost
     what = "the oldest turns of the prompt go first"
-    reading.told.append(f"cutoff_len: of a row over {most} tokens {what}, where LLaMA-Factory cuts each turn; counted")
+    reading.told.append(
+        f"cutoff_len: of a row over {counted(most, 'token')} {what}, where LLaMA-Factory cuts each turn; counted"
+    )
 
 
 def _stretch(reading: Translator, most: object) -> None:
@@ -163,7 +167,7 @@ def _stretch(reading: Translator, most: object) -> None:
         )
         reading.refuse("rope_scaling", what, hint)
     elif most <= length:
-        reading.passed["rope_scaling"] = f"the model takes {length} positions, and cutoff_len is {most}"
+        reading.passed["rope_scaling"] = f"the model takes {counted(length, 'position')}, and cutoff_len is {most}"
     else:
         factor = float(math.ceil(most / length))
         stretched: dict[str, object] = {"rope_type": str(kind), "factor": factor}

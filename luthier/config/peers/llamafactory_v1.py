@@ -21,6 +21,7 @@ from luthier.config.peers.translation import (
 )
 from luthier.config.peers.trl_rows import columns_of, train_all_parts
 from luthier.config.tree import MappingNode, plain
+from luthier.writing import counted
 
 _MARKS = frozenset({"model_class", "kernel_config", "dist_config", "quant_config", "optim_config", "init_config",
                     "micro_batch_size", "cutoff_len", "batching_strategy", "sample_backend"})  # fmt: skip
@@ -233,7 +234,8 @@ def _steps(reading: Translator) -> None:
     reading.set("data.overflow", "keep_answer", "cutoff_len")
     reading.set("data.max_drop", 0.5, "cutoff_len")  # their runs never stop for rows that are lost
     reading.told.append(
-        f"cutoff_len: a row over {most} tokens loses the oldest turns of its prompt, never a part of its answer; "
+        f"cutoff_len: a row over {counted(most, 'token')} loses the oldest turns of its prompt, never "
+        f"a part of its answer; "
         "LLaMA-Factory cuts its end off; counted"
     )
     reading.set("train.packing", "none" if how == "normal" else "window", "batching_strategy")
@@ -246,7 +248,10 @@ def _steps(reading: Translator) -> None:
     if isinstance(whole, int) and isinstance(micro, int):
         ranks = max(1, int(os.environ.get("WORLD_SIZE", "1")))
         if whole % (micro * ranks):
-            what = f"{whole} rows of a step are no multiple of {micro} rows on each of {ranks} devices"
+            what = (
+                f"{counted(whole, 'row')} of a step are no multiple of {counted(micro, 'row')} on "
+                f"each of {counted(ranks, 'device')}"
+            )
             reading.refuse("global_batch_size", what, f"a multiple of {micro * ranks}")
         else:
             reading.set("train.gradient_accumulation_steps", whole // (micro * ranks), "global_batch_size")
@@ -313,7 +318,9 @@ def _folder(reading: Translator) -> None:
     if steps:
         reading.set("output.save_steps", steps, "save_steps")
     elif epochs not in (None, 1, 1.0):
-        reading.refuse("save_epochs", f"a checkpoint every {epochs} epochs", "write save_steps, or save_epochs: 1")
+        reading.refuse(
+            "save_epochs", f"a checkpoint every {counted(epochs, 'epoch')}", "write save_steps, or save_epochs: 1"
+        )
     reading.set("output.resume", "never" if start is None else str(start), "resume_from_checkpoint")
     if "save_total_limit" not in reading.entries:
         reading.set("output.save_total_limit", None, "save_total_limit")

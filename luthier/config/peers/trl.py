@@ -23,6 +23,7 @@ from luthier.config.peers.translation import (
 )
 from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons, train_all_parts
 from luthier.config.tree import MappingNode, plain
+from luthier.writing import counted
 
 _COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}  # TRL's command -> objective.name
 _FOREIGN = frozenset(
@@ -177,8 +178,8 @@ def _dpo(reading: Translator) -> None:
     except ValueError:
         weights = []
     if len(weights) != len(names):
-        reading.refuse("loss_weights", f"loss_type has {len(names)} losses, and these are {len(weights)} weights",
-                       "give one number for each loss")  # fmt: skip
+        reading.refuse("loss_weights", f"loss_type has {counted(len(names), 'loss', 'losses')}, and these are "
+                       f"{counted(len(weights), 'weight')}", "give one number for each loss")  # fmt: skip
         return
     mixed = dict(zip(names, weights, strict=True))
     of_answer = mixed.pop("sft", None)
@@ -364,8 +365,8 @@ def _devices(reading: Translator) -> None:
         reading.set("runtime.sharding", "fsdp", "fsdp")
     processes, started = reading.take("num_processes"), os.environ.get("WORLD_SIZE", "1")
     if processes is not None and str(processes) != started:
-        reading.told.append(f"num_processes: this is {started} of {processes} processes; start them all by "
-                            f"torchrun --nproc-per-node {processes} -m luthier train {reading.name}")  # fmt: skip
+        reading.told.append(f"num_processes: this is {started} of {processes}; start them all by torchrun "
+                            f" --nproc-per-node {processes} -m luthier train {reading.name}")  # fmt: skip
     if (seconds := reading.take("ddp_timeout")) is not None:
         reading.set("runtime.rank_timeout", seconds, "ddp_timeout")
 

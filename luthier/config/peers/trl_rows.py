@@ -21,6 +21,7 @@ import pyarrow.parquet
 
 from luthier.config.peers.translation import Translator, config_of, names_of
 from luthier.config.tree import plain
+from luthier.writing import counted
 
 _BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # what TRL names in place of a data set, beside data_files
 _SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
@@ -355,7 +356,7 @@ def _too_long(reading: Translator, *, is_whole: bool) -> None:
         overflow = "keep_answer"
         what = "loses the oldest turns of its prompt, never its answer; TRL cuts the end off"
     reading.set("data.overflow", overflow, "max_length")
-    reading.told.append(f"max_length: a row over {most} tokens {what}; counted")
+    reading.told.append(f"max_length: a row over {counted(most, 'token')} {what}; counted")
     if reading.take("truncation_mode") == "keep_end":
         reading.told.append("truncation_mode: the end of a row that is too long is not kept instead of its beginning")
 

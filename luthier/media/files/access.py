@@ -25,6 +25,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 from luthier.config.media import MediaConfig
 from luthier.errors import RowError, RowForbidden
+from luthier.writing import counted
 
 # What opening a path may answer, and the reason that its row is then quarantined for.
 _REASONS: Mapping[int | None, str] = {
@@ -96,7 +97,7 @@ class MediaAccess:
         fetched (``media_fetch``).
         """
         if isinstance(source, bytes):
-            content = _in_memory(source, name=f"{len(source):,} bytes in the row")
+            content = _in_memory(source, name=f"{counted(len(source), 'byte')} in the row")
         elif "://" in source:
             data = fetch(source, hosts=self.config.url_hosts, max_bytes=self.config.max_url_bytes)
             content = _in_memory(data, name=source)
@@ -108,7 +109,7 @@ class MediaAccess:
         if content.size > self.config.max_bytes:
             size = content.size
             content.close()
-            detail = f"{content.name} has {size:,} bytes, media.max_bytes is {self.config.max_bytes:,}"
+            detail = f"{content.name} has {counted(size, 'byte')}, media.max_bytes is {self.config.max_bytes:,}"
             raise RowError("media_limit", detail)
         return content
 
@@ -290,7 +291,8 @@ def _get(parts: SplitResult, max_bytes: int, deadline: float) -> bytes | _Redire
                 sock.settimeout(_left(deadline))
         if answer.length:  # what was promised and did not come
             raise RowError(
-                "media_fetch", f"{parts.geturl()[:200]}: {len(body):,} bytes came, {answer.length:,} are missing"
+                "media_fetch",
+                f"{parts.geturl()[:200]}: {counted(len(body), 'byte')} came, {answer.length:,} are missing",
             )
         return bytes(body)
     finally:

@@ -19,6 +19,7 @@ from luthier.errors import RowError, SourceError
 from luthier.media.files.access import Content
 from luthier.media.files.image_headers import found_type
 from luthier.records import AudioHeader, VideoHeader
+from luthier.writing import counted
 
 if TYPE_CHECKING:
     from av import AudioFrame, AudioStream, VideoFrame, VideoStream
@@ -140,7 +141,7 @@ def read_frames(content: Content, header: VideoHeader, indices: Sequence[int]) -
     """
     shown = _shown_frames(content)
     if shown.num_frames < header.num_frames - max(_FRAMES_OFF, header.num_frames * _SHARE_OF_FRAMES_OFF):
-        what = f"promises {header.num_frames:,} frames and has {shown.num_frames:,}"
+        what = f"promises {counted(header.num_frames, 'frame')} and has {shown.num_frames:,}"
         raise RowError("media_broken", f"{content.name} {what}")
     wanted = [min(index, shown.num_frames - 1) for index in indices]
     frames = np.empty((len(indices), header.height, header.width, 3), dtype=np.uint8)
@@ -221,7 +222,7 @@ def read_audio(content: Content, header: AudioHeader, window: tuple[int, int] | 
         stream.codec_context.thread_count = 1
         for frame in container.decode(stream):
             if frame.sample_rate != header.sampling_rate:
-                rates = f"{header.sampling_rate} to {frame.sample_rate} samples a second"
+                rates = f"{header.sampling_rate} to {counted(frame.sample_rate, 'sample')} a second"
                 raise RowError("media_broken", f"{content.name} changes from {rates}")
             blocks.append(_mono(frame))
             total += len(blocks[-1])
@@ -229,7 +230,7 @@ def read_audio(content: Content, header: AudioHeader, window: tuple[int, int] | 
                 break
     if total < end - slack or (window is None and total > end + slack):
         more = "at least " if total > end else ""
-        what = f"promises {end:,} samples and has {more}{total:,}"
+        what = f"promises {counted(end, 'sample')} and has {more}{total:,}"
         raise RowError("media_broken", f"{content.name} {what}")
     samples = np.concatenate(blocks)[start:end]
     return np.pad(samples, (0, end - start - len(samples)))

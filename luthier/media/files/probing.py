@@ -12,6 +12,7 @@ from luthier.media.files.containers import probe_audio, probe_video
 from luthier.media.files.image_headers import read_stored_size
 from luthier.media.files.waves import read_wave
 from luthier.records import Audio, AudioHeader, Image, ImageHeader, Media, MediaHeader, Video, VideoHeader
+from luthier.writing import counted
 
 DEFAULT_LIST_FPS = 2.0  # frames of a list that says no fps, and so does ``media.fps``
 
@@ -64,7 +65,7 @@ def _audio(content: Content, access: MediaAccess) -> AudioHeader:
 def _of_window(whole: AudioHeader, window: tuple[int, int], content: Content) -> AudioHeader:
     start, end = window
     if end > whole.num_samples:
-        what = f"{content.name} has {whole.num_samples:,} samples, and its part up to {end:,} was planned with"
+        what = f"{content.name} has {counted(whole.num_samples, 'sample')}, and its part up to {end:,} was planned with"
         raise RowError("media_changed", f"{what}; prepare again")
     return replace(whole, num_samples=end - start)
 
@@ -91,7 +92,7 @@ def _frame_list(media: Video, sources: tuple[str | bytes, ...], access: MediaAcc
         extracted=True,
         version=digest.hexdigest(),
     )
-    check_video(video, access.config, f"a list of {len(sources)} frames")
+    check_video(video, access.config, f"a list of {counted(len(sources), 'frame')}")
     return video
 
 
@@ -120,16 +121,18 @@ def check_image_bytes(num_bytes: int, config: MediaConfig, name: str) -> None:
     """The memory that decoding an image takes, by its format and mode (``media_limit``)."""
     if num_bytes > config.max_image_bytes:
         hint = f"media.max_image_bytes is {config.max_image_bytes:,}"
-        raise _over(f"decoding takes {num_bytes:,} bytes in a file of this kind, {hint}", name)
+        raise _over(f"decoding takes {counted(num_bytes, 'byte')} in a file of this kind, {hint}", name)
 
 
 def check_video(header: VideoHeader, config: MediaConfig, name: str) -> None:
     """Frames, seconds (``media_limit``), and what holds for images; no frame at all is ``media_broken``."""
     if header.num_frames < 1 or not header.fps > 0:
-        raise RowError("media_broken", f"{name} has {header.num_frames} frames at {header.fps:g} a second")
+        raise RowError("media_broken", f"{name} has {counted(header.num_frames, 'frame')} at {header.fps:g} a second")
     check_image(header, config, name)
     if header.num_frames > config.max_video_frames:
-        raise _over(f"{header.num_frames:,} frames, media.max_video_frames is {config.max_video_frames:,}", name)
+        raise _over(
+            f"{counted(header.num_frames, 'frame')}, media.max_video_frames is {config.max_video_frames:,}", name
+        )
     if header.seconds > config.max_video_seconds:
         raise _over(f"{header.seconds:,.0f} s, media.max_video_seconds is {config.max_video_seconds:g}", name)
 
@@ -137,11 +140,11 @@ def check_video(header: VideoHeader, config: MediaConfig, name: str) -> None:
 def check_audio(header: AudioHeader, config: MediaConfig, name: str) -> None:
     """Seconds (``media_limit``) and a sampling rate that there is (``media_broken``)."""
     if header.sampling_rate not in _SAMPLING_RATES:
-        raise RowError("media_broken", f"{name} claims {header.sampling_rate:,} samples a second")
+        raise RowError("media_broken", f"{name} claims {counted(header.sampling_rate, 'sample')} a second")
     if header.seconds > config.max_audio_seconds:
         raise _over(f"{header.seconds:,.0f} s, media.max_audio_seconds is {config.max_audio_seconds:g}", name)
     if header.seconds < config.min_audio_seconds:
-        what = f"{header.num_samples} samples at {header.sampling_rate:,} a second"
+        what = f"{counted(header.num_samples, 'sample')} at {header.sampling_rate:,} a second"
         raise _over(f"{what} are less than media.min_audio_seconds, {config.min_audio_seconds:g}", name)
 
 
@@ -149,7 +152,7 @@ def check_frames(header: VideoHeader, num_frames: int, config: MediaConfig, name
     """The memory that the chosen frames of a video take (``media_limit``)."""
     size = num_frames * header.width * header.height * 3
     if size > config.max_decoded_bytes:
-        what = f"{num_frames:,} frames of {header.width} x {header.height} are {size:,} bytes"
+        what = f"{counted(num_frames, 'frame')} of {header.width} x {header.height} are {counted(size, 'byte')}"
         hint = f"media.max_decoded_bytes is {config.max_decoded_bytes:,}; lower media.fps or media.max_frames"
         raise _over(f"{what}, {hint}", name)
 

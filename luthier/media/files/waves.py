@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from luthier.errors import RowError
 from luthier.media.files.access import Content
+from luthier.writing import counted
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _FRAMES_AT_ONCE = 1 << 18
@@ -87,11 +88,13 @@ def _wave(content: Content, form: tuple[int, ...], start: int, length: int) -> W
     if (coding, bits) not in _SAMPLES:
         return None
     if num_channels < 1 or block != num_channels * bits // 8:
-        what = f"{num_channels} channels of {bits} bits, and {block} bytes for one sample of each"
+        what = f"{num_channels} channels of {bits} bits, and {counted(block, 'byte')} for one sample of each"
         raise RowError("media_broken", f"the header of {content.name} says {what}")
     if start + length > content.size:
         there = max(content.size - start, 0)
-        raise RowError("media_broken", f"{content.name} promises {length:,} bytes of samples but has {there:,}")
+        raise RowError(
+            "media_broken", f"{content.name} promises {counted(length, 'byte')} of samples but has {there:,}"
+        )
     return Wave(
         sampling_rate=sampling_rate,
         num_channels=num_channels,

@@ -18,6 +18,7 @@ from luthier.media.geometry import tiling
 from luthier.media.geometry.pictures import fit_area, no_pixels
 from luthier.media.geometry.tiles import nearest_tiles, slices
 from luthier.records import ImageHeader
+from luthier.writing import counted
 
 _DOCLING_LONGEST = 16  # tiles of a side; written into Granite Docling's processor, not into its settings
 
@@ -48,7 +49,7 @@ def shown_rows(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
         ):
             shown = min(whole, math.ceil(side / one) * one)
             if shown % one:
-                raise ValueError(f"a side of {side} pixels fills the frame of {whole}, no multiple of {one}")
+                raise ValueError(f"a side of {counted(side, 'pixel')} fills the frame of {whole}, no multiple of {one}")
             sides.append(shown // one)
     return {"rows": rows, "columns": columns}
 

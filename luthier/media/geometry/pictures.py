@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from luthier.media.families.family import Measured, Settings
 from luthier.records import ImageHeader
+from luthier.writing import counted
 
 # (settings, height, width) -> (height, width) in pixels that a picture is resized to
 Fit = Callable[[Settings, int, int], tuple[int, int]]
@@ -238,7 +239,7 @@ def fit_volume(
 ) -> tuple[int, int]:
     """The same where the limits are for all frames together (GLM-4.1V, Qwen3-VL), in multiples of ``temporal``."""
     if num_frames < temporal:
-        raise ValueError(f"a video of {num_frames} frames, and the model looks at {temporal} at a time")
+        raise ValueError(f"a video of {counted(num_frames, 'frame')}, and the model looks at {temporal} at a time")
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
@@ -266,7 +267,9 @@ def fit_canvas(
     if aligned_frames * fitted[0] * fitted[1] <= max_pixels:
         return fitted
     if max_pixels < aligned_frames * factor**2:
-        raise ValueError(f"{aligned_frames} frames of one patch are more than the {max_pixels} pixels that are allowed")
+        raise ValueError(
+            f"{counted(aligned_frames, 'frame')} of one patch are more than the {max_pixels} pixels that are allowed"
+        )
     low, high, best = 1, height, (factor, factor)
     while low <= high:  # the tallest content whose canvas is within the limit
         middle = (low + high) // 2

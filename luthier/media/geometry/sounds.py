@@ -17,6 +17,7 @@ from luthier.errors import ModelError
 from luthier.media.families.family import Measured, Settings
 from luthier.media.files.decoding import resampled_length
 from luthier.records import AudioHeader
+from luthier.writing import counted
 
 # Voxtral's encoder halves the frames once, and its projector joins four; dots halves them three times.
 FRAMES_A_TOKEN = 8
@@ -183,7 +184,8 @@ def _samples(settings: Settings, header: AudioHeader) -> int:
     wanted, own = settings["sampling_rate"], settings.part.sampling_rate
     if wanted != own:
         raise ModelError(
-            f"media.sampling_rate is {wanted}, and this model takes {own} samples a second", hint="leave it out"
+            f"media.sampling_rate is {wanted}, and this model takes {counted(own, 'sample')} a second",
+            hint="leave it out",
         )
     return resampled_length(header.num_samples, header.sampling_rate, own)
 

@@ -21,6 +21,7 @@ from luthier.media.geometry.pictures import aim_patches, fill_patches, fit_area,
 from luthier.media.geometry.tiles import any_resolution
 from luthier.media.geometry.tiling import slices
 from luthier.records import ImageHeader, VideoHeader
+from luthier.writing import counted
 
 # (settings, frames taken, height, width) -> (height, width) that the frames are resized to
 FitVideo = Callable[[Settings, int, int, int], tuple[int, int]]
@@ -167,7 +168,7 @@ def tubelets(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
     Raises `ValueError` for two videos in a context, of which the processor makes one.
     """
     if len(headers) > 1:
-        raise ValueError(f"{len(headers)} videos in one conversation, and this processor takes one")
+        raise ValueError(f"{counted(len(headers), 'video')} in one conversation, and this processor takes one")
     downsampling = round(1.0 / settings["downsample_ratio"])
     tokens = []
     for header in headers:
@@ -310,7 +311,8 @@ def frame_slices(settings: Settings, headers: Sequence[VideoHeader]) -> Measured
     """
     if settings["stack_frames"] != 1:
         raise ModelError(
-            f"this video processor joins {settings['stack_frames']} frames to one picture, which is not counted",
+            f"this video processor joins {counted(settings['stack_frames'], 'frame')} to one picture, "
+            f"which is not counted",
             hint='set "stack_frames": 1 in the video processor\'s files',
         )
     sizes: list[tuple[int, int]] = []

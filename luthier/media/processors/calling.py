@@ -13,6 +13,7 @@ from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVide
 from luthier.media.geometry.frames import video_metadata
 from luthier.media.processors.interleaving import sounds_of
 from luthier.records import ImageHeader, MediaHeader, VideoHeader
+from luthier.writing import counted
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -75,7 +76,8 @@ def _metadata(settings: Settings, header: MediaHeader, video: DecodedVideo) -> o
     planned, taken = [int(index) for index in metadata.frames_indices], list(video.frame_indices)
     if planned != taken:
         raise RowError(
-            "media_mismatch", f"{len(planned)} frames of the video were planned, {len(taken)} are there, or others"
+            "media_mismatch",
+            f"{counted(len(planned), 'frame')} of the video were planned, {len(taken)} are there, or others",
         )
     return metadata
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from luthier.errors import ModelError, RowError
 from luthier.media.families.family import Family, Outputs, Processor
+from luthier.writing import counted
 
 # Outputs along the tokens of the processor's own text; ours has other tokens, and makes them itself.
 TOKEN_OUTPUTS = frozenset(
@@ -42,7 +43,8 @@ def check_expansion(processor: Processor, planned: Sequence[str], output: Output
             name = tokenizer.convert_ids_to_tokens(token)
             raise RowError(
                 "media_mismatch",
-                f"the header promises {want[token]} tokens {name}, the processor wrote {have[token]} for what was "
+                f"the header promises {counted(want[token], 'token')} {name}, the processor wrote "
+                f"{have[token]} for what was "
                 "decoded: the file has changed, or the family's row does not describe this processor",
             )
 

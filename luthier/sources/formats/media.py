@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from luthier.errors import RowError
 from luthier.records import Audio, Image, Media, Part, Text, Video
 from luthier.sources.rows import json_kind
+from luthier.writing import counted
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -98,7 +99,7 @@ class MediaQueue:
             if self._taken[kind] != len(items):
                 raise RowError(
                     "media_count",
-                    f"{self._taken[kind]} places for {kind}s in the text, {len(items)} in the row",
+                    f"{counted(self._taken[kind], 'place')} for {kind}s in the text, {len(items)} in the row",
                     field=COLUMN_OF_KIND[kind],
                 )
 

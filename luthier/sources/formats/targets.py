@@ -11,6 +11,7 @@ from luthier.config.choices import MAX_WEIGHT
 from luthier.errors import RowError
 from luthier.records import Audio, Image, Part, Text, Thinking, Video
 from luthier.sources.rows import json_kind
+from luthier.writing import counted
 
 MAX_SPANS = 10_000  # in one text; marking them takes seconds where all of them overlap
 _TRAIN_KEYS = ("train", "training", "loss")  # ours and axolotl's, axolotl's, ms-swift's
@@ -93,7 +94,7 @@ def read_spans(item: dict[str, object], text: object) -> tuple[bool | None, list
     if not isinstance(entries, list):
         raise RowError("bad_span", f"{key} is a list, not {json_kind(entries)}", field=key)
     if len(entries) > MAX_SPANS:
-        raise RowError("bad_span", f"{len(entries)} entries, {MAX_SPANS} are allowed", field=key)
+        raise RowError("bad_span", f"{counted(len(entries), 'entry', 'entries')}, {MAX_SPANS} are allowed", field=key)
     read = _read_span if key == "spans" else _read_detail
     spans = [read(entry, len(text), f"{key}[{index}]") for index, entry in enumerate(entries)]
     if key == "spans":
@@ -162,7 +163,7 @@ def _checked(span: Span, length: int, field: str) -> Span:
     if span.start >= span.end:
         raise RowError("bad_span", f"it ends at {span.end}, not after its start {span.start}", field=field)
     if span.start < 0 or span.end > length:
-        detail = f"it is from {span.start} to {span.end}, the text has {length} characters"
+        detail = f"it is from {span.start} to {span.end}, the text has {counted(length, 'character')}"
         raise RowError("bad_span", detail, field=field)
     return span
 

@@ -9,6 +9,7 @@ from luthier.errors import RowError
 from luthier.records import IGNORE_INDEX, Tokenized
 from luthier.sources.formats.reading import Reading
 from luthier.sources.rows import json_kind
+from luthier.writing import counted
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -27,7 +28,7 @@ def convert_tokens(reading: Reading) -> Tokenized:
     target = _targets(reading, ids)
     num_lost = int(np.count_nonzero(target)) - int(np.count_nonzero(target[kept]))
     if num_lost and (reading.has("labels") or reading.has("loss_mask")):
-        what = f"{num_lost} tokens are learned that the mask calls padding"
+        what = f"{counted(num_lost, 'token is', 'tokens are')} learned that the mask calls padding"
         raise RowError("bad_attention_mask", what, field=reading.field("attention_mask"))
     _refuse_several(reading, len(ids), kept)
     return Tokenized(input_ids=ids[kept], target=target[kept], address=reading.address, weight=reading.weight())
@@ -71,10 +72,13 @@ def _without_padding(reading: Reading, length: int) -> slice:
     field = reading.field("attention_mask")
     shown = np.flatnonzero(_mask(reading, "attention_mask", length))
     if not len(shown):
-        raise RowError("empty", f"all of its {length} tokens are padding", field=field)
+        raise RowError("empty", f"all of its {counted(length, 'token is', 'tokens are')} padding", field=field)
     first, last = int(shown[0]), int(shown[-1])
     if last - first + 1 != len(shown):
-        what = f"{last - first + 1 - len(shown)} tokens between shown ones are hidden: a mask may only hide padding at "
+        what = (
+            f"{counted(last - first + 1 - len(shown), 'token')} between shown ones are hidden: a "
+            f"mask may only hide padding at "
+        )
         what += "the beginning and the end"
         raise RowError("bad_attention_mask", what, field=field)
     return slice(first, last + 1)
@@ -122,6 +126,6 @@ def _list(reading: Reading, name: str, length: int | None) -> list[object]:
     if type(value) is not list:
         raise RowError(f"bad_{name}", f"a list of numbers is needed, not a JSON {json_kind(value)}", field=field)
     if length is not None and len(value) != length:
-        what = f"{len(value)} entries, and {reading.field('input_ids')} has {length}"
+        what = f"{counted(len(value), 'entry', 'entries')}, and {reading.field('input_ids')} has {length}"
         raise RowError("lengths_differ", what, field=field)
     return value

@@ -17,6 +17,7 @@ from luthier.errors import TokenizerError
 from luthier.media import PROCESSOR_FILES
 from luthier.models.adapter_files import save_adapter
 from luthier.training.report.result import RunResult
+from luthier.writing import counted
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 TEMPLATE_FILE = "chat_template.jinja"
@@ -148,7 +149,7 @@ def _data(result: RunResult) -> list[tuple[str, str]]:
     ]
     held_out = result.eval_data
     if held_out is not None:
-        rows.append(("held-out sequences", f"{held_out.segments:,} ({held_out.target_tokens:,} targets)"))
+        rows.append(("held-out sequences", f"{held_out.segments:,} ({counted(held_out.target_tokens, 'target')})"))
     return rows
 
 
@@ -156,7 +157,7 @@ def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
     train = config.train
     rows = [
         ("parameters", f"{result.model.parameters:,} ({result.model.trainable_parameters:,} trained)"),
-        ("steps", f"{result.global_step:,} ({result.epochs:.3g} epoch{'' if result.epochs == 1 else 's'})"),
+        ("steps", f"{result.global_step:,} ({counted(float(f'{result.epochs:.3g}'), 'epoch')})"),
         ("batch", _batch(result, config)),
         ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type}, warmup {train.warmup_steps:g}"),
         (
@@ -197,9 +198,9 @@ def _batch(result: RunResult, config: RunConfig) -> str:
     what = "sequence" if unit == "target" else unit
     if train.packing.is_packed:
         what = "pack"
-    by_tokens = train.tokens_per_step is not None
-    size = f"{train.tokens_per_step} tokens or more, in {what}s" if by_tokens else f"{count} {what}{'s' * (count != 1)}"
-    longest = f"up to {config.data.max_length} tokens"
+    tokens = train.tokens_per_step
+    size = counted(count, what) if tokens is None else f"{counted(tokens, 'token')} or more, in {what}s"
+    longest = f"up to {counted(config.data.max_length, 'token')}"
     if unit == "target":
         return f"{size} of {longest}"
     return f"{size}{f' of {unit}s' * train.packing.is_packed}, each answer with its prompt {longest}"

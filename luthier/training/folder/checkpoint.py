@@ -38,6 +38,7 @@ from luthier.training.folder.state import (
     read_state,
     unreadable,
 )
+from luthier.writing import counted
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 2
@@ -186,7 +187,7 @@ def _file_damage(checkpoint: Path, name: str, entry: dict[str, object], *, diges
     if not path.is_file():
         return f"{name} is missing"
     if path.stat().st_size != entry["bytes"]:
-        return f"{name} has {path.stat().st_size} bytes, written were {entry['bytes']}"
+        return f"{name} has {counted(path.stat().st_size, 'byte')}, written were {entry['bytes']}"
     if digests and _digest(path) != entry["sha256"]:
         return f"{name} has other content than was written"
     return None

@@ -18,6 +18,7 @@ from luthier.ledger import Ledger
 from luthier.records import Address, Batch
 from luthier.training.folder.staging import FILES
 from luthier.training.report.events import EventListener, Note
+from luthier.writing import counted
 
 LOST_FILE = "lost_media.jsonl"
 MAX_TOLD = 10  # of a run; the file has them all
@@ -53,10 +54,10 @@ class LostRows:
         self._tell = tell
         self._known: set[Address] = set()
         entries, damaged = _entries(self.path)
-        for error, counted in entries:
-            self._count(error, counted=counted)
+        for error, is_counted in entries:
+            self._count(error, counted=is_counted)
         if damaged:
-            count = "1 line" if len(damaged) == 1 else f"{len(damaged)} lines"
+            count = counted(len(damaged), "line")
             where = f"{self.path}:{damaged[0]}"
             tell(Note(text=f"{count} cannot be read (the first: {where}), and the ledger notes it as {UNREADABLE!r}"))
 

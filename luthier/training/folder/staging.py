@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from luthier.errors import CheckpointError
-from luthier.writing import rename, sync, write_all, write_whole
+from luthier.writing import counted, rename, sync, write_all, write_whole
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 TORCH_WRITER = "inline_container"  # the part of torch that writes files, by which its errors can be told
@@ -118,4 +118,4 @@ def reported(path: Path, *, doing: str = "written") -> Iterator[None]:
 
 def _free(path: Path) -> str:
     there = next(folder for folder in path.absolute().parents if folder.is_dir())
-    return f" ({shutil.disk_usage(there).free:,} bytes are free there)"
+    return f" ({counted(shutil.disk_usage(there).free, 'byte is', 'bytes are')} free there)"

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from luthier.errors import CheckpointError
 from luthier.models import sharding
 from luthier.training.folder.staging import FILES, reported
+from luthier.writing import counted
 
 STRUCTURE, TENSORS = ".json", ".safetensors"
 UNREADABLE = (
@@ -290,7 +291,9 @@ def check_optimizer_state(state: Any) -> None:
     if not all(isinstance(values, dict) for values in found["state"].values()):
         raise TypeError("the optimizer's state of a weight is not a dict")
     if state["trained"] is not None and len(state["trained"]) != len(numbers):
-        raise ValueError(f"{len(state['trained'])} weights are trained, the optimizer lists {len(numbers)}")
+        raise ValueError(
+            f"{counted(len(state['trained']), 'weight is', 'weights are')} trained, the optimizer lists {len(numbers)}"
+        )
 
 
 def put_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
@@ -304,7 +307,9 @@ def put_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
     for theirs, ours in zip(saved["param_groups"], plain.param_groups, strict=True):
         check_alike(_settings(theirs), _settings(ours), "param_groups")
         if len(theirs["params"]) != len(ours["params"]):
-            raise ValueError(f"{len(theirs['params'])} weights in a group, this optimizer has {len(ours['params'])}")
+            raise ValueError(
+                f"{counted(len(theirs['params']), 'weight')} in a group, this optimizer has {len(ours['params'])}"
+            )
     order = [number for group in saved["param_groups"] for number in group["params"]]
     lower = {number for group in saved["param_groups"] if "rank" in group for number in group["params"]}  # GaLore's
     for number, weight in zip(order, weights, strict=True):

@@ -9,6 +9,7 @@ import torch
 
 from luthier.objectives import Measures
 from luthier.training.losses.step_losses import MicroLoss
+from luthier.writing import counted
 
 _TOTALS = 2  # loss, units
 
@@ -59,7 +60,9 @@ class LossSums:
         assert set(self.measured) <= set(found.measures), "each micro-batch tells all measures"
         self.add_measures(found.measures)
         if len(self.sources) > 1:
-            assert found.by_source is not None, f"a loss that does not tell {len(self.sources)} sources apart"
+            assert found.by_source is not None, (
+                f"a loss that does not tell {counted(len(self.sources), 'source')} apart"
+            )
             self._sums[self._by_source :] += found.by_source[:, : len(self.sources)].flatten()
 
     def add_measures(self, found: Measures) -> None:

@@ -27,6 +27,7 @@ from luthier.models.submodules import MediaNeeds, families_of, media_needs, mode
 from luthier.training.losses.kernels import choose_kernel
 from luthier.training.losses.parts import ObjectiveParts, first_inputs
 from luthier.training.losses.step_losses import BothLosses, Tell
+from luthier.writing import counted
 
 
 def model_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
@@ -39,7 +40,7 @@ def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPas
     compiled = parts.config.train.torch_compile
     if compiled:  # what is proven is what will run
         layers = compile_layers(parts.model, recomputed=parts.config.train.gradient_checkpointing)
-        tell(f"model: {layers} decoder layers are compiled, in the first steps")
+        tell(f"model: {counted(layers, 'decoder layer is', 'decoder layers are')} compiled, in the first steps")
     model = HiddenStates(parts.model) if is_reward_model(parts.config) else parts.model
     if parts.how.packed:
         isolation = _isolation(parts, model, tell)

@@ -27,6 +27,7 @@ from luthier.sources.rows import decode_strict
 from luthier.training.losses.kernels import choose_kernel
 from luthier.training.losses.parts import ObjectiveParts, first_inputs
 from luthier.training.losses.references import Precomputation, Reference, ReferenceModel, precomputed_reference
+from luthier.writing import counted
 
 
 def choose_reference(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str], None]) -> Reference:
@@ -238,7 +239,8 @@ def check_tokenizers(config: RunConfig, named: str) -> str | None:
     if differing:
         first = differing[0]
         raise ModelError(
-            f"{KEY} {named!r} has another tokenizer: {len(differing):,} of {len(own):,} ids are other tokens to it, "
+            f"{KEY} {named!r} has another tokenizer: {len(differing):,} of "
+            f"{counted(len(own), 'id')} mean other tokens to it, "
             f"first of all {first}: {own[first]!r} to the model that is trained, {theirs[first]!r} to the reference",
             hint="name a reference of the same family: log-probabilities of other tokens say nothing of these answers",
         )

@@ -41,6 +41,7 @@ from luthier.training.hooks import Hooks
 from luthier.training.losses.references import SAID_OF_FILES
 from luthier.training.report.events import Note
 from luthier.training.streams import needed_segments
+from luthier.writing import counted
 
 FOLDER = "tower_features"
 # Mean difference over mean size of hidden states, with features and with pixels: one picture is encoded alone, not with
@@ -149,7 +150,8 @@ def _compute(
     if sizes:
         size = round(sum(size for size, _ in sizes) / sum(length for _, length in sizes) * tokens)
         tell(
-            f"media: features of {len(missing.items):,} items ({tokens:,} tokens) are computed once and kept: about "
+            f"media: features of {counted(len(missing.items), 'item')} ({counted(tokens, 'token')}) "
+            f"are computed once and kept: about "
             f"{size / 2**20:,.1f} MiB in {files.folder}"
         )
         _check_room(files.folder, size)
@@ -168,7 +170,7 @@ def _compute(
         disk.make_folder(path.parent)
         disk.publish(path, [features.to_bytes()])
     if lost:
-        tell(f"media: {lost:,} items could not be read, and have no features")
+        tell(f"media: {counted(lost, 'item')} could not be read, and have no features")
 
 
 def _check_room(folder: Path, size: int) -> None:
@@ -220,7 +222,7 @@ def _proven(work: TowerWork, encoders: Encoders, tried: Sequence[Segment]) -> _I
 def _not_alike(work: TowerWork, segment: Segment, why: str) -> ModelError:
     return ModelError(
         f"media.cache: encoder_features: {type(work.plain).__name__} does not make the same of the features of "
-        f"{len(segment.media)} single items as of their pixels ({segment.address}): {why}",
+        f"{counted(len(segment.media), 'single item')} as of their pixels ({segment.address}): {why}",
         hint="remove media.cache: the towers then run in each step",
     )
 

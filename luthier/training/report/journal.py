@@ -11,6 +11,7 @@ import msgspec
 from luthier.training.folder.staging import FILES
 from luthier.training.report.events import Event, EventListener, Note, silent
 from luthier.training.report.result import EvalRecord, GenerationRound, StepRecord
+from luthier.writing import counted
 
 Record = StepRecord | EvalRecord | GenerationRound
 _KINDS: dict[str, type[Record]] = {
@@ -76,7 +77,7 @@ def _truncate(path: Path, step: int, tell: EventListener) -> None:
 
 def _told(path: Path, damaged: list[tuple[int, str]]) -> str:
     number, why = damaged[0]
-    count = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
+    count = counted(len(damaged), "line is", "lines are")
     return f"{count} damaged in {path.name}, the first is {path}:{number} ({why})"
 
 

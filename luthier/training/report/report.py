@@ -31,7 +31,7 @@ from luthier.training.report.plots import (
     sparkline,
 )
 from luthier.training.report.result import ACCURACIES, MARGINS, REWARDS, Ended, GenerationRound, RunResult
-from luthier.writing import to_json, write_text
+from luthier.writing import counted, to_json, write_text
 
 REPORT_JSON, REPORT_HTML, LOSS_PNG = "report.json", "report.html", "loss.png"
 
@@ -145,11 +145,11 @@ def write_report(report: Report) -> list[Path]:
 def summary(report: Report, files: list[Path]) -> Group:
     """The end of a run in a terminal: what became of loss, answers and rows, and where everything is."""
     result = report.result
-    epochs = f"{result.epochs:.3g} epoch{'' if result.epochs == 1 else 's'}"
+    epochs = counted(float(f"{result.epochs:.3g}"), "epoch")
     head = Text.assemble(
         (_HEADLINES[result.ended], "bold green" if result.ended is not Ended.INTERRUPTED else "bold yellow"),
         (f"  {result.model.name}", "bold"),
-        (f"   {result.global_step:,} steps, {epochs} in {duration(result.seconds)}", "dim"),
+        (f"   {counted(result.global_step, 'step')}, {epochs} in {duration(result.seconds)}", "dim"),
     )
     table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
     table.add_column(style="dim", no_wrap=True)
@@ -202,7 +202,7 @@ def _facts(report: Report) -> list[tuple[str, RenderableType]]:
     if speed is not None:
         tokens = sum(step.tokens for step in result.steps)
         targets = sum(step.target_tokens for step in result.steps)
-        facts.append(("tokens", f"{tokens:,}, of which {targets:,} targets   {speed:,.0f} a second"))
+        facts.append(("tokens", f"{tokens:,}, of which {counted(targets, 'target')}   {speed:,.0f} a second"))
     facts.append(("rows", _rows(ledger_numbers(result.ledger))))
     if len(result.mixture) > 1:
         facts.append(("data sets", _data_sets(result)))
@@ -230,7 +230,7 @@ def _judged(result: RunResult) -> Text:
 def _exact(rounds: tuple[GenerationRound, ...]) -> Text:
     last = rounds[-1]
     before = "" if len(rounds) == 1 else f"{rounds[0].exact_match:.0%} → "
-    rows = f"   of {len(last.records)} held-out rows, answered exactly"
+    rows = f"   of {counted(len(last.records), 'held-out row')}, answered exactly"
     return Text.assemble(before, (f"{last.exact_match:.0%}", "bold"), (rows, "dim"))
 
 
@@ -264,7 +264,7 @@ def _data_sets(result: RunResult) -> Table:
         first, last = losses.get(source.name, (None, None))
         loss = "" if first is None else Text.assemble(f"loss {first:.3f} → ", (f"{last:.3f}", "bold"))
         share = Text.assemble((f"{source.share_of_tokens:.1%}", "bold"), " of tokens")
-        table.add_row(Text(source.name), share, f"{source.rows:,} rows", loss)
+        table.add_row(Text(source.name), share, counted(source.rows, "row"), loss)
     return table
 
 
@@ -275,7 +275,7 @@ def _quickstart_words(result: RunResult) -> Text:
         return Text("The run ended before the answers could be compared.")
     count = len(result.generations[-1].records)
     return Text.assemble(
-        f"Of {count} questions it had never seen, the model answered ", (f"{before:.0%}", "bold"),
+        f"Of {counted(count, 'question')} it had never seen, the model answered ", (f"{before:.0%}", "bold"),
         " exactly before training and ", (f"{after:.0%}", "bold green"), " after it.",
     )  # fmt: skip
 
@@ -301,6 +301,7 @@ def report_page(result: RunResult, told: Mapping[str, object], *, sample: Markup
     loader = PackageLoader("luthier.training.report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["count"] = lambda number: f"{number:,}"
+    environment.filters["counted"] = counted
     environment.filters["share"] = lambda number: f"{number:.1%}"
     environment.filters["short"] = lambda number: f"{number:.4g}"
     environment.filters["time"] = _time

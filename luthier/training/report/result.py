@@ -18,6 +18,7 @@ import msgspec
 from luthier.config.objective import kind_of
 from luthier.training.folder.staging import FILES
 from luthier.training.signals import exit_code
+from luthier.writing import counted
 
 RESULT_FILE = "result.json"
 LOG_FILE = "log.jsonl"
@@ -87,13 +88,16 @@ class EvalRecord:
     def words(self) -> str:
         """How good that is, beside the loss: ``perplexity 1.31, 92.0% of 1,204 targets right``."""
         if self.perplexity is not None and self.token_accuracy is not None:
-            return f"perplexity {self.perplexity:.2f}, {self.token_accuracy:.1%} of {self.num_targets:,} targets right"
+            return (
+                f"perplexity {self.perplexity:.2f}, {self.token_accuracy:.1%} of "
+                f"{counted(self.num_targets, 'target')} right"
+            )
         if self.accuracy is not None:
             what = "pairs ranked" if MARGINS in self.measures else "rows judged"
             if self.judged is None:
                 return f"no {what} yet, as the model is its own reference"
             return f"{self.accuracy:.1%} of {self.num_targets:,} {what} right"
-        return f"{self.num_targets:,} rows"
+        return counted(self.num_targets, "row")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

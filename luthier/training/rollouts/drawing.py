@@ -34,6 +34,7 @@ from luthier.training.rollouts.kept_answers import Kept, KeptAnswer, read_kept, 
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
 from luthier.training.streams import ReadsPacks, World
+from luthier.writing import counted
 
 NO_QUESTION = "rows are not asked that have no prompt, or whose answer was cut before its stop token"
 
@@ -196,7 +197,7 @@ class Rollouts:
         finished, drawn = (int(number) for number in summed_over_ranks(own, self.world))
         if finished < self.config.min_finished * drawn:
             raise TrainingError(
-                f"{finished} of the {drawn} answers of the first step are finished within "
+                f"{finished} of the {counted(drawn, 'answer')} of the first step are finished within "
                 f"rollout.max_new_tokens ({self.config.max_new_tokens}): rewards of answers that are cut teach little",
                 hint="raise rollout.max_new_tokens, or lower rollout.min_finished to go on like this",
             )

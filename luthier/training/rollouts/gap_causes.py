@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.engines.engine import Completion, Finish
+from luthier.writing import counted
 
 Logps = NDArray[np.float32]
 
@@ -99,9 +100,9 @@ def visible_fault(answers: Sequence[Completion], stops: frozenset[int], vocabula
         ids, logprobs = answer.ids, answer.logprobs
         where = f"sample {answer.sample}"
         if len(ids) != len(logprobs):
-            return f"{where} has {len(ids)} tokens and {len(logprobs)} log-probabilities"
+            return f"{where} has {counted(len(ids), 'token')} and {len(logprobs)} log-probabilities"
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-            return f"{where} has the token {int(ids.max())}, and the model has {vocabulary} tokens"
+            return f"{where} has the token {int(ids.max())}, and the model has {counted(vocabulary, 'token')}"
         if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
             return f"{where} has a log-probability that is none: {float(logprobs[int(np.nanargmax(logprobs))]):.4g}"
         if answer.finish is Finish.STOP and (not len(ids) or int(ids[-1]) not in stops):
