@@ -132,6 +132,16 @@ def with_one_more(answers: list[Completion]) -> list[Completion]:
     ]
 
 
+COLD = {
+    "rollout": {
+        "prompts_per_step": 4,
+        "answers": 4,
+        "max_new_tokens": 12,
+        "min_finished": 0.0,
+        "rewards": ["evenness"],
+        "temperature": 0.7,
+    }
+}
 LORA = {"adapter": {"type": "lora", "r": 8}}
 FAULTS: dict[str, tuple[Generate, str]] = {
     "stale": (by_a_copy(), Cause.STALE),
@@ -142,6 +152,10 @@ FAULTS: dict[str, tuple[Generate, str]] = {
     "other prompt": (prompts_changed(lambda prompt: np.append(prompt, [2034, 2033])), Cause.OTHER_PROMPT),
     "dtype": (by_a_copy(lambda engine: engine.model.to(torch.bfloat16)), Cause.DTYPE),
     "no adapter": (lambda engine, requests: REAL(engine.under(NO_ADAPTER), requests), Cause.NO_ADAPTER),
+    "temperature of the run": (
+        lambda engine, requests: REAL(engine, [replace(one, tempered=False) for one in requests]),
+        Cause.TEMPERATURE,
+    ),
     "shifted": (
         answers_changed(lambda them: [replace(one, logprobs=np.roll(one.logprobs, 1)) for one in them]),
         Cause.SHIFTED,
@@ -151,13 +165,15 @@ FAULTS: dict[str, tuple[Generate, str]] = {
     "stop passed over": (answers_changed(with_one_more), "stop tokens that are passed over"),
 }
 
+CHANGES = {"no adapter": LORA, "temperature of the run": COLD}
+
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_told_by_its_name(fault: str, run: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     generate, name = FAULTS[fault]
     monkeypatch.setattr(LocalEngine, "generate", lambda self, requests: generate(self, list(requests)))
     with pytest.raises(TrainingError) as caught:
-        run(**(LORA if fault == "no adapter" else {}))
+        run(**CHANGES.get(fault, {}))
     assert name in caught.value.message, caught.value.message
 
 

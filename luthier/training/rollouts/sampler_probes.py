@@ -122,7 +122,19 @@ class SamplerProbes:
             self.watch.tell(what)
 
     def _score(self, call: ModelCall, prompt: Ids, *, by: LocalEngine | None = None) -> Logps:
-        return (by or self.trained).score(_joined(prompt, call.completion.ids[:_TOKENS]), len(prompt))
+        """As training has it: under the temperature of the run."""
+        ids, engine = call.completion.ids[:_TOKENS], by or self.trained
+        if self.watch.config.temperature == 1:
+            return engine.score(_joined(prompt, ids), len(prompt))
+        places_N, logps_NV = self._of_all_tokens(prompt, ids, engine)
+        return _taken(torch.from_numpy(logps_NV), places_N)
+
+    def _of_all_tokens(self, prompt: Ids, ids: Ids, engine: LocalEngine) -> tuple[Ids, Logps]:
+        """The log-probabilities of all tokens, likeliest first, and where those are that were drawn."""
+        found = engine.scored(_joined(prompt, ids), len(prompt), top=self._vocabulary)
+        places_N = (found.top_ids == ids[:, None]).argmax(axis=1)
+        logps_NV = torch.from_numpy(found.top_logprobs) / self.watch.config.temperature
+        return places_N.astype(np.int32), np.asarray(logps_NV.log_softmax(-1).numpy(), dtype=np.float32)
 
     def _without_adapter(self, calls: ModelCalls) -> Iterator[Probe]:
         base = self.trained.under(NO_ADAPTER)
@@ -163,9 +175,7 @@ class SamplerProbes:
             if not len(ids):
                 yield np.zeros(0, np.int32), np.zeros((0, 0), np.float32)
                 continue
-            found = self.trained.scored(_joined(call.prompt, ids), len(call.prompt), top=self._vocabulary)
-            places_N = (found.top_ids == ids[:, None]).argmax(axis=1)
-            yield places_N.astype(np.int32), found.top_logprobs
+            yield self._of_all_tokens(call.prompt, ids, self.trained)
 
 
 def _joined(*parts: Ids) -> Ids:
