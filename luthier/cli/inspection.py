@@ -196,6 +196,36 @@ def show(
         raise typer.Exit(EXIT_UNTRUE)
 
 
+def rollouts(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that drew answers (output.dir).")],
+    step: Annotated[int | None, typer.Option(metavar="N", min=1, help="Those of step N; without it, the last.")] = None,
+    row: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Those to row N of the data, in all steps.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page that needs nothing else.")] = None,
+    json: JsonTarget = None,
+) -> None:
+    """Show what a run with objective rl drew: prompts, answers with their rewards, advantages, probabilities and ends.
+
+    The best answer to a prompt comes first; green ones became likelier by that step.
+
+    [dim]Example[/]   luthier rollouts output/grpo
+    [dim]Example[/]   luthier rollouts output/grpo --row 12 --html row.html
+    """
+    with reporting(json) as output:
+        import msgspec
+
+        from luthier.training.report.drawn_answers import chosen_groups, groups_page, groups_text
+        from luthier.writing import write_text
+
+        groups = chosen_groups(run, step=step, row=row)
+        output.console.print(groups_text(groups))
+        if html is not None:
+            write_text(html, groups_page(groups, title=run.name))
+            output.console.print(f"[dim]page in[/] {html}", highlight=False)
+        output.emit({"groups": msgspec.to_builtins(groups)})
+
+
 def _repeated_ids(found: RepeatedIds, output: Output) -> dict[str, object]:
     """Print rows whose id an earlier row of their source has, and give them for JSON."""
     first, again = map(str, found.first)

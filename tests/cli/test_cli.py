@@ -26,6 +26,7 @@ ROOT = Path(luthier.__file__).parent
 REPOSITORY = ROOT.parent
 COMMANDS = (
     "train", "quickstart", "prepare", "chat", "predict", "eval", "compare", "serve", "export", "show", "diff",
+    "rollouts",
     "plan", "stats", "verify",
     "store ls", "store verify", "store gc", "store export", "config show", "config schema", "env", "version",
 )  # fmt: skip

@@ -20,6 +20,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from luthier.training.report.drawn_answers import AnswersOfRun, answers_of_run, numbers_of
 from luthier.training.report.plots import (
     Chart,
     Curve,
@@ -294,6 +295,14 @@ MEASURE_CHARTS = (
     ("log-probability", "logps/chosen", "logps/rejected"),
     ("KL estimate", "kl", None),
 )
+# Of answers that the run drew: title and measures, each a curve.
+DRAWN_CHARTS = (
+    ("reward", ("reward",)),
+    ("finished", ("finished",)),
+    ("tokens of an answer", ("answer_tokens",)),
+    ("entropy", ("entropy",)),
+    ("gap of sampler and trainer", ("gap", "gap_p99")),
+)
 
 
 def report_page(result: RunResult, told: Mapping[str, object], *, sample: Markup) -> str:
@@ -305,12 +314,16 @@ def report_page(result: RunResult, told: Mapping[str, object], *, sample: Markup
     environment.filters["share"] = lambda number: f"{number:.1%}"
     environment.filters["short"] = lambda number: f"{number:.4g}"
     environment.filters["time"] = _time
+    drawn = answers_of_run(result.path) if _has_rewards(result) else None
     return environment.get_template("report.html.jinja").render(
         result=result,
         told=told,
         loss_charts=_loss_charts(result),
         starts_with_log=spans_decades(_loss_curves(result)),
-        small_charts=[*_measure_charts(result), *_small_charts(result)],
+        small_charts=[*_drawn_charts(result), *_measure_charts(result), *_small_charts(result)],
+        drawn=drawn,
+        reward_over_length=None if drawn is None else _reward_over_length(drawn),
+        numbers_of=numbers_of,
         sources=_sources(result),
         source_charts=_source_charts(result),
         wrong=_answers(result.generations, equal=False),
@@ -368,6 +381,34 @@ def _measure_charts(result: RunResult) -> list[Chart]:
         if first in measured:
             charts.append(chart(title, [curve for curve in curves if curve.steps], width=380, height=190))
     return [one for one in charts if one is not None]
+
+
+def _drawn_charts(result: RunResult) -> list[Chart]:
+    """What is measured of answers that the run drew; of rewards the sum, and each where there are several."""
+    if not _has_rewards(result):
+        return []
+    names = {name for step in result.steps for name in step.measures}
+    each = sorted(name for name in names if name.startswith("reward/"))
+    charts = []
+    for title, measures in DRAWN_CHARTS:
+        shown = [*measures, *(each if title == "reward" and len(each) > 1 else [])]
+        looks = ("main", "raw", *("eval" for _ in shown))
+        curves = [
+            _measured(result, name, look, name.rpartition("/")[2]) for name, look in zip(shown, looks, strict=False)
+        ]
+        log = title.startswith("gap") and spans_decades(curves)
+        charts.append(chart(title, [curve for curve in curves if curve.steps], width=380, height=190, log=log))
+    return [one for one in charts if one is not None]
+
+
+def _has_rewards(result: RunResult) -> bool:
+    return any("reward" in step.measures for step in result.steps)
+
+
+def _reward_over_length(drawn: AnswersOfRun) -> Chart | None:
+    lengths, rewards = [length for length, _ in drawn.points], [reward for _, reward in drawn.points]
+    curve = Curve(name="", look="raw", steps=lengths, values=rewards, dots=True)
+    return chart("reward over tokens of the answer", [curve], width=380, height=190, joined=False)
 
 
 def _measured(result: RunResult, measure: str, look: str, name: str) -> Curve:

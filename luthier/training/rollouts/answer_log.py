@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.rewards.judging import Judged
@@ -28,9 +29,11 @@ def write_answers(
     answers: Sequence[Trajectory],
     judged: Judged,
     names: Sequence[str],
+    advantages_N: NDArray[np.float64],
     tokenizer: Tokenizer,
 ) -> None:
-    """A line of JSON for each answer, with its rewards by name."""
+    """A line of JSON for each answer, with its rewards by name and its advantage by them alone; None: it is not learned
+    from."""
     lines = [
         {
             "row": str(question.address),
@@ -42,9 +45,12 @@ def write_answers(
             "finish": answer.ended or str(answer.finish),
             "logprob": float(answer.logprobs.astype(np.float64).sum()),
             "reward": None if np.isnan(total) else float(total),
+            "advantage": None if np.isnan(advantage) else float(advantage),
             "rewards": {n: None if np.isnan(v) else float(v) for n, v in zip(names, values, strict=True)},
         }
-        for question, answer, total, values in zip(questions, answers, judged.total_N, judged.values_NF, strict=True)
+        for question, answer, total, values, advantage in zip(
+            questions, answers, judged.total_N, judged.values_NF, advantages_N, strict=True
+        )
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

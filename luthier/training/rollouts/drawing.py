@@ -15,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.config.schema import GenerateConfig
@@ -130,6 +131,7 @@ class Rollouts:
             [drawn[place] for place in places],
             judged,
             self.judge.labels,
+            self._advantages(np.array([key for key, _ in places], dtype=np.int64), judged.total_N),
             self.tokenizer,
         )
         self._check_finished(step, [drawn[place] for place in places])
@@ -148,6 +150,13 @@ class Rollouts:
             answer = KeptAnswer(answer=drawn[place], reward=float(total), values_F=values_F.tolist())
             found[_name(questions[place[0]])][place[1]] = answer
         return {name: list(answers.values()) for name, answers in found.items()}
+
+    def _advantages(self, groups_N: NDArray[np.int64], total_N: NDArray[np.float64]) -> NDArray[np.float64]:
+        found_N = np.full(len(total_N), np.nan)
+        for group in np.unique(groups_N):
+            ours_N = (groups_N == group) & ~np.isnan(total_N)
+            found_N[ours_N] = advantages(total_N[ours_N], self.advantage)
+        return found_N
 
     def _drawn(self, questions: Sequence[Question], step: int) -> dict[tuple[int, int], Trajectory]:
         """The answers, by the number of their question and their own."""

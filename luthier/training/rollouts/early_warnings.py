@@ -150,7 +150,7 @@ class EarlyWarnings:
             self._tell(
                 "length",
                 f"answers have grown from {shorter:.0f} to {longer:.0f} tokens while the reward went from {lower:.3g} "
-                f"to {higher:.3g}: look whether length itself is rewarded (luthier show RUN --rollouts); the loss "
+                f"to {higher:.3g}: look whether length itself is rewarded (luthier rollouts RUN); the loss "
                 "dr_grpo does not prefer long answers, and a reward may count their tokens",
             )
 
