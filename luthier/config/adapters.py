@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from luthier.config.choices import AdapterType, ModelPart, QuantizationType, Sharding
+from luthier.config.choices import AdapterType, ModelPart, QuantizationType, RatePart, Sharding
 from luthier.config.draft import Draft
 from luthier.config.inputs import check_pattern
 from luthier.config.media import MediaCache
@@ -189,6 +189,20 @@ def check_quantization(draft: Draft) -> Iterator[Problem]:
     if draft.config.model.quantization.type is QuantizationType.TORCHAO_INT4:
         what = "PEFT and transformers train no adapters on torchao's int4 weights"
         yield draft.problem("model.quantization", what, "set model.quantization: nf4, which takes as little memory")
+
+
+def check_blocks(draft: Draft) -> Iterator[Problem]:
+    """What asks badam, which trains decoder layers, to train weights that are in none."""
+    config = draft.config
+    if config.train.optim != "badam" or config.train.optim_args.get("ends"):
+        return
+    asking = [f"train.learning_rates.{part}" for part in config.train.learning_rates if part is not RatePart.ROUTER]
+    asking += [f"model.{name}" for name in ("add_tokens", "add_special_tokens") if getattr(config.model, name)]
+    others = any(part is not ModelPart.LANGUAGE_MODEL for part in config.adapter.train_parts)
+    asking += ["adapter.train_parts"] if others and draft.given("adapter.train_parts") else []
+    for key in asking:
+        what = f"this trains weights outside of the decoder layers, and {draft.cite('train.optim')} is badam"
+        yield draft.problem(key, what, "set train.optim_args: {ends: true}, or train.optim: adamw_torch")
 
 
 def check_features(draft: Draft) -> Iterator[Problem]:

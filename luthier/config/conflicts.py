@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from luthier.config.adapters import check_adapter, check_features, check_quantization
+from luthier.config.adapters import check_adapter, check_blocks, check_features, check_quantization
 from luthier.config.choices import (
     HistoryRendering,
     MixtureBy,
@@ -471,6 +471,7 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("data.mixture", "data.train"), _weights),
     (("train.lr_scheduler_type", "train.lr_scheduler_kwargs", "train.learning_rate", "train.max_steps"), _schedule),
     (("train", "adapter.type"), _optimizer),
+    (("train", "adapter", "model"), check_blocks),
     (("train", "runtime.sharding"), _offload),
     (("runtime.device", "train.precision", "model"), _on_cpu),
     (("output.resume", "output.overwrite", "output.save_only_model"), _resumption),

@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from luthier.config.choices import Offload, RatePart
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.schema import RunConfig, TrainConfig
+from luthier.config.schema import AdapterType, RunConfig, TrainConfig
 from luthier.errors import ModelError
 from luthier.loader.plan import StreamPlan
 from luthier.models import sharding
@@ -44,7 +44,8 @@ def make_optimizer(model: nn.Module, args: TrainingArguments, config: RunConfig)
 
     Raises `ModelError`, ``ValueError`` or ``ImportError`` for what cannot be made here.
     """
-    factors = rate_factors(model, config)  # before an optimizer of single blocks freezes the others
+    factors = rate_factors(model, config)
+    check_blocks(model, config)
     optimizer = _made(model, args, config.train)
     split_by_rate(optimizer, factors)
     if Offload.OPTIMIZER in config.train.offload:
@@ -127,6 +128,21 @@ def _muon(model: nn.Module, args: TrainingArguments, own: dict[str, Any], adam: 
         muon={"lr": args.learning_rate, **own},
         adamw=adam,
     )
+
+
+def check_blocks(model: nn.Module, config: RunConfig) -> None:
+    """Raises `ModelError` where ``adapter.type: freeze`` has chosen weights that badam would leave as they are."""
+    train = config.train
+    if train.optim != "badam" or train.optim_args.get("ends") or config.adapter.type is not AdapterType.FREEZE:
+        return
+    layers = decoder_layers(_plain(model))
+    inside = {id(weight) for layer in layers or () for weight in layer.parameters()}
+    left = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in inside]
+    if left:
+        raise ModelError(
+            f"adapter.freeze_trainable_modules trains {left[0]}, and badam trains decoder layers alone",
+            hint="set train.optim_args: {ends: true}, or train.optim: adamw_torch",
+        )
 
 
 def _badam(model: nn.Module, args: TrainingArguments, own: dict[str, Any], adam: Group) -> torch.optim.Optimizer:

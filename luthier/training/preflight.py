@@ -48,7 +48,7 @@ from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.folder.state import check_writable
 from luthier.training.losses.reference_choice import check_reference
 from luthier.training.losses.tower_features import readable_media
-from luthier.training.optimizer import make_optimizer, rate_factors
+from luthier.training.optimizer import check_blocks, make_optimizer, rate_factors
 from luthier.writing import counted
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
@@ -273,6 +273,7 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         yield from draft.told("adapter.type", lambda: adapted.append(apply_adapter(model, fresh, new_ids=new_ids)))
     if adapted:
         yield from draft.told("train.learning_rates", lambda: rate_factors(adapted[0], config))
+        yield from draft.told("adapter.freeze_trainable_modules", lambda: check_blocks(adapted[0], config))
     if config.runtime.sharding is Sharding.FSDP and adapted:
         yield from draft.told("runtime.sharding", lambda: divisible_layers(adapted[0]))
 

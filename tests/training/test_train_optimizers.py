@@ -53,7 +53,8 @@ def _eager() -> Any:
 def run(tmp_path: Path, tokenizer: Tokenizer) -> Run:
     def train(optim: str, *, folder: str = "run", **changes: Any) -> RunResult:
         changes = {"train__learning_rate": FAST.get(optim, 1e-2), "train__lr_scheduler_type": "constant", **changes}
-        config = make_config(tmp_path / folder, train__optim=optim, train__per_device_train_batch_size=4, **changes)
+        changes = {"train__per_device_train_batch_size": 4, **changes}
+        config = make_config(tmp_path / folder, train__optim=optim, **changes)
         return fit_data(config, tokenizer, DATA)
 
     return train
@@ -234,6 +235,74 @@ def test_badam_trains_the_rest_as_a_block_of_its_own_where_that_is_asked_for() -
     assert not torch.equal(before, model.model.embed_tokens.weight)
 
 
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ("train: {optim: badam, learning_rates: {embedding: 1e-5}}", "train.learning_rates.embedding"),
+        ("train: {optim: badam}\nadapter: {train_parts: [language_model, tower]}", "adapter.train_parts"),
+        ("train: {optim: badam}\nmodel: {name_or_path: preset:tiny-qwen3, add_tokens: [<x>]}", "model.add_tokens"),
+    ],
+)
+def test_what_badam_would_leave_as_it_is_cannot_be_asked_of_it(more: str, key: str) -> None:
+    data = "data: {train: preset:skills#20}\n" + ("" if "model:" in more else "model: preset:tiny-qwen3\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config_text(data + more)
+    assert [problem.key for problem in raised.value.problems] == [key]
+    load_config_text(data + more.replace("optim: badam", "optim: badam, optim_args: {ends: true}"))
+
+
+def test_badam_refuses_modules_outside_of_its_layers_that_freeze_has_chosen() -> None:
+    section = AdapterConfig(type=AdapterType.FREEZE, freeze_trainable_layers=1, freeze_trainable_modules=["embed_tokens"])
+    with pytest.raises(ModelError, match=r"embed_tokens.*badam"):
+        _rates(apply_adapter(_model(), section), {"optim": "badam"}, section)
+    assert _rates(apply_adapter(_model(), section), {"optim": "badam", "optim_args": {"ends": True}}, section)
+
+
+@pytest.mark.parametrize("optim", HERE)
+def test_rates_decay_and_freezing_hold_for_every_optimizer(optim: str) -> None:
+    """A part with next to no rate and a frozen weight stay; what decays goes elsewhere without decay."""
+    _require(optim)
+    ended = {}
+    for decay in (0.0, 0.5):
+        model = _model(tie_word_embeddings=False)
+        frozen, embedding = model.model.layers[0].mlp.up_proj.weight, model.model.embed_tokens.weight
+        frozen.requires_grad_(False)
+        before = [frozen.clone(), embedding.clone(), model.lm_head.weight.clone()]
+        train = {"optim": optim, "learning_rate": 1e-2, "weight_decay": decay, "layer_decay": 0.5}
+        train |= {"optim_args": {"ends": True, "switch_every": 1} if optim == "badam" else {}}
+        config = make_config(Path("nowhere"), train={**train, "learning_rates": {"embedding": 1e-9}})
+        optimizer = make_optimizer(
+            model, training_arguments(config, max_steps=4, evaluates=False, evaluates_first=False), config
+        )
+        getattr(optimizer, "train", lambda: None)()
+        rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
+        of_layers = [rates[id(layer.mlp.down_proj.weight)] for layer in model.model.layers]
+        assert of_layers == pytest.approx([2.5e-3, 5e-3])
+        _steps(model, optimizer, range(7))
+        assert torch.equal(frozen, before[0])
+        torch.testing.assert_close(embedding, before[1], rtol=0, atol=1e-5)
+        assert (model.lm_head.weight - before[2]).abs().max() > 1e-4
+        ended[decay] = model.lm_head.weight.detach().clone()
+    assert not torch.equal(ended[0.0], ended[0.5])
+
+
+@pytest.mark.parametrize("optim", [name for name in HERE if not OPTIMIZERS[name].in_backward])
+def test_micro_batches_of_one_row_take_the_steps_of_one_batch(run: Run, optim: str) -> None:
+    _require(optim)
+    whole = run(optim, folder="whole", train__max_steps=2, train__learning_rate=1e-3)
+    parts = {"train__per_device_train_batch_size": 1, "train__gradient_accumulation_steps": 4}
+    divided = run(optim, folder="divided", train__max_steps=2, train__learning_rate=1e-3, **parts)
+    assert len(divided.steps) == len(whole.steps) == 2
+    for one, other in zip(divided.steps, whole.steps, strict=True):
+        assert (one.loss, one.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-3)
+
+
+@pytest.mark.parametrize("optim", [name for name, row in OPTIMIZERS.items() if row.in_backward])
+def test_updates_in_the_backward_pass_refuse_several_micro_batches(optim: str) -> None:
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
+        load_config_text(f"{GOOD}train: {{optim: {optim}, gradient_accumulation_steps: 4}}\n")
+
+
 # ------------------------------------------------------------------------------------------- in the backward pass
 
 
@@ -411,7 +480,6 @@ GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills#20}\n"
         ("{optim: adamw_torch, optim_args: {rank: 8}}", "full", "train.optim_args.rank"),
         ("{optim: muon, optim_args: {nesterov: 1}}", "full", "train.optim_args.nesterov"),
         ("{optim: muon, optim_args: 'momentum'}", "full", "train.optim_args"),
-        ("{optim: lomo, gradient_accumulation_steps: 2}", "full", "train.gradient_accumulation_steps"),
         ("{optim: galore_adamw_layerwise, tokens_per_step: 64}", "full", "train.tokens_per_step"),
         ("{optim: adalomo, precision: fp16}", "full", "train.precision"),
         ("{optim: badam}", "lora", "train.optim"),
