@@ -93,7 +93,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     check_tokens(model_config, section, vocabulary, unborn=random_init)
     if is_reward_model(config):
         model_config.num_labels = 1
-    check_stored(model_config, section.quantization, merges=config.adapter.merge)
+    check_stored(model_config, section.quantization, merges=_merging_key(config))
     attention = _attention(section, model_config, notes)
     dtype = _dtype(config, model_config, notes)
     if random_init:
@@ -163,11 +163,16 @@ def quantize_whole(loaded: LoadedModel, config: RunConfig) -> LoadedModel:
     return replace(loaded, model=quantized, notes=(*loaded.notes, quantization_note(quantized)))
 
 
+def _merging_key(config: RunConfig) -> str | None:
+    """The key that has an adapter merged into the model, if there is one."""
+    return "adapter.merge_first" if config.adapter.merge_first else "adapter.merge" if config.adapter.merge else None
+
+
 def check_quantized(config: RunConfig, weightless: PreTrainedModel) -> None:
     """Raise `ModelError` where the model cannot be quantized as asked, or comes quantized in a way that cannot be
     loaded or trained here."""
     section = config.model.quantization
-    method = check_stored(weightless.config, section, merges=config.adapter.merge)
+    method = check_stored(weightless.config, section, merges=_merging_key(config))
     if method is not None and not config.adapter.type.is_beside:
         raise ModelError(
             f"adapter.type: the model comes quantized ({method}), and weights of few bits are not trained",

@@ -138,9 +138,9 @@ def is_read_whole(config: PretrainedConfig) -> bool:
     return bool((_said(config) or {}).get("dequantize"))
 
 
-def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merges: bool) -> str | None:
+def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merges: str | None) -> str | None:
     """Ask transformers whether a model that comes quantized can be loaded and trained under an adapter here; gives its
-    method, None where its weights are whole once they are loaded.
+    method, None where its weights are whole once they are loaded. ``merges``: the key that wants an adapter merged.
 
     Raises `ModelError` where a package is missing, transformers does not train that method, or an adapter cannot be
     merged into it.
@@ -167,8 +167,8 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
     if not trainable:
         raise ModelError(f"{key}transformers trains no adapters on such weights", hint=hint)
     if merges and not _is_dequantizable(quantizer):
-        what = "transformers does not turn such weights back into whole ones, which adapter.merge needs"
-        raise ModelError(f"{key}{what}", hint="set adapter.merge: false")
+        what = f"transformers does not turn such weights back into whole ones, which {merges} needs"
+        raise ModelError(f"{key}{what}", hint=f"remove {merges}, or {hint}")
     return method
 
 

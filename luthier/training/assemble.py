@@ -19,6 +19,7 @@ from luthier.loader.plan import StreamPlan
 from luthier.loader.run_settings import eval_settings, media_of, shares_prompts, units_of
 from luthier.models import adapter_files, adapters
 from luthier.models.model import LoadedModel, load_model, quantize_whole, run_precision
+from luthier.models.quantized import is_quantized
 from luthier.models.sharding import give_up_gathered, place, unsharded_class
 from luthier.models.submodules import text_attention
 from luthier.models.vocabulary import Vocabulary
@@ -94,8 +95,10 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Even
     loaded = load_model(config, vocabulary)
     use_cache = bool(loaded.model.config.get_text_config().use_cache)
     is_adapter = config.adapter.type.is_beside
-    merged = config.adapter.merge_first
+    merged, few_bits = config.adapter.merge_first, is_quantized(loaded.model)
     loaded = replace(loaded, model=adapter_files.merge_first(loaded.model, config.adapter))
+    if merged and few_bits:
+        tell(Note(text="model: it came quantized, and has whole weights since adapters were merged into it"))
     if is_adapter and (loaded.random_weights or merged):
         base = (config.output.dir / BASE_FOLDER).resolve()
         if world.is_main:

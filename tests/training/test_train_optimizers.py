@@ -252,7 +252,9 @@ def test_what_badam_would_leave_as_it_is_cannot_be_asked_of_it(more: str, key: s
 
 
 def test_badam_refuses_modules_outside_of_its_layers_that_freeze_has_chosen() -> None:
-    section = AdapterConfig(type=AdapterType.FREEZE, freeze_trainable_layers=1, freeze_trainable_modules=["embed_tokens"])
+    section = AdapterConfig(
+        type=AdapterType.FREEZE, freeze_trainable_layers=1, freeze_trainable_modules=["model.embed_tokens.weight"]
+    )
     with pytest.raises(ModelError, match=r"embed_tokens.*badam"):
         _rates(apply_adapter(_model(), section), {"optim": "badam"}, section)
     assert _rates(apply_adapter(_model(), section), {"optim": "badam", "optim_args": {"ends": True}}, section)

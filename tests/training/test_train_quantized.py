@@ -19,6 +19,7 @@ from tiny_rows import epoch_steps, run_data
 from tiny_runs import make_config, make_data, make_segments
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     GptOssConfig,
@@ -33,11 +34,13 @@ from luthier.config.schema import AdapterConfig, AdapterType, RunConfig
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.errors import ModelError
 from luthier.models.model import load_model
-from luthier.models.quantized import is_quantized, whole_weight
+from luthier.models.quantized import check_stored, is_quantized, settle, whole_weight
 from luthier.models.vocabulary import Vocabulary
+from luthier.training.assemble import make_model
 from luthier.training.fit import fit_data
 from luthier.training.report.events import Event, Note
 from luthier.training.report.result import RunResult
+from luthier.training.streams import World
 
 Train = Callable[..., RunResult]
 CHANCE = math.log(2)
@@ -218,6 +221,40 @@ def test_a_model_that_comes_quantized_is_trained_on_and_merged(
         found, expected = merged(input_ids=ids).logits, adapted(input_ids=ids).logits
     allowed = 1e-3 if "load_in_4bit" in how else 5e-2  # in 8 bits inputs of layers are rounded too
     assert (found - expected).abs().max() < allowed * expected.abs().max()
+
+
+def test_adapters_are_merged_first_into_what_a_quantized_model_computes(
+    base: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """The next adapter has the numbers of the quantized model with the first one beside it as its base."""
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    AutoModelForCausalLM.from_pretrained(base, quantization_config=how).save_pretrained(tmp_path / "stored")
+    first = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype=torch.float32),
+        LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    ).eval()
+    settle(first.get_base_model())
+    first.save_pretrained(tmp_path / "first")
+    changed = {"adapter": {**LORA, "merge_first": [str(tmp_path / "first")]}, "model": str(tmp_path / "stored")}
+    told: list[str] = []
+    config = make_config(tmp_path / "run", **changed)
+    model = make_model(config, tokenizer, World(rank=0, size=1), lambda event: told.append(str(event))).model.eval()
+    ids = torch.arange(3, 35)[None]
+    with torch.no_grad():
+        expected = first(input_ids=ids).logits
+        found = model(input_ids=ids).logits
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+    assert not is_quantized(model.get_base_model()) and any("came quantized" in text for text in told)
+
+
+@pytest.mark.parametrize("key", ["merge", "merge_first"])
+def test_what_cannot_be_made_whole_is_not_merged_into(key: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = AutoConfig.from_pretrained(base)
+    stored.quantization_config = BitsAndBytesConfig(load_in_4bit=True).to_dict()
+    monkeypatch.setattr("luthier.models.quantized._is_dequantizable", lambda quantizer: False)
+    assert check_stored(stored, QuantizationConfig(), merges=None) == "bitsandbytes"
+    with pytest.raises(ModelError, match=rf"adapter\.{key} needs"):
+        check_stored(stored, QuantizationConfig(), merges=f"adapter.{key}")
 
 
 def _in_8_bit_floats(base: Path, folder: Path) -> dict[str, torch.Tensor]:
