@@ -248,7 +248,8 @@ class EvalConfig(Section):
     """Rows per device in evaluation."""
     generate_rows: Natural = 0
     """Answer this many held-out rows, as the section ``generate`` says (by greedy search), before and after training,
-    and report exact match."""
+    and report exact match. With ``objective: rl`` also at each evaluation, and with the rewards of these answers and of
+    ``rollout.answers`` that are drawn to each row."""
     metrics: Texts = []
     """What else is measured of these answers: names of metrics ([predict.md](predict.md#metrics)), as ``rougeL`` or
     ``regex:#### (-?\\d+)``."""

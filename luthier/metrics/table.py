@@ -239,14 +239,20 @@ def values_of(metric: Metric, answers: Sequence[Answered]) -> list[list[float]]:
 
 def _of_rows(metric: Metric, answers: Sequence[Answered]) -> dict[str, object]:
     values = values_of(metric, answers)
+    told, counted = told_of_values(values, [one.row for one in answers]), sum(map(len, values))
+    if 0 < counted < sum(len(one.generated) for one in answers):
+        told["counted"] = counted
+    return told
+
+
+def told_of_values(values: Sequence[Sequence[float]], rows: Sequence[str]) -> dict[str, object]:
+    """What is told of a number for each sample of each question; nothing where there is none. See `measured`."""
     samples = [sample for row in values for sample in row]
     if not samples:
         return {}
     parts_N2 = _sums_and_counts(values)
     told: dict[str, object] = {"mean": mean_of(parts_N2.sum(axis=0))}
-    told |= _ends(interval(parts_N2, [one.row for one in answers], mean_of))
-    if len(samples) < sum(len(one.generated) for one in answers):
-        told["counted"] = len(samples)
+    told |= _ends(interval(parts_N2, rows, mean_of))
     several = [row for row in values if row]
     most = max(map(len, several))
     if most > 1:

@@ -110,6 +110,19 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
             self.tell(Note(text=f"early stopping: {key} has not improved for {counted(waited, 'evaluation')}"))
 
 
+class AnsweringBetween(TrainerCallback):  # type: ignore[misc]
+    """Has held-out rows answered at each evaluation between the first step and the last; before the one and after the
+    other they are answered anyway. ``answer`` is called on all ranks."""
+
+    def __init__(self, answer: Callable[[], None], is_last: Callable[[int], bool]) -> None:
+        self.answer, self.is_last = answer, is_last
+
+    def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Answer, unless that is done elsewhere."""
+        if state.global_step and not self.is_last(state.global_step - 1):
+            self.answer()
+
+
 class Journal(TrainerCallback):  # type: ignore[misc]
     """Turns what the loop reports into records and tells the listeners."""
 

@@ -35,6 +35,7 @@ from luthier.training.assemble import (
     make_trainer,
     summarise_model,
 )
+from luthier.training.callbacks import AnsweringBetween
 from luthier.training.data import RunData, open_live_data, open_run_data
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import (
@@ -55,6 +56,8 @@ from luthier.training.report.events import Event, EventListener, Finished, Note,
 from luthier.training.report.journal import LogFile
 from luthier.training.report.progress import ProgressBar, make_view
 from luthier.training.report.result import LOG_FILE, RunResult
+from luthier.training.rollouts.drawing import Rollouts
+from luthier.training.rollouts.held_out import with_rewards
 from luthier.training.schedule import FEW_STEPS, length_notes
 from luthier.training.signals import StopSignals
 from luthier.training.streams import World, check_rows, loader_state, make_schedule, state_at_start
@@ -275,6 +278,9 @@ def _train(run: Run) -> None:
         if (run.resume / OBJECTIVE_STATE).is_file():
             with taking_over(run.resume, OBJECTIVE_STATE):
                 run.trainer.parts.losses.load_state(read_json(run.resume / OBJECTIVE_STATE))
+    if run.trainer.parts.stream.rollouts is not None:
+        between = AnsweringBetween(lambda: _answer(run, questions), run.schedule.is_last)
+        run.trainer.callback_handler.add_callback(between)
     run.trainer.train(run.resume)
     run.trainer.finish()
     run.hooks.tell(Finished(step=run.trainer.state.global_step))
@@ -326,6 +332,16 @@ def _answer(run: Run, questions: list[Question]) -> None:
             media=run.run_model.media,
             metrics=metrics_of_answers(run.config.eval.metrics),
         )
+        if isinstance(rollouts := run.trainer.parts.stream.rollouts, Rollouts):
+            answers = with_rewards(
+                answers,
+                questions,
+                engine=rollouts.engine,
+                tokenizer=run.tokenizer,
+                judge=rollouts.judge,
+                config=run.config.rollout,
+                settings=answering(run.config),
+            )
         give_up_gathered(run.run_model.model)
         run.hooks.tell(answers)
     run.trainer.accelerator.wait_for_everyone()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from luthier.collation import MediaInputs
 from luthier.config.schema import GenerateConfig, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Ids, Refusal, Request
+from luthier.engines.engine import Completion, Finish, Ids, Refusal, Request
 from luthier.engines.local import LocalEngine, base_of
 from luthier.metrics.table import Answered, Metric, measured
 from luthier.packing import Segments, UnitKind
@@ -116,15 +116,17 @@ def answer_all(
     engine = LocalEngine(model, tokenizer, media=media, batch_size=batch_size)
     requests = [question.request(number, settings) for number, question in enumerate(questions)]
     texts: dict[int, str] = {}
-    answered: set[int] = set()
+    answered: dict[int, bool] = {}  # whether the answer is finished
     for answer in engine.generate(requests):
         match answer:
             case Completion():
                 texts[answer.key] = answer.text(tokenizer, settings.stop_strings)
-                answered.add(answer.key)
+                answered[answer.key] = answer.finish is Finish.STOP
             case Refusal():
                 texts[answer.key] = f"no answer: {answer.reason}: {answer.detail}"
-    records = tuple(_record(question, texts[number], tokenizer) for number, question in enumerate(questions))
+    records = tuple(
+        _record(question, texts[number], tokenizer, answered.get(number)) for number, question in enumerate(questions)
+    )
     pairs = [records[number] for number in sorted(answered)]
     compared = [Answered(row=one.address, expected=one.expected, generated=(one.generated,)) for one in pairs]
     return GenerationRound(
@@ -158,7 +160,7 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def _record(question: Question, generated: str, tokenizer: Tokenizer) -> GenerationRecord:
+def _record(question: Question, generated: str, tokenizer: Tokenizer, finished: bool | None) -> GenerationRecord:
     expected = tokenizer.decode(question.answer)
     return GenerationRecord(
         address=str(question.address),
@@ -166,6 +168,7 @@ def _record(question: Question, generated: str, tokenizer: Tokenizer) -> Generat
         expected=expected,
         generated=generated,
         equal=generated == expected,
+        finished=finished,
     )
 
 

@@ -102,13 +102,15 @@ class EvalRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRecord:
-    """One held-out row answered, up to the stop token. ``equal``: the texts are, control tokens included."""
+    """One held-out row answered, up to the stop token. ``equal``: the texts are, control tokens included. ``finished``:
+    there was a stop token; None where that is not known."""
 
     address: str
     prompt: str
     expected: str
     generated: str
     equal: bool
+    finished: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,58 @@
+"""Held-out rows of a run that learns from its own answers: judged by its rewards, before, between and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_runs import make_data, make_segments
+
+from luthier.metrics.table import METRICS, Metric, pass_at
+from luthier.training.report.report import Report, write_report
+from luthier.training.report.result import GenerationRound, RunResult
+
+
+def test_rounds_have_the_rewards_of_greedy_and_of_drawn_answers(
+    train: Callable[..., RunResult], knows_few: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def even(expected: str, generated: str) -> float:
+        asked.append(generated)
+        return float(len(generated) % 2 == 0)
+
+    monkeypatch.setitem(METRICS._rows, "even", Metric(of_row=even))
+    run = train(
+        make_data(make_segments(12), make_segments(6, seed=3)),
+        model={"name_or_path": str(knows_few)},
+        objective="rl",
+        rollout={"prompts_per_step": 4, "answers": 4, "max_new_tokens": 8, "min_finished": 0, "rewards": ["even"]},
+        data__max_length=64,
+        eval={"strategy": "steps", "steps": 2, "generate_rows": 5, "max_new_tokens": 8},
+        train__max_steps=4,
+        train__learning_rate=1e-12,
+    )
+    assert [one.step for one in run.generations] == [0, 2, 4]
+    first, between, last = run.generations
+    assert first.metrics == between.metrics == last.metrics, "the weights are the same, and so are the random numbers"
+    greedy = [even("", record.generated) for record in first.records]
+    assert first.metrics["greedy/reward"]["mean"] == pytest.approx(sum(greedy) / 5)
+    drawn = asked[5 : 5 + 20]
+    right = [sum(even("", text) for text in drawn[4 * row : 4 * row + 4]) for row in range(5)]
+    sampled = first.metrics["sampled/reward"]
+    assert sampled["mean"] == pytest.approx(sum(right) / 20)
+    for k in (1, 2, 4):
+        assert sampled[f"pass@{k}"] == pytest.approx(sum(pass_at(k, 4, int(one)) for one in right) / 5)
+    assert first.scores["sampled/reward pass@4"] == sampled["pass@4"]
+    page = write_report(Report(result=run))[0].read_text()
+    assert "greedy/reward" in page and "sampled/reward pass@4" in page
+
+
+def test_other_runs_are_answered_as_before(train: Callable[..., RunResult]) -> None:
+    run = train(
+        make_data(make_segments(12), make_segments(6, seed=3)),
+        eval={"strategy": "steps", "steps": 2, "generate_rows": 2, "max_new_tokens": 4},
+    )
+    found: list[GenerationRound] = list(run.generations)
+    assert [one.step for one in found] == [0, 4] and not any(one.metrics for one in found)
