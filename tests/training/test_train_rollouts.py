@@ -245,7 +245,7 @@ def test_temperature_is_of_what_draws_and_of_what_learns(
     entropies = []
     for temperature in (1.0, 0.5):
         rollout = {**RL["rollout"], "temperature": temperature}
-        changes = {**RL, "rollout": rollout, "model": {"name_or_path": str(knows_few)}, "adapter": adapter}
+        changes = {**RL, "rollout": rollout, "model": {"name_or_path": str(knows_few)}}
         run = train(make_data(make_segments(12)), folder=str(temperature), train__max_steps=2, **changes)
         assert all(step.measures["gap"] < 1e-5 for step in run.steps)
         entropies.append(run.steps[0].measures["entropy"])
