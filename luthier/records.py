@@ -566,6 +566,7 @@ class PolicyTargets:
     groups_S      int64: which of the batch's prompts it answers
     order_K       int64: the targets as they were drawn, answer by answer
     age           how many steps before this one they were drawn
+    expected_K    float32: what the value head expected there when they were drawn; None without one
     """
 
     behaviour_K: torch.Tensor
@@ -577,6 +578,7 @@ class PolicyTargets:
     groups_S: torch.Tensor
     order_K: torch.Tensor
     age: int = 0
+    expected_K: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

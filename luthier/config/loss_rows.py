@@ -48,6 +48,7 @@ class Loss:
     advantage        how rewards become advantages: `luthier.objectives.policy_losses.Advantage`
     divisor          what the sum of a step is divided by: `Divisor` there
     kl_in            where its number ``kl_weight`` acts: in the ``loss``, or taken off the ``reward``
+    expects          a value head learns what to expect of an answer, which its advantages are measured against
     whitened         advantages are brought to mean 0 and standard deviation 1 over the targets of the step
     """
 
@@ -72,6 +73,7 @@ class Loss:
     advantage: str = "standard"
     divisor: str = "tokens"
     kl_in: str = "loss"
+    expects: bool = False
     whitened: bool = False
 
     @property
@@ -159,19 +161,8 @@ def _policies(
 
 
 ROWS = (
-    _tokens(
-        "cross_entropy",
-        "-log p",
-        "",
-        "maximum likelihood",
-        is_plain=True,
-    ),
-    _tokens(
-        "dft",
-        "-sg(p) log p",
-        "2508.05629",
-        "DFT: unlikely targets count less",
-    ),
+    _tokens("cross_entropy", "-log p", "", "maximum likelihood", is_plain=True),
+    _tokens("dft", "-sg(p) log p", "2508.05629", "DFT: unlikely targets count less"),
     _tokens(
         "eaft",
         "-sg(H20 / 3)^alpha log p, H20 the entropy of the 20 likeliest tokens",
@@ -234,12 +225,7 @@ ROWS = (
         reference_free=True,
         numbers={"label_smoothing": 0.001},
     ),
-    _pairs(
-        "nca_pair",
-        "-log s(b rc) - log s(-b rc)/2 - log s(-b rd)/2",
-        "2402.05369",
-        "NCA",
-    ),
+    _pairs("nca_pair", "-log s(b rc) - log s(-b rc)/2 - log s(-b rd)/2", "2402.05369", "NCA"),
     _pairs(
         "bco_pair",
         "-log s(b rc - delta) - log s(-(b rd - delta))",
@@ -379,13 +365,7 @@ ROWS = (
         reference=False,
         numbers={"sft_weight": 1.0, "label_smoothing": 0.0},
     ),
-    _verdicts(
-        "kto",
-        "good: s(-b (r - kl)); bad: s(-b (kl - r))",
-        "2402.01306",
-        "KTO",
-        estimates_kl=True,
-    ),
+    _verdicts("kto", "good: s(-b (r - kl)); bad: s(-b (kl - r))", "2402.01306", "KTO", estimates_kl=True),
     _verdicts(
         "apo_zero_unpaired",
         "good: s(-b r); bad: s(b r)",
@@ -488,5 +468,26 @@ ROWS = (
         function="clipped",
         numbers={"clip_low": 0.2, "clip_high": 0.2},
         advantage="relative",
+    ),
+    _policies(
+        "ppo",
+        "-min(p A, clip(p) A) + value_weight max((V - R)^2, (clip(V) - R)^2) / 2, A by GAE, whitened over the step",
+        "1707.06347",
+        "PPO: a value head V learns what to expect, and answers are compared with that; KL is taken off the reward",
+        numbers={
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_weight": 0.2,
+            "kl_target": 6.0,
+            "kl_horizon": 10_000.0,
+            "discount": 1.0,
+            "gae_lambda": 0.95,
+            "value_clip": 0.2,
+            "value_weight": 0.1,
+        },
+        advantage="reward",
+        kl_in="reward",
+        expects=True,
+        whitened=True,
     ),
 )

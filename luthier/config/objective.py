@@ -217,6 +217,19 @@ class ObjectiveConfig(Section):
     """``rl``: weight of the KL divergence from the reference model, which keeps the model near it; 0 is none, and needs
     no reference. ``rloo`` and ``reinforce_pp`` take it off the rewards, others have it in the loss
     ([rl.md](rl.md#near-a-reference))."""
+    kl_target: NonNegative | None = None
+    """``ppo``: the KL of a whole answer, in nats, that ``kl_weight`` is led to: raised while KL is above, lowered while
+    it is below. 0: the weight stays as it is."""
+    kl_horizon: Positive | None = None
+    """``ppo``: in how many answers ``kl_weight`` may change by a fifth."""
+    discount: Proportion | None = None
+    """``ppo``: what a reward counts one token before it."""
+    gae_lambda: Proportion | None = None
+    """``ppo``: how far advantages look ahead; 0: to the next value alone, 1: to the end of the answer."""
+    value_clip: Positive | None = None
+    """``ppo``: how far a value may move from what it was when the answer was drawn, before that counts no more."""
+    value_weight: NonNegative | None = None
+    """``ppo``: weight of the value head's loss."""
     reference: ReferenceConfig = ReferenceConfig()
     """The model that the loss compares with, where it does."""
 

@@ -5,7 +5,7 @@ B rows, T tokens a row, K targets, S segments, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -28,6 +28,7 @@ from luthier.records import Batch, Targets
 from luthier.writing import counted
 
 Scores = TypeVar("Scores")
+Valued = tuple[TokenScores, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,6 +88,14 @@ class ModelPass:
         """The log-probability of each target; with ``entropy`` also that of the distribution it is drawn from."""
         return self.scored(model, batch, _scores_with_entropy if entropy else _log_probabilities)
 
+    def values(self, model: nn.Module, batch: Batch, head: ValueHead) -> tuple[Scored[Valued], Targets]:
+        """`token_scores` with entropies, and what the value head expects at each target, float32[K]."""
+
+        def score(hidden_KD: torch.Tensor, of: AnyHead, targets: Targets) -> Valued:
+            return _scores_with_entropy(hidden_KD, of, targets), head(hidden_KD)
+
+        return self.scored(model, batch, score)
+
     def rewards(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """float32[S]: the reward of each segment, which a reward model gives at its last token."""
         assert self.head is None, "a language model gives no rewards"
@@ -108,6 +117,53 @@ class ModelPass:
             raise ModelError(f"its reward head was called {counted(len(taken), 'time')} in one forward pass")
         (rewards_BT1,) = taken
         return rewards_BT1.flatten()[segment_ends(batch).to(self.device)].float()
+
+
+class ValueHead(nn.Module):
+    """What a policy expects of an answer at each of its targets: a linear function of the hidden state before it.
+
+    It becomes a part of the model, so that its weights are trained with the others'. The model's own weights, as they
+    are saved for others, are without it.
+    """
+
+    def __init__(self, hidden_size: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight_D = nn.Parameter(torch.zeros(hidden_size, device=device))
+        self.bias = nn.Parameter(torch.zeros((), device=device))
+
+    def forward(self, hidden_KD: torch.Tensor) -> torch.Tensor:
+        """float32[K]."""
+        return (hidden_KD.float() * self.weight_D).sum(dim=1) + self.bias
+
+    def numbers(self) -> dict[str, Any]:
+        """Its weights, for a checkpoint."""
+        return {"weight": self.weight_D.tolist(), "bias": self.bias.item()}
+
+    def take(self, numbers: Mapping[str, Any]) -> None:
+        """The way back."""
+        with torch.no_grad():
+            self.weight_D.copy_(torch.tensor(numbers["weight"]))
+            self.bias.fill_(numbers["bias"])
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        """Nothing, and nothing is missed in `_load_from_state_dict`."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """See `_save_to_state_dict`."""
+
+
+def add_value_head(model: nn.Module, forward: ModelPass) -> ValueHead:
+    """A new one, which expects 0 everywhere. Raises `ModelError` where hidden states cannot be had."""
+    plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if forward.head is None or not forward.head.tapped:
+        raise ModelError(
+            f"a value head needs the hidden states before the output layer, and {type(plain).__name__} makes its "
+            "logits in a way of its own",
+            hint="choose another objective.loss, such as reinforce_pp",
+        )
+    found = ValueHead(plain.config.get_text_config().hidden_size, forward.device)
+    model.add_module("value_head", found)
+    return found
 
 
 def casting(device: torch.device, to: torch.dtype | None) -> AbstractContextManager[object]:

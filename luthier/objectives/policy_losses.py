@@ -52,6 +52,12 @@ class PolicyScores:
     advantages_K  float32
     segments_K    int64: the answer of each target
     num_answers   S
+
+    Where a value head learns what to expect of answers, float32:
+
+    values_K      V, differentiable: what it expects at each target
+    expected_K    the same when the answers were drawn
+    returns_K     R: what came of them
     """
 
     logps_K: torch.Tensor
@@ -59,6 +65,9 @@ class PolicyScores:
     advantages_K: torch.Tensor
     segments_K: torch.Tensor
     num_answers: int
+    values_K: torch.Tensor | None = None
+    expected_K: torch.Tensor | None = None
+    returns_K: torch.Tensor | None = None
 
     @property
     def ratios_K(self) -> torch.Tensor:
@@ -109,6 +118,15 @@ def rloo(scores: PolicyScores, numbers: Numbers) -> torch.Tensor:
     """-A times the ratio of the whole answer's probability, which is clipped as `clipped`; each target has a share."""
     ratios_S = scores.sums_S(scores.logps_K - scores.behaviour_K).exp()
     return (_clipped(ratios_S, scores.advantages_S, numbers) / scores.lengths_S.clamp(min=1))[scores.segments_K]
+
+
+def ppo(scores: PolicyScores, numbers: Numbers) -> torch.Tensor:
+    """`clipped`, and value_weight max((V - R)^2, (clip(V) - R)^2) / 2, clip to value_clip around what V was."""
+    values_K, expected_K, returns_K = scores.values_K, scores.expected_K, scores.returns_K
+    assert values_K is not None and expected_K is not None and returns_K is not None, "a value head"
+    near_K = expected_K + (values_K - expected_K).clamp(-numbers["value_clip"], numbers["value_clip"])
+    errors_K = torch.maximum((values_K - returns_K).square(), (near_K - returns_K).square())
+    return clipped(scores, numbers) + numbers["value_weight"] * errors_K / 2
 
 
 def kl_losses(scores: PolicyScores, reference_K: torch.Tensor) -> torch.Tensor:
@@ -227,6 +245,15 @@ def generalised_advantages(
         found.append(next_S)
     advantages_TS = torch.stack(found[::-1])
     return torch.cat([advantages_TS[:length, answer] for answer, length in enumerate(lengths)])
+
+
+def led_weight(weight: float, kl: float, answers: float, numbers: Numbers) -> float:
+    """The weight of KL after a step whose answers had ``kl`` nats each on the mean (arXiv:1909.08593, 2.2): a fifth
+    more or less in ``kl_horizon`` answers at most."""
+    if not numbers["kl_target"]:
+        return weight
+    error = min(max(kl / numbers["kl_target"] - 1, -0.2), 0.2)
+    return weight * (1 + error * answers / numbers["kl_horizon"])
 
 
 def whitened(

@@ -233,6 +233,7 @@ def _rollouts(
         judge=judge,
         advantage=Advantage(LOSSES.named(config.objective.loss_name).advantage),
         layout=layout,
+        score=partial(losses.as_drawn, run_model.model),
         probes=SamplerProbes(engine=engine, trained=engine, watch=losses.gaps, layout=layout, stops=stops),
         seed=config.runtime.seed,
         folder=config.output.dir,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from luthier.objectives.policy_losses import (
     generalised_advantages,
     k3,
     kl_losses,
+    led_weight,
     outside_of_clip,
     units,
     whitened,
@@ -29,18 +31,27 @@ from luthier.objectives.policy_losses import (
 LONGEST = 11
 
 
+def with_values(scores: PolicyScores) -> PolicyScores:
+    generator = torch.Generator().manual_seed(11)
+    values, expected, returns = (
+        torch.randn(len(scores.behaviour_K), generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    return replace(scores, values_K=values.requires_grad_(), expected_K=expected, returns_K=returns)
+
+
 def drawn(seed: int, lengths: Sequence[int] = (3, 1, 5, 2), near: float = 0.3) -> PolicyScores:
     generator = torch.Generator().manual_seed(seed)
     total, segments = sum(lengths), torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     behaviour = -torch.rand(total, generator=generator, dtype=torch.float64) * 3
     moved = behaviour + near * torch.randn(total, generator=generator, dtype=torch.float64)
-    return PolicyScores(
+    found = PolicyScores(
         logps_K=moved.requires_grad_(),
         behaviour_K=behaviour,
         advantages_K=torch.randn(len(lengths), generator=generator, dtype=torch.float64)[segments],
         segments_K=segments,
         num_answers=len(lengths),
     )
+    return with_values(found)
 
 
 def ours(name: str, scores: PolicyScores) -> torch.Tensor:
@@ -63,6 +74,15 @@ def by_hand(name: str, scores: PolicyScores) -> torch.Tensor:
             case "dapo" | "grpo" | "dr_grpo" | "max_rl" | "reinforce_pp" | "reinforce_pp_baseline":
                 near = ratios.clip(1 - numbers["clip_low"], 1 + numbers["clip_high"])
                 each = -torch.min(ratios * advantage, near * advantage)
+            case "ppo":
+                near = ratios.clip(1 - numbers["clip_low"], 1 + numbers["clip_high"])
+                each = -torch.min(ratios * advantage, near * advantage)
+                of = scores.segments_K == number
+                assert scores.values_K is not None and scores.expected_K is not None and scores.returns_K is not None
+                value, then, returned = scores.values_K[of], scores.expected_K[of], scores.returns_K[of]
+                moved = torch.clip(value, then - numbers["value_clip"], then + numbers["value_clip"])
+                worse = torch.max((value - returned) ** 2, (moved - returned) ** 2)
+                each = each + 0.5 * numbers["value_weight"] * worse
             case "gspo":
                 near = whole.clip(1 - numbers["clip_low"], 1 + numbers["clip_high"])
                 each = -torch.min(whole * advantage, near * advantage).expand(length)
@@ -97,6 +117,10 @@ def test_losses_and_gradients_are_those_of_their_formulas(name: str, seed: int) 
     expected.backward()
     assert scores.logps_K.grad is not None and again.logps_K.grad is not None
     np.testing.assert_allclose(scores.logps_K.grad, again.logps_K.grad, atol=1e-12)
+    if name == "ppo":
+        assert scores.values_K is not None and scores.values_K.grad is not None and scores.values_K.grad.any()
+        assert again.values_K is not None and again.values_K.grad is not None
+        np.testing.assert_allclose(scores.values_K.grad, again.values_K.grad, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", losses_of("rl"))
@@ -117,7 +141,7 @@ def test_at_the_first_update_the_gradient_is_that_of_the_expected_reward(name: s
             segments_K=torch.zeros(2, dtype=torch.int64),
             num_answers=1,
         )
-        loss = divided(row.compute(scores, row.numbers), scores, divisor, 2).sum()
+        loss = divided(row.compute(with_values(scores), row.numbers), scores, divisor, 2).sum()
         mean += chance * torch.autograd.grad(loss, logits)[0]
         value = (logits.log_softmax(-1)[range(2), answer].sum().exp()) * reward
         exact += torch.autograd.grad(-value, logits)[0]
@@ -129,6 +153,7 @@ def test_at_the_first_update_the_gradient_is_that_of_the_expected_reward(name: s
 def test_a_step_in_parts_is_the_whole_step(name: str) -> None:
     whole = drawn(7)
     row, divisor = LOSSES[name], Divisor(LOSSES[name].divisor)
+    assert whole.values_K is not None and whole.expected_K is not None and whole.returns_K is not None
     total = divided(row.compute(whole, row.numbers), whole, divisor, LONGEST).sum().item()
     parts = 0.0
     for chosen in ([0, 1], [2], [3]):
@@ -139,6 +164,9 @@ def test_a_step_in_parts_is_the_whole_step(name: str) -> None:
             advantages_K=whole.advantages_K[of_K],
             segments_K=whole.segments_K[of_K] - chosen[0],
             num_answers=len(chosen),
+            values_K=whole.values_K[of_K],
+            expected_K=whole.expected_K[of_K],
+            returns_K=whole.returns_K[of_K],
         )
         parts += divided(row.compute(part, row.numbers), part, divisor, LONGEST).sum().item()
     assert parts == pytest.approx(total, abs=1e-12)
@@ -148,7 +176,8 @@ def test_a_step_in_parts_is_the_whole_step(name: str) -> None:
 def test_a_policy_that_has_not_moved_has_the_ratio_one_at_any_length(length: int) -> None:
     for name in losses_of("rl"):
         scores = drawn(1, (length,), near=0.0)
-        losses_K = LOSSES[name].compute(scores, LOSSES[name].numbers)
+        numbers = {**LOSSES[name].numbers, "value_weight": 0.0}
+        losses_K = LOSSES[name].compute(scores, numbers)
         assert not outside_of_clip(scores, LOSSES[name].numbers).any()
         if name not in ("cispo", "sapo"):
             total = float(losses_K.detach().sum())
@@ -245,6 +274,15 @@ def test_the_expected_gradient_with_kl_in_the_reward_is_that_of_reward_and_kl(ki
     expected = sum(now.sum().exp() * reward for (now, _), reward in zip(every, rewards, strict=True))
     assert isinstance(expected, torch.Tensor)
     np.testing.assert_allclose(mean, gradient(expected - 0.3 * exact_kl(policy, reference), policy), atol=1e-12)
+
+
+def test_the_weight_of_kl_is_led_to_its_target() -> None:
+    numbers = LOSSES["ppo"].numbers
+    assert led_weight(0.2, 6.0, 128, numbers) == pytest.approx(0.2)
+    assert led_weight(0.2, 6.6, 100, numbers) == pytest.approx(0.2 * (1 + 0.1 * 100 / 10_000))
+    assert led_weight(0.2, 60.0, 100, numbers) == pytest.approx(0.2 * (1 + 0.2 * 100 / 10_000))
+    assert led_weight(0.2, 0.0, 100, numbers) == pytest.approx(0.2 * (1 - 0.2 * 100 / 10_000))
+    assert led_weight(0.2, 60.0, 100, {**numbers, "kl_target": 0.0}) == 0.2
 
 
 def test_an_answer_alone_is_compared_with_none() -> None:

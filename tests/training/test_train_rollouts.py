@@ -74,7 +74,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("loss", ["dapo", "grpo", "gspo", "rloo", "reinforce_pp"])
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "gspo", "rloo", "reinforce_pp", "ppo"])
 def test_steps_do_not_depend_on_how_answers_are_laid_out(loss: str, train: Train) -> None:
     runs = {}
     for name, layout in LAYOUTS.items():
@@ -93,7 +93,8 @@ def test_steps_do_not_depend_on_how_answers_are_laid_out(loss: str, train: Train
 
 @pytest.mark.parametrize("loss", losses_of("rl"))
 def test_every_loss_teaches_what_is_rewarded(loss: str, knows_few: Path, train: Train) -> None:
-    changes = {**RL, **LEARNS, "objective": {"name": "rl", "loss": loss}, "model": {"name_or_path": str(knows_few)}}
+    objective = {"name": "rl", "loss": loss, "kl_weight": 0.01}
+    changes = {**RL, **LEARNS, "objective": objective, "model": {"name_or_path": str(knows_few)}}
     run = train(make_data(make_segments(12)), **changes)
     rewards = [step.measures["reward"] for step in run.steps]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards
@@ -133,16 +134,16 @@ def test_rewards_of_chance_teach_nothing(knows_few: Path, train: Train, monkeypa
     assert abs(np.mean(told[-3:]) - np.mean(told[:3])) < 0.1
 
 
-@pytest.mark.parametrize("updates", [1, 4])
+@pytest.mark.parametrize(("updates", "loss"), [(1, "dapo"), (4, "dapo"), (4, "ppo")])
 def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(
-    updates: int, tmp_path: Path, tokenizer: Tokenizer
+    updates: int, loss: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     data = make_data(make_segments(12))
-    rollout = {**RL["rollout"], "updates": updates}
+    own = {**RL, "rollout": {**RL["rollout"], "updates": updates}, "objective": {"name": "rl", "loss": loss}}
 
     def run(folder: str, **changes: Any) -> RunResult:
         saving = {"output__save_strategy": "steps", "output__save_steps": 2}
-        config = make_config(tmp_path / folder, **{**RL, "rollout": rollout, **changes, **saving})
+        config = make_config(tmp_path / folder, **{**own, **changes, **saving})
         return fit_data(config, tokenizer, data)
 
     whole = run("whole", train__max_steps=5)
@@ -158,6 +159,21 @@ def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(
     assert rollouts(tmp_path / "parts") == rollouts(tmp_path / "whole")
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts")]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_a_value_head_learns_what_to_expect_and_stays_out_of_the_model(knows_few: Path, train: Train) -> None:
+    objective = {"name": "rl", "loss": "ppo", "kl_weight": 0.5, "kl_horizon": 100, "value_weight": 1.0}
+    changes = {**RL, **LEARNS, "objective": objective, "model": {"name_or_path": str(knows_few)}}
+    run = train(make_data(make_segments(12)), **changes, output__save_strategy="steps", output__save_steps=15)
+    assert run.steps[0].measures["explained_variance"] == 0, "it begins by expecting 0 everywhere"
+    errors = [step.measures["value_loss"] for step in run.steps]
+    assert np.mean(errors[-5:]) < 0.5 * errors[0], errors
+    weights = [step.measures["kl_weight"] for step in run.steps]
+    assert weights[0] == 0.5 and weights[1] == pytest.approx(0.5 * (1 - 0.2 * 32 / 100)), "KL is far below its target"
+    names = load_file(Path(run.output_dir) / "model" / "model.safetensors").keys()
+    assert not any("value_head" in name for name in names)
+    state = json.loads((Path(run.output_dir) / "checkpoint-15" / "objective_state.json").read_text())
+    assert any(state["value_head"]["weight"]) and state["kl_weight"] < weights[-1]
 
 
 def test_several_steps_learn_from_answers_of_the_same_weights(train: Train) -> None:

@@ -12,19 +12,22 @@ from torch import nn
 from luthier.config.loss_rows import Loss
 from luthier.config.objective import LOSSES
 from luthier.config.rollout import RolloutConfig
-from luthier.models.passes import ModelPass
-from luthier.objectives import Measures, TokenSettings
+from luthier.models.passes import ModelPass, ValueHead, add_value_head
+from luthier.objectives import Measures, TokenScores, TokenSettings
 from luthier.objectives.measures import measure
 from luthier.objectives.policy_losses import (
     Advantage,
     Divisor,
     PolicyScores,
     divided,
+    generalised_advantages,
     k3,
     kl_losses,
+    led_weight,
     outside_of_clip,
     units,
     whitened,
+    with_final,
     without_kl,
 )
 from luthier.records import Batch, PolicyTargets
@@ -38,6 +41,8 @@ from luthier.training.rollouts.gap_watch import NUMBERS, GapWatch
 
 REWARD, FINISHED, LENGTH, CLIPPED = "reward", "finished", "answer_tokens", "clipped"
 KL_K1, KL_K3 = "kl_k1", "kl_k3"  # estimates of the KL divergence from the reference, by the names of their paper
+KL_WEIGHT, VALUE_LOSS = "kl_weight", "value_loss"
+EXPLAINED = "explained_variance"  # of what came of answers, by what was expected of them
 FLOOR, FLOOR_OF_16_BITS = 1e-4, 2e-2
 
 
@@ -52,6 +57,7 @@ def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Both
             row=LOSSES.named(objective.loss_name),
             numbers=objective.numbers,
             reference=reference_model(parts, policy, tell) if objective.needs_reference else None,
+            value_head=add_value_head(parts.model, policy) if LOSSES.named(objective.loss_name).expects else None,
             rollout=parts.config.rollout,
             gaps=GapWatch(config=parts.config.rollout, floor=floor, forward=forward, tell=tell),
         ),
@@ -61,10 +67,12 @@ def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Both
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyBaselines:
-    """What a micro-batch's loss needs of its step: advantages_K, and reference_K, the reference's log-probabilities."""
+    """What a micro-batch's loss needs of its step: advantages_K; reference_K, the reference's log-probabilities; and
+    returns_K, what came of the answers, for a value head."""
 
     advantages_K: torch.Tensor
     reference_K: torch.Tensor | None
+    returns_K: torch.Tensor | None = None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -75,15 +83,18 @@ class PolicyLosses(Stateless):
     row: Loss
     numbers: dict[str, float]
     reference: ReferenceModel | None
+    value_head: ValueHead | None
     rollout: RolloutConfig
     gaps: GapWatch
     _prepared: dict[Batch, PolicyBaselines] = field(default_factory=dict)
+    _kl_weight: float | None = None  # where it is led to a target
 
     @property
     def measured(self) -> tuple[str, ...]:
         """See `StepLosses`."""
         of_kl = () if self.reference is None else (KL_K1, KL_K3)
-        return (REWARD, *self._each_reward, FINISHED, LENGTH, *NUMBERS, CLIPPED, ENTROPY, *of_kl)
+        of_values = () if self.value_head is None else (KL_WEIGHT, VALUE_LOSS, EXPLAINED)
+        return (REWARD, *self._each_reward, FINISHED, LENGTH, *NUMBERS, CLIPPED, ENTROPY, *of_kl, *of_values)
 
     @property
     def _each_reward(self) -> list[str]:
@@ -118,19 +129,46 @@ class PolicyLosses(Stateless):
             return PolicyBaselines(advantages_K=advantages_S[answers_K], reference_K=reference_K)
         kl_K = torch.zeros_like(policy.behaviour_K, device=device)
         if reference_K is not None:
-            kl_K = self.numbers["kl_weight"] * (policy.behaviour_K.to(device) - reference_K)
-        kind, order_K, groups_S = Advantage(self.row.advantage), policy.order_K.to(device), policy.groups_S.to(device)
-        drawn_K = without_kl(advantages_S, kl_K[order_K], kind, answers_K[order_K], groups_S)
-        return PolicyBaselines(
-            advantages_K=torch.empty_like(drawn_K).index_copy(0, order_K, drawn_K), reference_K=reference_K
+            kl_K = self.kl_weight * (policy.behaviour_K.to(device) - reference_K)
+        order_K = policy.order_K.to(device)
+        back_K = order_K.argsort()
+        if policy.expected_K is None:
+            kind, groups_S = Advantage(self.row.advantage), policy.groups_S.to(device)
+            drawn_K = without_kl(advantages_S, kl_K[order_K], kind, answers_K[order_K], groups_S)
+            return PolicyBaselines(advantages_K=drawn_K[back_K], reference_K=reference_K)
+        expected_K = policy.expected_K.to(device)
+        drawn_K = generalised_advantages(
+            with_final(-kl_K[order_K], advantages_S, answers_K[order_K]),
+            expected_K[order_K],
+            answers_K[order_K],
+            discount=self.numbers["discount"],
+            decay=self.numbers["gae_lambda"],
         )
+        advantages_K = drawn_K[back_K]
+        return PolicyBaselines(advantages_K=advantages_K, reference_K=reference_K, returns_K=advantages_K + expected_K)
+
+    @property
+    def kl_weight(self) -> float:
+        """As it is now."""
+        return self.numbers["kl_weight"] if self._kl_weight is None else self._kl_weight
+
+    def as_drawn(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        """What is to be known of answers under the weights that drew them, [K], by name."""
+        if self.value_head is None:
+            return {}
+        training = model.training
+        model.eval()
+        with torch.no_grad():
+            scored, _ = self.forward.values(model, batch, self.value_head)
+        model.train(training)
+        return {"expected": scored.scores[1]}
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
         """See `StepLosses`."""
-        scored, _ = self.forward.token_scores(model, batch, entropy=True)
-        found, policy = scored.scores, batch.policy
+        found, values_K, anchor = self._scored(model, batch)
+        policy = batch.policy
         if policy is None:  # nothing was drawn on this rank
-            return MicroLoss(loss_sum=scored.anchor + found.logps_K.sum(), num_units=0, measures=self._nothing())
+            return MicroLoss(loss_sum=anchor + found.logps_K.sum(), num_units=0, measures=self._nothing())
         device, prepared = found.logps_K.device, self._prepared[batch]
         assert len(policy.behaviour_K) == len(found.logps_K), "what was drawn and what is scored are the same tokens"
         scores = PolicyScores(
@@ -139,16 +177,19 @@ class PolicyLosses(Stateless):
             advantages_K=prepared.advantages_K,
             segments_K=policy.answers_K.to(device),
             num_answers=len(policy.rewards_S),
+            values_K=values_K,
+            expected_K=None if policy.expected_K is None else policy.expected_K.to(device),
+            returns_K=prepared.returns_K,
         )
         losses_K = self.row.compute(scores, self.numbers)
         if prepared.reference_K is not None and self.row.kl_in == "loss":
-            losses_K = losses_K + self.numbers["kl_weight"] * kl_losses(scores, prepared.reference_K)
+            losses_K = losses_K + self.kl_weight * kl_losses(scores, prepared.reference_K)
         parts_K = divided(losses_K, scores, self.divisor, self.rollout.max_new_tokens)
         assert found.entropy_K is not None
         if policy.age == 0:  # later the weights are others
             self.gaps.add(found.logps_K, scores.behaviour_K, scores.segments_K, len(scores.advantages_S))
         return MicroLoss(
-            loss_sum=parts_K.sum() + scored.anchor,
+            loss_sum=parts_K.sum() + anchor,
             num_units=self.num_units(batch),
             measures={
                 **self._nothing(),  # the gap's are those of the whole step
@@ -162,8 +203,23 @@ class PolicyLosses(Stateless):
                 CLIPPED: measure(outside_of_clip(scores, self.numbers)),
                 ENTROPY: measure(found.entropy_K),
                 **self._distance(found.logps_K.detach(), prepared.reference_K),
+                **self._misjudged(scores),
             },
         )
+
+    def _scored(self, model: nn.Module, batch: Batch) -> tuple[TokenScores, torch.Tensor | None, torch.Tensor]:
+        """Of the targets; what the value head expects, if there is one; and the anchor, which reaches its weights."""
+        if self.value_head is None:
+            scored, _ = self.forward.token_scores(model, batch, entropy=True)
+            return scored.scores, None, scored.anchor
+        valued, _ = self.forward.values(model, batch, self.value_head)
+        scores, values_K = valued.scores
+        return scores, values_K, valued.anchor + 0 * values_K.sum()
+
+    def _misjudged(self, scores: PolicyScores) -> Measures:
+        if scores.values_K is None or scores.returns_K is None:
+            return {}
+        return {VALUE_LOSS: measure((scores.values_K.detach() - scores.returns_K).square() / 2)}
 
     def _distance(self, logps_K: torch.Tensor, reference_K: torch.Tensor | None) -> Measures:
         if reference_K is None:
@@ -172,15 +228,49 @@ class PolicyLosses(Stateless):
 
     def end_step(self, reduce: Reduce) -> Measures:
         """Compare the step's gap with its bound. Raises `TrainingError` where it is larger."""
-        return self.gaps.end_step(reduce)
+        measures = self.gaps.end_step(reduce)
+        if self.value_head is None:
+            return measures
+        told, sums = {KL_WEIGHT: self.kl_weight}, reduce(self._value_sums())
+        answers, kl, count, total, squares, errors, squared_errors = sums.tolist()
+        if self.reference is not None:
+            self._kl_weight = led_weight(self.kl_weight, kl / max(answers, 1), answers, self.numbers)
+        if (spread := squares - total**2 / max(count, 1)) > 0:
+            told[EXPLAINED] = 1 - (squared_errors - errors**2 / count) / spread
+        return {
+            **measures,
+            **{name: measure(torch.tensor([value], device=sums.device)) for name, value in told.items()},
+        }
+
+    def _value_sums(self) -> torch.Tensor:
+        """Of the step's answers on this rank: their number and KL; of their targets the number, and the sums of what
+        came of them, of what had not been expected, and of the squares of both."""
+        sums = torch.zeros(7, dtype=torch.float64, device=self.forward.device)
+        for batch, found in self._prepared.items():
+            assert batch.policy is not None and batch.policy.expected_K is not None and found.returns_K is not None
+            returns_K = found.returns_K.double()
+            errors_K = returns_K - batch.policy.expected_K.to(returns_K.device).double()
+            kl = returns_K.new_zeros(())
+            if found.reference_K is not None:
+                kl = (batch.policy.behaviour_K.to(returns_K.device) - found.reference_K).double().sum()
+            counts = [returns_K.new_tensor(len(batch.policy.rewards_S)), kl, returns_K.new_tensor(len(returns_K))]
+            sums += torch.stack(
+                [*counts, *(one for of in (returns_K, errors_K) for one in (of.sum(), (of * of).sum()))]
+            )
+        return sums
 
     def state(self) -> dict[str, Any]:
-        """What gap was found first."""
-        return self.gaps.state()
+        """What gap was found first; of a value head its weights and that of KL."""
+        value = {} if self.value_head is None else {"value_head": self.value_head.numbers()}
+        weight = {} if self._kl_weight is None else {"kl_weight": self._kl_weight}
+        return {**self.gaps.state(), **value, **weight}
 
     def load_state(self, state: Any) -> None:
         """See `StepLosses`."""
         self.gaps.load_state(state)
+        self._kl_weight = state.get("kl_weight")
+        if self.value_head is not None:
+            self.value_head.take(state["value_head"])
 
     def _nothing(self) -> Measures:
         return {name: measure(torch.zeros(0, device=self.forward.device)) for name in self.measured}

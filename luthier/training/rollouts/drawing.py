@@ -9,12 +9,13 @@ number of processes. Answers that wait for their step are kept in checkpoints, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from luthier.config.rollout import DeadGroups, RolloutConfig
@@ -54,6 +55,7 @@ class Rollouts:
     folder: Path
     world: World
     tell: Callable[[str], None]
+    score: Callable[[Batch], Mapping[str, torch.Tensor]]  # of targets, under the weights that drew them
     probes: SamplerProbes | None = None
     warnings: EarlyWarnings | None = None
     missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
@@ -74,8 +76,26 @@ class Rollouts:
         if self.probes is not None:
             self.probes.drawn(groups)
         kept = [group for group in groups if self.config.dead_groups is DeadGroups.KEEP or not group.is_dead]
-        rows = micro_batches([group for group in kept if len(group.answers)], self.layout)
-        return [collated(some, self.layout, age=step % self.updates) for some in rows]
+        learned = list(micro_batches([group for group in kept if len(group.answers)], self.layout))
+        return [self._scored(rows, collated(rows, self.layout, age=step % self.updates), step) for rows in learned]
+
+    def _scored(self, rows: Sequence[Sequence[AnswerGroup]], batch: Batch, step: int) -> Batch:
+        """With what is to be known of the answers under the weights that drew them."""
+        policy = batch.policy
+        assert policy is not None, "what was drawn is for policies"
+        names = [_name(group.question) for row in rows for group in row]
+        answers = [one for name in names for one in self.kept[step][name] if not np.isnan(one.reward)]
+        if not all(one.scores for one in answers):
+            found = {name: score_K.cpu()[policy.order_K].numpy() for name, score_K in self.score(batch).items()}
+            ends = np.cumsum([len(one.answer.ids) for one in answers])[:-1]
+            for name, score_N in found.items():
+                for one, part in zip(answers, np.split(score_N, ends), strict=True):
+                    one.scores[name] = part
+        of_all: dict[str, torch.Tensor] = {}
+        for name in answers[0].scores:
+            drawn_K = torch.from_numpy(np.concatenate([one.scores[name] for one in answers]))
+            of_all[name] = torch.empty_like(drawn_K).index_copy(0, policy.order_K, drawn_K)
+        return replace(batch, policy=replace(policy, expected_K=of_all.get("expected")))
 
     @property
     def updates(self) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luthier.engines.engine import Completion, Finish
 from luthier.training.folder.checkpoint import read_json, taking_over
@@ -20,11 +21,15 @@ _FILE, _FILES = "rollouts_{rank}.json", "rollouts_*.json"  # one for each rank
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeptAnswer:
-    """An answer with its reward, and each reward before its weight; not a number: none has an opinion."""
+    """An answer with its reward, and each reward before its weight; not a number: none has an opinion.
+
+    scores  what was found of each of its ids when it was drawn, float32[N], by name
+    """
 
     answer: Trajectory
     reward: float
     values_F: Sequence[float]
+    scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
 
 Kept = dict[int, dict[str, list[KeptAnswer]]]
@@ -68,7 +73,8 @@ def _to_json(one: KeptAnswer) -> dict[str, Any]:
         for call in one.answer.calls
     ]
     told = {"sample": one.answer.sample, "ended": one.answer.ended, "outcome": one.answer.outcome}
-    return {**told, "calls": calls, "reward": one.reward, "values": list(one.values_F)}
+    scores = {name: score_N.tolist() for name, score_N in one.scores.items()}
+    return {**told, "calls": calls, "reward": one.reward, "values": list(one.values_F), "scores": scores}
 
 
 def _of_json(there: Mapping[str, Any]) -> KeptAnswer:
@@ -87,4 +93,5 @@ def _of_json(there: Mapping[str, Any]) -> KeptAnswer:
         for call in there["calls"]
     ]
     answer = Trajectory(calls=tuple(calls), ended=there["ended"], outcome=there["outcome"])
-    return KeptAnswer(answer=answer, reward=there["reward"], values_F=there["values"])
+    scores = {name: np.array(score, dtype=np.float32) for name, score in there["scores"].items()}
+    return KeptAnswer(answer=answer, reward=there["reward"], values_F=there["values"], scores=scores)
