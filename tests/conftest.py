@@ -26,6 +26,7 @@ from luthier.errors import RowError
 # start inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+gc.disable()  # until all is imported; it would look through it again and again
 SHARE = float(os.environ.get("LUTHIER_EXAMPLES", "0.4"))
 
 
@@ -77,6 +78,7 @@ def _leave_to_the_end() -> None:
     gigabytes."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000, 20, 100)
 
 
@@ -137,10 +139,10 @@ def _nothing_waits_for_the_disk() -> Iterator[None]:
 
 
 def _once(made: dict[Any, Any], key: object, make: Callable[[], Any]) -> Any:
-    if key not in made:
-        if len(made) >= 8:
-            made.pop(next(iter(made)))
-        made[key] = make()
+    """What was made for this key; of the eight that are kept, the one that was asked for longest ago goes first."""
+    made[key] = made.pop(key) if key in made else make()
+    if len(made) > 8:
+        made.pop(next(iter(made)))
     return made[key]
 
 

@@ -5,6 +5,7 @@ Nothing here imports torch or transformers; commands import what they need when 
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -41,6 +42,8 @@ from luthier.writing import counted, to_json
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
+# When Python looks for cycles: while torch is imported it would do so every few milliseconds, which takes a second.
+SELDOM = (10_000, 20, 20)
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPT, EXIT_TERMINATED = 0, 1, 2, 130, 143
 
 app = typer.Typer(
@@ -101,6 +104,7 @@ class Terminated(BaseException):
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and leave the process; `docs/errors.md` says what each exit code means."""
+    gc.set_threshold(*SELDOM)
     signal.signal(signal.SIGTERM, _raise_terminated)
     sys.stdout = _guarded(sys.stdout)
     if isinstance(sys.stderr, io.TextIOWrapper):

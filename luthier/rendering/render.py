@@ -103,6 +103,7 @@ class Renderer:
         self._tags: ControlTokens | None = None
         self._offers_named = True
         self._offered: dict[Hashable, str | None] = {}
+        self._others: dict[str, Renderer] = {}  # those of named templates that were tried
 
     def render(self, row: Row) -> Rendered:
         """The paths of a row. Raises `RowError` if the row cannot be trained on as inference would see it."""
@@ -340,17 +341,23 @@ class Renderer:
                 yield facts.name
 
     def _takes(self, name: str, row: Conversation, template: ChatTemplate) -> bool:
+        try:
+            if name not in self._others:
+                self._others[name] = self._under(name, template)
+            self._others[name].fill(row)
+        except (RowError, TemplateError):
+            return False
+        return True
+
+    def _under(self, name: str, template: ChatTemplate) -> Renderer:
+        """What renders the same rows under a named template. Raises `TemplateError`."""
         stops = stop_tokens(name, template.special_tokens) & self.control.tokens
         control = replace(self.control, stops=self.control.stops | stops)
         source = named_template(name)
         assert source is not None, f"{name} is in the table"
-        try:
-            other = Renderer(ChatTemplate(source, special_tokens=template.special_tokens), control, self.policy)
-            other._offers_named = False
-            other.fill(row)
-        except (RowError, TemplateError):
-            return False
-        return True
+        other = Renderer(ChatTemplate(source, special_tokens=template.special_tokens), control, self.policy)
+        other._offers_named = False
+        return other
 
     def _touches_tags(self, template: ChatTemplate, strings: Sequence[str]) -> bool:
         """Whether a row's texts hold control strings, or tags that the template looks for or writes."""

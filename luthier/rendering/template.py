@@ -173,9 +173,7 @@ class ChatTemplate:
     @functools.cached_property
     def literals(self) -> str:
         """All text that the template can write by itself, pieces joined by NUL."""
-        texts = [node.data for node in self._tree.find_all(nodes.TemplateData)]
-        texts += [node.value for node in self._tree.find_all(nodes.Const) if isinstance(node.value, str)]
-        return "\0".join(texts)
+        return _literals(self._tree)
 
     @functools.cached_property
     def reads_thinking(self) -> bool:
@@ -446,6 +444,13 @@ class ChatTemplate:
 
     def _arguments(self, kwargs: Mapping[str, object]) -> dict[str, object]:
         return {**self.special_tokens, "documents": None, **self.kwargs, **kwargs}
+
+
+@functools.lru_cache(maxsize=64)
+def _literals(tree: nodes.Template) -> str:
+    texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+    texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+    return "\0".join(texts)
 
 
 def _refusing(make: Callable[[], _Made]) -> _Made:

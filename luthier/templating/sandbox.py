@@ -234,9 +234,9 @@ def _is_small(value: object) -> bool:
 
 def _metered(meter: RenderUsage, name: str, function: Callable[..., object], *, is_free: bool) -> Callable[..., object]:
     """A filter or test, asked first what it would make."""
-    first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0  # an environment, or the like
+    wanted = getattr(function, "jinja_pass_arg", None)  # an environment, or the like
+    first = 0 if wanted is None else 1
 
-    @functools.wraps(function)
     def metered(*args: object, **kwargs: object) -> object:
         meter.step()
         if is_free:
@@ -246,6 +246,8 @@ def _metered(meter: RenderUsage, name: str, function: Callable[..., object], *, 
             check_call(meter, TemplateCall(name, given[0], given[1:], kwargs))
         return _measured(meter, name, function(*context, *given, **kwargs))
 
+    if wanted is not None:
+        metered.jinja_pass_arg = wanted  # type: ignore[attr-defined]
     return metered
 
 

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from luthier.training.fit import fit_data
 from luthier.training.report.events import Event, EventListener, StepDone
 from luthier.training.report.result import RunResult
 from luthier.training.trainer import Trainer
+from tests.programs import start_program
 
 NUM_ROWS = 400
 
@@ -144,11 +143,13 @@ def test_held_out_rows_are_not_trained_on(rows: Path, tmp_path: Path, cold: tupl
 def test_a_killed_run_goes_on_with_the_same_steps(cold: tuple[RunResult, Path], rows: Path, tmp_path: Path) -> None:
     result, _ = cold
     config = write_config(tmp_path, rows, tmp_path / "store")
-    command = [sys.executable, "-m", "luthier.cli.main", "train", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
-        wait_for(lambda: any((tmp_path / "out").glob("checkpoint-[0-9]*")), running)
-        feeds = children_of(running.pid)
-        os.kill(running.pid, signal.SIGKILL)
+    running = start_program("luthier.cli.main", ["train", str(config)], said=tmp_path / "said")
+    wait_for(lambda: not running.is_alive() or any((tmp_path / "out").glob("checkpoint-[0-9]*")))
+    assert running.pid is not None and running.is_alive(), (tmp_path / "said").read_text()
+    feeds = children_of(running.pid)
+    running.kill()
+    running.join()
+    assert feeds
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in feeds))
     resumed = train(load_config(str(config)))
     assert resumed.resumed_from is not None
@@ -230,10 +231,9 @@ def test_small_data_is_prepared_before(rows: Path, tmp_path: Path) -> None:
     assert prepares_meanwhile(config)
 
 
-def wait_for(condition: Any, running: subprocess.Popen[str] | None = None, *, seconds: float = 120) -> None:
+def wait_for(condition: Any, *, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert running is None or running.poll() is None, running.communicate()[1]
         assert time.monotonic() < end
         time.sleep(0.02)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 import transformers
 
 from luthier.cli.main import run
+from tests.programs import start_program
 
 pytestmark = pytest.mark.shared
 
@@ -58,12 +57,6 @@ runtime: {{threads: 1}}
 tracking: {{progress: false}}
 """)
     return ["train", str(folder / "run.yaml"), *(f"{key}={value}" for key, value in overrides.items())]
-
-
-def luthier(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "luthier.cli.main", *arguments]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def finish(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:
@@ -113,15 +106,15 @@ def test_a_run_killed_with_sigkill_goes_on_with_the_same_losses(
     expected = losses(whole / "run")
     assert [step for step, _, _ in expected] == list(range(1, STEPS + 1))
 
-    arguments = write_config(killed, model_folder, shared)
-    process = luthier(*arguments)
+    arguments, said = write_config(killed, model_folder, shared), tmp_path / "said"
+    process = start_program("luthier.cli.main", arguments, said=said, environment={**os.environ, "HF_HUB_OFFLINE": "1"})
     deadline = time.monotonic() + 200
     while not (killed / "run" / "checkpoint-2").is_dir():
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+        assert process.is_alive() and time.monotonic() < deadline, said.read_text()
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "the run ended before it could be killed"
     assert not (killed / "run" / "report.json").exists()
 
     output = finish(arguments, capfd)
