@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
@@ -135,6 +136,16 @@ def _nothing_waits_for_the_disk() -> Iterator[None]:
     the disk itself. A tiny run asks for that fourteen times, which takes longer than its steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _packages_are_looked_for_once() -> Iterator[None]:
+    """Accelerate looks for a package at each step, which takes a tenth of a tiny run."""
+    imports = sys.modules.get("accelerate.utils.imports")
+    with pytest.MonkeyPatch.context() as patch:
+        if imports is not None:
+            patch.setattr(imports, "_is_package_available", functools.cache(imports._is_package_available))
         yield
 
 

@@ -36,6 +36,12 @@ def model_folder(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@pytest.fixture(scope="module")
+def chat_template(model_folder: Path) -> str:
+    """As transformers reads it."""
+    return str(transformers.AutoTokenizer.from_pretrained(model_folder).chat_template)
+
+
 def write_config(folder: Path, model: Path, shared: Path, **overrides: str) -> list[str]:
     """A config file in ``folder`` and the arguments of a run with it."""
     (folder / "run.yaml").write_text(f"""
@@ -80,7 +86,13 @@ def report(run: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_every_way_to_train_runs_on_real_rows(
-    adapter: str, packing: str, shared: Path, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    adapter: str,
+    packing: str,
+    shared: Path,
+    model_folder: Path,
+    chat_template: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     arguments = write_config(tmp_path, model_folder, shared, adapter=adapter, **{"train.packing": packing})
     assert "Traceback" not in finish(arguments, capfd)
@@ -91,7 +103,7 @@ def test_every_way_to_train_runs_on_real_rows(
     assert ledger["prepared"] == 30 + 15 + 91 - 10
     folder = tmp_path / "run" / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(model_folder).chat_template
+    assert tokenizer.chat_template == chat_template
     if adapter == "full":
         transformers.AutoModelForCausalLM.from_pretrained(folder)
 
