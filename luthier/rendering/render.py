@@ -342,9 +342,8 @@ class Renderer:
 
     def _takes(self, name: str, row: Conversation, template: ChatTemplate) -> bool:
         try:
-            if name not in self._others:
-                self._others[name] = self._under(name, template)
-            self._others[name].fill(row)
+            other = self._others.get(name) or self._others.setdefault(name, self._under(name, template))
+            other.fill(row)
         except (RowError, TemplateError):
             return False
         return True
@@ -353,8 +352,7 @@ class Renderer:
         """What renders the same rows under a named template. Raises `TemplateError`."""
         stops = stop_tokens(name, template.special_tokens) & self.control.tokens
         control = replace(self.control, stops=self.control.stops | stops)
-        source = named_template(name)
-        assert source is not None, f"{name} is in the table"
+        assert (source := named_template(name)) is not None, f"{name} is in the table"
         other = Renderer(ChatTemplate(source, special_tokens=template.special_tokens), control, self.policy)
         other._offers_named = False
         return other
