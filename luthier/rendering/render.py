@@ -352,7 +352,8 @@ class Renderer:
         """What renders the same rows under a named template. Raises `TemplateError`."""
         stops = stop_tokens(name, template.special_tokens) & self.control.tokens
         control = replace(self.control, stops=self.control.stops | stops)
-        assert (source := named_template(name)) is not None, f"{name} is in the table"
+        source = named_template(name)
+        assert source is not None, f"{name} is in the table"
         other = Renderer(ChatTemplate(source, special_tokens=template.special_tokens), control, self.policy)
         other._offers_named = False
         return other
