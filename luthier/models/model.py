@@ -24,7 +24,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from luthier.config.choices import QuantizationType
+from luthier.config.choices import QuantizationType, Sharding
 from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import ModelConfig, Precision, RunConfig
 from luthier.errors import ModelError
@@ -177,6 +177,13 @@ def check_quantized(config: RunConfig, weightless: PreTrainedModel) -> None:
         raise ModelError(
             f"adapter.type: the model comes quantized ({method}), and weights of few bits are not trained",
             hint="set adapter: lora (or another adapter), or name the model with weights of 16 bits",
+        )
+    if method is not None and config.runtime.sharding is not Sharding.NONE:
+        raise ModelError(
+            f"runtime.sharding: the model comes quantized ({method}), and FSDP would divide packed bytes without the "
+            "scales that say what they mean",
+            hint="set runtime.sharding: none, with the whole quantized model on each device, or name the model with "
+            "weights of 16 bits",
         )
     layers_to_quantize(weightless, section, config.adapter.modules_to_save)
 

@@ -7,6 +7,7 @@ The embedding, the output layer and norms keep all their bits, and so do experts
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -159,9 +160,12 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
         quantizer.validate_environment(device_map=None)
         trainable = bool(quantizer.is_trainable)
     except (ImportError, ValueError, RuntimeError) as error:
-        package = PACKAGES.get(method)
-        install = f"pip install {package}; or {hint}" if package is not None else hint
-        raise ModelError(f"{key}it cannot be loaded here: {_first_line(error)}", hint=install) from error
+        packages = PACKAGES.get(method, "").split()
+        lacking = [package for package in packages if not _is_there(package)]
+        why = f"{' and '.join(lacking)}, which it needs, cannot be imported" if lacking else _first_line(error)
+        wanted = lacking or (packages if isinstance(error, ImportError) else [])  # one that is there may be too old
+        install = f"pip install -U {' '.join(wanted)}; or {hint}" if wanted else hint
+        raise ModelError(f"{key}it cannot be loaded here: {why}", hint=install) from error
     if is_whole:
         return None
     if not trainable:
@@ -170,6 +174,10 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
         what = f"transformers does not turn such weights back into whole ones, which {merges} needs"
         raise ModelError(f"{key}{what}", hint=f"remove {merges}, or {hint}")
     return method
+
+
+def _is_there(package: str) -> bool:
+    return importlib.util.find_spec(package.replace("-", "_")) is not None
 
 
 def _is_dequantizable(quantizer: HfQuantizer) -> bool:

@@ -162,7 +162,7 @@ def test_a_model_that_comes_quantized_is_told_what_it_lacks(
     written = json.loads((folder / "config.json").read_text())
     named = [f"model.name_or_path={folder}", "model.tokenizer_name_or_path=preset:tiny-qwen3"]
     for said, package in (
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptqmodel"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "pip install -U gptqmodel optimum;"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, "gptqmodel"),
         ({"quant_method": "compressed-tensors", "config_groups": {}, "format": "pack-quantized"}, "compressed-tensors"),
         ({"quant_method": "of tomorrow"}, "16 bits"),
@@ -171,6 +171,17 @@ def test_a_model_that_comes_quantized_is_told_what_it_lacks(
         problems = problems_of(lambda: check_run(described(*named, "adapter=lora")))
         assert [problem.key for problem in problems] == ["model.name_or_path"], said
         assert package in (problems[0].hint or "") and str(said["quant_method"]) in problems[0].what
+
+
+def test_a_model_that_comes_quantized_is_not_sharded(described: Callable[..., Draft]) -> None:
+    folder = Path("quantized")
+    shutil.copytree(model_folder("tiny-qwen3"), folder)
+    written = json.loads((folder / "config.json").read_text())
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "float32"}
+    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": said}))
+    named = [f"model.name_or_path={folder}", "model.tokenizer_name_or_path=preset:tiny-qwen3", "adapter=lora"]
+    assert problems_of(lambda: check_run(described(*named, "runtime.sharding=fsdp")))[0].key == "runtime.sharding"
+    assert check_run(described(*named)) == []
 
 
 def test_control_a_base_may_be_quantized_under_an_adapter(described: Callable[..., Draft]) -> None:
