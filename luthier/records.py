@@ -253,7 +253,7 @@ class Conversation:
     multiplies the loss of all targets. ``continue_final_message``: the last message is not finished, so it ends with
     its text and no stop token is learned there. ``add_generation_prompt``: it is a history to be answered, so that the
     template's generation prompt follows it and nothing of it is learned. ``notes``: what is worth counting of the row,
-    and how often.
+    and how often. ``expected`` and ``columns`` are for what judges answers to it (`Sample.for_rewards`).
     """
 
     messages: tuple[Message, ...]
@@ -266,6 +266,8 @@ class Conversation:
     continue_final_message: bool = False
     add_generation_prompt: bool = field(default=False, repr=False)  # no row of a source has it
     notes: tuple[tuple[str, int], ...] = ()
+    expected: str | None = field(default=None, repr=False)
+    columns: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -451,6 +453,9 @@ class Sample:
                            continuation, its second the rejected one; of a `Feedback` 1.0 if it is desirable, else 0.0
     prompt_turns           of these two, where the user's messages begin in the first branch, which is the prompt: a
                            prompt that is too long may be cut there
+    for_rewards            of a question that the model answers in the run: JSON of what judges its answers may read,
+                           ``{"expected": the right answer or null, "columns": {…}}``; else nothing. Where the row has
+                           no answer the sample is its generation prompt, without a target
     """
 
     input_ids: NDArray[np.int32]
@@ -461,6 +466,7 @@ class Sample:
     notes: tuple[tuple[str, int], ...] = ()
     verdict: float | None = None
     prompt_turns: tuple[int, ...] = ()
+    for_rewards: str = ""
     address: Address = NOWHERE
 
     def segments(self) -> list[Segment]:
@@ -488,6 +494,7 @@ class Sample:
                     target=np.concatenate([target[span] for span in own]),
                     weight=None if self.weight is None else np.concatenate([self.weight[span] for span in own]),
                     media=media_within(self.media, own) if self.media else (),
+                    for_rewards=self.for_rewards,
                     address=self.address,
                 )
             )
@@ -511,6 +518,7 @@ class Segment:
     target: NDArray[np.bool_]
     weight: NDArray[np.float32] | None = None
     media: tuple[MediaItem, ...] = ()
+    for_rewards: str = ""
     address: Address = NOWHERE
 
     def __len__(self) -> int:

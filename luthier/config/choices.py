@@ -230,16 +230,22 @@ class Strategy(StrEnum):
 
 class RowKind(StrEnum):
     """What an objective learns from: answers to imitate, pairs of continuations to compare, continuations with a
-    verdict."""
+    verdict, questions that the model answers in the run."""
 
     ANSWER = "answer"
+    QUESTION = "question"
     PAIR = "pair"
     VERDICT = "verdict"
 
     @property
     def unit(self) -> str:
         """What a step's loss is divided by the number of, over all its micro-batches and ranks."""
-        return {RowKind.ANSWER: "target", RowKind.PAIR: "pair", RowKind.VERDICT: "row"}[self]
+        return {RowKind.PAIR: "pair", RowKind.VERDICT: "row"}.get(self, "target")
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether continuations of a row are compared or judged, and not learned token by token."""
+        return self in (RowKind.PAIR, RowKind.VERDICT)
 
 
 class Format(StrEnum):
@@ -250,6 +256,7 @@ class Format(StrEnum):
     SHAREGPT = "sharegpt"
     MESSAGES = "messages"
     PROMPT_COMPLETION = "prompt_completion"
+    PROMPT = "prompt"
     TEXT = "text"
     PREFERENCE = "preference"
     FEEDBACK = "feedback"

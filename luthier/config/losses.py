@@ -11,14 +11,18 @@ from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.errors import Problem
 
 # Formats whose rows only some objectives can learn from.
-_ROWS_OF: Mapping[str, RowKind] = {Format.PREFERENCE: RowKind.PAIR, Format.FEEDBACK: RowKind.VERDICT}
+_ROWS_OF: Mapping[str, RowKind] = {
+    Format.PREFERENCE: RowKind.PAIR,
+    Format.FEEDBACK: RowKind.VERDICT,
+    Format.PROMPT: RowKind.QUESTION,
+}
 # Alpaca and ShareGPT rows can hold pairs or verdicts beside the conversation; these cannot.
 _SINGLE_ANSWERS = (Format.PROMPT_COMPLETION, Format.TEXT)
 
 
 def is_compared(objective: ObjectiveConfig) -> bool:
     """Whether it learns from answers that are compared or judged."""
-    return OBJECTIVES[objective.name].rows is not RowKind.ANSWER
+    return OBJECTIVES[objective.name].rows.is_compared
 
 
 def check_objective(draft: Draft) -> Iterator[Problem]:
@@ -93,7 +97,7 @@ def check_rows(draft: Draft) -> Iterator[Problem]:
             if kind is not None and asked is not kind:
                 what = f"rows of kind {source.format} are for {' and '.join(wanted)}"
                 hint = f"set objective: {'dpo' if 'dpo' in wanted else wanted[0]}, or give rows of another kind"
-            elif source.format in _SINGLE_ANSWERS and asked is not RowKind.ANSWER:
+            elif source.format in _SINGLE_ANSWERS and asked.is_compared:
                 what = f"rows of kind {source.format} hold one answer and no verdict"
                 hint = f"give rows of kind {format_of[asked]}, or set objective: sft"
             else:
@@ -214,6 +218,9 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
             yield draft.problem(f"{key}.function", f"{reward.function!r} names no file and function", "FILE.py:NAME")
         elif reward.file is not None and not reward.file.is_file():
             yield draft.problem(f"{key}.function", f"there is no file {reward.file}", "FILE.py:NAME")
+        if reward.column is not None and reward.metric is None:
+            what = "only metrics compare with one column; a function is given all of them (columns)"
+            yield draft.problem(f"{key}.column", what, "remove it, or give a metric")
     yield from _same_names(draft)
     yield from _policies(draft)
     for key, is_other, way in (

@@ -109,7 +109,7 @@ OBJECTIVES: Table[Objective] = Table(
             ),
             Objective(
                 name="rl",
-                rows=RowKind.ANSWER,
+                rows=RowKind.QUESTION,
                 default_loss="dapo",
                 losses="luthier.training.losses.policies:policy_losses",
                 on_policy=True,

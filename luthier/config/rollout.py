@@ -34,11 +34,15 @@ class RewardConfig(Section):
     shorthand = "metric"
 
     metric: NonEmpty | None = None
-    """A metric that compares the answer with the row's: ``exact``, ``normalised``, ``contains``, ``json``, ``rougeL``,
-    ``regex:PATTERN`` … ([predict.md](predict.md#metrics))."""
+    """A metric that compares the answer with the row's: ``exact``, ``normalised``, ``contains``, ``number``,
+    ``choice``, ``json``, ``rougeL``, ``regex:PATTERN`` … ([predict.md](predict.md#metrics)); or ``length`` or
+    ``overlong``, which look at how many tokens it has ([rl.md](rl.md#rewards))."""
+    column: NonEmpty | None = None
+    """Of a metric: the column of the row that it compares the answer with. Default: the row's answer."""
     function: NonEmpty | None = None
-    """``FILE.py:NAME``: your own function ``(answer, *, expected, prompt, finished) -> float | None``. It runs in a
-    process of its own; None is no opinion."""
+    """``FILE.py:NAME``: your own function ``(answer, *, expected, prompt, finished, columns) -> float | None``, of
+    whose keywords it names those that it reads; or ``(answers, …) -> list``, asked of all answers to a prompt at once.
+    It runs in a process of its own; None is no opinion."""
     name: NonEmpty | None = None
     """How logs and reports call it. Default: the metric, or the function's name; no two rewards may have one name."""
     weight: Signed = 1.0

@@ -35,7 +35,8 @@ from luthier.records import (
 )
 from luthier.rendering.blueprint import Expansion, Filled, PreferenceData
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.render import Renderer, refuse
+from luthier.rendering.other_rows import refuse
+from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.store.manifest import BLOBS, default_root
 from luthier.templating.limits import TemplateSettings
@@ -279,7 +280,7 @@ def encode_rows(
 
 def _as_given(row: Tokenized, renderer: Renderer, tokenizer: Tokenizer, measurer: Measurer) -> Sample:
     """The sample of a row of ids. Raises `RowError` for ids that the tokenizer does not have, and slots of media."""
-    if renderer.policy.kind is not RowKind.ANSWER:
+    if renderer.policy.kind.is_compared:
         refuse(row, renderer.policy.kind)
     if not row.weight or not row.target.any():
         raise RowDropped("no_target", "no token of this row is trained")
@@ -339,7 +340,7 @@ def join(filled: Filled, outcomes: Sequence[Sample | RowError], control_ids: NDA
             return RowDropped("no_target", "no token of this row is trained", address=filled.address)
         samples.append(outcome)
     if filled.comparison is None:
-        return samples[0]
+        return replace(samples[0], for_rewards=filled.for_rewards) if filled.for_rewards else samples[0]
     prompt_length = min(int(sample.target.argmax()) for sample in samples)
     try:
         _check(samples, prompt_length)

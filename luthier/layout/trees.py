@@ -157,6 +157,7 @@ def leaf_segment(sample: Sample, leaf: int) -> Segment:
             target=sample.target,
             weight=sample.weight,
             media=sample.media,
+            for_rewards=sample.for_rewards,
             address=sample.address,
         )
     node = leaves(sample.branches)[leaf]
@@ -173,6 +174,7 @@ def leaf_segment(sample: Sample, leaf: int) -> Segment:
         target=np.concatenate([sample.target[s] & (owner[n] == node) for n, s in zip(path, spans, strict=True)]),
         weight=None if sample.weight is None else np.concatenate([sample.weight[span] for span in spans]),
         media=media_within(sample.media, spans),
+        for_rewards=sample.for_rewards,
         address=sample.address,
     )
 

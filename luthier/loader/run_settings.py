@@ -27,7 +27,7 @@ from luthier.writing import counted
 def units_of(config: RunConfig) -> UnitKind:
     """What of a row the run's objective compares."""
     match kind_of(config.objective.name):
-        case RowKind.ANSWER:
+        case RowKind.ANSWER | RowKind.QUESTION:
             return UnitKind.NONE
         case RowKind.PAIR:
             return UnitKind.PAIRS

@@ -90,6 +90,8 @@ METRICS: Table[Metric] = Table(
         "exact": Metric(of_row=texts.is_exact),
         "normalised": Metric(of_row=texts.is_alike),
         "contains": Metric(of_row=texts.is_contained),
+        "number": Metric(of_row=texts.is_same_number),
+        "choice": Metric(of_row=texts.is_same_choice),
         "regex": Metric(with_argument=lambda pattern: Metric(of_row=texts.by_pattern(pattern))),
         "json": Metric(of_row=texts.is_same_json),
         "tool_names": Metric(of_message=texts.calls_same_tools),

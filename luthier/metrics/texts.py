@@ -58,6 +58,43 @@ def is_contained(expected: str, generated: str) -> float:
     return float(normalised(expected) in normalised(generated))
 
 
+_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,400}|(?=\.\d))(?:\.\d{1,400})?")
+_CHOICE = re.compile(r"(?<![\w'’])([A-J])(?![\w'’])")  # of I'm, none
+_CHOICE_ALONE = re.compile(r"\W*([A-J])\W*")
+
+
+def last_number(text: str) -> Decimal | None:
+    """``"Of 1,200 there are 72.50 left." -> 72.5``; None without one. A comma between digits parts thousands."""
+    found = [match[0] for match in _NUMBER.finditer(text)]
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def is_same_number(expected: str, generated: str) -> float | None:
+    """Whether the last numbers of both are equal. An expected text without a number has no say."""
+    wanted = last_number(expected)
+    return None if wanted is None else float(wanted == last_number(generated))
+
+
+def is_same_choice(expected: str, generated: str) -> float | None:
+    """Whether the generated text chooses the expected letter, from A to J: it is that letter, or the last such letter
+    in it that stands alone (``"So it is (B)."``; the article A does not). An expected text that is no single letter has
+    no say."""
+    wanted = _CHOICE_ALONE.fullmatch(expected.strip())
+    if wanted is None:
+        return None
+    alone = _CHOICE_ALONE.fullmatch(generated.strip())
+    if alone is not None:
+        return float(alone[1] == wanted[1])
+    letters = [match[1] for match in _CHOICE.finditer(generated) if not _is_a_word(match)]
+    return float(bool(letters) and letters[-1] == wanted[1])
+
+
+def _is_a_word(letter: re.Match[str]) -> bool:
+    """``A cat``, ``I think``: the letter and a blank before a small letter."""
+    behind = letter.string[letter.end() : letter.end() + 2]
+    return letter[1] in "AI" and behind[:1] == " " and behind[1:].islower()
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Words
 

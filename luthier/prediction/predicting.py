@@ -254,7 +254,7 @@ def _records(run: TrainedRun, sources: Sequence[SourceConfig]) -> Iterator[Row |
 def _answers_of(sample: Sample, kind: RowKind) -> list[Segment]:
     """Of two answers that are compared the chosen one; of feedback an answer that is a good one."""
     match kind:
-        case RowKind.ANSWER:
+        case RowKind.ANSWER | RowKind.QUESTION:
             return sample.segments()
         case RowKind.PAIR:
             return sample.segments()[:1]

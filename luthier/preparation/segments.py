@@ -15,7 +15,7 @@ from luthier.ledger import Ledger
 from luthier.packing import PATCH_COST, SegmentTable, UnitKind, completion_room
 from luthier.preparation.prepared import PreparedSet
 from luthier.records import Segment
-from luthier.store.shard import joined
+from luthier.store.shard import QUESTION, joined
 from luthier.writing import counted
 
 Ints = NDArray[np.int64]
@@ -198,8 +198,8 @@ class SegmentIndex:
         used = np.zeros(len(leaves.row), dtype=np.bool_)
         used[self._leaf] = True
         longest_dropped = np.zeros(len(self.prepared), dtype=np.int64)
-        if cuts.dropped:
-            np.maximum.at(longest_dropped, leaves.row[~fits], leaves.lengths[~fits])
+        too_long = ~fits & (cuts.dropped | leaves.is_question)
+        np.maximum.at(longest_dropped, leaves.row[too_long], leaves.lengths[too_long])
         for row in np.flatnonzero(~stays).tolist():
             self.ledger.lose_kept(_loss(int(longest_dropped[row]), max_length).at(self.prepared.address(row)))
         lost_leaves = stays[leaves.row] & ~used
@@ -247,13 +247,15 @@ PROMPT_TRUNCATED = "prompt_truncated"  # a note: rows whose prompt lost messages
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Leaves:
-    """All leaves of all rows: the row, the leaf's number in its sample, its tokens and targets, what encoders run
-    through for its media, and how many of its first tokens are those of the leaf before it in its sample."""
+    """All leaves of all rows: the row, the leaf's number in its sample, its tokens and targets, whether it is a
+    question that needs none, what encoders run through for its media, and how many of its first tokens are those
+    of the leaf before it in its sample."""
 
     row: Ints
     number: Ints
     lengths: Ints
     num_targets: Ints
+    is_question: NDArray[np.bool_]
     encoders: Ints
     held: Ints
 
@@ -266,11 +268,13 @@ class Leaves:
         row = np.repeat(np.arange(len(prepared), dtype=np.int64), counts)
         number = np.arange(len(row), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
         stored = first[row] + number
+        targets = prepared.store.leaf_targets[stored]
         return cls(
             row=row,
             number=number,
             lengths=prepared.store.leaf_lengths[stored],
-            num_targets=prepared.store.leaf_targets[stored],
+            num_targets=np.maximum(targets, 0),
+            is_question=targets == QUESTION,
             encoders=joined([shard.index.leaf_encoders for shard in prepared.store.shards])[stored],
             held=prepared.store.leaf_held(prepared.sample_ids),
         )
@@ -293,9 +297,8 @@ class Cuts:
 def cut_leaves(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflow: Overflow) -> Cuts:
     """Each leaf on its own. Raises `UserError` under ``Overflow.ERROR`` for the first that is too long."""
     fits = leaves.lengths <= max_length
-    cuts = Cuts(
-        whole=np.flatnonzero(fits & (leaves.num_targets > 0)), dropped=overflow in (Overflow.DROP, Overflow.KEEP_ANSWER)
-    )
+    needed = (leaves.num_targets > 0) | leaves.is_question
+    cuts = Cuts(whole=np.flatnonzero(fits & needed), dropped=overflow in (Overflow.DROP, Overflow.KEEP_ANSWER))
     for count, leaf in enumerate([] if cuts.dropped else np.flatnonzero(~fits).tolist(), start=1):
         if count % READ_AT_A_TIME == 0:
             prepared.store.release()

@@ -350,8 +350,8 @@ class Filled:
     ``control_strings`` counts what looks like a control token in the row's own strings; those in ``allowed`` are meant
     as control tokens, the others are text. ``media`` are the row's, in order, and ``expansions`` what becomes of them,
     once that is known. ``counted`` are the notes that the row brought with it. ``is_prompt``: nothing of it is to be
-    learned. ``comparison`` is there where continuations are compared: the row itself is then the prompt with the first
-    of them.
+    learned. ``for_rewards`` is as a sample's. ``comparison`` is there where continuations are compared: the row itself
+    is then the prompt with the first of them.
     """
 
     blueprint: Blueprint
@@ -363,6 +363,7 @@ class Filled:
     address: Address = NOWHERE
     counted: tuple[tuple[str, int], ...] = ()
     is_prompt: bool = False
+    for_rewards: str = ""
     comparison: PreferenceData | None = None
 
     @property

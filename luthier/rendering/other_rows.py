@@ -6,7 +6,11 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import Never
 
+import msgspec
+
+from luthier.config.choices import RowKind
 from luthier.config.schema import TrainOn
 from luthier.errors import RowError
 from luthier.records import (
@@ -20,9 +24,11 @@ from luthier.records import (
     Message,
     Piece,
     Preference,
+    Row,
     Text,
     TextPiece,
     Thinking,
+    Tokenized,
     ToolCall,
     Video,
 )
@@ -134,6 +140,42 @@ def _refuse_blank(row: ComparedRow) -> None:
                 "if silence is what you mean",
                 field=which,
             )
+
+
+def as_question(row: Conversation) -> Conversation:
+    """A conversation that ends before an answer as a history to be answered; others stay what they are."""
+    return replace(row, add_generation_prompt=True) if row.messages[-1].role in ("user", "tool") else row
+
+
+def for_rewards(row: Conversation) -> str:
+    """What judges the answers to a row may read of it (`Sample.for_rewards`)."""
+    return msgspec.json.encode({"expected": row.expected, "columns": row.columns}).decode()
+
+
+def nothing_learned(row: Conversation) -> str:
+    """Why nothing of a row is trained, in words."""
+    if any(message.role == "assistant" for message in row.messages):
+        return "no message of this row is trained"
+    return "it has no answer that could be learned (objective rl has the model answer such rows)"
+
+
+def refuse(row: Row, kind: RowKind) -> Never:
+    """Raise `RowError` for a row of a kind that the run's objective cannot learn from."""
+    match row:
+        case Conversation() | Document() | Tokenized():
+            fits = "it teaches an answer: train it with objective sft or pt"
+        case Preference():
+            fits = "it prefers one answer to another: train it with objective dpo or rm"
+        case Feedback():
+            fits = "it says how good one answer is: train it with objective kto"
+    needs = f"this run's objective learns answers ({'rl' if kind is RowKind.QUESTION else 'sft, pt'})"
+    match kind:
+        case RowKind.PAIR:
+            needs = "this run's objective compares pairs (dpo, rm), so rows need chosen and rejected"
+        case RowKind.VERDICT:
+            needs = "this run's objective learns from verdicts (kto), so rows need a completion and a label (where a "
+            needs += "column called label holds 0 and 1, say that it is a verdict: format: feedback)"
+    raise RowError("objective", f"a row of kind {type(row).__name__.lower()}: {fits}; {needs}")
 
 
 def unlearned(message: Message) -> Message:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Never
 
 from luthier.config.choices import RowKind
 from luthier.config.schema import HistoryRendering, TrainOn
@@ -29,7 +28,6 @@ from luthier.records import (
     Row,
     Text,
     Thinking,
-    Tokenized,
 )
 from luthier.rendering.answers import require_answer, tags_in
 from luthier.rendering.blueprint import CONTROL_STRING, UNASKED, Blueprint, Filled, build_blueprint
@@ -48,12 +46,16 @@ from luthier.rendering.messages import (
 from luthier.rendering.openings import ending_of
 from luthier.rendering.other_rows import (
     ComparedRow,
+    as_question,
     compare,
     continuations,
     document_path,
     document_shape,
+    for_rewards,
+    nothing_learned,
     one_path,
     only_last,
+    refuse,
     unlearned,
     with_continuation,
 )
@@ -117,10 +119,13 @@ class Renderer:
     def fill(self, row: Row) -> Filled:
         """The same, as a blueprint with values. Raises `RowError`; `TemplateError` if a replay turns out wrong."""
         match row, self.policy.kind:
-            case Conversation(), kind if kind is RowKind.ANSWER or row.add_generation_prompt:
+            case Conversation(), kind if not kind.is_compared or row.add_generation_prompt:
                 template = self._need_template(media_of(row.messages))
-                return self._conversation(self._prepared(row, template), template)
-            case Document(), RowKind.ANSWER:
+                if kind is not RowKind.QUESTION:
+                    return self._conversation(self._prepared(row, template), template)
+                filled = self._conversation(self._prepared(as_question(row), template), template)
+                return replace(filled, for_rewards=for_rewards(row))
+            case Document(), RowKind.ANSWER | RowKind.QUESTION:
                 return self._document(row)
             case (Preference() as compared, RowKind.PAIR) | (Feedback() as compared, RowKind.VERDICT):
                 return self._compared(compared)
@@ -277,7 +282,7 @@ class Renderer:
         if not turns and not weights.supplied and not row.add_generation_prompt:
             if any(what == BLANK_ANSWER for what, _ in row.notes):
                 raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
-            raise RowDropped("no_target", "no message of this row is trained")
+            raise RowDropped("no_target", nothing_learned(row))
         _refuse_too_many(row, max(1, len(turns)), self.policy.history)
         try:
             return self._made(RowHistory(template, row, shapes, strings, self._recordings), turns, weights)
@@ -473,25 +478,6 @@ def _refuse_too_many(row: Conversation, num_turns: int, history: HistoryRenderin
         f"{counted(rendered, 'message')} to render; {most:,} are allowed for one row: {' or '.join(ways_out)}",
         field="messages",
     )
-
-
-def refuse(row: Row, kind: RowKind) -> Never:
-    """Raise `RowError` for a row of a kind that the run's objective cannot learn from."""
-    match row:
-        case Conversation() | Document() | Tokenized():
-            fits = "it teaches an answer: train it with objective sft or pt"
-        case Preference():
-            fits = "it prefers one answer to another: train it with objective dpo or rm"
-        case Feedback():
-            fits = "it says how good one answer is: train it with objective kto"
-    needs = "this run's objective learns answers (sft, pt)"
-    match kind:
-        case RowKind.PAIR:
-            needs = "this run's objective compares pairs (dpo, rm), so rows need chosen and rejected"
-        case RowKind.VERDICT:
-            needs = "this run's objective learns from verdicts (kto), so rows need a completion and a label (where a "
-            needs += "column called label holds 0 and 1, say that it is a verdict: format: feedback)"
-    raise RowError("objective", f"a row of kind {type(row).__name__.lower()}: {fits}; {needs}")
 
 
 def _is_unasked(row: Conversation, index: int) -> bool:

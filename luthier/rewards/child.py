@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import resource
 import runpy
 import sys
+from collections.abc import Callable
+from typing import Any
+
+OFFERED = ("expected", "prompt", "finished", "columns")  # keywords that every function may take
+GROUP = "answers"  # a function whose first parameter has this name is asked of all answers to a prompt at once
 
 
 def main() -> None:
@@ -29,22 +35,50 @@ def main() -> None:
     if not callable(function):
         tell(error=f"its file has no function {name}")
         return
-    tell(ready=True)
+    first, taken, needed = wanted(function)
+    if needed:
+        tell(error=f"it needs {needed[0]!r}, which is none of {', '.join(OFFERED)}")
+        return
+    tell(ready=True, takes_groups=first == GROUP)
     for line in sys.stdin:
-        arguments = json.loads(line)
-        call = arguments.pop("call")
+        call = json.loads(line)
+        answers = call["answers"]
+        keywords = {key: value for key, value in call["keywords"].items() if taken is None or key in taken}
         try:
-            reward = function(arguments.pop("answer"), **arguments)
+            found = function(answers, **keywords) if first == GROUP else [function(answers[0], **keywords)]
+            opinions = [] if isinstance(found, str | dict) else [opinion(value) for value in found]
         except BaseException as error:  # noqa: BLE001
-            tell(call=call, error=f"raises {type(error).__name__}")
+            tell(call=call["call"], error=f"raises {type(error).__name__}")
             continue
-        if reward is None or isinstance(reward, bool | int | float):
-            tell(call=call, reward=reward)
+        if len(opinions) == len(answers):
+            tell(call=call["call"], opinions=opinions)
         else:
-            try:
-                tell(call=call, reward=float(reward))  # of numpy, torch
-            except (TypeError, ValueError):
-                tell(call=call, error=f"gives a {type(reward).__name__}, which is no number")
+            tell(call=call["call"], error="gives no list of as many rewards as there are answers")
+
+
+def wanted(function: Callable[..., Any]) -> tuple[str, set[str] | None, list[str]]:
+    """The name of a function's first parameter, the keywords that it takes (None: all), and those that it needs and
+    nobody offers."""
+    try:
+        first, *others = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of C, or without parameters: the call tells
+        return "", None, []
+    if first.kind is first.VAR_POSITIONAL or any(other.kind is other.VAR_KEYWORD for other in others):
+        return first.name, None, []
+    named = [other for other in others if other.kind is not other.VAR_POSITIONAL]
+    needed = [other.name for other in named if other.default is other.empty and other.name not in OFFERED]
+    return first.name, {other.name for other in named}, needed
+
+
+def opinion(value: Any) -> object:
+    """A number or None as it is, what numpy or torch calls a number as one, and of anything else what it is, in words:
+    JSON has text for nothing else."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    try:
+        return float(value) if not isinstance(value, str) else f"gives a {type(value).__name__}, which is no number"
+    except (TypeError, ValueError, OverflowError):
+        return f"gives a {type(value).__name__}, which is no number"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
@@ -24,6 +24,7 @@ CHILD = "luthier.rewards.child"
 START_SECONDS = 60.0  # Python and the user's imports
 MOST_BYTES = 1_000_000  # of an answer from the child
 GRACE_SECONDS = 5.0
+MOST = 10**300  # a float ends at 1.8e308
 PIPE_BYTES = select.PIPE_BUF  # as many as a pipe that can be written to takes at once
 
 
@@ -41,14 +42,31 @@ class FunctionProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._read = b""
         self._calls = 0
+        self._takes_groups: bool | None = None
 
-    def call(self, arguments: Mapping[str, object]) -> float | None:
-        """What the function gives; None is no opinion. Raises `NoReward`."""
+    @property
+    def takes_groups(self) -> bool:
+        """Whether it judges all answers to a prompt at once. Starts the process; raises `NoReward` where it cannot."""
+        if self._takes_groups is None:
+            self._start()
+        return bool(self._takes_groups)
+
+    def call(self, answers: Sequence[str], keywords: Mapping[str, object]) -> list[float | NoReward | None]:
+        """What the function gives for each answer, of which there is one where it takes no groups; None is no opinion,
+        and `NoReward` says why there is none. Nothing is raised."""
+        try:
+            opinions = self._called(answers, keywords)
+        except NoReward as error:
+            return [error] * len(answers)
+        return [_as_opinion(opinion) for opinion in opinions]
+
+    def _called(self, answers: Sequence[str], keywords: Mapping[str, object]) -> list[object]:
         child = self._child or self._start()
         self._calls += 1
         end = time.monotonic() + self.timeout
+        asked = {"call": self._calls, "answers": list(answers), "keywords": dict(keywords)}
         try:
-            _send(child, json.dumps({"call": self._calls, **arguments}).encode() + b"\n", end)
+            _send(child, json.dumps(asked).encode() + b"\n", end)
             told = self._line(child, end)
             if told.pop("call", None) != self._calls:
                 raise _Gone  # it has written results of its own
@@ -61,12 +79,8 @@ class FunctionProcess:
         match told:
             case {"error": str(error)}:
                 raise NoReward(error)
-            case {"reward": None}:
-                return None
-            case {"reward": bool() | int() | float() as reward} if isfinite(reward):
-                return float(reward)
-            case {"reward": float()}:
-                return None  # not a number
+            case {"opinions": list(opinions)} if len(opinions) == len(answers):
+                return opinions
             case _:
                 self.close()
                 raise NoReward("no number")
@@ -109,6 +123,7 @@ class FunctionProcess:
         if "error" in told:
             self.close()
             raise NoReward(str(told["error"]))
+        self._takes_groups = bool(told.get("takes_groups"))
         return self._child
 
     def _line(self, child: subprocess.Popen[bytes], end: float) -> dict[str, object]:
@@ -127,6 +142,18 @@ class FunctionProcess:
         except ValueError:
             raise _Gone from None
         return found if isinstance(found, dict) else {}
+
+
+def _as_opinion(told: object) -> float | NoReward | None:
+    match told:
+        case int() if abs(told) > MOST:
+            return NoReward("gives a number that is too large")
+        case bool() | int() | float():
+            return float(told) if isfinite(told) else None
+        case str():
+            return NoReward(told)
+        case _:
+            return None
 
 
 def _send(child: subprocess.Popen[bytes], data: bytes, end: float) -> None:

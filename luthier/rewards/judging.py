@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from math import nan
-from typing import Self
+from operator import attrgetter
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +19,31 @@ from luthier.config.rollout import RewardConfig
 from luthier.errors import UserError
 from luthier.metrics.table import chosen_metrics
 from luthier.rewards.function_process import FunctionProcess, NoReward
+from luthier.rewards.lengths import LENGTHS, length_reward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnAnswer:
-    """An answer and what it is judged by: the prompt as text, and the answer that the row holds."""
+    """An answer and what it is judged by.
+
+    prompt, expected  as text: what was asked, and the right answer as the row has it, None where it has none
+    finished          whether it ends with a stop token
+    columns           of the row, for what judges its answers
+    num_tokens        of the answer
+    group             the same number for all answers to one prompt, which stand side by side
+    """
 
     prompt: str
-    expected: str
+    expected: str | None
     generated: str
     finished: bool
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    num_tokens: int = 0
+    group: int = 0
+
+
+Opinion = float | None | NoReward  # None: it has none; NoReward: it should have one
+AnswerJudge = Callable[[Sequence[DrawnAnswer]], Iterable[Opinion]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,8 +59,10 @@ class Judged:
 class RewardJudge:
     """All rewards of a run. Functions' processes are started when they are first asked, and ended by `close`."""
 
-    def __init__(self, rewards: Sequence[RewardConfig]) -> None:
+    def __init__(self, rewards: Sequence[RewardConfig], *, max_new_tokens: int = 256) -> None:
+        """``max_new_tokens``: tokens of the longest answer that is drawn. Raises `UserError` for what is no reward."""
         self.rewards = rewards
+        self._max_new_tokens = max_new_tokens
         self._exits = ExitStack()
         self._judges = [self._judge(reward) for reward in rewards]
 
@@ -56,13 +76,11 @@ class RewardJudge:
         values_NF = np.full((len(answers), len(self.rewards)), nan)
         missing: Counter[str] = Counter()
         for number, (reward, judge) in enumerate(zip(self.rewards, self._judges, strict=True)):
-            for place, answer in enumerate(answers):
-                try:
-                    found = judge(answer)
-                except NoReward as error:
-                    missing[f"{reward.label}: {error}"] += 1
-                    continue
-                values_NF[place, number] = nan if found is None else found
+            for place, (_, found) in enumerate(zip(answers, judge(answers), strict=True)):
+                if isinstance(found, NoReward):
+                    missing[f"{reward.label}: {found}"] += 1
+                elif found is not None:
+                    values_NF[place, number] = found
         weights_F = np.array([reward.weight for reward in self.rewards])
         silent_N = np.isnan(values_NF).all(axis=1)
         total_N = np.where(silent_N, nan, np.nansum(values_NF * weights_F, axis=1))
@@ -78,26 +96,92 @@ class RewardJudge:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _judge(self, reward: RewardConfig) -> Callable[[DrawnAnswer], float | None]:
+    def _judge(self, reward: RewardConfig) -> AnswerJudge:
         if reward.metric is not None:
-            found, _ = chosen_metrics([reward.metric])
-            of_row = found[reward.metric].of_row
-            if of_row is None:
-                raise UserError(
-                    f"rollout.rewards: the metric {reward.metric} is one of all answers together, not of each",
-                    hint="take rougeL, exact, contains or regex:PATTERN",
-                    key="rollout.rewards",
-                )
-            return lambda answer: of_row(answer.expected, answer.generated)
+            return self._by_metric(reward, reward.metric)
         assert reward.file is not None, "a reward is a metric or a function"
         process = self._exits.enter_context(
             FunctionProcess(reward.file, reward.function_name, timeout=reward.timeout, max_memory=reward.max_memory)
         )
-        return lambda answer: process.call(
-            {
-                "answer": answer.generated,
-                "expected": answer.expected,
-                "prompt": answer.prompt,
-                "finished": answer.finished,
-            }
-        )
+        return lambda answers: _by_function(process, answers)
+
+    def _by_metric(self, reward: RewardConfig, metric: str) -> AnswerJudge:
+        if not _compares(metric):
+            of_length = length_reward(metric, self._max_new_tokens)
+            return lambda answers: [of_length(answer.num_tokens) for answer in answers]
+        found, _ = chosen_metrics([metric])
+        of_row = found[metric].of_row
+        if of_row is None:
+            raise UserError(
+                f"rollout.rewards: the metric {metric} is one of all answers together, not of each",
+                hint="take rougeL, exact, contains or regex:PATTERN",
+                key="rollout.rewards",
+            )
+
+        def judge(answer: DrawnAnswer) -> float | None:
+            expected = expected_of(answer, reward.column)
+            return None if expected is None else of_row(expected, answer.generated)
+
+        return lambda answers: map(judge, answers)
+
+
+def check_columns(rewards: Sequence[RewardConfig], questions: Iterable[tuple[bool, Mapping[str, Any]]]) -> None:
+    """Raise `UserError` for a metric that compares with what none of the questions has: a column, or the right answer.
+    Of each question it is told whether it has an answer, and its columns; no more are looked at than needed."""
+    comparing = {number: one.column for number, one in enumerate(rewards) if one.metric and _compares(one.metric)}
+    needed = set(comparing.values())
+    seen: set[str] = set()
+    count = 0
+    for has_answer, columns in questions:
+        count += 1
+        seen.update(columns)
+        needed -= {name for name, value in columns.items() if value is not None}
+        needed -= {None} if has_answer else set()
+        if not needed:
+            return
+    if not needed or not count:
+        return
+    column = min(needed, key=str)
+    number = next(number for number, its_column in comparing.items() if its_column == column)
+    there = f"there are: {', '.join(sorted(seen)[:20])}" if seen else "they have no columns but the prompt"
+    if column is None:
+        what = f"{rewards[number].label} compares with the row's right answer, and none of {count} rows has one"
+        hint = "name the column that has it: columns: {expected: …} of the data set, or column: … of the reward"
+        raise UserError(f"rollout.rewards[{number}]: {what}", hint=f"{hint}; {there}", key=f"rollout.rewards[{number}]")
+    what = f"rollout.rewards[{number}].column: none of {count} rows has a column {column!r}"
+    raise UserError(what, hint=there, key=f"rollout.rewards[{number}].column")
+
+
+def _compares(metric: str) -> bool:
+    return metric.partition(":")[0] not in LENGTHS
+
+
+def expected_of(answer: DrawnAnswer, column: str | None) -> str | None:
+    """What a metric compares with: the row's column of this name as text, None where it has none; or its answer."""
+    if column is None:
+        return answer.expected
+    value = answer.columns.get(column)
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _by_function(process: FunctionProcess, answers: Sequence[DrawnAnswer]) -> list[Opinion]:
+    """What a function says of each answer, or of all answers to a prompt at once, as it wants to be asked."""
+    found: list[Opinion] = []
+    for _, members in groupby(answers, key=attrgetter("group")):
+        group = list(members)
+        try:
+            together = process.takes_groups
+        except NoReward as error:
+            found += [error] * len(group)
+            continue
+        if together:
+            first = group[0]
+            shared = {"expected": first.expected, "prompt": first.prompt, "columns": dict(first.columns)}
+            finished = [one.finished for one in group]
+            found += process.call([one.generated for one in group], {**shared, "finished": finished})
+            continue
+        for one in group:
+            found += process.call([one.generated], {
+                "expected": one.expected, "prompt": one.prompt, "finished": one.finished, "columns": dict(one.columns),
+            })  # fmt: skip
+    return found

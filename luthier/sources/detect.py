@@ -16,7 +16,7 @@ from luthier.writing import counted
 NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for rows of megabytes
 
 # Formats whose messages may be written as ShareGPT's or as OpenAI's; the rows show which.
-_EITHER_STYLE = (Format.PREFERENCE, Format.FEEDBACK, Format.PROMPT_COMPLETION)
+_EITHER_STYLE = (Format.PREFERENCE, Format.FEEDBACK, Format.PROMPT_COMPLETION, Format.PROMPT)
 NO_COLUMN = "none"  # `columns: {weight: none}`: the data's own column of that name means something else
 _VERDICTS = ("true", "false", "desirable", "undesirable")
 # `observation_tag` is LLaMA-Factory's name; people who write `role: tool` look for this one.
@@ -44,9 +44,7 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
     rule = FORMATS[kind]
     columns = _resolve_columns(rule, given_columns, seen)
     role, content = rule.role_key, rule.content_key
-    if kind in (Format.PREFERENCE, Format.FEEDBACK, Format.PROMPT_COMPLETION) and _is_from_value(
-        rows, columns.values()
-    ):
+    if kind in _EITHER_STYLE and _is_from_value(rows, columns.values()):
         role, content = "from", "value"
     return Layout(
         format=kind,
@@ -108,6 +106,8 @@ def _detect_format(
             return kind
     if set(given_columns) == {"prompt"} and given_columns["prompt"] in seen:
         return Format.TEXT
+    if fits(Format.PROMPT):
+        return Format.PROMPT
     raise _unlabelled(path) if "input_ids" in seen else _unrecognised(path, seen)
 
 

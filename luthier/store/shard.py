@@ -6,10 +6,11 @@
     index: the arrays of `ShardIndex`, in order   each filled with zeros to a multiple of 8 bytes
 
 A payload is ``input_ids`` int32[T], then ``target`` as bits (little-endian, to a multiple of 4 bytes), then ``weight``
-float32[T] if the sample has weights. If it has prompt turns or media, there follow how many turns and how many bytes of
-media there are, int32[2], then ``prompt_turns`` int32[…], then the media (`media_items`). So reading a sample touches
-one run of bytes, whose checksum is in the index. The index is vouched for by the manifest, with one digest for the
-keys and one for the rest: to look keys up, only they are read. So every byte is covered, and none is hashed twice.
+float32[T] if the sample has weights. If it has prompt turns, media or what rewards may read, there follow how many
+turns and how many bytes of the others there are, int32[2], then ``prompt_turns`` int32[…], then the others
+(`media_to_bytes`). So reading a sample touches one run of bytes, whose checksum is in the index. The index is vouched
+for by the manifest, with one digest for the keys and one for the rest: to look keys up, only they are read. So every
+byte is covered, and none is hashed twice.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from luthier.records import Audio, AudioHeader, Image, ImageHeader, MediaItem, S
 
 MAGIC = b"LUTSHRD5"
 KEY_BYTES = 32
+QUESTION = -1  # in the place of a number of targets: the model answers the row in the run
 WRITE_BYTES = 2**22  # payloads are joined to so much before they are written: few calls, and no second copy of all
 
 
@@ -36,7 +38,8 @@ WRITE_BYTES = 2**22  # payloads are joined to so much before they are written: f
 class EncodedSample:
     """A sample as it will stand in a shard, with what planning needs to know of its leaves.
 
-    ``leaf_targets`` does not count a leaf's first token, which never is a target. ``leaf_encoders``: what encoders run
+    ``leaf_targets`` does not count a leaf's first token, which never is a target; it is `QUESTION` of a row without an
+    answer, which needs none. ``leaf_encoders``: what encoders run
     through for a leaf's media (`MediaItem.encoder_length`), () of text. ``notes`` is the JSON of the sample's, or
     nothing. ``verdict`` is NaN where the sample has none.
     """
@@ -134,8 +137,8 @@ def freeze_sample(sample: Sample) -> EncodedSample:
     parts = [sample.input_ids.astype("<i4", copy=False).tobytes(), bits, b"\0" * (-len(bits) % 4)]
     if sample.weight is not None:
         parts.append(sample.weight.astype("<f4", copy=False).tobytes())
-    if sample.prompt_turns or sample.media:
-        media = media_to_bytes(sample.media)
+    if sample.prompt_turns or sample.media or sample.for_rewards:
+        media = media_to_bytes(sample.media, sample.for_rewards)
         parts.append(np.array([len(sample.prompt_turns), len(media), *sample.prompt_turns], dtype="<i4").tobytes())
         parts += [media, b"\0" * (-len(media) % 4)]
     leaf_lengths, leaf_targets = measure_leaves(sample)
@@ -146,7 +149,7 @@ def freeze_sample(sample: Sample) -> EncodedSample:
         has_media=bool(sample.media),
         branches=tuple((branch.parent, branch.length) for branch in sample.branches),
         leaf_lengths=leaf_lengths,
-        leaf_targets=leaf_targets,
+        leaf_targets=(QUESTION,) * len(leaf_targets) if sample.for_rewards and not any(leaf_targets) else leaf_targets,
         leaf_encoders=measure_encoders(sample),
         notes=msgspec.json.encode(dict(sample.notes)) if sample.notes else b"",
         verdict=math.nan if sample.verdict is None else sample.verdict,
@@ -268,14 +271,17 @@ MEDIA = {"image": Image, "video": Video, "audio": Audio}
 HEADERS = {"image": ImageHeader, "video": VideoHeader, "audio": AudioHeader}
 
 
-def media_to_bytes(items: Sequence[MediaItem]) -> bytes:
-    """Nothing for no items."""
-    return msgspec.msgpack.encode([_plain(item) for item in items]) if items else b""
+def media_to_bytes(items: Sequence[MediaItem], for_rewards: str = "") -> bytes:
+    """The items and, behind them, what rewards may read of the row; nothing for neither."""
+    parts = [*(_plain(item) for item in items), *([for_rewards] if for_rewards else [])]
+    return msgspec.msgpack.encode(parts) if parts else b""
 
 
-def media_from_bytes(encoded: bytes) -> tuple[MediaItem, ...]:
+def media_from_bytes(encoded: bytes) -> tuple[tuple[MediaItem, ...], str]:
     """Read what `media_to_bytes` wrote."""
-    return tuple(map(_item, msgspec.msgpack.decode(encoded))) if encoded else ()
+    parts = msgspec.msgpack.decode(encoded) if encoded else []
+    for_rewards = parts.pop() if parts and isinstance(parts[-1], str) else ""
+    return tuple(map(_item, parts)), for_rewards
 
 
 def _plain(item: MediaItem) -> list[Any]:

@@ -77,7 +77,7 @@ class Shard:
         bits_start = 4 * num_tokens
         bits = np.frombuffer(payload, np.uint8, count=(num_tokens + 7) // 8, offset=bits_start)
         weight_start = bits_start + -(-len(bits) // 4) * 4
-        turns, media = _tail(payload[weight_start + 4 * num_tokens * int(index.has_weight[number]) :])
+        turns, (media, for_rewards) = _tail(payload[weight_start + 4 * num_tokens * int(index.has_weight[number]) :])
         first, last = index.branch_bounds[number : number + 2].tolist()
         parents, lengths = index.branch_parents[first:last].tolist(), index.branch_lengths[first:last].tolist()
         return Sample(
@@ -93,6 +93,7 @@ class Shard:
             verdict=_verdict(float(index.verdicts[number])),
             prompt_turns=turns,
             media=media,
+            for_rewards=for_rewards,
             address=address,
         )
 
@@ -176,10 +177,10 @@ class Shard:
         return mapped
 
 
-def _tail(payload: bytes) -> tuple[tuple[int, ...], tuple[MediaItem, ...]]:
-    """The prompt turns and the media at a payload's end."""
+def _tail(payload: bytes) -> tuple[tuple[int, ...], tuple[tuple[MediaItem, ...], str]]:
+    """The prompt turns, and the media with what rewards may read, at a payload's end."""
     if not payload:
-        return (), ()
+        return (), ((), "")
     num_turns, num_bytes = np.frombuffer(payload, "<i4", count=2).tolist()
     turns = np.frombuffer(payload, "<i4", count=num_turns, offset=8)
     start = 8 + turns.nbytes

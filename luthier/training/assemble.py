@@ -25,13 +25,14 @@ from luthier.models.submodules import text_attention
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.policy_losses import Advantage
 from luthier.packing import Segments
-from luthier.rewards.judging import RewardJudge
+from luthier.rewards.judging import RewardJudge, check_columns
 from luthier.training.arguments import training_arguments
 from luthier.training.callbacks import EarlyStopping, Flow, Journal, Meter
 from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, write_json
 from luthier.training.folder.lost_rows import LostRows
+from luthier.training.generate import columns_of
 from luthier.training.hooks import Hooks
 from luthier.training.initial_adapter import begin_by_activations, begin_by_what_is_rounded_away
 from luthier.training.losses.kernels import kernel_name
@@ -168,6 +169,8 @@ def make_trainer(
     if first_step is None and isinstance(run_model.model, PeftModel):
         _first_values(run_model.model, run_model, config, data, how, losses, hooks)
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
+    if OBJECTIVES[config.objective.name].on_policy:
+        check_columns(config.rollout.rewards, columns_of(data.train))
     rollouts = _rollouts(config, tokenizer, run_model, how, losses, hooks, shared=keeps_trees)
     stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees), rollouts=rollouts)
     callbacks = _callbacks(config, schedule, losses, meter, hooks, evaluates=evaluates)
@@ -221,7 +224,8 @@ def _rollouts(
     )
     assert isinstance(losses, PolicyLosses), "answers are learned from by the losses of policies"
     stops = frozenset(tokenizer.stop_token_ids)
-    judge, world = RewardJudge(config.rollout.rewards), hooks.stop.world
+    judge = RewardJudge(config.rollout.rewards, max_new_tokens=config.rollout.max_new_tokens)
+    world = hooks.stop.world
 
     def tell(text: str) -> None:
         hooks.tell(Note(text=text))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from peft import PeftModel
@@ -21,16 +23,31 @@ from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
 from luthier.training.report.result import GenerationRecord, GenerationRound
 
+ROWS_LOOKED_AT = 1000
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Question:
     """``prompt`` is all that stands before the last trained run, as inference supplies it, with its ``media``;
-    ``answer`` is that run without its stop token."""
+    ``answer`` is that run without its stop token, nothing where the row has none. ``for_rewards``: as a sample's."""
 
     prompt: Ids
     answer: Ids
     address: Address
     media: tuple[MediaItem, ...] = ()
+    for_rewards: str = ""
+
+    def expected(self, tokenizer: Tokenizer) -> str | None:
+        """The right answer as text: what the row's column says, else the answer that it holds; None without one."""
+        said = json.loads(self.for_rewards) if self.for_rewards else {}
+        if said.get("expected") is not None:
+            return str(said["expected"])
+        return None if said and not len(self.answer) else tokenizer.decode(self.answer)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The row's columns for what judges answers to it."""
+        return dict(json.loads(self.for_rewards)["columns"]) if self.for_rewards else {}
 
     def request(self, key: int, settings: GenerateConfig, num_samples: int = 1) -> Request:
         """What an engine is asked."""
@@ -49,6 +66,9 @@ def questions_of(segment: Segment, stops: frozenset[int]) -> list[Question | Non
     ``u [A .] u [A A .] u`` -> prompt ``u``, answer ``A``; prompt ``u A . u``, answer ``A A``.
     """
     ids, target = segment.input_ids, segment.target
+    if segment.for_rewards and not target.any():  # a row without an answer
+        nothing = ids[:0]
+        return [_question(segment, ids, nothing)]
     trained = np.flatnonzero(target).tolist()
     starts = [at for at in trained if at == 0 or not target[at - 1] or int(ids[at - 1]) in stops]
     found: list[Question | None] = []
@@ -58,9 +78,27 @@ def questions_of(segment: Segment, stops: frozenset[int]) -> list[Question | Non
         if start == 0 or int(ids[end - 1]) not in stops:
             found.append(None)
             continue
-        media = tuple(item for item in segment.media if item.start < start)
-        found.append(Question(prompt=ids[:start], answer=ids[start : end - 1], address=segment.address, media=media))
+        found.append(_question(segment, ids[:start], ids[start : end - 1]))
     return found
+
+
+def _question(segment: Segment, prompt: Ids, answer: Ids) -> Question:
+    return Question(
+        prompt=prompt,
+        answer=answer,
+        address=segment.address,
+        media=tuple(item for item in segment.media if item.start < len(prompt)),
+        for_rewards=segment.for_rewards,
+    )
+
+
+def columns_of(segments: Segments) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """Of the first rows whether each has an answer, and its columns for what judges answers to it."""
+    for index in range(min(len(segments), ROWS_LOOKED_AT)):
+        segment = segments[index]
+        said = json.loads(segment.for_rewards) if segment.for_rewards else {}
+        has_answer = bool(segment.target.any()) or said.get("expected") is not None
+        yield has_answer, said.get("columns", {})
 
 
 def choose_questions(segments: Segments, count: int, stops: frozenset[int]) -> list[Question]:
@@ -161,7 +199,7 @@ _SETTINGS = (
 
 
 def _record(question: Question, generated: str, tokenizer: Tokenizer, finished: bool | None) -> GenerationRecord:
-    expected = tokenizer.decode(question.answer)
+    expected = question.expected(tokenizer) or ""
     return GenerationRecord(
         address=str(question.address),
         prompt=shown(question, tokenizer),

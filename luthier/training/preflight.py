@@ -25,6 +25,7 @@ from luthier.config.draft import Draft
 from luthier.config.machine import EXTRA, is_installed
 from luthier.config.media import MediaCache
 from luthier.config.optimizers import OPTIMIZERS
+from luthier.config.rollout import RolloutConfig
 from luthier.config.schema import AdapterConfig, AdapterType, Precision, RunConfig, Sharding, Strategy
 from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
@@ -78,7 +79,7 @@ def check_run(draft: Draft) -> list[str]:
         *_schedule(draft),
         *data_faults(draft),
         *(() if "train.optim" in told else _optimizer(draft)),
-        *draft.told("rollout.rewards", lambda: RewardJudge(draft.config.rollout.rewards)),  # no process is started
+        *draft.told("rollout.rewards", lambda: _judge(draft.config.rollout)),  # no process is started
         *draft.told("objective.reference", lambda: check_reference(draft.config)),
     ]
     if not lacking:  # without them no processor, and so no model, is loaded
@@ -135,6 +136,10 @@ def _devices(draft: Draft) -> Iterator[Problem]:
             what,
             f"start {counted(there, 'process', 'processes')} on a machine (--nproc-per-node {there})",
         )
+
+
+def _judge(rollout: RolloutConfig) -> RewardJudge:
+    return RewardJudge(rollout.rewards, max_new_tokens=rollout.max_new_tokens)
 
 
 def _schedule(draft: Draft) -> Iterator[Problem]:

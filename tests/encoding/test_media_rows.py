@@ -263,7 +263,8 @@ def test_every_kind_of_reference_survives_the_store() -> None:
         ),
         MediaItem(media=Audio(source="c.wav"), header=sound, start=20, length=5),
     )
-    assert media_from_bytes(media_to_bytes(items)) == items
+    assert media_from_bytes(media_to_bytes(items)) == (items, "")
+    assert media_from_bytes(media_to_bytes(items, "{}")) == (items, "{}")
     assert build_shard([], []).entry.num_samples == 0
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from luthier.config.rollout import RewardConfig
+from luthier.config.rollout import RewardConfig, RolloutConfig
 from luthier.errors import UserError
-from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
+from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge, check_columns
 
 HOSTILE = """
 import os, sys, threading, time
@@ -63,8 +64,54 @@ not_a_function = 3
 """
 
 
-def answer(text: str, expected: str = "four") -> DrawnAnswer:
-    return DrawnAnswer(prompt="two and two?", expected=expected, generated=text, finished=True)
+GROUPS = """
+import sys
+
+def ranks(answers, *, finished, columns):
+    assert len(answers) == len(finished)
+    return [columns["base"] + sorted(answers).index(one) for one in answers]
+
+def too_few(answers):
+    return answers[1:]
+
+def text(answers):
+    return "12"
+
+def mixed(answers):
+    return [1, None, float("nan"), "good"][: len(answers)]
+
+def named(answer, *, prompt):
+    return len(prompt)
+
+def positional(answer, columns):
+    return columns["base"]
+
+def optional(answer, /, *, other=3, **_):
+    return other
+
+def demanding(answer, *, completion_ids):
+    return 1.0
+
+def huge(answer):
+    return 10**400
+
+def fork_bomb(answer):
+    import os, time
+    for _ in range(3):
+        os.fork()
+    time.sleep(60)
+"""
+
+
+def answer(text: str, expected: str | None = "four", **facts: Any) -> DrawnAnswer:
+    return DrawnAnswer(prompt="two and two?", expected=expected, generated=text, finished=True, **facts)
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    path = tmp_path / "groups.py"
+    path.write_text(GROUPS)
+    return path
 
 
 @pytest.fixture
@@ -144,3 +191,97 @@ def test_processes_are_forgotten_when_they_are_closed(file: Path, monkeypatch: p
         judge.judge([answer("exit"), answer("fine"), answer("fine")])
         assert len(waiting) == 1
     assert not waiting
+
+
+# ------------------------------------------------------------------------------------ all answers to a prompt at once
+
+
+TWO_GROUPS = [
+    answer("b", columns={"base": 10}, group=0),
+    answer("a", columns={"base": 10}, group=0),
+    answer("c", columns={"base": 20}, group=1),
+]
+
+
+def test_a_function_of_answers_is_asked_of_all_answers_to_a_prompt_at_once(groups: Path) -> None:
+    assert judged([RewardConfig(function=f"{groups}:ranks")], TWO_GROUPS).total_N.tolist() == [11, 10, 20]
+
+
+@pytest.mark.parametrize("name", ["too_few", "text"])
+def test_a_group_without_as_many_rewards_as_answers_has_none(name: str, groups: Path) -> None:
+    found = judged([RewardConfig(function=f"{groups}:{name}")], TWO_GROUPS[:2])
+    assert np.isnan(found.total_N).all() and sum(found.missing.values()) == 2
+
+
+def test_each_answer_of_a_group_may_have_no_reward(groups: Path) -> None:
+    found = judged([RewardConfig(function=f"{groups}:mixed")], [answer("a")] * 4)
+    assert found.total_N[0] == 1.0 and np.isnan(found.total_N[1:]).all()
+    assert found.missing == {"mixed: gives a str, which is no number": 1}
+
+
+# ---------------------------------------------------------------------------------------------- what functions are told
+
+
+@pytest.mark.parametrize(("name", "reward"), [("named", 12), ("positional", 10), ("optional", 3)])
+def test_functions_are_given_the_keywords_that_they_name(name: str, reward: float, groups: Path) -> None:
+    assert judged([RewardConfig(function=f"{groups}:{name}")], TWO_GROUPS[:1]).total_N.tolist() == [reward]
+
+
+def test_a_keyword_that_nobody_offers_is_told(groups: Path) -> None:
+    (why,) = judged([RewardConfig(function=f"{groups}:demanding")], [answer("a")]).missing
+    assert "completion_ids" in why and "columns" in why
+
+
+@pytest.mark.parametrize("name", ["huge", "fork_bomb"])
+def test_what_a_function_starts_or_says_without_measure_costs_one_reward(name: str, groups: Path) -> None:
+    begun = time.monotonic()
+    found = judged([RewardConfig(function=f"{groups}:{name}", timeout=0.5)], [answer("a")])
+    assert np.isnan(found.total_N).all() and sum(found.missing.values()) == 1 and time.monotonic() - begun < 30
+
+
+# --------------------------------------------------------------------------------------------------- columns, lengths
+
+
+def test_a_metric_may_compare_with_a_column_and_has_no_say_without_it() -> None:
+    of_column = RewardConfig(metric="number", column="key")
+    rows: list[dict[str, Any]] = [{"key": "It is 1,024."}, {"key": 1024}, {"key": None}, {}]
+    found = judged([of_column], [answer("so 1024", columns=columns) for columns in rows])
+    np.testing.assert_array_equal(found.total_N, [1, 1, np.nan, np.nan])
+    assert np.isnan(judged([RewardConfig(metric="exact")], [answer("a", expected=None)]).total_N).all()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "questions", "key"),
+    [
+        ([{"metric": "exact", "column": "kee"}], [(True, {"key": "1"})], "rollout.rewards[0].column"),
+        ([{"metric": "exact", "column": "key"}], [(True, {"key": None})], "rollout.rewards[0].column"),
+        (["overlong", "exact"], [(False, {"key": "1"})], "rollout.rewards[1]"),
+        (["exact", {"metric": "json", "column": "key"}], [(False, {}), (True, {}), (False, {"key": 1})], None),
+        (["overlong"], [(False, {})], None),
+        ([{"function": "f.py:f"}], [(False, {})], None),
+    ],
+)
+def test_what_no_row_has_is_told_before_anything_is_drawn(
+    rewards: list[Any], questions: list[tuple[bool, dict[str, Any]]], key: str | None
+) -> None:
+    configs = RolloutConfig(rewards=rewards).rewards
+    if key is None:
+        check_columns(configs, questions)
+        return
+    with pytest.raises(UserError) as caught:
+        check_columns(configs, questions)
+    assert caught.value.key == key
+
+
+def test_rewards_of_lengths_are_those_of_the_paper() -> None:
+    def found(name: str) -> list[float]:
+        with RewardJudge([RewardConfig(metric=name)], max_new_tokens=100) as judge:
+            return judge.judge([answer("", num_tokens=count) for count in (1, 80, 90, 100)]).total_N.tolist()
+
+    assert found("length") == [0.01, 0.8, 0.9, 1.0]
+    assert found("overlong") == [0.0, 0.0, -0.5, -1.0]
+    assert found("overlong:10") == [0.0, 0.0, 0.0, -1.0]
+    for wrong in ("overlong:0", "overlong:101", "overlong:x", "length:3"):
+        with pytest.raises(UserError) as caught:
+            found(wrong)
+        assert caught.value.key == "rollout.rewards"

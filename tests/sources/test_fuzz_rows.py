@@ -71,6 +71,7 @@ SOUND = {
     Format.SHAREGPT: {"conversations": TURNS, "tools": json.dumps(TOOLS), "system": "s"},
     Format.MESSAGES: {"messages": CHAT, "images": ["a.png"], "tools": TOOLS},
     Format.PROMPT_COMPLETION: {"prompt": CHAT[:2], "completion": [CHAT[-1]], "images": [{"path": "a"}]},
+    Format.PROMPT: {"prompt": CHAT[:2], "answer": 3, "images": [{"path": "a"}]},
     Format.PREFERENCE: {"prompt": CHAT[:2], **PAIR, "images": ["a.png"], "margin": 0.5},
     Format.FEEDBACK: {"messages": CHAT, "label": True, "images": ["a.png"]},
     Format.TEXT: {"text": "<video> Once", "videos": [["a.png", "b.png"]]},

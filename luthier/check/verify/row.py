@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from luthier.check.verify.expected import ExpectedRow, ExpectedTurn, expected_row
+from luthier.check.verify.expected import ExpectedRow, ExpectedTurn, expected_prompt, expected_row
 from luthier.check.verify.findings import Check, Method, RowVerdict, Violation
 from luthier.check.verify.learned import Home, Runs, find_home, supplied_faults, turn_faults
 from luthier.check.verify.media_items import expected_document, media_faults, processor_faults
@@ -134,6 +134,8 @@ class RowVerifier:
             if shorter is not None:
                 return replace(shorter, notes={**shorter.notes, "shortened_rows": 1})
         match row:
+            case Conversation() if sample.for_rewards and row.messages[-1].role in ("user", "tool"):
+                return self._verify_question(row, sample)
             case Conversation() | Document():
                 return self._verify(row, sample, self.policy)
             case Preference() | Feedback():
@@ -200,6 +202,33 @@ class RowVerifier:
     def _need_template(self) -> PlainTemplate:
         assert self.template is not None, "the row has a sample, so there is a template"
         return self.template
+
+    def _verify_question(self, row: Conversation, sample: Sample) -> RowVerdict:
+        """A row that the model answers in the run: its prompt, of which nothing is learned."""
+        faults = list(tree_faults(sample))
+        if faults:
+            return RowVerdict(
+                method=Method.STRUCTURE_ONLY, applied=frozenset([Check.BRANCHES]), violations=tuple(faults)
+            )
+        has_media = bool(media_of_messages(row.messages))
+        template, reader = (self._media_template, self._reader) if has_media else (self._need_template(), None)
+        expected, method = expected_prompt(row, template, self.tokenizer, self.policy, reader)
+        ids, address = sample.input_ids, str(row.address)
+        known = [one for one in token_faults(sample, self.tokenizer) if one.check is not Check.HAS_TARGETS]
+        if sample.target.any():
+            what = f"{int(sample.target.sum())} tokens of a prompt are learned"
+            known.append(Violation(check=Check.NOTHING_SUPPLIED_TRAINED, address=address, what=what))
+        if not np.array_equal(expected, ids):
+            what = f"the prompt has {len(ids)} tokens, inference shows {len(expected)}"
+            at = first_difference(expected, ids)
+            known.append(Violation(check=Check.PROMPT_TOKENS, address=address, what=what, run=0, index=at))
+        applied = {Check.FINITE_WEIGHTS, Check.IDS_IN_VOCABULARY, Check.BRANCHES}
+        return RowVerdict(
+            method=method,
+            applied=frozenset(applied | {Check.NOTHING_SUPPLIED_TRAINED, Check.PROMPT_TOKENS}),
+            violations=tuple(known),
+            longest_run=len(ids),
+        )
 
     def _verify_compared(self, row: Preference | Feedback, sample: Sample) -> RowVerdict:
         """Each continuation as an answer to the whole prompt, on the leaf that it should be."""

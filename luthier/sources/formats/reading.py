@@ -12,6 +12,8 @@ from itertools import pairwise
 from operator import or_
 from typing import Any
 
+import msgspec
+
 from luthier.config.choices import SameRole, TrainOn
 from luthier.errors import RowError
 from luthier.records import BLANK_ANSWER, Address, Conversation, Feedback, Message, Preference, Text, Thinking, ToolCall
@@ -24,6 +26,8 @@ from luthier.sources.rows import RawRow, decode_text, json_kind, refuse_unreadab
 
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
 _SIGNED = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,20})?")
+_USUALLY_EXPECTED = ("answer", "solution")
+_OF_THE_CONVERSATION = ("messages", "prompt", "query", "history", "system", "tools", *COLUMN_OF_KIND.values())
 _LABEL_WORDS = {
     "true": True, "1": True, "1.0": True, "desirable": True, "chosen": True,
     "false": False, "0": False, "0.0": False, "undesirable": False, "rejected": False,
@@ -183,7 +187,28 @@ class Reading:
             rendered=self.layout.rendered,
             continue_final_message=is_unfinished,
             notes=notes,
+            expected=self._expected(is_question=messages[-1].role in ("user", "tool")),
+            columns=self._columns_for_rewards(),
         )
+
+    def _expected(self, *, is_question: bool) -> str | None:
+        """The right answer, of the column that the source names, or of a question that has one under a usual name."""
+        is_named = "expected" in self.columns
+        names = [self.columns["expected"]] if is_named else _USUALLY_EXPECTED if is_question else ()
+        value = next((self.data[name] for name in names if self.data.get(name) is not None), None)
+        if value is None or type(value) is str:
+            return value
+        if type(value) in (int, float, bool):
+            return msgspec.json.encode(value).decode()
+        if not is_named:
+            return None
+        detail = f"the expected answer is text or a number, this is {json_kind(value)}"
+        raise RowError("bad_content", detail, field=self.field("expected"))
+
+    def _columns_for_rewards(self) -> dict[str, Any]:
+        """All of the row but the conversation itself."""
+        taken = {self.columns[name] for name in _OF_THE_CONVERSATION if name in self.columns}
+        return {name: value for name, value in self.data.items() if name not in taken}
 
     def _is_unfinished(self, messages: Sequence[Message]) -> bool:
         value = self.column("continue_final_message")

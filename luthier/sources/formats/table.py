@@ -49,6 +49,11 @@ def convert_prompt_completion(reading: Reading) -> Row:
     return _answered(reading, mark_prompt=reading.train_on() != "all")
 
 
+def convert_prompt(reading: Reading) -> Conversation:
+    """A question to which the run draws answers itself; what else the row has is for what judges them."""
+    return reading.conversation(reading.prompt())
+
+
 def convert_text(reading: Reading) -> Document:
     """Plain text: every token is learned, but for the column ``prompt``, if one is named, which stands before it; or
     pieces of text with a label each, whether they are learned."""
@@ -200,7 +205,9 @@ class FormatRule:
 _MEDIA = {"images": ("images", "image"), "videos": ("videos", "video"), "audios": ("audios", "audio")}
 _WEIGHT = {"weight": ("weight", "loss_weight")}
 _LOSS = {"train_on": ("train_on",), "continue_final_message": ("continue_final_message",), **_WEIGHT}
-_SHARED = {"system": ("system", "system_prompt"), "tools": ("tools",), **_MEDIA}
+# What judges drawn answers takes it for the right answer. Where nobody names it, `Reading` knows the usual names.
+_EXPECTED: Mapping[str, tuple[str, ...]] = {"expected": ()}
+_SHARED = {"system": ("system", "system_prompt"), "tools": ("tools",), **_MEDIA, **_EXPECTED}
 _PAIR = {
     "chosen": ("chosen", "chosen_messages"),
     "rejected": ("rejected", "rejected_messages"),
@@ -248,6 +255,17 @@ _ROWS: Mapping[str, FormatRule] = {
         },
         needs=(("prompt", "response"),),
         convert=convert_prompt_completion,
+    ),
+    Format.PROMPT: FormatRule(
+        columns={
+            "prompt": ("prompt", "question", "problem", "instruction"),
+            "query": ("input",),
+            "history": ("history",),
+            **_SHARED,
+            **_WEIGHT,
+        },
+        needs=(("prompt",),),
+        convert=convert_prompt,
     ),
     Format.PREFERENCE: FormatRule(
         columns={

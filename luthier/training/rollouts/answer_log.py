@@ -39,7 +39,7 @@ def write_answers(
             "row": str(question.address),
             "sample": answer.sample,
             "prompt": tokenizer.decode(question.prompt),
-            "expected": tokenizer.decode(question.answer),
+            "expected": question.expected(tokenizer),
             "generated": answer.text(tokenizer),
             "ids": answer.ids.tolist(),
             "finish": answer.ended or str(answer.finish),

@@ -142,7 +142,7 @@ class Rollouts:
         if self.probes is not None:
             self.probes.check(drawn.values())
         places = sorted(drawn)
-        texts = [self._as_text(questions[key], drawn[key, sample]) for key, sample in places]
+        texts = [self._as_text(key, questions[key], drawn[key, sample]) for key, sample in places]
         judged = self.judge.judge(texts)
         self._count(judged)
         write_answers(
@@ -201,12 +201,15 @@ class Rollouts:
                 self._note(f"not answered: {answer.reason}: {answer.detail}", 1)
         return drawn
 
-    def _as_text(self, question: Question, answer: Trajectory) -> DrawnAnswer:
+    def _as_text(self, key: int, question: Question, answer: Trajectory) -> DrawnAnswer:
         return DrawnAnswer(
             prompt=self.tokenizer.decode(question.prompt),
-            expected=self.tokenizer.decode(question.answer),
+            expected=question.expected(self.tokenizer),
+            columns=question.columns,
             generated=answer.text(self.tokenizer),
             finished=answer.finished,
+            num_tokens=len(answer.ids),
+            group=key,
         )
 
     def _count(self, judged: Judged) -> None:

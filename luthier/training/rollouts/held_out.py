@@ -34,9 +34,15 @@ def with_rewards(
     ``greedy/NAME``, ``sampled/NAME``, and ``pass@K`` where all rewards are 0 or 1."""
     greedy = [
         DrawnAnswer(
-            prompt=one.prompt, expected=one.expected, generated=one.generated, finished=one.finished is not False
+            prompt=one.prompt,
+            expected=questions[number].expected(tokenizer),
+            generated=one.generated,
+            finished=one.finished is not False,
+            columns=questions[number].columns,
+            num_tokens=len(tokenizer.encode_whole(one.generated)),
+            group=number,
         )
-        for one in found.records
+        for number, one in enumerate(found.records)
     ]
     owners = list(range(len(greedy)))
     drawn, drawn_owners = _drawn(found, questions, engine, tokenizer, config, settings)
@@ -73,9 +79,12 @@ def _drawn(
     texts = [
         DrawnAnswer(
             prompt=found.records[answer.key].prompt,
-            expected=found.records[answer.key].expected,
+            expected=questions[answer.key].expected(tokenizer),
             generated=answer.text(tokenizer),
             finished=answer.finish is Finish.STOP,
+            columns=questions[answer.key].columns,
+            num_tokens=len(answer.ids),
+            group=answer.key,
         )
         for answer in answers
     ]
