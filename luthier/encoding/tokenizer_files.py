@@ -14,6 +14,7 @@ from luthier.errors import TemplateError, TokenizerError, install_hint
 from luthier.media import PROCESSOR_FILES, decoder_of
 from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template, template_names
+from luthier.sources.origins import modelscope_folder
 
 FILES = (
     "tokenizer.json",
@@ -90,13 +91,16 @@ def _folder(name: str, revision: str, cache_dir: Path | None) -> Path:
 
 
 def _download(name: str, revision: str, cache_dir: Path | None) -> Path:
+    wanted = [*FILES, CODE]
+    if (found := modelscope_folder(name, revision=revision, cache_dir=cache_dir, patterns=wanted)) is not None:
+        return found
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
         raise TokenizerError(f"{name} is a Hub id", hint=install_hint("hub")) from error
     try:
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=[*FILES, CODE]))
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=wanted))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise TokenizerError(
             f"{name}: not found on the Hub, or the Hub cannot be reached: {error}",

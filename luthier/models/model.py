@@ -54,6 +54,7 @@ from luthier.models.routers import choose_experts
 from luthier.models.submodules import decoder_family, families_of, is_multimodal, multimodal_class, text_attention
 from luthier.models.vocabulary import Vocabulary, check_padding, fit_generation, fit_unborn, fit_vocabulary
 from luthier.presets import model_folder
+from luthier.sources.origins import modelscope_folder
 
 PRESET = "preset:"
 FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
@@ -273,7 +274,11 @@ def _source(section: ModelConfig) -> tuple[str, bool]:
     """Where to load from, and whether the weights are random."""
     if section.name_or_path.startswith(PRESET):
         return str(model_folder(section.name_or_path.removeprefix(PRESET))), True
-    return section.name_or_path, section.random_init
+    name = section.name_or_path
+    if not Path(name).expanduser().exists():
+        fetched = modelscope_folder(name, revision=section.revision, cache_dir=section.cache_dir)
+        name = name if fetched is None else str(fetched)
+    return name, section.random_init
 
 
 def _hub_arguments(section: ModelConfig, source: str) -> dict[str, object]:

@@ -5,12 +5,14 @@ An origin is small and picklable: it opens what it needs when its rows are asked
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from luthier.config.schema import SourceConfig
-from luthier.errors import RowError, SourceError, install_hint
+from luthier.errors import ModelError, RowError, SourceError, install_hint
 from luthier.records import Address
 from luthier.sources.columnar import count_columnar_rows, encode_row, read_columnar_file, table_rows
 from luthier.sources.files import DataFile, find_files
@@ -24,6 +26,27 @@ HUB = "hub:"
 MODELSCOPE = "modelscope:"
 PRESET = "preset:"
 _ROWS_PER_BATCH = 1000
+
+
+def modelscope_folder(
+    name: str, *, revision: str, cache_dir: Path | None, patterns: list[str] | None = None
+) -> Path | None:
+    """The files of a model on ModelScope, fetched by its own library, where ``USE_MODELSCOPE_HUB`` is 1 or true as
+    LLaMA-Factory has it; else None. ``patterns`` choose files by their names. Raises `ModelError`."""
+    if os.environ.get("USE_MODELSCOPE_HUB", "").lower() not in ("1", "true", "y"):
+        return None
+    try:
+        from modelscope import snapshot_download
+    except ImportError as error:
+        hint = "pip install modelscope; or unset the variable, and models come from Hugging Face"
+        raise ModelError(f"USE_MODELSCOPE_HUB is set, and modelscope, which fetches {name}, is not installed",
+                         hint=hint) from error  # fmt: skip
+    version = None if revision == "main" else revision  # its own default is called master
+    try:
+        return Path(snapshot_download(name, revision=version, cache_dir=cache_dir, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name} cannot be fetched from ModelScope: {error}",
+                         hint="check the name and the network, or unset USE_MODELSCOPE_HUB") from error  # fmt: skip
 
 
 class Origin(Protocol):

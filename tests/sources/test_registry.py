@@ -13,9 +13,11 @@ import pytest
 
 from luthier.config.choices import SameRole
 from luthier.config.schema import DataConfig, Format, SourceConfig
-from luthier.errors import SourceError
+from luthier.encoding.tokenizer import load_tokenizer
+from luthier.errors import ModelError, SourceError
+from luthier.presets import tokenizer_folder
 from luthier.sources import resolve_sources
-from luthier.sources.origins import open_origin
+from luthier.sources.origins import modelscope_folder, open_origin
 from luthier.sources.registry import read_registry
 from tests.conftest import refused
 
@@ -88,6 +90,26 @@ def test_hub_entries_name_the_hub_and_their_folder(tmp_path: Path) -> None:
     assert resolve(tmp_path, {"ms_hub_url": "c/d", "folder": "python"}).path == "modelscope:c/d/python"
     with refused(SourceError, "om_hub_url", "hf_hub_url"):
         resolve(tmp_path, {"om_hub_url": "c/d"})
+
+
+def test_models_come_from_modelscope_where_its_variable_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer and the model, by ModelScope's own function and from its own branch."""
+    asked: list[dict[str, Any]] = []
+
+    def snapshot_download(name: str, **how: Any) -> str:
+        asked.append({"name": name, **how})
+        return str(tokenizer_folder("tiny-qwen3"))
+
+    monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
+    monkeypatch.setitem(sys.modules, "modelscope", SimpleNamespace(snapshot_download=snapshot_download))
+    assert load_tokenizer("nobody/nothing").vocab_size == load_tokenizer("preset:tiny-qwen3").vocab_size
+    assert modelscope_folder("a/b", revision="v2", cache_dir=None) == tokenizer_folder("tiny-qwen3")
+    assert [(call["name"], call["revision"]) for call in asked] == [("nobody/nothing", None), ("a/b", "v2")]
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with refused(ModelError, "USE_MODELSCOPE_HUB", "pip install modelscope"):
+        load_tokenizer("nobody/nothing")
+    monkeypatch.delenv("USE_MODELSCOPE_HUB")
+    assert modelscope_folder("a/b", revision="v2", cache_dir=None) is None
 
 
 def test_a_data_set_of_modelscope_is_read_by_its_own_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from luthier.media.geometry.frames import sampled_frames
 from luthier.media.processors.processor import PROCESSOR_FILES, MediaProcessor
 from luthier.presets import model_folder, model_names
 from luthier.records import AudioHeader, Media, MediaHeader, VideoHeader
+from luthier.sources.origins import modelscope_folder
 
 PRESET = "preset:"
 CONFIG = "config.json"
@@ -118,14 +119,17 @@ def _own_folder(model: ModelConfig) -> Path | None:
 
 def _fetched(name: str, model: ModelConfig) -> Path | None:
     """The files that describe a model of the Hub; None where it cannot be reached, which loading the model will say."""
+    wanted = [CONFIG, *PROCESSOR_FILES, *(["*.py"] if model.trust_remote_code else [])]
+    revision, cache_dir = model.revision, model.cache_dir
+    if (found := modelscope_folder(name, revision=revision, cache_dir=cache_dir, patterns=wanted)) is not None:
+        return found
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         return None
-    wanted = [CONFIG, *PROCESSOR_FILES, *(["*.py"] if model.trust_remote_code else [])]
     try:
-        return Path(snapshot_download(name, revision=model.revision, cache_dir=model.cache_dir, allow_patterns=wanted))
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=wanted))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
         return None
 
