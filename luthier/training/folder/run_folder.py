@@ -194,8 +194,8 @@ def _as_read_today(there: dict[str, object]) -> dict[str, object]:
 def differences(there: dict[str, object], here: dict[str, object]) -> list[tuple[str, object, object]]:
     """``(dotted key, value there, value here)`` of every setting that differs and is not free to."""
     first, second = _flatten(there), _flatten(here)
-    keys = [key for key in dict.fromkeys([*first, *second]) if not _is_free(key)]
-    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+    changed = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
+    return [(key, first.get(key), second.get(key)) for key in changed if not _is_free(key)]
 
 
 def _is_free(key: str) -> bool:
