@@ -589,6 +589,22 @@ class PolicyTargets:
     expected_K: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DrawnInStep:
+    """All answers that a process drew in a step, those too that it does not learn from. N answers, F rewards.
+
+    rewards_N   float64; not a number where no reward had an opinion
+    values_NF   float64: each reward before its weight, likewise
+    finished_N  bool: whether the answer ends with a stop token
+    lengths_N   int64: its tokens
+    """
+
+    rewards_N: torch.Tensor
+    values_NF: torch.Tensor
+    finished_N: torch.Tensor
+    lengths_N: torch.Tensor
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostMedia:
     """Media that were there when the row was prepared and cannot be had now: by number which segment of the batch it is
@@ -630,6 +646,7 @@ class Batch:
     branches           per row, what it is made of: whole segments, or the branches of trees that share their beginnings
     lost               segments whose media could not be had any more: they are padding now, and have no targets
     policy             of answers that the model drew in the run; None for others
+    drawn              what was drawn for a step, in the first micro-batch of a step that has drawn answers
     """
 
     model_inputs: dict[str, Any]
@@ -644,6 +661,7 @@ class Batch:
     branches: tuple[tuple[Branch, ...], ...] = field(default=())
     lost: tuple[tuple[Address, LostMedia], ...] = field(default=())
     policy: PolicyTargets | None = None
+    drawn: DrawnInStep | None = None
 
     @property
     def num_segments(self) -> int:

@@ -47,7 +47,7 @@ class Loss:
 
     advantage        how rewards become advantages: `luthier.objectives.policy_losses.Advantage`
     divisor          what the sum of a step is divided by: `Divisor` there
-    kl_in            where its number ``kl_weight`` acts: in the ``loss``, or taken off the ``reward``
+    kl_in            where its number ``kl_weight`` acts: in the ``loss``, taken off the ``reward``, or ``nowhere``
     expects          a value head learns what to expect of an answer, which its advantages are measured against
     whitened         advantages are brought to mean 0 and standard deviation 1 over the targets of the step
     """
@@ -90,7 +90,7 @@ class Loss:
 def _tokens(name: str, formula: str, paper: str, says: str, *, numbers: Numbers | None = None, **needs: Any) -> Loss:
     return Loss(
         name=name,
-        objectives=("sft", "pt"),
+        objectives=("sft", "pt", "best_of_n"),
         function=f"luthier.objectives.token_losses:{name}",
         numbers={"label_smoothing": 0.0, "z_loss": 0.0, **(numbers or {})},
         formula=formula,
@@ -120,7 +120,7 @@ def _pairs(
     shared = {"beta": 0.1, "sft_weight": 0.0, **({"ld_alpha": 1.0} if reference else {})}
     return Loss(
         name=name,
-        objectives=("dpo",),
+        objectives=("dpo", "online_dpo"),
         function=f"luthier.objectives.pair_formulas:{name}",
         numbers={**shared, **(numbers or {})},
         reference=reference,
@@ -194,13 +194,7 @@ ROWS = (
         reference_free=True,
         numbers={"label_smoothing": 0.0},
     ),
-    _pairs(
-        "hinge",
-        "max(0, 1 - b (rc - rd))",
-        "2305.10425",
-        "SLiC's hinge on DPO's margin",
-        reference_free=True,
-    ),
+    _pairs("hinge", "max(0, 1 - b (rc - rd))", "2305.10425", "SLiC's hinge on DPO's margin", reference_free=True),
     _pairs(
         "ipo",
         "(rc/|c| - rd/|d| - 1/(2b))^2",
@@ -226,13 +220,7 @@ ROWS = (
         numbers={"label_smoothing": 0.001},
     ),
     _pairs("nca_pair", "-log s(b rc) - log s(-b rc)/2 - log s(-b rd)/2", "2402.05369", "NCA"),
-    _pairs(
-        "bco_pair",
-        "-log s(b rc - delta) - log s(-(b rd - delta))",
-        "2404.04656",
-        "BCO on pairs",
-        needs_delta=True,
-    ),
+    _pairs("bco_pair", "-log s(b rc - delta) - log s(-(b rd - delta))", "2404.04656", "BCO on pairs", needs_delta=True),
     _pairs(
         "mpo",
         "(1-w) sigmoid + w bco_pair + sft_weight x nll(c), w = bco_share",
@@ -250,12 +238,7 @@ ROWS = (
         reference_free=True,
         numbers={"label_smoothing": 0.0},
     ),
-    _pairs(
-        "sppo_hard",
-        "(rc - 1/(2b))^2 + (rd + 1/(2b))^2",
-        "2405.00675",
-        "SPPO with certain winners",
-    ),
+    _pairs("sppo_hard", "(rc - 1/(2b))^2 + (rd + 1/(2b))^2", "2405.00675", "SPPO with certain winners"),
     _pairs(
         "aot",
         "-log s(b (sort(lc - ld) - sort(ref_c - ref_d)))",
@@ -282,18 +265,8 @@ ROWS = (
         reference_free=True,
         numbers={"discopop_tau": 0.05},
     ),
-    _pairs(
-        "apo_zero",
-        "s(-b rc) + s(b rd)",
-        "2408.06266",
-        "chosen up, rejected down",
-    ),
-    _pairs(
-        "apo_down",
-        "s(b rc) + s(-b (rc - rd))",
-        "2408.06266",
-        "both down, the rejected further",
-    ),
+    _pairs("apo_zero", "s(-b rc) + s(b rd)", "2408.06266", "chosen up, rejected down"),
+    _pairs("apo_down", "s(b rc) + s(-b (rc - rd))", "2408.06266", "both down, the rejected further"),
     _pairs(
         "sigmoid_norm",
         "-log s(b (rc/|c| - rd/|d|))",
@@ -302,19 +275,9 @@ ROWS = (
         per_token=True,
         reference_free=True,
     ),
+    _pairs("forward_kl", "-log s(b (exp(-rd) - exp(-rc)))", "2309.16240", "f-DPO", numbers={"label_smoothing": 0.0}),
     _pairs(
-        "forward_kl",
-        "-log s(b (exp(-rd) - exp(-rc)))",
-        "2309.16240",
-        "f-DPO",
-        numbers={"label_smoothing": 0.0},
-    ),
-    _pairs(
-        "js_divergence",
-        "-log s(b (log s(rc) - log s(rd)))",
-        "2309.16240",
-        "f-DPO",
-        numbers={"label_smoothing": 0.0},
+        "js_divergence", "-log s(b (log s(rc) - log s(rd)))", "2309.16240", "f-DPO", numbers={"label_smoothing": 0.0}
     ),
     _pairs(
         "alpha_divergence",
@@ -323,13 +286,7 @@ ROWS = (
         "f-DPO; a = 0 is the forward KL, a = 1 DPO",
         numbers={"label_smoothing": 0.0, "divergence_alpha": 0.5},
     ),
-    _pairs(
-        "kto_pair",
-        "(s(-b (rc - kl_d)) + s(-b (kl_c - rd))) / 2",
-        "2402.01306",
-        "KTO on pairs",
-        needs_kl=True,
-    ),
+    _pairs("kto_pair", "(s(-b (rc - kl_d)) + s(-b (kl_c - rd))) / 2", "2402.01306", "KTO on pairs", needs_kl=True),
     _pairs(
         "simpo",
         "-log s(b (lc/|c| - ld/|d|) - gamma)",
@@ -489,5 +446,26 @@ ROWS = (
         kl_in="reward",
         expects=True,
         whitened=True,
+    ),
+    Loss(
+        name="opd",
+        objectives=("distill",),
+        function="luthier.objectives.policy_losses:opd",
+        reference=True,
+        advantage="teacher",
+        kl_in="nowhere",
+        formula="-A p, A = log p_teacher - log p_drawn of each target",
+        paper="2306.13649",
+        says="on-policy distillation: each token of an own answer as likely as the teacher finds it",
+    ),
+    Loss(
+        name="gkd",
+        objectives=("distill",),
+        function="luthier.objectives.token_losses:gkd",
+        numbers={"gkd_beta": 0.5},
+        reference=True,
+        formula="b KL(teacher, m) + (1-b) KL(policy, m), m = b teacher + (1-b) policy, b = gkd_beta",
+        paper="2306.13649",
+        says="GKD: the whole distribution, on own answers or the row's; 0 is the forward KL, 1 the reverse KL",
     ),
 )

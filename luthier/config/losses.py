@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind, Sharding
 from luthier.config.draft import Draft
-from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, ReferenceSource
+from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ObjectiveConfig, ReferenceSource
 from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.errors import Problem
 
@@ -132,7 +132,7 @@ def _foreign_keys(draft: Draft) -> Iterator[Problem]:
 
 def _smoothing(draft: Draft) -> Iterator[Problem]:
     objective = draft.config.objective
-    if is_compared(objective) and objective.label_smoothing >= 0.5:
+    if OBJECTIVES[objective.name].compared is not RowKind.ANSWER and objective.label_smoothing >= 0.5:
         what = (
             f"{objective.label_smoothing:g} of the pairs swapped is no better than chance: the better answer would not "
             "be preferred"
@@ -154,7 +154,7 @@ def _reference(draft: Draft) -> Iterator[Problem]:
             if is_asked:
                 what = f"the loss {objective.loss_name} compares with no reference model"
                 hint = "remove objective.reference"
-                if on_policy:
+                if "kl_weight" in objective.numbers:
                     what, hint = f"{what} where its kl_weight is 0", f"{hint}, or set objective.kl_weight"
                 yield draft.problem(f"objective.reference.{key}", what, hint)
         return
@@ -176,7 +176,7 @@ def _reference(draft: Draft) -> Iterator[Problem]:
                 what = f"the model's own base is the reference, and {named} names another"
                 yield draft.problem("objective.reference.source", what, "set it to model or precomputed")
         case ReferenceSource.PRECOMPUTED:
-            if OBJECTIVES[objective.name].by_token:
+            if OBJECTIVES[objective.name].by_token and not on_policy:
                 what = f"{objective.loss_name} compares whole distributions, too much to keep for every token"
                 yield draft.problem("objective.reference.source", what, "set it to base or model")
             if objective.estimates_kl:
@@ -185,7 +185,8 @@ def _reference(draft: Draft) -> Iterator[Problem]:
                 hint = "set it to base or model, or objective.loss: apo_zero_unpaired, which estimates none"
                 yield draft.problem("objective.reference.source", what, hint)
         case ReferenceSource.NONE:
-            if not (LOSSES[objective.loss_name].reference_free or on_policy):
+            row = LOSSES[objective.loss_name]
+            if row.reference and not row.reference_free:
                 what = f"the loss {objective.loss_name} measures each answer by itself against a reference model"
                 free = ", ".join(name for name, row in LOSSES.items() if row.reference_free)
                 hint = "set it to auto" + (f", or choose one of {free}" if objective.name == "dpo" else "")
@@ -200,13 +201,15 @@ def _reference(draft: Draft) -> Iterator[Problem]:
 def check_rollouts(draft: Draft) -> Iterator[Problem]:
     """What a run that draws its answers cannot do without, and cannot do yet."""
     config = draft.config
-    on_policy = OBJECTIVES[config.objective.name].on_policy
-    if not on_policy:
+    learned = OBJECTIVES[config.objective.name].learned
+    if not OBJECTIVES[config.objective.name].on_policy:
         if config.rollout != RolloutConfig():
-            what = f"only objective rl reads it, and {draft.cite('objective.name')} is {config.objective.name}"
+            readers = ", ".join(name for name, row in OBJECTIVES.items() if row.on_policy)
+            what = f"only {readers} read it, and {draft.cite('objective.name')} is {config.objective.name}"
             yield draft.problem("rollout", what, "set objective: rl, or remove rollout")
         return
-    if not config.rollout.rewards:
+    yield from _learned_answers(draft)
+    if not config.rollout.rewards and learned is not Learned.ALL:
         yield draft.problem("rollout.rewards", "nothing judges the answers", "for example [exact]")
     for number, reward in enumerate(config.rollout.rewards):
         key = f"rollout.rewards[{number}]"
@@ -248,7 +251,8 @@ def _policies(draft: Draft) -> Iterator[Problem]:
     """Between a loss of answers that the run draws, and how they are drawn."""
     config, objective = draft.config, draft.config.objective
     name, source = objective.loss_name, objective.reference.source
-    compares = LOSSES[name].advantage != "reward"
+    learned = OBJECTIVES[objective.name].learned
+    compares = learned is Learned.PAIR or (learned is Learned.COMPARED and LOSSES[name].advantage != "reward")
     if not compares and config.rollout.dead_groups is DeadGroups.DROP:
         what = f"the loss {name} does not compare the answers to a prompt with each other"
         yield draft.problem("rollout.dead_groups", what, "set it to keep")
@@ -258,7 +262,7 @@ def _policies(draft: Draft) -> Iterator[Problem]:
     if objective.compares_with_reference and source is ReferenceSource.PRECOMPUTED:
         what = "answers that the run draws are not known before"
         yield draft.problem("objective.reference.source", what, "set it to base or model")
-    if objective.compares_with_reference and source is ReferenceSource.NONE:
+    if "kl_weight" in objective.numbers and objective.number("kl_weight") and source is ReferenceSource.NONE:
         weight = f"{draft.cite('objective.kl_weight')} is {objective.number('kl_weight'):g}"
         hint = "set it to auto, or objective.kl_weight: 0"
         yield draft.problem("objective.reference.source", f"{weight}, which needs a reference", hint)
@@ -271,3 +275,23 @@ def _same_names(draft: Draft) -> Iterator[Problem]:
         if before != number and reward.label:
             what = f"the rewards {before} and {number} of the list are both called {reward.label!r} in logs and reports"
             yield draft.problem(f"rollout.rewards[{number}].name", what, "give one of them a name of its own")
+
+
+def _learned_answers(draft: Draft) -> Iterator[Problem]:
+    """Which of the drawn answers are learned from, and by what teacher."""
+    objective, rollout = draft.config.objective, draft.config.rollout
+    learned, name = OBJECTIVES[objective.name].learned, f"{draft.cite('objective.name')} is {objective.name}"
+    if learned is Learned.ALL and objective.reference.name_or_path is None:
+        what = f"{name}, which learns from a teacher, and none is named"
+        yield draft.problem("objective.reference.name_or_path", what, "name its folder or Hub id")
+    if learned is not Learned.BEST:
+        for key, is_given in (("keep", rollout.keep != 1), ("bar", rollout.bar is not None)):
+            if is_given:
+                what = f"only best_of_n learns from the best answers alone, and {name}"
+                yield draft.problem(f"rollout.{key}", what, "remove it, or set objective: best_of_n")
+    elif rollout.keep > rollout.answers:
+        what = f"{rollout.keep} of {rollout.answers} answers (rollout.answers) cannot be kept"
+        yield draft.problem("rollout.keep", what, "draw more, or keep fewer")
+    if rollout.own != 1 and objective.loss_name != "gkd":
+        what = f"only gkd learns from the row's answers, and the loss is {objective.loss_name}"
+        yield draft.problem("rollout.own", what, "remove it, or set objective: {name: distill, loss: gkd}")

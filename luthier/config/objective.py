@@ -40,6 +40,15 @@ class ReferenceSource(StrEnum):
     NONE = "none"
 
 
+class Learned(StrEnum):
+    """Which of the answers that a run draws to a prompt it learns from."""
+
+    COMPARED = "compared"  # all, each by how much better it is than the others
+    ALL = "all"  # all, whatever their rewards
+    BEST = "best"  # `rollout.keep` of them, those with the highest rewards
+    PAIR = "pair"  # the best and the worst, as a pair
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
     """What a run learns: from which rows, and which losses there are for it.
@@ -52,6 +61,7 @@ class Objective:
     by_token      the loss of each target is a function of what the head gives there (`TokenQuantities`), not of the
                   log-probabilities of whole answers
     on_policy     it learns from answers that the model draws in the run, to the questions of the rows
+    learned       from which of these
     """
 
     name: str
@@ -61,6 +71,14 @@ class Objective:
     has_head: bool = True
     by_token: bool = False
     on_policy: bool = False
+    learned: Learned = Learned.COMPARED
+
+    @property
+    def compared(self) -> RowKind:
+        """What its losses look at: rows as they are, or what the answers to questions become."""
+        if self.rows is not RowKind.QUESTION:
+            return self.rows
+        return RowKind.PAIR if self.learned is Learned.PAIR else RowKind.ANSWER
 
     @property
     def make_losses(self) -> Callable[..., Any]:
@@ -114,6 +132,32 @@ OBJECTIVES: Table[Objective] = Table(
                 losses="luthier.training.losses.policies:policy_losses",
                 on_policy=True,
             ),
+            Objective(
+                name="distill",
+                rows=RowKind.QUESTION,
+                default_loss="opd",
+                losses="luthier.training.losses.own_answers:teacher_losses",
+                by_token=True,
+                on_policy=True,
+                learned=Learned.ALL,
+            ),
+            Objective(
+                name="best_of_n",
+                rows=RowKind.QUESTION,
+                default_loss="cross_entropy",
+                losses="luthier.training.losses.own_answers:best_answer_losses",
+                by_token=True,
+                on_policy=True,
+                learned=Learned.BEST,
+            ),
+            Objective(
+                name="online_dpo",
+                rows=RowKind.QUESTION,
+                default_loss="sigmoid",
+                losses="luthier.training.losses.own_answers:own_pair_losses",
+                on_policy=True,
+                learned=Learned.PAIR,
+            ),
         )
     },
 )
@@ -127,8 +171,8 @@ def kind_of(objective: str) -> RowKind:
 def loss_of(rows: RowKind, name: str) -> Loss:
     """The loss of this name, which has to be one for these rows; raises `UserError`."""
     row = LOSSES.named(name)
-    if not any(objective in OBJECTIVES and OBJECTIVES[objective].rows is rows for objective in row.objectives):
-        theirs = [other for other, one in OBJECTIVES.items() if one.rows is rows]
+    if not any(objective in OBJECTIVES and OBJECTIVES[objective].compared is rows for objective in row.objectives):
+        theirs = [other for other, one in OBJECTIVES.items() if one.compared is rows]
         hint = (
             f"choose one of: {', '.join(name for name, loss in LOSSES.items() if set(loss.objectives) & set(theirs))}"
         )
@@ -171,9 +215,12 @@ class ObjectiveConfig(Section):
     name: Annotated[str, NameOf(OBJECTIVES.keys)] = "sft"
     """``sft``: cross-entropy on targets; ``pt``: the same on plain text (``data.overflow: split`` for long documents);
     ``rm``: a reward model from pairs; ``dpo``: preferences, from pairs; ``kto``: single answers, found good or bad;
-    ``rl``: answers that the model draws itself, to the questions of the rows, and that ``rollout.rewards`` judge."""
+    ``rl``: answers that the model draws itself, to the questions of the rows, and that ``rollout.rewards`` judge. From
+    such answers learn ``best_of_n`` (the best of them, by the losses of ``sft``), ``online_dpo`` (the best and the
+    worst, by those of ``dpo``) and ``distill`` (what a teacher, ``reference.name_or_path``, thinks of them) too."""
     loss: Annotated[str, NameOf(LOSSES.keys)] | None = None
-    """Which loss of this objective. Default: ``cross_entropy``, ``bradley_terry``, ``sigmoid`` and ``kto``."""
+    """Which loss of this objective. Default: ``cross_entropy``, ``bradley_terry``, ``sigmoid``, ``kto``, ``dapo`` and
+    ``opd``."""
     label_smoothing: Share = 0.0
     """``sft``, ``pt``: share of each target's probability that is spread over the vocabulary. Pairs: how likely a pair
     has its two answers swapped (``exo_pair`` cannot do with 0, and takes 0.001 for it)."""
@@ -230,8 +277,11 @@ class ObjectiveConfig(Section):
     """``ppo``: how far a value may move from what it was when the answer was drawn, before that counts no more."""
     value_weight: NonNegative | None = None
     """``ppo``: weight of the value head's loss."""
+    gkd_beta: Proportion | None = None
+    """``gkd``: 0 is KL(teacher || policy), which has all of the teacher's tokens be likely; 1 is KL(policy || teacher),
+    which has all that the policy gives be likely to the teacher; between them a Jensen-Shannon divergence."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The model that the loss compares with, where it does."""
+    """The model that the loss compares with, where it does; of ``distill`` the teacher."""
 
     @property
     def loss_name(self) -> str:

@@ -69,8 +69,9 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Answers that are drawn in the run (``objective: rl``). They are drawn from all tokens, so that the
-    probabilities that training compares are those they were drawn by: there is no top_p, top_k or penalty."""
+    """Answers that are drawn in the run (``objective: rl``, ``best_of_n``, ``online_dpo``, ``distill``). They are drawn
+    from all tokens, so that the probabilities that training compares are those they were drawn by: there is no top_p,
+    top_k or penalty."""
 
     prompts_per_step: Size = 16
     """Prompts of a step, on all processes together."""
@@ -81,11 +82,19 @@ class RolloutConfig(Section):
     every fourth step draws the answers to 4 times ``prompts_per_step`` prompts, and each step learns from a fourth."""
     temperature: Positive = 1.0
     """What logits are divided by, when answers are drawn and when they are learned from: it is part of the policy that
-    is trained. Held-out rows are measured and answered without it."""
+    is trained. Held-out rows are measured and answered without it; ``best_of_n`` and ``online_dpo`` learn without."""
     max_new_tokens: Tokens = 256
     """Longest answer, in tokens. One that is not finished by then is learned from like others, and counted."""
     rewards: Annotated[list[RewardConfig], BeforeValidator(as_list)] = [RewardConfig(metric="exact")]
     """What judges an answer: metrics and functions. The reward is their sum, each times its weight."""
+    keep: Size = 1
+    """``best_of_n``: how many answers to a prompt are learned from, those with the highest rewards."""
+    bar: Signed | None = None
+    """``best_of_n``: the lowest reward of an answer that is learned from; a prompt none of whose answers has it teaches
+    nothing. Default: none, so that the best of bad answers are learned too."""
+    own: Proportion = 1.0
+    """``distill`` with ``gkd``: share of the prompts that the model answers itself. To the others, which are chosen by
+    lot in each step, the row's answer is learned from if it has one."""
     batch_size: Size = 64
     """Answers that are drawn at once, on each process."""
     dead_groups: Annotated[DeadGroups, as_enum(DeadGroups)] = DeadGroups.KEEP

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from luthier.config.choices import RowKind
 from luthier.config.objective import LOSSES, loss_of
+from luthier.objectives.divergences import divergence, divergence_with_slope, log_probabilities
 from luthier.objectives.fused_head import fused_loss_sum, is_fused
 from luthier.objectives.head import (
     AnyHead,
@@ -126,9 +127,9 @@ class _LossSum(torch.autograd.Function):
         gradients = HeadGradients(work, hidden_KD, needs) if task.grad_enabled and any(needs) else None
         losses_K = torch.empty(len(ids_K), dtype=work.exact, device=hidden_KD.device)
         correct_K = torch.empty(len(ids_K), dtype=torch.bool, device=hidden_KD.device)
-        for rows in work.chunks():
+        for rows in chunks_of(len(ids_K), _widest(len(head.weight_VD), judge)):
             logits_CV, slope_CV = work.logits(rows)
-            reference_CV = None if judge is None else judge.logits(rows)[0].softmax(dim=1)
+            reference_CV = None if judge is None else log_probabilities(judge.logits(rows)[0], logits_CV.shape[1])
             chunk = _LogitChunk.of(logits_CV, ids_K[rows], reference_CV, settings)
             weights_C = None if weights_K is None else weights_K[rows].to(work.exact)
             losses_K[rows], slopes = chunk.losses(settings, weights_C)
@@ -149,11 +150,14 @@ class _LossSum(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LogitChunk:
-    """One chunk of targets on the way from logits to losses to the logits' gradient, in one [C, V] memory."""
+    """One chunk of targets on the way from logits to losses to the logits' gradient, in one [C, V] memory.
+
+    ``kl_slope_CV``: with a reference, the derivative of the divergence from it by the logits.
+    """
 
     softmax: Softmax
     quantities: TokenQuantities
-    reference_CV: torch.Tensor | None
+    kl_slope_CV: torch.Tensor | None
     smoothed: bool
 
     @staticmethod
@@ -162,11 +166,10 @@ class _LogitChunk:
     ) -> _LogitChunk:
         zeros_C = logits_CV.new_zeros(len(ids_C))
         mean_logits_C = logits_CV.mean(dim=1) if settings.label_smoothing else zeros_C
-        cross_C = zeros_C if reference_CV is None else _expectation(reference_CV, logits_CV)
+        kl_C, slope_CV = zeros_C, None
+        if reference_CV is not None:
+            kl_C, slope_CV = divergence_with_slope(log_probabilities(logits_CV), reference_CV, settings.beta)
         softmax = softmax_(logits_CV, ids_C)
-        kl_C = zeros_C
-        if reference_CV is not None:  # KL(q || p) = sum q log q - sum q x + lse
-            kl_C = softmax.lse_C - cross_C - torch.special.entr(reference_CV).sum(dim=1)
         quantities = TokenQuantities(
             logps_C=softmax.logps_C,
             lse_C=softmax.lse_C,
@@ -174,7 +177,7 @@ class _LogitChunk:
             kl_C=kl_C,
             entropy_C=_top_entropy(softmax.numerators_CV) if LOSSES.named(settings.loss).needs_entropy else zeros_C,
         )
-        return _LogitChunk(softmax, quantities, reference_CV, bool(settings.label_smoothing))
+        return _LogitChunk(softmax, quantities, slope_CV, bool(settings.label_smoothing))
 
     def losses(
         self, settings: TokenSettings, weights_C: torch.Tensor | None
@@ -196,12 +199,12 @@ class _LogitChunk:
         return losses_C.detach(), slopes
 
     def logit_gradient_(self, slopes: tuple[torch.Tensor, ...], ids_C: torch.Tensor) -> torch.Tensor:
-        """[C, V], in the softmax's memory: d logp = onehot - p, d lse = p, d mean = 1 / V, d kl = p - q."""
+        """[C, V], in the softmax's memory: d logp = onehot - p, d lse = p, d mean = 1 / V."""
         by_logp_C, by_lse_C, by_mean_C, by_kl_C = slopes
-        share_C = (by_lse_C - by_logp_C + by_kl_C) / self.softmax.sums_C
+        share_C = (by_lse_C - by_logp_C) / self.softmax.sums_C
         grad_CV = self.softmax.numerators_CV.mul_(share_C[:, None])
-        if self.reference_CV is not None:
-            grad_CV.addcmul_(self.reference_CV, by_kl_C[:, None], value=-1)
+        if self.kl_slope_CV is not None:
+            grad_CV.addcmul_(self.kl_slope_CV, by_kl_C[:, None])
         if self.smoothed:
             grad_CV += by_mean_C[:, None] / grad_CV.shape[1]
         return grad_CV.scatter_add_(1, ids_C[:, None], by_logp_C[:, None])
@@ -225,8 +228,8 @@ def _losses_by_function(
         lse_C, zeros_C = logits_CV.logsumexp(dim=1), logits_CV.new_zeros(len(ids_C))
         kl_C = zeros_C
         if judge is not None:
-            reference_CV = judge.logits(rows)[0].softmax(dim=1)
-            kl_C = lse_C - _expectation(reference_CV, logits_CV) - torch.special.entr(reference_CV).sum(dim=1)
+            reference_CV = log_probabilities(judge.logits(rows)[0], logits_CV.shape[1])
+            kl_C = divergence(log_probabilities(logits_CV), reference_CV, settings.beta)
         quantities = TokenQuantities(
             logps_C=logits_CV.gather(1, ids_C[:, None]).squeeze(1) - lse_C,
             lse_C=lse_C,
@@ -236,7 +239,7 @@ def _losses_by_function(
         )
         return token_losses(quantities, settings), logits_CV.detach().argmax(dim=1) == ids_C
 
-    chunks = list(chunks_of(len(ids_K), probe_vocabulary(head, hidden_KD))) or [slice(0, 0)]
+    chunks = list(chunks_of(len(ids_K), _widest(probe_vocabulary(head, hidden_KD), judge))) or [slice(0, 0)]
     parts = [checkpoint(losses, rows, use_reentrant=False) for rows in chunks]
     losses_K, correct_K = (torch.cat(column) for column in zip(*parts, strict=True))
     return losses_K, correct_K
@@ -248,9 +251,9 @@ def _judge(reference: ReferenceHidden | None) -> ChunkedHead | None:
     return ChunkedHead(reference.head, reference.hidden_KD, dtype=reference.head.compute_dtype)
 
 
-def _expectation(probs_CV: torch.Tensor, logits_CV: torch.Tensor) -> torch.Tensor:
-    """sum p x over the vocabulary; where p is 0 nothing is added, though x be -inf (masked ids)."""
-    return (probs_CV * logits_CV.masked_fill(probs_CV == 0, 0.0)).sum(dim=1)
+def _widest(vocabulary: int, judge: ChunkedHead | None) -> int:
+    """The larger vocabulary, by which chunks are cut: both heads have a buffer for as many rows then."""
+    return vocabulary if judge is None else max(vocabulary, len(judge.weight_VD))
 
 
 def _top_entropy(numerators_CV: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from luthier.config.objective import LOSSES, OBJECTIVES, kind_of
+from luthier.config.objective import LOSSES, OBJECTIVES, Learned, kind_of
 
 
 def loss_table() -> str:
@@ -31,7 +31,8 @@ def _group(families: Sequence[str], names: Sequence[str], *, reference: bool) ->
 
 
 def _divided_by(family: str, unit: str) -> str:
-    if OBJECTIVES[family].on_policy:
+    row = OBJECTIVES[family]
+    if row.on_policy and row.learned is Learned.COMPARED:
         return "A is the advantage of an answer with reward r; m, s: mean and deviation of the rewards of its prompt."
     return f"Divided by the {unit}s of the step."
 

@@ -32,6 +32,7 @@ class Advantage(StrEnum):
     LEAVE_ONE_OUT = "leave_one_out"  # r - the mean of the others
     RELATIVE = "relative"  # (r - m) / m
     REWARD = "reward"  # r itself: answers to one prompt are not compared
+    TEACHER = "teacher"  # of each target how much likelier it is to a teacher than when it was drawn: r is not asked
 
 
 class Divisor(StrEnum):
@@ -146,6 +147,11 @@ def k3(logps_K: torch.Tensor, reference_K: torch.Tensor) -> torch.Tensor:
     return torch.expm1(reference_K - logps_K) - (reference_K - logps_K)
 
 
+def opd(scores: PolicyScores, _: Numbers) -> torch.Tensor:
+    """-A p, A of each target: how much likelier it is to the teacher than it was when it was drawn."""
+    return -scores.advantages_K * scores.ratios_K
+
+
 def _clipped(ratios: torch.Tensor, advantages: torch.Tensor, numbers: Numbers) -> torch.Tensor:
     near = ratios.clamp(1 - numbers["clip_low"], 1 + numbers["clip_high"])
     return -torch.minimum(ratios * advantages, near * advantages)
@@ -180,7 +186,7 @@ def advantages(rewards_N: NDArray[np.float64], kind: Advantage) -> NDArray[np.fl
     """Of the answers to one prompt; 0 where all rewards are equal, or where an answer is alone. float64[n]."""
     if kind is Advantage.REWARD:
         return rewards_N.copy()
-    if len(rewards_N) < 2 or (rewards_N == rewards_N[0]).all():
+    if kind is Advantage.TEACHER or len(rewards_N) < 2 or (rewards_N == rewards_N[0]).all():
         return np.zeros_like(rewards_N)
     mean = float(rewards_N.mean())
     centred_N: NDArray[np.float64] = rewards_N - mean

@@ -10,6 +10,7 @@ from luthier.objectives.pair_formulas import PairSettings
 from luthier.objectives.token_losses import TokenSettings
 
 _ALPHA_OF = {"eaft": "eaft_alpha", "asft": "asft_alpha"}
+_BETA = "gkd_beta"
 _ELSEWHERE = ("ld_alpha",)  # acts on the sums over targets, before any loss
 
 
@@ -21,7 +22,8 @@ def token_settings(objective: ObjectiveConfig) -> TokenSettings:
         label_smoothing=numbers.get("label_smoothing", 0.0),
         z_loss=numbers.get("z_loss", 0.0),
         alpha=objective.number(_ALPHA_OF[loss]) if loss in _ALPHA_OF else 1.0,
-        own=_others(objective, TokenSettings, *_ALPHA_OF.values()),
+        beta=numbers.get(_BETA, 0.0),
+        own=_others(objective, TokenSettings, *_ALPHA_OF.values(), _BETA),
     )
 
 

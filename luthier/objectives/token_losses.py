@@ -156,7 +156,8 @@ class TokenQuantities:
     logps_C        log-probability of the target
     lse_C          log of the sum of exp(logits)
     mean_logits_C  mean of the logits over the vocabulary
-    kl_C           KL(reference || policy) over the vocabulary; zeros without a reference
+    kl_C           KL(reference || policy) over the vocabulary, or what the settings' ``beta`` makes of it
+                   (`divergences.divergence`); zeros without a reference
     entropy_C      of the `EAFT_CANDIDATES` likeliest tokens, renormalised; not differentiable, zeros where not needed
     """
 
@@ -174,6 +175,7 @@ class TokenSettings:
     label_smoothing  share of the target's probability that is spread over the vocabulary (arXiv:1512.00567)
     z_loss           weight of ``lse^2``, which keeps logits from drifting (arXiv:2204.02311)
     alpha            of ``eaft`` the power of the entropy; of ``asft`` the weight of the KL to the reference
+    beta             of the divergence from the reference: 0 is KL(reference || policy)
     own              numbers of a plugin's loss, by their keys
     """
 
@@ -181,6 +183,7 @@ class TokenSettings:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     alpha: float = 1.0
+    beta: float = 0.0
     own: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -213,3 +216,7 @@ def eaft(quantities: TokenQuantities, settings: TokenSettings) -> torch.Tensor:
 
 def asft(quantities: TokenQuantities, settings: TokenSettings) -> torch.Tensor:
     return dft(quantities, settings) + settings.alpha * quantities.kl_C
+
+
+def gkd(quantities: TokenQuantities, settings: TokenSettings) -> torch.Tensor:
+    return quantities.kl_C

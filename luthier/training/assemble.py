@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from luthier.collation import CollateSettings, MediaInputs
-from luthier.config.objective import LOSSES, OBJECTIVES
+from luthier.config.objective import LOSSES, OBJECTIVES, Learned
 from luthier.config.schema import RunConfig, Strategy
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.local import LocalEngine
@@ -213,7 +213,8 @@ def _rollouts(
     shared: bool,
 ) -> Rollouts | None:
     """What draws and judges answers, in a run that learns from its own."""
-    if not OBJECTIVES[config.objective.name].on_policy:
+    objective = OBJECTIVES[config.objective.name]
+    if not objective.on_policy:
         return None
     engine = LocalEngine(run_model.model, tokenizer, media=run_model.media, batch_size=config.rollout.batch_size)
     layout = AnswerLayout(
@@ -221,11 +222,16 @@ def _rollouts(
         shared=shared,
         capacity=config.data.max_length,
         rows_at_once=config.train.per_device_train_batch_size,
+        pairs=objective.learned is Learned.PAIR,
     )
-    assert isinstance(losses, PolicyLosses), "answers are learned from by the losses of policies"
-    stops = frozenset(tokenizer.stop_token_ids)
+    score = probes = None
+    if isinstance(losses, PolicyLosses):  # others do not ask by which probabilities answers were drawn
+        score = partial(losses.as_drawn, run_model.model) if objective.learned is Learned.COMPARED else None
+        stops = frozenset(tokenizer.stop_token_ids)
+        probes = SamplerProbes(engine=engine, trained=engine, watch=losses.gaps, layout=layout, stops=stops)
     judge = RewardJudge(config.rollout.rewards, max_new_tokens=config.rollout.max_new_tokens)
     world = hooks.stop.world
+    by_reward = objective.learned is not Learned.ALL
 
     def tell(text: str) -> None:
         hooks.tell(Note(text=text))
@@ -237,13 +243,14 @@ def _rollouts(
         judge=judge,
         advantage=Advantage(LOSSES.named(config.objective.loss_name).advantage),
         layout=layout,
-        score=partial(losses.as_drawn, run_model.model),
-        probes=SamplerProbes(engine=engine, trained=engine, watch=losses.gaps, layout=layout, stops=stops),
+        score=score,
+        probes=probes,
         seed=config.runtime.seed,
         folder=config.output.dir,
         world=world,
         tell=tell,
-        warnings=EarlyWarnings(judge=judge.judge, tell=tell) if world.is_main else None,
+        warnings=EarlyWarnings(judge=judge.judge, tell=tell) if world.is_main and by_reward else None,
+        learned=objective.learned,
     )
 
 

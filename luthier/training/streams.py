@@ -78,7 +78,7 @@ class DrawsAnswers(Protocol):
         """How many steps learn from answers that are drawn at once, by the same weights."""
 
     def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
-        """What this rank learns from in a step; nothing, where no answer can be learned from."""
+        """What this rank learns from, at least one micro-batch, which is blank where nothing can be learned from."""
 
     def save(self, folder: Path, step: int) -> None:
         """Keep in a checkpoint what this rank has drawn for the steps after the first ``step``."""
@@ -160,7 +160,7 @@ class TrainStream:
                 now = [step, *itertools.takewhile(lambda other: not self.schedule.is_last(other - 1), others)]
                 turns = [list(itertools.islice(questions, self.schedule.turns(each))) for each in now]
                 drawn.extend(rollouts.batches(reader, planned) for planned in turns)
-            yield drawn.popleft() or [to_batch(blank_grid(reader.how), reader.how)]
+            yield drawn.popleft()
 
     def __iter__(self) -> Iterator[Batch]:
         planned = self.schedule.micro_batches(self.rank, first_step=self.first_step)

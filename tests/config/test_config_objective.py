@@ -28,10 +28,15 @@ def told(text: str, base: str = BASE) -> list[str]:
     return []
 
 
+def chosen(loss):
+    """The objective and the loss, with what that objective cannot do without."""
+    family = LOSSES[loss].objectives[0]
+    return f"name: {family}, loss: {loss}{', reference: {name_or_path: teacher}' if family == 'distill' else ''}"
+
+
 @pytest.mark.parametrize("loss", list(LOSSES))
 def test_every_loss_can_be_chosen_by_its_name_alone(loss):
-    family = LOSSES[loss].objectives[0]
-    objective = load(f"objective: {{name: {family}, loss: {loss}}}").objective
+    objective = load(f"objective: {{{chosen(loss)}}}").objective
     assert objective.loss_name == loss
     assert {key: objective.number(key) for key in LOSSES[loss].numbers} == LOSSES[loss].numbers
     held_near = LOSSES[loss].numbers.get("kl_weight", 0) > 0
@@ -46,9 +51,9 @@ def test_a_family_stands_for_its_first_loss(family):
 
 @pytest.mark.parametrize("loss", list(LOSSES))
 def test_every_number_of_a_loss_can_be_set_and_every_other_is_refused(loss):
-    family, own = LOSSES[loss].objectives[0], LOSSES[loss].numbers
+    own = LOSSES[loss].numbers
     for key in {key for options in LOSSES.values() for key in options.numbers}:
-        text = f"objective: {{name: {family}, loss: {loss}, {key}: 0.25}}"
+        text = f"objective: {{{chosen(loss)}, {key}: 0.25}}"
         if key in own:
             assert load(text).objective.number(key) == 0.25
         else:

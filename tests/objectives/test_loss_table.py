@@ -38,7 +38,7 @@ def test_a_default_that_the_sentence_above_a_table_has_wrong_is_seen() -> None:
     assert told_defaults(wrong) != {name: dict(options.numbers) for name, options in LOSSES.items()}
 
 
-@pytest.mark.parametrize("heading", ["`dpo`, compared with a reference", "`dpo`, without a reference", "`rm`\n"])
+@pytest.mark.parametrize("heading", ["`dpo`, `online_dpo`, compared with a", "`dpo`, `online_dpo`, without", "`rm`\n"])
 def test_tables_are_headed_by_objective_and_reference(heading: str) -> None:
     assert f"### {heading}" in loss_table()
     assert ("simpo" in loss_table().split(f"### {heading}")[1].split("###")[0]) == ("without" in heading)

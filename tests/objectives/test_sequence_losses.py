@@ -321,7 +321,7 @@ def test_measures_count_what_they_are_told_to_and_add_up():
 
 
 def test_each_row_has_a_function_and_an_objective_that_takes_it():
-    assert set(OBJECTIVES) == {"sft", "pt", "rm", "dpo", "kto", "rl"}
+    assert set(OBJECTIVES) == {"sft", "pt", "rm", "dpo", "kto", "rl", "distill", "best_of_n", "online_dpo"}
     assert {name: row.name for name, row in LOSSES.items()} == {name: name for name in LOSSES}
     assert all(callable(row.compute) and (row.sorts is None or callable(row.sides)) for row in LOSSES.values())
     assert all(callable(row.make_losses) for row in OBJECTIVES.values())

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.gradcheck import GradcheckError
 
-from luthier.config.objective import losses_of
+from luthier.config.objective import LOSSES, losses_of
 from luthier.errors import UserError
 from luthier.objectives import Head, ReferenceHidden, TokenSettings, head, hidden_loss_sum, token_loss_sum, token_scores
 from tests.conftest import refused
 
-TOKEN_OBJECTIVES = losses_of("sft")
+TOKEN_OBJECTIVES = {**losses_of("sft"), "gkd": LOSSES["gkd"]}
 
 K, V, D = 13, 37, 6
 CHUNKS = pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
@@ -229,6 +229,11 @@ def formula(name, logits, ids, settings, reference_logits):
         case "asft":
             kl = F.kl_div(logps, reference_logits.softmax(1), reduction="none").sum(1)
             losses = target.detach().exp() * nll + settings.alpha * kl
+        case "gkd":
+            teacher = reference_logits.log_softmax(1)
+            mixed = (settings.beta * teacher.exp() + (1 - settings.beta) * logps.exp()).log()
+            of_teacher = F.kl_div(mixed, teacher, reduction="none", log_target=True).sum(1)
+            losses = settings.beta * of_teacher + (1 - settings.beta) * (logps.exp() * (logps - mixed)).sum(1)
         case _:
             raise AssertionError(f"{name} has no formula here")
     return losses + settings.z_loss * logits.logsumexp(1) ** 2
@@ -241,7 +246,9 @@ def formula(name, logits, ids, settings, reference_logits):
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.02)])
 def test_token_losses_are_their_formulas(case, name, smoothing, z_loss, by_function, chunk_rows, scale, softcap):
     hidden, weight, bias, ids = case
-    settings = TokenSettings(loss=name, label_smoothing=smoothing, z_loss=z_loss, alpha=0.7)
+    settings = TokenSettings(
+        loss=name, label_smoothing=smoothing, z_loss=z_loss, alpha=0.7, beta=0.3 if name == "gkd" else 0.0
+    )
     reference = None
     reference_logits = None
     if TOKEN_OBJECTIVES[name].reference:

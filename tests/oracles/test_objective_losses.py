@@ -29,6 +29,7 @@ from luthier.objectives import (
     tail_discount,
     token_scores,
 )
+from luthier.objectives.divergences import divergence
 from luthier.presets import tokenizer_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries warn of each other's old and new names
@@ -321,6 +322,21 @@ def test_alphapo_is_trls(hf, cpo, monkeypatch, alpha):
     settings = PairSettings(beta=0.7, gamma=0.3, label_smoothing=0.1, alphapo_alpha=alpha)
     found = pair_loss_sum(our_pairs(cpo.model, None, same), "alphapo", settings)
     assert_same(found.loss_sum / found.num_units, expected, cpo.model)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_the_divergence_of_gkd_is_trls_with_its_gradient(hf, beta):
+    from trl.experimental.gkd import GKDTrainer
+
+    generator = torch.Generator().manual_seed(0)
+    teacher, student = (3 * torch.randn(1, 7, 23, generator=generator, dtype=torch.float64) for _ in range(2))
+    mine, theirs = student.clone().requires_grad_(), student.clone().requires_grad_()
+    found = divergence(mine[0].log_softmax(1), teacher[0].log_softmax(1), beta).sum()
+    expected = GKDTrainer.generalized_jsd_loss(theirs, teacher, beta=beta, reduction="sum")
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def test_the_odds_ratio_of_orpo_is_trls(hf):

@@ -37,14 +37,23 @@ def train(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., RunResult]:
     return run
 
 
-@pytest.fixture(scope="session")
-def knows_few(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """A model that answers with any of twenty tokens, and then stops or goes on."""
+def _few_tokens(folder: Path, tokenizer: Tokenizer, step: int) -> Path:
     segments = make_segments(48)
     for segment in segments:
-        few = np.where(segment.input_ids == 2034, 2034, 10 + segment.input_ids % 20)
-        segment.input_ids[:] = few
-    folder = tmp_path_factory.mktemp("few")
+        kept = (segment.input_ids == 2034) | ((step > 1) & ~segment.target)
+        segment.input_ids[:] = np.where(kept, segment.input_ids, 10 + step * (segment.input_ids % (20 // step)))
     changes = {"train__max_steps": 60, "train__learning_rate": 1e-2, "train__per_device_train_batch_size": 16}
     fit_data(make_config(folder, **changes), tokenizer, make_data(segments))
     return folder / "model"
+
+
+@pytest.fixture(scope="session")
+def knows_few(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A model that answers with any of twenty tokens, and then stops or goes on."""
+    return _few_tokens(tmp_path_factory.mktemp("few"), tokenizer, 1)
+
+
+@pytest.fixture(scope="session")
+def knows_half(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A model that answers with every second of these tokens."""
+    return _few_tokens(tmp_path_factory.mktemp("half"), tokenizer, 2)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_rollouts import LAYOUTS, ROLLOUT, evenness, ids, losses, rollouts
 from tiny_runs import make_config, make_data, make_segments
 
 from luthier.config.loading import load_draft
@@ -33,14 +34,9 @@ from luthier.training.rollouts.drawing import NO_QUESTION
 Train = Callable[..., RunResult]
 RL: dict[str, Any] = {
     "objective": {"name": "rl", "loss": "dapo"},
-    "rollout": {"prompts_per_step": 4, "answers": 3, "max_new_tokens": 6, "min_finished": 0.0, "rewards": ["evenness"]},
+    "rollout": ROLLOUT,
     "data__max_length": 64,
 }
-
-
-def evenness(expected: str, generated: str) -> float:
-    """A reward that any answer may have: which share of its characters have even numbers."""
-    return sum(ord(letter) % 2 == 0 for letter in generated) / max(len(generated), 1)
 
 
 @pytest.fixture(autouse=True)
@@ -48,29 +44,10 @@ def _a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS._rows, "evenness", Metric(of_row=evenness))
 
 
-def rollouts(folder: Path) -> list[list[dict[str, Any]]]:
-    files = sorted((folder / FOLDER).glob("*.jsonl"))
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-
-
-def ids(result: RunResult) -> list[list[list[int]]]:
-    return [[answer["ids"] for answer in step] for step in rollouts(Path(result.output_dir))]
-
-
-def losses(result: RunResult) -> list[float]:
-    return [step.loss for step in result.steps]
-
-
 LEARNS = {
     "rollout": {**RL["rollout"], "answers": 8},
     "train__max_steps": 15,
     "train__learning_rate": 1e-2,
-}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "alone": {"train__packing": "none", "train__per_device_train_batch_size": 1},
-    "padded": {"train__packing": "none", "train__per_device_train_batch_size": 8},
-    "packed": {"train__packing": "best_fit", "train__shared_prompts": False},
-    "shared": {"train__packing": "best_fit", "train__shared_prompts": True},
 }
 
 

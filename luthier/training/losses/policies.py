@@ -125,6 +125,9 @@ class PolicyLosses(Stateless):
         device = self.forward.device
         answers_K, advantages_S = policy.answers_K.to(device), policy.advantages_S.to(device)
         reference_K = None if self.reference is None else self.reference.token_logps(batch)
+        if self.row.advantage == Advantage.TEACHER:
+            assert reference_K is not None, f"{self.row.name} learns from a teacher"
+            return PolicyBaselines(advantages_K=reference_K - policy.behaviour_K.to(device), reference_K=reference_K)
         if self.row.kl_in != "reward":
             return PolicyBaselines(advantages_K=advantages_S[answers_K], reference_K=reference_K)
         kl_K = torch.zeros_like(policy.behaviour_K, device=device)
@@ -193,7 +196,7 @@ class PolicyLosses(Stateless):
             num_units=self.num_units(batch),
             measures={
                 **self._nothing(),  # the gap's are those of the whole step
-                REWARD: measure(policy.rewards_S.to(device)),
+                REWARD: measure(policy.rewards_S.to(device), ~policy.rewards_S.isnan().to(device)),
                 **{
                     name: measure(values_S, ~values_S.isnan())
                     for name, values_S in zip(self._each_reward, policy.values_SF.to(device).unbind(1), strict=True)

@@ -10,15 +10,17 @@ import torch
 from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings, collate_packs, collate_trees
-from luthier.records import Batch, Pack, PolicyTargets
+from luthier.config.objective import Learned
+from luthier.errors import UserError
+from luthier.records import Batch, Pack, PolicyTargets, Unit
 from luthier.training.generate import Question
-from luthier.training.rollouts.trajectories import AnswerTree, Trajectory
+from luthier.training.rollouts.trajectories import AnswerTree, Trajectory, answer_tree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AnswerGroup:
-    """A question, its answers with their rewards, and how much better each is than the others. G answers that have a
-    reward; those without are in the log alone."""
+    """A question, its answers with their rewards, and how much better each is than the others. G answers that are
+    learned from; others are in the log alone."""
 
     question: Question
     answers: Sequence[Trajectory]
@@ -32,16 +34,41 @@ class AnswerGroup:
         """Whether there is nothing to learn, as all rewards are equal."""
         return not self.advantages_G.any()
 
+    def of(self, places: Sequence[int]) -> AnswerGroup:
+        """Some of the answers, in this order."""
+        chosen, answers = np.array(places, dtype=np.int64), [self.answers[place] for place in places]
+        return AnswerGroup(
+            question=self.question,
+            answers=answers,
+            rewards_G=self.rewards_G[chosen],
+            values_GF=self.values_GF[chosen],
+            advantages_G=self.advantages_G[chosen],
+            tree=answer_tree(self.question.prompt, answers, self.question.address),
+        )
+
+
+def learned_from(group: AnswerGroup, learned: Learned, *, keep: int, bar: float | None) -> AnswerGroup:
+    """Of judged answers those that are learned from: `Learned.PAIR` gives the best and the worst, in this order, or
+    none where all rewards are equal; of equal rewards the answer that was drawn first counts as the better one."""
+    rewards_G = group.rewards_G
+    if learned not in (Learned.BEST, Learned.PAIR) or len(rewards_G) == 0:
+        return group
+    order = np.argsort(-rewards_G, kind="stable").tolist()
+    if learned is Learned.PAIR:
+        return group.of([order[0], order[-1]] if rewards_G[order[0]] > rewards_G[order[-1]] else [])
+    return group.of([place for place in order[:keep] if bar is None or rewards_G[place] >= bar])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AnswerLayout:
     """How groups become micro-batches. ``capacity``: tokens of a row that trees share, ``rows_at_once`` of which are a
-    micro-batch. ``shared``: answers share their prompt; else each has its own."""
+    micro-batch. ``shared``: answers share their prompt; else each has its own. ``pairs``: groups are pairs."""
 
     how: CollateSettings
     shared: bool
     capacity: int
     rows_at_once: int
+    pairs: bool = False
 
 
 def micro_batches(groups: Sequence[AnswerGroup], layout: AnswerLayout) -> Iterator[list[list[AnswerGroup]]]:
@@ -95,7 +122,19 @@ def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout, *, age
         order_K=torch.from_numpy(np.argsort(np.concatenate(numbers_K))),
         age=age,
     )
-    return replace(batch, policy=policy)
+    return replace(batch, policy=policy, units=_pairs(batch, answers_K) if layout.pairs else ())
+
+
+def _pairs(batch: Batch, answers_K: NDArray[np.int64]) -> tuple[Unit, ...]:
+    """Answers 0 and 1, 2 and 3, and so on, by their segments. Raises `UserError` for one that is not one segment."""
+    owned = np.unique(np.stack([answers_K, batch.targets.segments_K.numpy()]), axis=1)
+    if len(np.unique(owned[0])) < owned.shape[1]:
+        raise UserError(
+            "online_dpo compares answers of one sequence each, and here the history of one was rewritten on the way",
+            hint="take another objective for conversations of several calls",
+        )
+    segments = owned[1].tolist()
+    return tuple(Unit(segments=(a, b), verdict=0.0) for a, b in zip(segments[::2], segments[1::2], strict=True))
 
 
 def _tensor(parts: Sequence[NDArray[np.float64]]) -> torch.Tensor:

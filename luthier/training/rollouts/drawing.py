@@ -18,18 +18,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from luthier.collation import blank_grid, to_batch
+from luthier.config.objective import Learned
 from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Engine
+from luthier.engines.engine import Completion, Engine, Finish
 from luthier.errors import CheckpointError, TrainingError, UserError
 from luthier.loader.places import PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
-from luthier.records import Batch
+from luthier.records import Batch, DrawnInStep, Segment
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 from luthier.training.generate import Question, question_of
 from luthier.training.ranks import summed_over_ranks
-from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, micro_batches
+from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, learned_from, micro_batches
 from luthier.training.rollouts.answer_log import answers_file, write_answers
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
 from luthier.training.rollouts.kept_answers import Kept, KeptAnswer, read_kept, write_kept
@@ -43,7 +45,7 @@ NO_QUESTION = "rows are not asked that have no prompt, or whose answer was cut b
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Rollouts:
-    """Draws answers to the questions of a step, has them judged, and lays them out."""
+    """Draws answers to the questions of a step, has them judged, and lays out those that are ``learned`` from."""
 
     config: RolloutConfig
     engine: Engine
@@ -55,32 +57,50 @@ class Rollouts:
     folder: Path
     world: World
     tell: Callable[[str], None]
-    score: Callable[[Batch], Mapping[str, torch.Tensor]]  # of targets, under the weights that drew them
+    score: Callable[[Batch], Mapping[str, torch.Tensor]] | None  # of targets, under the weights that drew them
     probes: SamplerProbes | None = None
     warnings: EarlyWarnings | None = None
+    learned: Learned = Learned.COMPARED
     missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
     kept: Kept = field(default_factory=dict)
 
     def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
-        """What this rank learns from in a step; nothing, where no answer of it is better than another."""
+        """What this rank learns from in a step: at least one micro-batch, which is blank where there is nothing."""
         stops = frozenset(self.tokenizer.stop_token_ids)
         packs = [pack for one in planned if not one.is_blank for pack in reader.packs(one)]
         segments = [segment for pack in packs for segment in pack.segments]
-        questions = [found for segment in segments if (found := question_of(segment, stops)) is not None]
-        if any(question.media for question in questions):
-            raise UserError("objective rl: prompts with pictures, videos or sounds are not learned from yet")
-        if without := len(segments) - len(questions):
+        asked = [(found, segment) for segment in segments if (found := question_of(segment, stops)) is not None]
+        if any(question.media for question, _ in asked):
+            raise UserError("answers to prompts with pictures, videos or sounds are not learned from yet")
+        if without := len(segments) - len(asked):
             self._note(NO_QUESTION, without)
-        step = planned[0].step
-        groups = list(self._groups(questions, step))
+        step, own = planned[0].step, self.config.own
+        is_own = [
+            own == 1 or not len(question.answer) or _draw(step, question, "own") < own * 2**64 for question, _ in asked
+        ]
+        drawn = list(self._groups([question for (question, _), ours in zip(asked, is_own, strict=True) if ours], step))
         if self.probes is not None:
-            self.probes.drawn(groups)
-        kept = [group for group in groups if self.config.dead_groups is DeadGroups.KEEP or not group.is_dead]
+            self.probes.drawn(drawn)
+        facts, waiting = _facts(drawn, len(self.judge.rewards)), iter(drawn)
+        groups = [
+            next(waiting) if ours else _of_row(question, segment, step, num_rewards=len(self.judge.rewards))
+            for (question, segment), ours in zip(asked, is_own, strict=True)
+        ]
+        first, *others = self._laid_out(groups, step)
+        return [replace(first, drawn=facts), *others]
+
+    def _laid_out(self, groups: Sequence[AnswerGroup], step: int) -> list[Batch]:
+        config, how = self.config, self.layout.how
+        chosen = [learned_from(group, self.learned, keep=config.keep, bar=config.bar) for group in groups]
+        kept = [group for group in chosen if config.dead_groups is DeadGroups.KEEP or not group.is_dead]
         learned = list(micro_batches([group for group in kept if len(group.answers)], self.layout))
-        return [self._scored(rows, collated(rows, self.layout, age=step % self.updates), step) for rows in learned]
+        found = [self._scored(rows, collated(rows, self.layout, age=step % self.updates), step) for rows in learned]
+        return found or [to_batch(blank_grid(how), how)]
 
     def _scored(self, rows: Sequence[Sequence[AnswerGroup]], batch: Batch, step: int) -> Batch:
         """With what is to be known of the answers under the weights that drew them."""
+        if self.score is None:
+            return batch
         policy = batch.policy
         assert policy is not None, "what was drawn is for policies"
         names = [_name(group.question) for row in rows for group in row]
@@ -124,7 +144,7 @@ class Rollouts:
             self.kept[step] = self._judged(questions, step)
         kept = self.kept[step]
         for question in questions:
-            ours = [one for one in kept[_name(question)] if not np.isnan(one.reward)]
+            ours = [one for one in kept[_name(question)] if self._is_learned(one.reward)]
             rewards_G = np.array([one.reward for one in ours])
             answers = [one.answer for one in ours]
             yield AnswerGroup(
@@ -201,6 +221,9 @@ class Rollouts:
                 self._note(f"not answered: {answer.reason}: {answer.detail}", 1)
         return drawn
 
+    def _is_learned(self, reward: float) -> bool:
+        return self.learned is Learned.ALL or not np.isnan(reward)
+
     def _as_text(self, key: int, question: Question, answer: Trajectory) -> DrawnAnswer:
         return DrawnAnswer(
             prompt=self.tokenizer.decode(question.prompt),
@@ -240,6 +263,33 @@ def _name(question: Question) -> str:
     return f"{question.address} {blake2b(question.prompt.tobytes(), digest_size=8).hexdigest()}"
 
 
-def _draw(step: int, question: Question) -> int:
-    """The number by which a question's answers are drawn in a step."""
-    return int.from_bytes(blake2b(f"{step}\0{question.address}".encode(), digest_size=8).digest(), "big")
+def _draw(step: int, question: Question, purpose: str = "") -> int:
+    """The number below 2^64 by which a question's answers are drawn in a step, or something else is for it."""
+    return int.from_bytes(blake2b(f"{step}\0{question.address}{purpose}".encode(), digest_size=8).digest(), "big")
+
+
+def _of_row(question: Question, segment: Segment, step: int, *, num_rewards: int) -> AnswerGroup:
+    """The row's own answer, with its stop token. Nobody drew it: it has no reward, and no probability."""
+    start = len(question.prompt)
+    ids = segment.input_ids[start : start + len(question.answer) + 1]
+    unknown = np.full(len(ids), np.nan, dtype=np.float32)
+    answer = Completion(key=-1, sample=0, ids=ids, logprobs=unknown, finish=Finish.STOP)
+    answers = [Trajectory(calls=(ModelCall(prompt=question.prompt, completion=answer, version=step),))]
+    return AnswerGroup(
+        question=question,
+        answers=answers,
+        rewards_G=np.full(1, np.nan),
+        values_GF=np.full((1, num_rewards), np.nan),
+        advantages_G=np.full(1, np.nan),
+        tree=answer_tree(question.prompt, answers, question.address),
+    )
+
+
+def _facts(groups: Sequence[AnswerGroup], num_rewards: int) -> DrawnInStep:
+    answers = [answer for group in groups for answer in group.answers]
+    return DrawnInStep(
+        rewards_N=torch.from_numpy(np.concatenate([np.zeros(0), *(one.rewards_G for one in groups)])),
+        values_NF=torch.from_numpy(np.concatenate([np.zeros((0, num_rewards)), *(one.values_GF for one in groups)])),
+        finished_N=torch.tensor([answer.finished for answer in answers], dtype=torch.bool),
+        lengths_N=torch.tensor([len(answer.ids) for answer in answers], dtype=torch.int64),
+    )
