@@ -575,6 +575,8 @@ class PolicyTargets:
     order_K       int64: the targets as they were drawn, answer by answer
     age           how many steps before this one they were drawn
     expected_K    float32: what the value head expected there when they were drawn; None without one
+    trained_K     float32: what training gave each target under the weights that drew it, where the sampler's numbers
+                  are to be corrected; else None
     """
 
     behaviour_K: torch.Tensor
@@ -587,6 +589,7 @@ class PolicyTargets:
     order_K: torch.Tensor
     age: int = 0
     expected_K: torch.Tensor | None = None
+    trained_K: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

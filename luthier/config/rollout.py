@@ -10,7 +10,18 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from luthier.config.choices import Count, NonEmpty, Positive, Proportion, Signed, Size, Tokens, as_enum, as_list
+from luthier.config.choices import (
+    Count,
+    NonEmpty,
+    NonNegative,
+    Positive,
+    Proportion,
+    Signed,
+    Size,
+    Tokens,
+    as_enum,
+    as_list,
+)
 from luthier.config.inputs import Section
 
 
@@ -68,6 +79,43 @@ class RewardConfig(Section):
         return None if self.function is None else Path(self.function.rpartition(":")[0]).expanduser()
 
 
+class CorrectionLevel(StrEnum):
+    """Of what the probabilities in training and when it was drawn are compared."""
+
+    TOKEN = "token"
+    ANSWER = "answer"
+
+
+class CorrectionKind(StrEnum):
+    """Whether there are weights, and what becomes of one outside of its bounds."""
+
+    NONE = "none"
+    TRUNCATE = "truncate"
+    MASK = "mask"
+
+
+class CorrectionConfig(Section):
+    """Weights for what is learned where the sampler has other probabilities than training: how many times likelier
+    training finds what was drawn."""
+
+    shorthand = "how"
+
+    level: Annotated[CorrectionLevel, as_enum(CorrectionLevel)] = CorrectionLevel.TOKEN
+    """``token``: each by its own ratio; ``answer``: all of an answer by the geometric mean of its tokens' ratios."""
+    how: Annotated[CorrectionKind, as_enum(CorrectionKind)] = CorrectionKind.NONE
+    """``none``: there are no weights; ``truncate``: one outside of the bounds is put at the bound; ``mask``: it is 0, and
+    nothing is learned."""
+    low: NonNegative = 0.0
+    """Smallest weight."""
+    high: Positive = 3.0
+    """Largest weight."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are weights."""
+        return self.how is not CorrectionKind.NONE
+
+
 class RolloutConfig(Section):
     """Answers that are drawn in the run (``objective: rl``, ``best_of_n``, ``online_dpo``, ``distill``). They are drawn
     from all tokens, so that the probabilities that training compares are those they were drawn by: there is no top_p,
@@ -103,6 +151,9 @@ class RolloutConfig(Section):
     min_finished: Proportion = 0.5
     """The run stops where fewer answers of its first step, on all processes, are finished: rewards of cut answers teach
     little."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """For a sampler that is known to compute otherwise than training, such as one in 16 bits: a gap is told once, and
+    does not stop the run."""
     max_gap: Positive | None = None
     """Largest mean difference between an answer's log-probabilities in training and when it was drawn, in nats a token.
     Default: 4 times that of some answers which are scored by both before the first update; at least 1e-4 in float32 and

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from luthier.config.rollout import CorrectionConfig, CorrectionKind, CorrectionLevel
 from luthier.objectives.pair_scores import sequence_scores
 
 Numbers = Mapping[str, float]
@@ -251,6 +252,20 @@ def generalised_advantages(
         found.append(next_S)
     advantages_TS = torch.stack(found[::-1])
     return torch.cat([advantages_TS[:length, answer] for answer, length in enumerate(lengths)])
+
+
+def correction_weights(scores: PolicyScores, sampler_K: torch.Tensor, correction: CorrectionConfig) -> torch.Tensor:
+    """What targets count where the sampler gave them other log-probabilities than training did under the same weights,
+    [K]: exp of the difference, or of its mean over an answer, never of its sum, which grows with the answer's length.
+    """
+    gaps_K = scores.behaviour_K - sampler_K
+    if correction.level is CorrectionLevel.ANSWER:
+        gaps_K = (scores.sums_S(gaps_K) / scores.lengths_S.clamp(min=1))[scores.segments_K]
+    weights_K = gaps_K.exp()
+    assert correction.is_on, "nothing is to be corrected"
+    if correction.how is CorrectionKind.TRUNCATE:
+        return weights_K.clamp(correction.low, correction.high)
+    return torch.where((weights_K >= correction.low) & (weights_K <= correction.high), weights_K, 0.0)
 
 
 def led_weight(weight: float, kl: float, answers: float, numbers: Numbers) -> float:

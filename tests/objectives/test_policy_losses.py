@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from luthier.config.objective import LOSSES, losses_of
+from luthier.config.rollout import CorrectionConfig, CorrectionKind, CorrectionLevel
 from luthier.objectives.policy_losses import (
     Advantage,
     Divisor,
     PolicyScores,
     advantages,
+    correction_weights,
     divided,
     generalised_advantages,
     k3,
@@ -29,6 +31,7 @@ from luthier.objectives.policy_losses import (
 )
 
 LONGEST = 11
+KINDS = (CorrectionKind.TRUNCATE, CorrectionKind.MASK)
 
 
 def with_values(scores: PolicyScores) -> PolicyScores:
@@ -283,6 +286,37 @@ def test_the_weight_of_kl_is_led_to_its_target() -> None:
     assert led_weight(0.2, 60.0, 100, numbers) == pytest.approx(0.2 * (1 + 0.2 * 100 / 10_000))
     assert led_weight(0.2, 0.0, 100, numbers) == pytest.approx(0.2 * (1 - 0.2 * 100 / 10_000))
     assert led_weight(0.2, 60.0, 100, {**numbers, "kl_target": 0.0}) == 0.2
+
+
+def test_equal_probabilities_have_the_weight_one_at_any_length() -> None:
+    for level, how, length in itertools.product(CorrectionLevel, KINDS, (1, 7, 4_000)):
+        scores = drawn(2, (length, 2))
+        weights = correction_weights(scores, scores.behaviour_K, CorrectionConfig(level=level, how=how))
+        assert weights.tolist() == [1.0] * (length + 2)
+
+
+@pytest.mark.parametrize("length", [1, 10, 1_000])
+def test_the_weight_of_an_answer_does_not_grow_with_its_length(length: int) -> None:
+    scores = drawn(2, (length,))
+    answer = CorrectionConfig(level=CorrectionLevel.ANSWER, how=CorrectionKind.TRUNCATE)
+    weights = correction_weights(scores, scores.behaviour_K - 0.1, answer)
+    np.testing.assert_allclose(weights, math.exp(0.1))
+
+
+def test_weights_outside_of_their_bounds_are_truncated_or_masked() -> None:
+    scores = drawn(2, (2, 2))
+    found = {}
+    for level, how in itertools.product(CorrectionLevel, KINDS):
+        correction = CorrectionConfig(level=level, how=how, low=0.5, high=0.8)
+        sampler_K = scores.behaviour_K - torch.tensor([0.9, 0.3, 0.6, 0.6], dtype=torch.float64).log()
+        found[f"{level} {how}"] = correction_weights(scores, sampler_K, correction).tolist()
+    whole = math.sqrt(0.9 * 0.3)
+    assert found == {
+        "token truncate": pytest.approx([0.8, 0.5, 0.6, 0.6]),
+        "token mask": pytest.approx([0, 0, 0.6, 0.6]),
+        "answer truncate": pytest.approx([whole, whole, 0.6, 0.6]),
+        "answer mask": pytest.approx([whole, whole, 0.6, 0.6]),
+    }
 
 
 def test_an_answer_alone_is_compared_with_none() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -260,6 +261,24 @@ def test_a_gap_may_be_told_and_gone_on_with(train: Train, monkeypatch: pytest.Mo
     changes = {**RL, "rollout": {**RL["rollout"], "on_gap": "warn"}}
     train(make_data(make_segments(12)), on_event=lambda event: told.append(getattr(event, "text", "")), **changes)
     assert sum("nats a token" in text for text in told) == 4
+
+
+def test_a_correction_weighs_what_the_sampler_gives_other_probabilities(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(make_data(make_segments(12)), folder="plain", train__max_steps=2, **RL)
+    tampered(monkeypatch, lambda one: replace(one, logprobs=one.logprobs + np.float32(0.5)))
+    told: list[str] = []
+    rollout = {**RL["rollout"], "correction": {"level": "answer", "how": "truncate"}, "updates": 2}
+    run = train(
+        make_data(make_segments(12)),
+        on_event=lambda event: told.append(getattr(event, "text", "")),
+        train__max_steps=2,
+        **{**RL, "rollout": rollout},
+    )
+    assert sum("nats a token" in text for text in told) == 1
+    assert [step.measures["correction_weight"] for step in run.steps] == pytest.approx([math.exp(-0.5)] * 2, rel=1e-4)
+    assert run.steps[0].grad_norm == pytest.approx(math.exp(-0.5) * plain.steps[0].grad_norm, rel=1e-3)
 
 
 def test_a_first_step_of_unfinished_answers_stops_the_run(train: Train) -> None:

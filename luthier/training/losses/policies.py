@@ -19,6 +19,7 @@ from luthier.objectives.policy_losses import (
     Advantage,
     Divisor,
     PolicyScores,
+    correction_weights,
     divided,
     generalised_advantages,
     k3,
@@ -41,6 +42,7 @@ from luthier.training.rollouts.gap_watch import NUMBERS, GapWatch
 
 REWARD, FINISHED, LENGTH, CLIPPED = "reward", "finished", "answer_tokens", "clipped"
 KL_K1, KL_K3 = "kl_k1", "kl_k3"  # estimates of the KL divergence from the reference, by the names of their paper
+CORRECTION = "correction_weight"
 KL_WEIGHT, VALUE_LOSS = "kl_weight", "value_loss"
 EXPLAINED = "explained_variance"  # of what came of answers, by what was expected of them
 FLOOR, FLOOR_OF_16_BITS = 1e-4, 2e-2
@@ -94,7 +96,19 @@ class PolicyLosses(Stateless):
         """See `StepLosses`."""
         of_kl = () if self.reference is None else (KL_K1, KL_K3)
         of_values = () if self.value_head is None else (KL_WEIGHT, VALUE_LOSS, EXPLAINED)
-        return (REWARD, *self._each_reward, FINISHED, LENGTH, *NUMBERS, CLIPPED, ENTROPY, *of_kl, *of_values)
+        corrected = () if not self.rollout.correction.is_on else (CORRECTION,)
+        return (
+            REWARD,
+            *self._each_reward,
+            FINISHED,
+            LENGTH,
+            *NUMBERS,
+            CLIPPED,
+            ENTROPY,
+            *corrected,
+            *of_kl,
+            *of_values,
+        )
 
     @property
     def _each_reward(self) -> list[str]:
@@ -132,7 +146,7 @@ class PolicyLosses(Stateless):
             return PolicyBaselines(advantages_K=advantages_S[answers_K], reference_K=reference_K)
         kl_K = torch.zeros_like(policy.behaviour_K, device=device)
         if reference_K is not None:
-            kl_K = self.kl_weight * (policy.behaviour_K.to(device) - reference_K)
+            kl_K = self.kl_weight * (_behaviour(policy).to(device) - reference_K)
         order_K = policy.order_K.to(device)
         back_K = order_K.argsort()
         if policy.expected_K is None:
@@ -157,14 +171,15 @@ class PolicyLosses(Stateless):
 
     def as_drawn(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         """What is to be known of answers under the weights that drew them, [K], by name."""
-        if self.value_head is None:
+        if self.value_head is None and not self.rollout.correction.is_on:
             return {}
         training = model.training
         model.eval()
         with torch.no_grad():
-            scored, _ = self.forward.values(model, batch, self.value_head)
+            scores, values_K, _ = self._scored(model, batch)
         model.train(training)
-        return {"expected": scored.scores[1]}
+        expected = {} if values_K is None else {"expected": values_K}
+        return {**expected, **({} if not self.rollout.correction.is_on else {"trained": scores.logps_K})}
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
         """See `StepLosses`."""
@@ -176,7 +191,7 @@ class PolicyLosses(Stateless):
         assert len(policy.behaviour_K) == len(found.logps_K), "what was drawn and what is scored are the same tokens"
         scores = PolicyScores(
             logps_K=found.logps_K,
-            behaviour_K=policy.behaviour_K.to(device),
+            behaviour_K=_behaviour(policy).to(device),
             advantages_K=prepared.advantages_K,
             segments_K=policy.answers_K.to(device),
             num_answers=len(policy.rewards_S),
@@ -187,10 +202,15 @@ class PolicyLosses(Stateless):
         losses_K = self.row.compute(scores, self.numbers)
         if prepared.reference_K is not None and self.row.kl_in == "loss":
             losses_K = losses_K + self.kl_weight * kl_losses(scores, prepared.reference_K)
+        sampler_K = policy.behaviour_K.to(device)
+        weights_K = torch.ones_like(sampler_K)
+        if self.rollout.correction.is_on:
+            weights_K = correction_weights(scores, sampler_K, self.rollout.correction)
+            losses_K = losses_K * weights_K
         parts_K = divided(losses_K, scores, self.divisor, self.rollout.max_new_tokens)
         assert found.entropy_K is not None
         if policy.age == 0:  # later the weights are others
-            self.gaps.add(found.logps_K, scores.behaviour_K, scores.segments_K, len(scores.advantages_S))
+            self.gaps.add(found.logps_K, sampler_K, scores.segments_K, len(scores.advantages_S))
         return MicroLoss(
             loss_sum=parts_K.sum() + anchor,
             num_units=self.num_units(batch),
@@ -205,6 +225,7 @@ class PolicyLosses(Stateless):
                 LENGTH: measure(scores.lengths_S),
                 CLIPPED: measure(outside_of_clip(scores, self.numbers)),
                 ENTROPY: measure(found.entropy_K),
+                **({} if not self.rollout.correction.is_on else {CORRECTION: measure(weights_K)}),
                 **self._distance(found.logps_K.detach(), prepared.reference_K),
                 **self._misjudged(scores),
             },
@@ -255,7 +276,7 @@ class PolicyLosses(Stateless):
             errors_K = returns_K - batch.policy.expected_K.to(returns_K.device).double()
             kl = returns_K.new_zeros(())
             if found.reference_K is not None:
-                kl = (batch.policy.behaviour_K.to(returns_K.device) - found.reference_K).double().sum()
+                kl = (_behaviour(batch.policy).to(returns_K.device) - found.reference_K).double().sum()
             counts = [returns_K.new_tensor(len(batch.policy.rewards_S)), kl, returns_K.new_tensor(len(returns_K))]
             sums += torch.stack(
                 [*counts, *(one for of in (returns_K, errors_K) for one in (of.sum(), (of * of).sum()))]
@@ -277,3 +298,8 @@ class PolicyLosses(Stateless):
 
     def _nothing(self) -> Measures:
         return {name: measure(torch.zeros(0, device=self.forward.device)) for name in self.measured}
+
+
+def _behaviour(policy: PolicyTargets) -> torch.Tensor:
+    """What the ratio is measured against: where the sampler's numbers are corrected, those of training."""
+    return policy.behaviour_K if policy.trained_K is None else policy.trained_K

@@ -115,7 +115,9 @@ class Rollouts:
         for name in answers[0].scores:
             drawn_K = torch.from_numpy(np.concatenate([one.scores[name] for one in answers]))
             of_all[name] = torch.empty_like(drawn_K).index_copy(0, policy.order_K, drawn_K)
-        return replace(batch, policy=replace(policy, expected_K=of_all.get("expected")))
+        return replace(
+            batch, policy=replace(policy, expected_K=of_all.get("expected"), trained_K=of_all.get("trained"))
+        )
 
     @property
     def updates(self) -> int:

@@ -116,7 +116,8 @@ class GapWatch:
     def _check(self, found: GapNumbers, what: str) -> None:
         if found.mean <= self.bound:
             return
-        cause = "" if self.explain is None or self._is_explained else self.explain()
+        is_first = not self._is_explained
+        cause = "" if self.explain is None or not is_first else self.explain()
         self._is_explained = True
         message = (
             f"{what} has other probabilities in training: they differ by {found.mean:.2g} nats a token on the mean, "
@@ -125,6 +126,7 @@ class GapWatch:
         )
         if cause:
             message = f"{message}. {cause}"
-        if self.config.on_gap is GapAction.STOP:
+        if self.config.on_gap is GapAction.STOP and not self.config.correction.is_on:
             raise TrainingError(message, hint=_HINT)
-        self.tell(message)
+        if not self.config.correction.is_on or is_first:
+            self.tell(message)
