@@ -103,8 +103,8 @@ class CorrectionConfig(Section):
     level: Annotated[CorrectionLevel, as_enum(CorrectionLevel)] = CorrectionLevel.TOKEN
     """``token``: each by its own ratio; ``answer``: all of an answer by the geometric mean of its tokens' ratios."""
     how: Annotated[CorrectionKind, as_enum(CorrectionKind)] = CorrectionKind.NONE
-    """``none``: there are no weights; ``truncate``: one outside of the bounds is put at the bound; ``mask``: it is 0, and
-    nothing is learned."""
+    """``none``: there are no weights; ``truncate``: one outside of the bounds is put at the bound; ``mask``: it is 0,
+    and nothing is learned."""
     low: NonNegative = 0.0
     """Smallest weight."""
     high: Positive = 3.0
