@@ -213,8 +213,11 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("rollout.rewards", "nothing judges the answers", "for example [exact]")
     for number, reward in enumerate(config.rollout.rewards):
         key = f"rollout.rewards[{number}]"
-        if (reward.metric is None) is (reward.function is None):
-            yield draft.problem(key, "a reward is a metric or a function", "give one of metric and function")
+        if sum(source is not None for source in (reward.metric, reward.function, reward.url)) != 1:
+            what = "a reward is a metric, a function or a server"
+            yield draft.problem(key, what, "give one of metric, function and url")
+        elif reward.url is not None and not reward.url.startswith(("http://", "https://")):
+            yield draft.problem(f"{key}.url", f"{reward.url!r} is not the address of a server", "http://localhost:9000")
         elif reward.function is not None and not (
             reward.file is not None and reward.file.name and reward.function_name
         ):

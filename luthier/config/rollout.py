@@ -40,7 +40,7 @@ class GapAction(StrEnum):
 
 
 class RewardConfig(Section):
-    """What judges an answer: one of ``metric`` and ``function``. ``exact`` is short for ``{metric: exact}``."""
+    """What judges an answer: one of ``metric``, ``function``, ``url``. ``exact`` is short for ``{metric: exact}``."""
 
     shorthand = "metric"
 
@@ -54,6 +54,9 @@ class RewardConfig(Section):
     """``FILE.py:NAME``: your own function ``(answer, *, expected, prompt, finished, columns) -> float | None``, of
     whose keywords it names those that it reads; or ``(answers, …) -> list``, asked of all answers to a prompt at once.
     It runs in a process of its own; None is no opinion."""
+    url: NonEmpty | None = None
+    """A server that judges answers (``http://localhost:9000/score``), many at once
+    ([rl.md](rl.md#a-server-of-rewards)). ``timeout`` is that of a request with all its tries."""
     name: NonEmpty | None = None
     """How logs and reports call it. Default: the metric, or the function's name; no two rewards may have one name."""
     weight: Signed = 1.0
@@ -66,7 +69,7 @@ class RewardConfig(Section):
     @property
     def label(self) -> str:
         """How it is told in logs: ``exact``, ``polite``."""
-        return self.name or self.metric or self.function_name
+        return self.name or self.metric or self.function_name or self.url or ""
 
     @property
     def function_name(self) -> str:

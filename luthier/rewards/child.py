@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 OFFERED = ("expected", "prompt", "finished", "columns")  # keywords that every function may take
+OF_SERVERS = ("url", "asked", "timeout")  # and ours that asks a server
 GROUP = "answers"  # a function whose first parameter has this name is asked of all answers to a prompt at once
 
 
@@ -48,7 +49,8 @@ def main() -> None:
             found = function(answers, **keywords) if first == GROUP else [function(answers[0], **keywords)]
             opinions = [] if isinstance(found, str | dict) else [opinion(value) for value in found]
         except BaseException as error:  # noqa: BLE001
-            tell(call=call["call"], error=f"raises {type(error).__name__}")
+            told = getattr(error, "told", None)  # of ours that asks a server
+            tell(call=call["call"], error=told if isinstance(told, str) else f"raises {type(error).__name__}")
             continue
         if len(opinions) == len(answers):
             tell(call=call["call"], opinions=opinions)
@@ -66,7 +68,9 @@ def wanted(function: Callable[..., Any]) -> tuple[str, set[str] | None, list[str
     if first.kind is first.VAR_POSITIONAL or any(other.kind is other.VAR_KEYWORD for other in others):
         return first.name, None, []
     named = [other for other in others if other.kind is not other.VAR_POSITIONAL]
-    needed = [other.name for other in named if other.default is other.empty and other.name not in OFFERED]
+    needed = [
+        other.name for other in named if other.default is other.empty and other.name not in (*OFFERED, *OF_SERVERS)
+    ]
     return first.name, {other.name for other in named}, needed
 
 

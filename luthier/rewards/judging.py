@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import nan
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from luthier.config.rollout import RewardConfig
 from luthier.errors import UserError
 from luthier.metrics.table import chosen_metrics
+from luthier.rewards import reward_server
 from luthier.rewards.function_process import FunctionProcess, NoReward
 from luthier.rewards.lengths import LENGTHS, length_reward
 
@@ -41,6 +43,9 @@ class DrawnAnswer:
     num_tokens: int = 0
     group: int = 0
 
+
+ASKED_AT_ONCE = 64  # answers in one request to a server
+SERVER_MEMORY = 2_000_000_000  # bytes for the process that asks it
 
 Opinion = float | None | NoReward  # None: it has none; NoReward: it should have one
 AnswerJudge = Callable[[Sequence[DrawnAnswer]], Iterable[Opinion]]
@@ -99,7 +104,12 @@ class RewardJudge:
     def _judge(self, reward: RewardConfig) -> AnswerJudge:
         if reward.metric is not None:
             return self._by_metric(reward, reward.metric)
-        assert reward.file is not None, "a reward is a metric or a function"
+        if reward.url is not None:
+            memory = min(reward.max_memory, SERVER_MEMORY)
+            asking = FunctionProcess(Path(reward_server.__file__), "ask", timeout=reward.timeout, max_memory=memory)
+            url, timeout, process = reward.url, reward.timeout, self._exits.enter_context(asking)
+            return lambda answers: _by_server(process, url, timeout, answers)
+        assert reward.file is not None, "a reward is a metric, a function or a server"
         process = self._exits.enter_context(
             FunctionProcess(reward.file, reward.function_name, timeout=reward.timeout, max_memory=reward.max_memory)
         )
@@ -164,6 +174,25 @@ def expected_of(answer: DrawnAnswer, column: str | None) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def _by_server(process: FunctionProcess, url: str, timeout: float, answers: Sequence[DrawnAnswer]) -> list[Opinion]:
+    found: list[Opinion] = []
+    for start in range(0, len(answers), ASKED_AT_ONCE):
+        some = answers[start : start + ASKED_AT_ONCE]
+        asked = [{"answer": one.generated, **_facts(one)} for one in some]
+        found += process.call([one.generated for one in some], {"url": url, "asked": asked, "timeout": timeout})
+    return found
+
+
+def _facts(answer: DrawnAnswer) -> dict[str, object]:
+    """What an answer is judged by, beside itself."""
+    return {
+        "expected": answer.expected,
+        "prompt": answer.prompt,
+        "finished": answer.finished,
+        "columns": dict(answer.columns),
+    }
+
+
 def _by_function(process: FunctionProcess, answers: Sequence[DrawnAnswer]) -> list[Opinion]:
     """What a function says of each answer, or of all answers to a prompt at once, as it wants to be asked."""
     found: list[Opinion] = []
@@ -175,13 +204,9 @@ def _by_function(process: FunctionProcess, answers: Sequence[DrawnAnswer]) -> li
             found += [error] * len(group)
             continue
         if together:
-            first = group[0]
-            shared = {"expected": first.expected, "prompt": first.prompt, "columns": dict(first.columns)}
             finished = [one.finished for one in group]
-            found += process.call([one.generated for one in group], {**shared, "finished": finished})
+            found += process.call([one.generated for one in group], {**_facts(group[0]), "finished": finished})
             continue
         for one in group:
-            found += process.call([one.generated], {
-                "expected": one.expected, "prompt": one.prompt, "finished": one.finished, "columns": dict(one.columns),
-            })  # fmt: skip
+            found += process.call([one.generated], _facts(one))
     return found
