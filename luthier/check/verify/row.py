@@ -219,7 +219,7 @@ class RowVerifier:
             what = f"{int(sample.target.sum())} tokens of a prompt are learned"
             known.append(Violation(check=Check.NOTHING_SUPPLIED_TRAINED, address=address, what=what))
         if not np.array_equal(expected, ids):
-            what = f"the prompt has {len(ids)} tokens, inference shows {len(expected)}"
+            what = f"the prompt has {counted(len(ids), 'token')}, inference shows {len(expected)}"
             at = first_difference(expected, ids)
             known.append(Violation(check=Check.PROMPT_TOKENS, address=address, what=what, run=0, index=at))
         applied = {Check.FINITE_WEIGHTS, Check.IDS_IN_VOCABULARY, Check.BRANCHES}

@@ -140,9 +140,9 @@ def read_lengths(reading: Translator) -> None:
         reading.told.append("packing: rows that share a pack never see each other, as with neat_packing")
     reading.set("data.overflow", "keep_answer", "cutoff_len")
     reading.set("data.max_drop", 0.5, "cutoff_len")  # their runs never stop for rows that are lost
-    what = "the oldest turns of the prompt go first"
     reading.told.append(
-        f"cutoff_len: of a row over {counted(most, 'token')} {what}, where LLaMA-Factory cuts each turn; counted"
+        f"cutoff_len: a row over {counted(most, 'token')} loses the oldest turns of its prompt, where LLaMA-Factory "
+        "shortens every turn; the report counts such rows"
     )
 
 

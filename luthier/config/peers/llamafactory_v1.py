@@ -236,7 +236,7 @@ def _steps(reading: Translator) -> None:
     reading.told.append(
         f"cutoff_len: a row over {counted(most, 'token')} loses the oldest turns of its prompt, never "
         f"a part of its answer; "
-        "LLaMA-Factory cuts its end off; counted"
+        "LLaMA-Factory cuts its end off; the report counts such rows"
     )
     reading.set("train.packing", "none" if how == "normal" else "window", "batching_strategy")
     if how != "normal":

@@ -356,7 +356,7 @@ def _too_long(reading: Translator, *, is_whole: bool) -> None:
         overflow = "keep_answer"
         what = "loses the oldest turns of its prompt, never its answer; TRL cuts the end off"
     reading.set("data.overflow", overflow, "max_length")
-    reading.told.append(f"max_length: a row over {counted(most, 'token')} {what}; counted")
+    reading.told.append(f"max_length: a row over {counted(most, 'token')} {what}; the report counts such rows")
     if reading.take("truncation_mode") == "keep_end":
         reading.told.append("truncation_mode: the end of a row that is too long is not kept instead of its beginning")
 

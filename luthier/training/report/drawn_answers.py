@@ -14,6 +14,7 @@ from rich.text import Text
 
 from luthier.errors import UserError
 from luthier.training.rollouts.answer_log import FOLDER
+from luthier.writing import counted
 
 LAST_SHARE, MOST_FILES = 0.1, 20  # of the steps, which the report looks at
 MOST_POINTS = 1000  # of rewards over lengths on the page
@@ -188,7 +189,7 @@ def numbers_of(answer: LoggedAnswer) -> str:
         parts.append(f"({', '.join(each)})")
     if answer.advantage is not None:
         parts.append(f"advantage {answer.advantage:+.2f}")
-    return " ".join([*parts, f"{answer.logprob:.1f} nats", f"{len(answer.ids)} tokens", answer.finish])
+    return " ".join([*parts, f"{answer.logprob:.1f} nats", f"{counted(len(answer.ids), 'token')}", answer.finish])
 
 
 def groups_page(groups: Sequence[LoggedGroup], *, title: str) -> str:
