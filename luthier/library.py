@@ -204,6 +204,7 @@ def plan(
     Raises `ConfigError`, `UserError` for an unknown device or data without a row, and what preparation raises.
     """
     from luthier.check.plan.costs import with_media
+    from luthier.check.plan.drawing import drawing_of
     from luthier.check.plan.estimate import check_name
     from luthier.errors import ModelError
 
@@ -214,6 +215,7 @@ def plan(
         schedule = schedule_of(loaded)
         model_config = loaded.encoder.media_source.model_config()
         found = with_media(plan_of(loaded, schedule), loaded.train, loaded.held_out, model_config=model_config)
+        found = replace(found, drawing=drawing_of(loaded, num_ranks=found.num_ranks, device=device))
         try:
             return replace(found, estimate=_estimate(loaded, schedule, found, device, utilisation))
         except ModelError as error:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.check.plan.drawing import DrawingPlan
 from luthier.check.plan.estimate import Estimate
 from luthier.check.plan.media_counts import MediaCount, MediaItems, packing_refusal
 from luthier.config.schema import Overflow, Packing, RunConfig
@@ -75,7 +76,8 @@ class RunPlan:
     more. ``unmet``: what is asked of the run and will not happen, as it is so short. ``no_packing``: why segments of
     this model cannot share a row, though the run packs them. ``shares_prompts``: tokens of a prompt that two answers
     share are counted once. ``history``: what a template that rewrites it costs in training; None: nothing. ``clock``:
-    what rows are told of today by a template that has one.
+    what rows are told of today by a template that has one. ``drawing``: what a step draws of a run that learns from
+    answers of its own.
     """
 
     train: DataPlan
@@ -97,6 +99,7 @@ class RunPlan:
     history: HistoryCost | None = None
     clock: str | None = None
     unmet: tuple[str, ...] = ()
+    drawing: DrawingPlan | None = None
     estimate: Estimate | None = None
     no_estimate: str | None = None
 

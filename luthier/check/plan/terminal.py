@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from luthier.check.plan.costs import DataPlan, LongRow, RunPlan
+from luthier.check.plan.drawing import DrawingPlan
 from luthier.check.plan.estimate import GIB, Device, Estimate, Memory
 from luthier.check.plan.media_counts import MediaCount
 from luthier.check.plan.stats import Distribution, SourceStats, Stats
@@ -174,6 +175,8 @@ def _steps(plan: RunPlan) -> Table:
         table.add_row("what is compared", f"{_COMPARED[plan.units]}{once}")
     rows = counted(plan.rows_per_micro_batch, "row")
     table.add_row("step", f"{rows} × {counted(accumulation, 'micro-batch', 'micro-batches')}{ranks}")
+    if plan.drawing is not None:
+        table.add_row("drawn in a step", _drawn(plan.drawing))
     table.add_row("steps per epoch", f"{plan.train.epoch.steps:,}")
     epochs = counted(plan.epochs, "epoch")
     length = epochs if plan.max_steps is None else f"train.max_steps={plan.max_steps}"
@@ -182,6 +185,18 @@ def _steps(plan: RunPlan) -> Table:
     for note in _step_notes(plan):
         table.add_row("", Text(note, style="yellow"))
     return table
+
+
+def _drawn(drawing: DrawingPlan) -> str:
+    """``16 prompts × 8 answers, at most 5,120 tokens …``"""
+    parts = [
+        f"{counted(drawing.prompts, 'prompt')} × {counted(drawing.answers, 'answer')}",
+        f"at most {counted(drawing.most_tokens, 'token')} behind prompts of at most {drawing.longest_prompt:,}",
+        f"learned from in at most {counted(drawing.micro_batches, 'micro-batch', 'micro-batches')}",
+    ]
+    if drawing.cache_bytes is not None:
+        parts.append(f"keys and values of at most {drawing.cache_bytes / GIB:.2g} GiB while they are drawn")
+    return ", ".join(parts)
 
 
 def _step_notes(plan: RunPlan) -> Iterator[str]:
