@@ -204,7 +204,7 @@ def plan(
     Raises `ConfigError`, `UserError` for an unknown device or data without a row, and what preparation raises.
     """
     from luthier.check.plan.costs import with_media
-    from luthier.check.plan.drawing import drawing_of
+    from luthier.check.plan.drawn_steps import drawing_of
     from luthier.check.plan.estimate import check_name
     from luthier.errors import ModelError
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.plan.drawing import DrawingPlan
+from luthier.check.plan.drawn_steps import DrawingPlan
 from luthier.check.plan.estimate import Estimate
 from luthier.check.plan.media_counts import MediaCount, MediaItems, packing_refusal
 from luthier.config.schema import Overflow, Packing, RunConfig

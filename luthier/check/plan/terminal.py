@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from luthier.check.plan.costs import DataPlan, LongRow, RunPlan
-from luthier.check.plan.drawing import DrawingPlan
+from luthier.check.plan.drawn_steps import DrawingPlan
 from luthier.check.plan.estimate import GIB, Device, Estimate, Memory
 from luthier.check.plan.media_counts import MediaCount
 from luthier.check.plan.stats import Distribution, SourceStats, Stats
