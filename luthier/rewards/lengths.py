@@ -17,7 +17,7 @@ def _length(num_tokens: int, most: int, _: int) -> float:
 def _overlong(num_tokens: int, most: int, end: int) -> float:
     """DAPO's soft punishment (arXiv 2503.14476, equation 13): 0 up to ``end`` tokens before the longest answer, from
     there on down to -1."""
-    return min(0.0, (most - end - num_tokens) / end)
+    return max(-1.0, min(0.0, (most - end - num_tokens) / end))
 
 
 LENGTHS: dict[str, Callable[[int, int, int], float]] = {"length": _length, "overlong": _overlong}

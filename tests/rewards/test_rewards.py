@@ -276,11 +276,11 @@ def test_what_no_row_has_is_told_before_anything_is_drawn(
 def test_rewards_of_lengths_are_those_of_the_paper() -> None:
     def found(name: str) -> list[float]:
         with RewardJudge([RewardConfig(metric=name)], max_new_tokens=100) as judge:
-            return judge.judge([answer("", num_tokens=count) for count in (1, 80, 90, 100)]).total_N.tolist()
+            return judge.judge([answer("", num_tokens=count) for count in (1, 80, 90, 100, 300)]).total_N.tolist()
 
-    assert found("length") == [0.01, 0.8, 0.9, 1.0]
-    assert found("overlong") == [0.0, 0.0, -0.5, -1.0]
-    assert found("overlong:10") == [0.0, 0.0, 0.0, -1.0]
+    assert found("length") == [0.01, 0.8, 0.9, 1.0, 3.0]
+    assert found("overlong") == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert found("overlong:10") == [0.0, 0.0, 0.0, -1.0, -1.0]
     for wrong in ("overlong:0", "overlong:101", "overlong:x", "length:3"):
         with pytest.raises(UserError) as caught:
             found(wrong)
