@@ -201,6 +201,8 @@ if TYPE_CHECKING:
     from luthier.records import Video as Video
     from luthier.records import VideoHeader as VideoHeader
     from luthier.rendering.replies.form import ReplyDelta as ReplyDelta
+    from luthier.rewards.dialogue_environment import DialogueEnvironment as DialogueEnvironment
+    from luthier.rewards.dialogue_environment import Over as Over
     from luthier.sources import RepeatedIds as RepeatedIds
     from luthier.sources.formats.media import MediaQueue as MediaQueue
     from luthier.sources.formats.reading import Reading as Reading

@@ -78,8 +78,9 @@ def chat(  # noqa: PLR0913
     """
     with reporting(json) as output:
         declared = [] if tools is None else _declared(tools)
-        from luthier.prediction.dialogue import Dialogue, as_row, media_part, with_thinking
+        from luthier.prediction.dialogue import Dialogue, media_part, with_thinking
         from luthier.prediction.trained_run import open_run
+        from luthier.sources.openai_rows import as_row
 
         opened = open_run(Path(run).expanduser(), overrides or ())
         if thinking is not None:

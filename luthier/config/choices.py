@@ -277,7 +277,9 @@ TRACKERS = (
 )  # fmt: skip
 
 MODEL_PRESETS = ("tiny-qwen3", "tiny-llama", "tiny-qwen3-vl", "tiny-qwen2-audio")
-DATA_PRESETS = ("skills", "preferences", "feedback", "preferences_sft", "pictures", "sounds")
+DATA_PRESETS = (
+    "skills", "preferences", "feedback", "preferences_sft", "lookups", "lookups_sft", "pictures", "sounds",
+)  # fmt: skip
 
 LARGEST_SEED = 2**32 - 1  # numpy's generators take 32 bits
 MAX_WEIGHT = 1e6  # more is a slip of the pen, and would drown every other row of its step

@@ -219,8 +219,8 @@ class SourceConfig(Section):
 
     path: NonEmpty
     """A file, a folder, a glob, ``hub:OWNER/NAME``, ``modelscope:OWNER/NAME`` (by the package ``modelscope``), or
-    ``preset:NAME`` (data sets that come with Luthier: skills, preferences, feedback, preferences_sft, pictures,
-    sounds)."""
+    ``preset:NAME`` (data sets that come with Luthier: skills, preferences, feedback, preferences_sft, lookups,
+    lookups_sft, pictures, sounds)."""
     format: Annotated[str, NameOf(FORMAT_NAMES.values)] = Format.AUTO
     """How rows are written; ``auto`` looks at the rows."""
     columns: dict[str, str] = {}

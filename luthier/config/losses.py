@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind, Sharding
 from luthier.config.draft import Draft
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ObjectiveConfig, ReferenceSource
-from luthier.config.rollout import DeadGroups, RolloutConfig
+from luthier.config.rollout import ENVIRONMENT, DeadGroups, RolloutConfig
 from luthier.errors import Problem
 
 # Formats whose rows only some objectives can learn from.
@@ -269,6 +269,30 @@ def _policies(draft: Draft) -> Iterator[Problem]:
         weight = f"{draft.cite('objective.kl_weight')} is {objective.number('kl_weight'):g}"
         hint = "set it to auto, or objective.kl_weight: 0"
         yield draft.problem("objective.reference.source", f"{weight}, which needs a reference", hint)
+
+
+def _code_faults(draft: Draft) -> Iterator[Problem]:
+    """Tools and environments that cannot be."""
+    rollout = draft.config.rollout
+    given = [(f"rollout.tools[{number}]", tool) for number, tool in enumerate(rollout.tools)]
+    given += [] if rollout.environment is None else [("rollout.environment", rollout.environment)]
+    for key, code in given:
+        if not code.file.name or not code.name:
+            yield draft.problem(f"{key}.code", f"{code.code!r} names no file and function", "FILE.py:NAME")
+        elif not code.file.is_file():
+            yield draft.problem(f"{key}.code", f"there is no file {code.file}", "FILE.py:NAME")
+    if rollout.tools and rollout.environment is not None:
+        what = "an environment answers the model's calls itself, so tools would never be asked"
+        yield draft.problem("rollout.tools", what, "remove tools, or environment")
+    if rollout.environment is None and any(reward.metric == ENVIRONMENT for reward in rollout.rewards):
+        what = "the reward environment is what rollout.environment says, and there is none"
+        yield draft.problem("rollout.rewards", what, "name an environment, or take another reward")
+    if rollout.takes_turns and rollout.own < 1:
+        what = "rows hold no conversation of the model's with tools or an environment, so all are drawn"
+        yield draft.problem("rollout.own", what, "remove it")
+    if rollout.takes_turns and not isinstance(draft.config.template.control, str):
+        what = "what tools and environments say is text, and here some texts are control tokens"
+        yield draft.problem("template.control", what, "remove it")
 
 
 def _same_names(draft: Draft) -> Iterator[Problem]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
 from luthier.config.choices import (
     Count,
@@ -23,6 +23,8 @@ from luthier.config.choices import (
     as_list,
 )
 from luthier.config.inputs import Section
+
+ENVIRONMENT = "environment"  # the reward that an environment gives
 
 
 class DeadGroups(StrEnum):
@@ -51,9 +53,9 @@ class RewardConfig(Section):
     column: NonEmpty | None = None
     """Of a metric: the column of the row that it compares the answer with. Default: the row's answer."""
     function: NonEmpty | None = None
-    """``FILE.py:NAME``: your own function ``(answer, *, expected, prompt, finished, columns) -> float | None``, of
-    whose keywords it names those that it reads; or ``(answers, …) -> list``, asked of all answers to a prompt at once.
-    It runs in a process of its own; None is no opinion."""
+    """``FILE.py:NAME``: your own function ``(answer, *, expected, prompt, finished, columns, conversation) -> float |
+    None``, of whose keywords it names those that it reads; or ``(answers, …) -> list``, asked of all answers to a
+    prompt at once. It runs in a process of its own; None is no opinion."""
     url: NonEmpty | None = None
     """A server that judges answers (``http://localhost:9000/score``), many at once
     ([rl.md](rl.md#a-server-of-rewards)). ``timeout`` is that of a request with all its tries."""
@@ -119,6 +121,29 @@ class CorrectionConfig(Section):
         return self.how is not CorrectionKind.NONE
 
 
+class CodeConfig(Section):
+    """Your own function or class, in a process of its own. ``FILE.py:NAME`` is short for ``{code: FILE.py:NAME}``."""
+
+    shorthand = "code"
+
+    code: NonEmpty
+    """``FILE.py:NAME``."""
+    timeout: Positive = 10.0
+    """Seconds that one call may take; then its process is ended, and the model is told so."""
+    max_memory: Count = 16_000_000_000
+    """Bytes of memory that the process may reserve."""
+
+    @property
+    def name(self) -> str:
+        """In its file."""
+        return self.code.rpartition(":")[2]
+
+    @property
+    def file(self) -> Path:
+        """Where it is."""
+        return Path(self.code.rpartition(":")[0]).expanduser()
+
+
 class RolloutConfig(Section):
     """Answers that are drawn in the run (``objective: rl``, ``best_of_n``, ``online_dpo``, ``distill``). They are drawn
     from all tokens, so that the probabilities that training compares are those they were drawn by: there is no top_p,
@@ -146,6 +171,15 @@ class RolloutConfig(Section):
     own: Proportion = 1.0
     """``distill`` with ``gkd``: share of the prompts that the model answers itself. To the others, which are chosen by
     lot in each step, the row's answer is learned from if it has one."""
+    tools: Annotated[list[CodeConfig], BeforeValidator(as_list)] = []
+    """Functions that the model may call. They are offered with the JSON schema of their signatures; to rows that offer
+    tools themselves, theirs are offered, and functions of the same names answer
+    ([rl.md](rl.md#conversations-with-tools))."""
+    environment: CodeConfig | None = None
+    """A class that answers the model's messages and says how good a conversation was
+    ([rl.md](rl.md#environments)): the reward ``environment``, which is the only one where ``rewards`` are left out."""
+    max_turns: Size = 8
+    """With tools or an environment: how often the model may speak in one conversation."""
     batch_size: Size = 64
     """Answers that are drawn at once, on each process."""
     dead_groups: Annotated[DeadGroups, as_enum(DeadGroups)] = DeadGroups.KEEP
@@ -163,3 +197,14 @@ class RolloutConfig(Section):
     0.02 in 16 bits, and at most 4 times that."""
     on_gap: Annotated[GapAction, as_enum(GapAction)] = GapAction.STOP
     """What happens above ``max_gap``, and where an answer cannot be what the model drew."""
+
+    @model_validator(mode="after")
+    def _judged_by_its_environment(self) -> Self:
+        if self.environment is not None and "rewards" not in self.model_fields_set:
+            object.__setattr__(self, "rewards", [RewardConfig(metric=ENVIRONMENT)])
+        return self
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the model may speak several times in one answer."""
+        return bool(self.tools) or self.environment is not None

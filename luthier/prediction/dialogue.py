@@ -18,14 +18,14 @@ from luthier.encoding.replies import ReplyReader
 from luthier.engines.engine import Finish, NewTokens, Refusal, Request, before_stop
 from luthier.errors import ModelError, RowError, UserError
 from luthier.prediction.trained_run import TrainedRun
-from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
+from luthier.records import Audio, Conversation, Image, Message, Text, ToolCall, Video
 from luthier.rendering.replies.form import ReplyDelta, joined
 from luthier.rendering.trained_turns import THINKING_SWITCHES
+from luthier.sources.openai_rows import MEDIA, as_row
 from luthier.writing import write_all
 
 MOST_SILENT = 600.0  # seconds without a token before an answer is given up
 _LOOK_UP = 0.1  # seconds between two looks whether Ctrl-C was pressed
-MEDIA: Mapping[str, type[Image] | type[Audio] | type[Video]] = {"image": Image, "audio": Audio, "video": Video}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,42 +169,3 @@ def media_part(kind: str, path: str) -> Image | Audio | Video:
     if not file.is_file():
         raise UserError(f"there is no file {path}", hint=f"/{kind} PATH takes the path of a file")
     return MEDIA[kind](source=str(file.resolve()), root=str(file.resolve().parent))
-
-
-def as_row(conversation: Conversation) -> dict[str, object]:
-    """A conversation as a row of a data set in OpenAI's form."""
-    row: dict[str, object] = {"messages": [as_message(message) for message in conversation.messages]}
-    return row | ({"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {})
-
-
-def as_message(message: Message) -> dict[str, object]:
-    """A message in OpenAI's form."""
-    found: dict[str, object] = {"role": message.role, "content": _content(message.parts)}
-    if thought := "".join(part.text for part in message.parts if isinstance(part, Thinking)):
-        found["reasoning_content"] = thought
-    calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
-        }
-        for call in message.parts
-        if isinstance(call, ToolCall)
-    ]
-    found |= {"tool_calls": calls} if calls else {}
-    named = {"name": message.name, "tool_call_id": message.tool_call_id}
-    return found | {key: value for key, value in named.items() if value is not None}
-
-
-def _content(parts: Sequence[Part]) -> object:
-    kinds = {of: name for name, of in MEDIA.items()}
-    shown: list[dict[str, object]] = []
-    for part in parts:
-        match part:
-            case Text():
-                shown.append({"type": "text", "text": part.text})
-            case Image() | Audio() | Video():
-                shown.append({"type": kinds[type(part)], kinds[type(part)]: part.source})
-    if all(one["type"] == "text" for one in shown):
-        return "".join(str(one["text"]) for one in shown)
-    return shown

@@ -36,11 +36,11 @@ from luthier.engines.http import HttpEngine
 from luthier.engines.json_client import SERVER_TOKEN, token_from
 from luthier.errors import RowError, TemplateError, UserError
 from luthier.metrics.table import Answered, RowLoss, chosen_metrics, measured
-from luthier.prediction.dialogue import as_message
 from luthier.prediction.likelihood import LOSSES_FILE, keep_losses, kept_losses, row_losses
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.records import Address, Conversation, Feedback, Preference, Row, Sample, Segment
 from luthier.sources import open_sources, resolve_sources
+from luthier.sources.openai_rows import message_row
 from luthier.store.store import MANIFEST, store_folder
 from luthier.training.assemble import RunModel
 from luthier.training.folder.staging import FILES
@@ -385,7 +385,7 @@ def _message(
         message = parse_reply(ids, tokenizer, tools=one.tools or None, prompt=one.question.prompt)
     except TemplateError:
         return None
-    found = as_message(message)
+    found = message_row(message)
     return {key: before_stop(told, stop_strings) if isinstance(told, str) else told for key, told in found.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from luthier.errors import SourceError
+from luthier.presets.lookups import lookup_rows, lookup_sft_rows
 from luthier.presets.pictures import picture_rows
 from luthier.presets.preferences import feedback_rows, preference_rows, preference_sft_rows
 from luthier.presets.questions import JsonObject
@@ -16,6 +17,8 @@ _ROWS = {
     "preferences": preference_rows,
     "feedback": feedback_rows,
     "preferences_sft": preference_sft_rows,
+    "lookups": lookup_rows,
+    "lookups_sft": lookup_sft_rows,
     "pictures": picture_rows,
     "sounds": sound_rows,
 }

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-OFFERED = ("expected", "prompt", "finished", "columns")  # keywords that every function may take
+OFFERED = ("expected", "prompt", "finished", "columns", "conversation")  # keywords that every function may take
 OF_SERVERS = ("url", "asked", "timeout")  # and ours that asks a server
 GROUP = "answers"  # a function whose first parameter has this name is asked of all answers to a prompt at once
+TellParent = Callable[..., None]
 
 
-def main() -> None:
-    """Load the function, say so, and answer calls until there are no more."""
+def begin() -> tuple[Callable[..., Any] | None, TellParent]:
+    """What the command line names, and what tells results. None, where it cannot be had, which has been told."""
     path, name, most = sys.argv[1], sys.argv[2], int(sys.argv[3])
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the function prints goes to the log
@@ -29,12 +30,20 @@ def main() -> None:
         channel.flush()
 
     try:
-        function = runpy.run_path(path).get(name)
+        found = runpy.run_path(path).get(name)
     except BaseException as error:  # noqa: BLE001  the user's file may do anything
         tell(error=f"its file raises {type(error).__name__}: {error}"[:300])
-        return
-    if not callable(function):
+        return None, tell
+    if not callable(found):
         tell(error=f"its file has no function {name}")
+        return None, tell
+    return found, tell
+
+
+def main() -> None:
+    """Load the function, say so, and answer calls until there are no more."""
+    function, tell = begin()
+    if function is None:
         return
     first, taken, needed = wanted(function)
     if needed:

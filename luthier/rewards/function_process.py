@@ -28,13 +28,19 @@ MOST = 10**300  # a float ends at 1.8e308
 PIPE_BYTES = select.PIPE_BUF  # as many as a pipe that can be written to takes at once
 
 
-class NoReward(Exception):
-    """A call has given no reward; the message says why, in few words that are the same each time."""
+class NoAnswer(Exception):
+    """A call has given nothing; the message says why, in few words that are the same each time."""
 
 
-class FunctionProcess:
-    """Calls ``name`` of the Python file ``path``. A process that is late is ended with all that it has started, and the
-    next call has a new one."""
+class NoReward(NoAnswer):
+    """A call has given no reward."""
+
+
+class UserProcess:
+    """Asks ``name`` of the Python file ``path`` in a process that runs the module ``child``. A process that is late is
+    ended with all that it has started, and the next call has a new one. ``greeting`` is what the process says first."""
+
+    child, gives = CHILD, "answer"
 
     def __init__(self, path: Path, name: str, *, timeout: float, max_memory: int) -> None:
         """``timeout`` in seconds for each call, ``max_memory`` in bytes."""
@@ -42,48 +48,32 @@ class FunctionProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._read = b""
         self._calls = 0
-        self._takes_groups: bool | None = None
+        self.greeting: dict[str, object] = {}
 
-    @property
-    def takes_groups(self) -> bool:
-        """Whether it judges all answers to a prompt at once. Starts the process; raises `NoReward` where it cannot."""
-        if self._takes_groups is None:
+    def start(self) -> None:
+        """Start the process, where there is none. Raises `NoAnswer`."""
+        if self._child is None:
             self._start()
-        return bool(self._takes_groups)
 
-    def call(self, answers: Sequence[str], keywords: Mapping[str, object]) -> list[float | NoReward | None]:
-        """What the function gives for each answer, of which there is one where it takes no groups; None is no opinion,
-        and `NoReward` says why there is none. Nothing is raised."""
-        try:
-            opinions = self._called(answers, keywords)
-        except NoReward as error:
-            return [error] * len(answers)
-        return [_as_opinion(opinion) for opinion in opinions]
-
-    def _called(self, answers: Sequence[str], keywords: Mapping[str, object]) -> list[object]:
+    def ask(self, arguments: Mapping[str, object]) -> dict[str, object]:
+        """What the process answers to a call. Raises `NoAnswer`, also where it answers with an error."""
         child = self._child or self._start()
         self._calls += 1
         end = time.monotonic() + self.timeout
-        asked = {"call": self._calls, "answers": list(answers), "keywords": dict(keywords)}
         try:
-            _send(child, json.dumps(asked).encode() + b"\n", end)
+            _send(child, json.dumps({"call": self._calls, **arguments}).encode() + b"\n", end)
             told = self._line(child, end)
             if told.pop("call", None) != self._calls:
                 raise _Gone  # it has written results of its own
         except (BrokenPipeError, _Gone):
             self.close()
-            raise NoReward("its process ended") from None
+            raise NoAnswer("its process ended") from None
         except _Late:
             self.close()
-            raise NoReward(f"no reward within {self.timeout:g} s") from None
-        match told:
-            case {"error": str(error)}:
-                raise NoReward(error)
-            case {"opinions": list(opinions)} if len(opinions) == len(answers):
-                return opinions
-            case _:
-                self.close()
-                raise NoReward("no number")
+            raise NoAnswer(f"no {self.gives} within {self.timeout:g} s") from None
+        if "error" in told:
+            raise NoAnswer(str(told["error"]))
+        return told
 
     def close(self) -> None:
         """End the process and whatever it has started; a later call has a new one."""
@@ -106,7 +96,7 @@ class FunctionProcess:
         self.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", CHILD, str(self.path.resolve()), self.name, str(self.max_memory)]
+        command = [sys.executable, "-m", self.child, str(self.path.resolve()), self.name, str(self.max_memory)]
         self._child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -119,11 +109,11 @@ class FunctionProcess:
             told = self._line(self._child, time.monotonic() + START_SECONDS)
         except (_Gone, _Late):
             self.close()
-            raise NoReward("its file cannot be loaded") from None
+            raise NoAnswer("its file cannot be loaded") from None
         if "error" in told:
             self.close()
-            raise NoReward(str(told["error"]))
-        self._takes_groups = bool(told.get("takes_groups"))
+            raise NoAnswer(str(told["error"]))
+        self.greeting = told
         return self._child
 
     def _line(self, child: subprocess.Popen[bytes], end: float) -> dict[str, object]:
@@ -154,6 +144,35 @@ def _as_opinion(told: object) -> float | NoReward | None:
             return NoReward(told)
         case _:
             return None
+
+
+class FunctionProcess(UserProcess):
+    """A reward function in a process of its own."""
+
+    gives = "reward"
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether it judges all answers to a prompt at once. Starts the process; raises `NoReward` where it cannot."""
+        try:
+            self.start()
+        except NoAnswer as error:
+            raise NoReward(str(error)) from None
+        return bool(self.greeting.get("takes_groups"))
+
+    def call(self, answers: Sequence[str], keywords: Mapping[str, object]) -> list[float | NoReward | None]:
+        """What the function gives for each answer, of which there is one where it takes no groups; None is no opinion,
+        and `NoReward` says why there is none. Nothing is raised."""
+        try:
+            told = self.ask({"answers": list(answers), "keywords": dict(keywords)})
+        except NoAnswer as error:
+            return [NoReward(str(error))] * len(answers)
+        match told:
+            case {"opinions": list(opinions)} if len(opinions) == len(answers):
+                return [_as_opinion(opinion) for opinion in opinions]
+            case _:
+                self.close()
+                return [NoReward("no number")] * len(answers)
 
 
 def _send(child: subprocess.Popen[bytes], data: bytes, end: float) -> None:

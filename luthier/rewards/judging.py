@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.rollout import RewardConfig
+from luthier.config.rollout import ENVIRONMENT, RewardConfig
 from luthier.errors import UserError
 from luthier.metrics.table import chosen_metrics
 from luthier.rewards import reward_server
@@ -33,6 +33,8 @@ class DrawnAnswer:
     columns           of the row, for what judges its answers
     num_tokens        of the answer
     group             the same number for all answers to one prompt, which stand side by side
+    outcome           what the environment of its conversation says
+    conversation      all its messages, where it took several turns, as in a row of OpenAI's form
     """
 
     prompt: str
@@ -42,6 +44,8 @@ class DrawnAnswer:
     columns: Mapping[str, Any] = field(default_factory=dict)
     num_tokens: int = 0
     group: int = 0
+    outcome: float | None = None
+    conversation: Sequence[Mapping[str, Any]] = ()
 
 
 ASKED_AT_ONCE = 64  # answers in one request to a server
@@ -102,6 +106,8 @@ class RewardJudge:
         self.close()
 
     def _judge(self, reward: RewardConfig) -> AnswerJudge:
+        if reward.metric == ENVIRONMENT:
+            return lambda answers: [answer.outcome for answer in answers]
         if reward.metric is not None:
             return self._by_metric(reward, reward.metric)
         if reward.url is not None:
@@ -163,7 +169,7 @@ def check_columns(rewards: Sequence[RewardConfig], questions: Iterable[tuple[boo
 
 
 def _compares(metric: str) -> bool:
-    return metric.partition(":")[0] not in LENGTHS
+    return metric != ENVIRONMENT and metric.partition(":")[0] not in LENGTHS
 
 
 def expected_of(answer: DrawnAnswer, column: str | None) -> str | None:
@@ -204,9 +210,9 @@ def _by_function(process: FunctionProcess, answers: Sequence[DrawnAnswer]) -> li
             found += [error] * len(group)
             continue
         if together:
-            finished = [one.finished for one in group]
-            found += process.call([one.generated for one in group], {**_facts(group[0]), "finished": finished})
+            own = {"finished": [one.finished for one in group], "conversation": [list(o.conversation) for o in group]}
+            found += process.call([one.generated for one in group], {**_facts(group[0]), **own})
             continue
         for one in group:
-            found += process.call([one.generated], _facts(one))
+            found += process.call([one.generated], {**_facts(one), "conversation": list(one.conversation)})
     return found

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned
 from luthier.config.schema import RunConfig, Strategy
+from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.local import LocalEngine
 from luthier.loader.plan import StreamPlan
@@ -26,6 +27,9 @@ from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.policy_losses import Advantage
 from luthier.packing import Segments
 from luthier.rewards.judging import RewardJudge, check_columns
+from luthier.rewards.tool_processes import EnvironmentProcess, ToolBox
+from luthier.sources import open_sources, resolve_sources
+from luthier.sources.rows_by_address import RowsByAddress
 from luthier.training.arguments import training_arguments
 from luthier.training.callbacks import EarlyStopping, Flow, Journal, Meter
 from luthier.training.data import RunData
@@ -49,6 +53,7 @@ from luthier.training.rollouts.answer_groups import AnswerLayout
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.early_warnings import EarlyWarnings
 from luthier.training.rollouts.sampler_probes import SamplerProbes
+from luthier.training.rollouts.talks import Talks
 from luthier.training.streams import (
     EvalStream,
     TrainStream,
@@ -245,6 +250,7 @@ def _rollouts(
         layout=layout,
         score=score,
         probes=probes,
+        talks=_talks(config, engine),
         seed=config.runtime.seed,
         folder=config.output.dir,
         world=world,
@@ -252,6 +258,25 @@ def _rollouts(
         warnings=EarlyWarnings(judge=judge.judge, tell=tell) if world.is_main and by_reward else None,
         learned=objective.learned,
     )
+
+
+def _talks(config: RunConfig, engine: LocalEngine) -> Talks | None:
+    """What holds the conversations of a run with tools or an environment."""
+    rollout = config.rollout
+    if not rollout.takes_turns:
+        return None
+    talks = Talks(
+        config=rollout,
+        engine=engine,
+        encoder=Encoder.from_config(config),
+        rows=RowsByAddress(sources=open_sources(resolve_sources(config.data)[0], seed=config.runtime.seed)),
+        longest=config.data.max_length,
+        seed=config.runtime.seed,
+        tools=ToolBox(rollout.tools) if rollout.tools else None,
+        environment=None if rollout.environment is None else EnvironmentProcess(rollout.environment),
+    )
+    talks.check()
+    return talks
 
 
 def _callbacks(

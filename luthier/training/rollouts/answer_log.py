@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.rewards.judging import Judged
+from luthier.sources.openai_rows import message_row
 from luthier.training.generate import Question
 from luthier.training.rollouts.trajectories import Trajectory
 from luthier.writing import write_text
@@ -44,6 +45,7 @@ def write_answers(
             "ids": answer.ids.tolist(),
             "finish": answer.ended or str(answer.finish),
             "logprob": float(answer.logprobs.astype(np.float64).sum()),
+            **({"messages": [message_row(m) for m in answer.messages]} if answer.messages else {}),
             "reward": None if np.isnan(total) else float(total),
             "advantage": None if np.isnan(advantage) else float(advantage),
             "rewards": {n: None if np.isnan(v) else float(v) for n, v in zip(names, values, strict=True)},

@@ -29,6 +29,7 @@ from luthier.loader.places import PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch, DrawnInStep, Segment
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
+from luthier.sources.openai_rows import message_row
 from luthier.training.generate import Question, question_of
 from luthier.training.ranks import summed_over_ranks
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, learned_from, micro_batches
@@ -36,6 +37,7 @@ from luthier.training.rollouts.answer_log import answers_file, write_answers
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
 from luthier.training.rollouts.kept_answers import Kept, KeptAnswer, read_kept, write_kept
 from luthier.training.rollouts.sampler_probes import SamplerProbes
+from luthier.training.rollouts.talks import Talks, draw_number
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
 from luthier.training.streams import ReadsPacks, World
 from luthier.writing import counted
@@ -61,22 +63,18 @@ class Rollouts:
     probes: SamplerProbes | None = None
     warnings: EarlyWarnings | None = None
     learned: Learned = Learned.COMPARED
+    talks: Talks | None = None  # where answers take several turns
     missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
     kept: Kept = field(default_factory=dict)
 
     def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
         """What this rank learns from in a step: at least one micro-batch, which is blank where there is nothing."""
-        stops = frozenset(self.tokenizer.stop_token_ids)
         packs = [pack for one in planned if not one.is_blank for pack in reader.packs(one)]
-        segments = [segment for pack in packs for segment in pack.segments]
-        asked = [(found, segment) for segment in segments if (found := question_of(segment, stops)) is not None]
-        if any(question.media for question, _ in asked):
-            raise UserError("answers to prompts with pictures, videos or sounds are not learned from yet")
-        if without := len(segments) - len(asked):
-            self._note(NO_QUESTION, without)
+        asked = self._asked([segment for pack in packs for segment in pack.segments])
         step, own = planned[0].step, self.config.own
         is_own = [
-            own == 1 or not len(question.answer) or _draw(step, question, "own") < own * 2**64 for question, _ in asked
+            own == 1 or not len(question.answer) or draw_number(step, question.address, "own") < own * 2**64
+            for question, _ in asked
         ]
         drawn = list(self._groups([question for (question, _), ours in zip(asked, is_own, strict=True) if ours], step))
         if self.probes is not None:
@@ -118,6 +116,19 @@ class Rollouts:
         return replace(
             batch, policy=replace(policy, expected_K=of_all.get("expected"), trained_K=of_all.get("trained"))
         )
+
+    def _asked(self, segments: Sequence[Segment]) -> list[tuple[Question, Segment]]:
+        """The questions of some segments, each with one that its row is in."""
+        if self.talks is not None:
+            by_row = {segment.address: segment for segment in segments}
+            return [(question, by_row[question.address]) for question in self.talks.questions(segments, self._note)]
+        stops = frozenset(self.tokenizer.stop_token_ids)
+        asked = [(found, segment) for segment in segments if (found := question_of(segment, stops)) is not None]
+        if any(question.media for question, _ in asked):
+            raise UserError("answers to prompts with pictures, videos or sounds are not learned from yet")
+        if without := len(segments) - len(asked):
+            self._note(NO_QUESTION, without)
+        return asked
 
     @property
     def updates(self) -> int:
@@ -202,6 +213,9 @@ class Rollouts:
 
     def _drawn(self, questions: Sequence[Question], step: int) -> dict[tuple[int, int], Trajectory]:
         """The answers, by the number of their question and their own."""
+        version = step - step % self.updates
+        if self.talks is not None:
+            return self.talks.draw(questions, step, version=version, note=self._note)
         settings = GenerateConfig(
             do_sample=True,
             temperature=self.config.temperature,
@@ -209,15 +223,17 @@ class Rollouts:
             seed=self.seed,
         )
         requests = [
-            replace(question.request(number, settings, self.config.answers), draw=_draw(step, question), tempered=True)
+            replace(
+                question.request(number, settings, self.config.answers),
+                draw=draw_number(step, question.address),
+                tempered=True,
+            )
             for number, question in enumerate(questions)
         ]
         drawn: dict[tuple[int, int], Trajectory] = {}
         for answer in self.engine.generate(requests):
             if isinstance(answer, Completion):
-                call = ModelCall(
-                    prompt=questions[answer.key].prompt, completion=answer, version=step - step % self.updates
-                )
+                call = ModelCall(prompt=questions[answer.key].prompt, completion=answer, version=version)
                 drawn[answer.key, answer.sample] = Trajectory(calls=(call,))
             else:
                 self._note(f"not answered: {answer.reason}: {answer.detail}", 1)
@@ -235,6 +251,8 @@ class Rollouts:
             finished=answer.finished,
             num_tokens=len(answer.ids),
             group=key,
+            outcome=answer.outcome,
+            conversation=[message_row(message) for message in answer.messages],
         )
 
     def _count(self, judged: Judged) -> None:
@@ -263,11 +281,6 @@ class Rollouts:
 def _name(question: Question) -> str:
     """The row and the prompt, of which a row with several turns has several."""
     return f"{question.address} {blake2b(question.prompt.tobytes(), digest_size=8).hexdigest()}"
-
-
-def _draw(step: int, question: Question, purpose: str = "") -> int:
-    """The number below 2^64 by which a question's answers are drawn in a step, or something else is for it."""
-    return int.from_bytes(blake2b(f"{step}\0{question.address}{purpose}".encode(), digest_size=8).digest(), "big")
 
 
 def _of_row(question: Question, segment: Segment, step: int, *, num_rewards: int) -> AnswerGroup:
