@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind, Sharding
 from luthier.config.draft import Draft
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ObjectiveConfig, ReferenceSource
+from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.rollout import ENVIRONMENT, DeadGroups, RolloutConfig
 from luthier.errors import Problem
 
@@ -243,6 +244,10 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         if is_noise:
             what = "answers are drawn without noise, and would have other probabilities in training"
             yield draft.problem(key, what, "remove it")
+    if OPTIMIZERS[config.train.optim].in_backward:
+        what = f"{config.train.optim} updates in the backward pass, so it takes one micro-batch a step"
+        hint = "answers may need several: choose another, such as adamw_torch"
+        yield draft.problem("train.optim", what, hint)
     if config.train.packing is Packing.SPLIT:
         yield draft.problem("train.packing", "answers are never cut", "set train.packing: best_fit")
     if config.runtime.sharding is not Sharding.NONE:

@@ -162,7 +162,7 @@ class RolloutConfig(Section):
     max_new_tokens: Tokens = 256
     """Longest answer, in tokens. One that is not finished by then is learned from like others, and counted."""
     rewards: Annotated[list[RewardConfig], BeforeValidator(as_list)] = [RewardConfig(metric="exact")]
-    """What judges an answer: metrics and functions. The reward is their sum, each times its weight."""
+    """What judges an answer: metrics, functions and servers. The reward is their sum, each times its weight."""
     keep: Size = 1
     """``best_of_n``: how many answers to a prompt are learned from, those with the highest rewards."""
     bar: Signed | None = None

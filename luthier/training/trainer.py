@@ -54,7 +54,7 @@ from luthier.training.folder.state import (
 )
 from luthier.training.losses.mean_losses import LossSums, MeanLosses
 from luthier.training.losses.router_balance import RouterBalance
-from luthier.training.losses.step_losses import ACCURACY, MicroLoss, StepLosses, learned_from
+from luthier.training.losses.step_losses import ACCURACY, MicroLoss, StepLosses, counts_of, learned_from
 from luthier.training.numerics import check_finite
 from luthier.training.optimizer import ON_METRIC, learning_rate, make_optimizer, make_scheduler
 from luthier.training.report.result import ACCURACIES
@@ -112,7 +112,7 @@ class Trainer:
         )
         self.balance = RouterBalance(parts.losses)
         self._step_losses: list[tuple[torch.Tensor, tuple[Address, ...]]] = []
-        self._interval = LossSums(parts.sources, parts.losses.measured, args.device)
+        self._interval = LossSums(() if parts.stream.rollouts else parts.sources, parts.losses.measured, args.device)
         self._last_logged = 0
         self._last_update: dict[str, Any] = {}
         self.in_backward: BackwardUpdates | None = None
@@ -251,15 +251,15 @@ class Trainer:
         is divided by is counted on all ranks."""
         step, parts = self.state.global_step, self.parts
         read = next(steps)
-        counts = [(parts.losses.num_units(batch), batch.num_targets) for batch in read]
-        counts_T2 = torch.tensor(counts, device=self.args.device)
+        draws = parts.stream.rollouts is not None
+        counts_T3 = torch.tensor([counts_of(parts.losses, batch) for batch in read], device=self.args.device)
         # ranks have as many micro-batches each, except of answers that they draw themselves
-        counts_T2 = self._sum_of_ranks(counts_T2 if parts.stream.rollouts is None else counts_T2.sum(0, keepdim=True))
-        self._units, targets = counts_T2.sum(dim=0)
-        parts.meter.tokens += parts.stream.schedule.num_tokens(step)
+        counts_T3 = self._sum_of_ranks(counts_T3.sum(0, keepdim=True) if draws else counts_T3)
+        self._units, targets, tokens = counts_T3.sum(dim=0)
+        parts.meter.tokens += int(tokens) if draws else parts.stream.schedule.num_tokens(step)
         parts.meter.targets += int(targets)
         self._step_losses.clear()
-        learned = read if parts.stream.rollouts is not None else learned_from(read, counts_T2)
+        learned = read if draws else learned_from(read, counts_T3[:, :2])
         parts.losses.begin_step(self.model, learned, self._sum_of_ranks)
         self.balance.begin_step(self.model, learned, self._sum_of_ranks)
         return learned

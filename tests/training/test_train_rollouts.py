@@ -201,6 +201,17 @@ def test_two_epochs_draw_other_answers_to_the_same_questions(train: Train) -> No
     assert all(texts[0][key] != texts[1][key] for key in texts[0])
 
 
+def test_questions_of_several_data_sets_are_learned_from_together_and_tokens_are_those_of_answers_too(
+    train: Train,
+) -> None:
+    data = replace(make_data(make_segments(8), weights=(1.0, 1.0)), names=("first", "second"))
+    run = train(data, train__max_steps=2, **RL)
+    drawn = rollouts(Path(run.output_dir))
+    assert len(run.steps) == 2 and run.steps[-1].grad_norm > 0
+    tokens, targets = sum(step.tokens for step in run.steps), sum(step.target_tokens for step in run.steps)
+    assert tokens > targets == sum(len(answer["ids"]) for step in drawn for answer in step)
+
+
 # --------------------------------------------------------------------------------------- faults of what draws answers
 
 
@@ -336,6 +347,7 @@ WRONG = {
     "rollout.answers=1": "rollout.answers",
     "train.gradient_accumulation_steps=2": "train.gradient_accumulation_steps",
     "train.tokens_per_step=100": "train.tokens_per_step",
+    "train.optim=lomo": "train.optim",
     "runtime.sharding=fsdp": "runtime.sharding",
     "objective=sft": "rollout",
     "objective={name: rl, reference: model}": "objective.reference.source",

@@ -79,6 +79,11 @@ class StepLosses(Protocol):
         ...
 
 
+def counts_of(losses: StepLosses, batch: Batch) -> tuple[int, int, int]:
+    """Of a micro-batch: what its loss is divided by, its targets, and its tokens without padding."""
+    return losses.num_units(batch), batch.num_targets, sum(part.length for row in batch.branches for part in row)
+
+
 def learned_from(batches: Sequence[Batch], counts_T2: torch.Tensor) -> list[Batch]:
     """Of a step's micro-batches on this rank those that are worth a pass over the model, in their order.
 
