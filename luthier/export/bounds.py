@@ -23,7 +23,7 @@ class Bound:
 
 BOUNDS = {
     "exact": Bound(logprob=1e-4, tie=1e-3),
-    "llama.cpp": Bound(logprob=1e-3, tie=0.01),  # float32 as well, but for what it remembers of earlier tokens: float16
+    "llama.cpp": Bound(logprob=1e-3, tie=0.01),  # float32 as well, by other sums
     "cast": Bound(kl_at_one=0.1),
     "8 bits": Bound(kl=5e-3, kl_at_one=0.5, tie=0.1),
 }

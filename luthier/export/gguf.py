@@ -55,15 +55,20 @@ def converter_folder(named: Path | None) -> Path:
         if not (named / SCRIPT).is_file():
             raise UserError(f"{named} holds no {SCRIPT}", hint="name a clone of llama.cpp")
         return named
-    root = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "luthier" / "llama.cpp"
-    folder = root / DIGEST[:16]
+    folder = kept_converter()
     if not (folder / SCRIPT).is_file():
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root) as scratch:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             _unpack(_fetch(Path(scratch)), Path(scratch) / "unpacked")
             if not folder.exists():
                 rename(Path(scratch) / "unpacked", folder)
     return folder
+
+
+def kept_converter() -> Path:
+    """Where the converter is kept that was fetched, whether it is there or not."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return cache / "luthier" / "llama.cpp" / DIGEST[:16]
 
 
 def _fetch(scratch: Path) -> Path:

@@ -59,6 +59,9 @@ def _serve(model: str) -> None:
     params.hostnames, params.port = ["127.0.0.1"], 0
     params.n_ctx, params.n_parallel = CONTEXT, 1
     params.warmup, params.use_jinja = False, True
+    # what is proven is the file: earlier tokens are remembered in float32, as the trained model does, not in float16
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)
     print(f"LISTENING {server.listening_address}", flush=True)
     sys.stdin.buffer.read()

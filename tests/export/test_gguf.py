@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
+import luthier
 from luthier import ExportCheck
-from luthier.check.golden import GoldenContext, Parity
+from luthier.check.golden import GoldenContext, Parity, read_parity
 from luthier.errors import ModelError, UserError
-from luthier.export import gguf
+from luthier.export import gguf, taken_down
 from luthier.export.bounds import BOUNDS
 from luthier.export.gguf import GGUF_BOUNDS, convert, converter_folder, prove_gguf
 from luthier.export.llama_server import llama_server
@@ -135,33 +136,46 @@ def test_a_converter_that_is_none_or_that_fails_is_told(tmp_path: Path) -> None:
         convert(tmp_path, tmp_path / "out.gguf", "f32", converter_folder(tmp_path))
 
 
-@pytest.mark.shared
-@pytest.mark.timeout(600)
-def test_a_run_becomes_a_file_that_llama_cpp_answers_alike(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    converter = os.environ.get("LUTHIER_LLAMA_CPP")
-    if not converter:
-        pytest.skip("llama.cpp's converter is not here: LUTHIER_LLAMA_CPP names a clone of llama.cpp")
-    import luthier
-    from luthier.export import taken_down
+@pytest.fixture(scope="module")
+def converter() -> str:
+    """A clone of llama.cpp, or what an export has fetched on this machine."""
+    named = os.environ.get("LUTHIER_LLAMA_CPP") or str(gguf.kept_converter())
+    if not (Path(named) / gguf.SCRIPT).is_file():
+        pytest.skip("llama.cpp's converter is not here: LUTHIER_LLAMA_CPP names a clone, or export to GGUF once")
+    pytest.importorskip("xllamacpp")
+    return named
 
-    for name, value in (("NUM_ROWS", 6), ("NUM_CONTEXTS", 3), ("NUM_ANSWERS", 2), ("ANSWER_TOKENS", 5)):
-        monkeypatch.setattr(taken_down, name, value)
-    model = {"name_or_path": "preset:tiny-qwen3", "tokenizer_name_or_path": str(shared / "tokenizers" / "qwen3")}
-    run = {
+
+@pytest.fixture(scope="module")
+def run(shared: Path, converter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run with a tokenizer that the converter knows; proofs of few rows."""
+    place = tmp_path_factory.mktemp("gguf") / "run"
+    described = {
+        "model": {"name_or_path": "preset:tiny-qwen3", "tokenizer_name_or_path": str(shared / "tokenizers" / "qwen3")},
         "data": {"train": [{"path": "preset:skills", "first_rows": 20}], "max_drop": 0.5},
         "adapter": {"type": "lora"},
+        "train": {"max_steps": 2, "learning_rate": 0.01, "per_device_train_batch_size": 2, "precision": "fp32"},
+        "output": {"dir": str(place), "save_strategy": "no"},
+        "tracking": {"progress": False},
     }
-    train = {"max_steps": 2, "learning_rate": 0.01, "per_device_train_batch_size": 2, "precision": "fp32"}
-    output = {"dir": str(tmp_path / "run"), "save_strategy": "no"}
-    luthier.train({"model": model, **run, "train": train, "output": output, "tracking": {"progress": False}})
-    said = ["export.format=gguf", "export.outtype=f32", f"export.llama_cpp={converter}"]
-    done = luthier.export_run(tmp_path / "run", luthier.ExportOptions(to=tmp_path / "small"), overrides=said)
+    luthier.train(described)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("NUM_ROWS", 6), ("NUM_CONTEXTS", 3), ("NUM_ANSWERS", 2), ("ANSWER_TOKENS", 5)):
+            patch.setattr(taken_down, name, value)
+        yield place
+
+
+@pytest.mark.shared
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("outtype", GGUF_BOUNDS if "LUTHIER_LLAMA_CPP" in os.environ else ["f32"])  # each takes 10 s
+def test_a_run_becomes_a_file_that_llama_cpp_answers_alike(
+    outtype: str, run: Path, converter: str, tmp_path: Path
+) -> None:
+    said = ["export.format=gguf", f"export.outtype={outtype}", f"export.llama_cpp={converter}"]
+    done = luthier.export_run(run, luthier.ExportOptions(to=tmp_path / "small"), overrides=said)
     assert done.ok, done.proof
-    assert sorted(path.name for path in (tmp_path / "small").iterdir()) == [
-        "README.md",
-        "parity.json",
-        "small-f32.gguf",
-    ]
-    assert luthier.check_export(tmp_path / "small").ok
+    files = ["README.md", "parity.json", f"small-{outtype}.gguf"]
+    assert sorted(path.name for path in (tmp_path / "small").iterdir()) == files
+    assert read_parity(tmp_path / "small").bound == GGUF_BOUNDS[outtype]
+    if outtype == "q8_0":
+        assert luthier.check_export(tmp_path / "small").ok
