@@ -28,6 +28,7 @@ from luthier.sources.rows_by_address import RowsByAddress
 from luthier.training.rollouts.answer_log import FOLDER
 from luthier.training.rollouts.talks import CHANGED, MALFORMED, Talks
 from luthier.training.rollouts.trajectories import Trajectory, answer_tree
+from tests.training.tiny_runs import TINY
 
 CODE = '''
 import os, time
@@ -72,6 +73,20 @@ class Guess:
             return Over(len(message["content"]) / 100, messages=[{"role": "user", "content": "Bye."}])
         self.left -= 1
         return [{"role": "user", "content": f"More, {self.left} left."}]
+
+class Even:
+    """The second answer is judged: which share of its characters have even numbers."""
+
+    def start(self, row):
+        self.left = 1
+        return None
+
+    def step(self, message):
+        if not self.left:
+            text = message["content"]
+            return Over(sum(ord(letter) % 2 == 0 for letter in text) / max(len(text), 1))
+        self.left -= 1
+        return [{"role": "user", "content": "And?"}]
 
 class Endless:
     def start(self, row):
@@ -330,3 +345,39 @@ def _stops_after_three(add: Any) -> Any:
         add(row, tokenizer.stop_token_ids[0] if len(row.ids) == 3 else token, logprob, likeliest, tokenizer)
 
     return stopping
+
+
+def test_what_is_said_in_a_later_turn_is_learned(tmp_path: Path, code: Path) -> None:
+    """A model that says any of four words in either turn comes to say those in the second that are rewarded there."""
+    words = ["bdf", "ace", "hjl", "gik"]
+    talks = [["So?", words[n % 4], "And?", words[n // 4 % 4]] for n in range(64)]
+    roles = ["user", "assistant"] * 2
+    for name, length in (("whole", 4), ("asked", 2)):
+        rows = [
+            [{"role": role, "content": said} for role, said in zip(roles[:length], one[:length], strict=True)]
+            for one in talks
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in rows))
+    run = {
+        "data": {"train": str(tmp_path / "whole.jsonl"), "max_length": 600, "store": str(tmp_path / "store")},
+        "train": {"max_steps": 40, "learning_rate": 1e-2, "precision": "fp32", "per_device_train_batch_size": 4},
+        "eval": {"strategy": "no"},
+        "runtime": {"threads": 1},
+    }
+    model = {"name_or_path": "preset:tiny-qwen3", "config_overrides": dict(TINY)}
+    luthier.train({**run, "model": model, "output": {"dir": str(tmp_path / "sft"), "save_strategy": "no"}})
+    drawn = {"prompts_per_step": 4, "answers": 8, "max_new_tokens": 8, "min_finished": 0.0, "max_turns": 2}
+    result = luthier.train(
+        {
+            **run,
+            "model": str(tmp_path / "sft" / "model"),
+            "data": {**run["data"], "train": str(tmp_path / "asked.jsonl")},
+            "objective": {"name": "rl", "loss": "dapo"},
+            "rollout": {**drawn, "environment": f"{code}:Even", "rewards": ["environment"]},
+            "train": {**run["train"], "max_steps": 20, "learning_rate": 1e-3},
+            "output": {"dir": str(tmp_path / "run"), "save_strategy": "no"},
+        }
+    )
+    rewards = [step.measures["reward"] for step in result.steps]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2, rewards
+    assert max(step.measures["gap"] for step in result.steps) < 1e-5
