@@ -1,6 +1,6 @@
 """The data sets ``preset:lookups`` and ``preset:lookups_sft``: questions that a tool answers, if it is asked rightly.
 
-A book of a shop has price and stock of every item, each a digit, which the tool ``look_up`` tells (`examples/shop.py`).
+A book of a shop has price and stock of every item, each a digit, which the tool ``look_up`` tells.
 A question asks for one of the two. The conversations of ``lookups_sft`` show how the tool is called and how its result
 is said, but they ask it for either column, whatever the question wants: a model that learned them is right about half
 of the time. Which column is wanted is learned from the rewards of ``lookups``, whose rows hold questions and answers.
