@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from luthier.check.plan.costs import LongRow as LongRow
     from luthier.check.plan.costs import RunPlan as RunPlan
     from luthier.check.plan.costs import SourcePlan as SourcePlan
+    from luthier.check.plan.drawn_steps import DrawingPlan as DrawingPlan
     from luthier.check.plan.estimate import Device as Device
     from luthier.check.plan.estimate import Estimate as Estimate
     from luthier.check.plan.estimate import Memory as Memory
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from luthier.config.loading import RunDescription as RunDescription
     from luthier.config.loading import load_config as load_config
     from luthier.config.loss_rows import Loss as Loss
+    from luthier.config.objective import Learned as Learned
     from luthier.config.objective import Objective as Objective
     from luthier.config.objective import register_loss as register_loss
     from luthier.config.objective import register_objective as register_objective
@@ -178,6 +180,7 @@ if TYPE_CHECKING:
     from luthier.records import Branch as Branch
     from luthier.records import Conversation as Conversation
     from luthier.records import Document as Document
+    from luthier.records import DrawnInStep as DrawnInStep
     from luthier.records import Feedback as Feedback
     from luthier.records import Image as Image
     from luthier.records import ImageHeader as ImageHeader

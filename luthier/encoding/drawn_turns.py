@@ -121,7 +121,7 @@ def _signed_piece(piece: Piece, tokenizer: Tokenizer) -> str:
     if not isinstance(piece, TextPiece):
         return _sign(tokenizer.control_id(piece.token))
     if _SURROGATE.search(piece.text):
-        raise RowError("not_unicode", "the text holds half of a surrogate pair, which no tokenizer can encode")
+        raise RowError("lone_surrogate", "the text holds half of a surrogate pair, which no tokenizer can encode")
     return piece.text
 
 

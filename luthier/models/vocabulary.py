@@ -106,7 +106,7 @@ def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Voc
     noise = f", with noise of {section.new_token_noise:g} times the spread" if section.new_token_noise else ""
     begun = described if vocabulary.described else ""
     start = f"the new ones start {begun}as the mean of the old ones{noise}"
-    notes.append(f"embedding resized from {rows} to {counted(vocabulary.size, 'row')}; {start}")
+    notes.append(f"embedding resized from {rows:,} to {counted(vocabulary.size, 'row')}; {start}")
 
 
 def _begin(model: PreTrainedModel, numbers: list[int], vocabulary: Vocabulary, *, old: int, noise: float) -> None:

@@ -22,7 +22,7 @@ def ask(answers: Sequence[str], *, url: str, asked: Sequence[dict[str, object]],
     `ServerError`, `NoJson`, `TooMuch`, `WrongCount`."""
     rewards = _rewards_in(_said(url, json.dumps({"answers": list(asked)}).encode(), timeout))
     if len(rewards) != len(answers):
-        raise WrongCount(f"{len(rewards)} rewards for {len(answers)} answers")
+        raise WrongCount(f"it gave a list of {len(rewards)}, and was asked about {len(answers)}")
     return rewards
 
 

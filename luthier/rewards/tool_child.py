@@ -44,7 +44,7 @@ def as_text(result: object) -> str:
     """A tool's result as text: its own, or JSON. Raises ``ValueError`` for one that is too long."""
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"its result has {len(text):,} characters, {MOST_CHARACTERS:,} are read")
+        raise ValueError(f"its result has more than {MOST_CHARACTERS:,} characters")
     return text
 
 

@@ -148,7 +148,7 @@ def test_ranks_that_cannot_share_the_rest_of_a_step_are_refused(rows: PreparedSe
     next(batches)
     batches.close()
     other = make(rows, world_size=2, gradient_accumulation_steps=2)
-    with pytest.raises(CheckpointError, match="after 1 batches of all ranks, which 2 ranks cannot share out"):
+    with pytest.raises(CheckpointError, match="after 1 batch of all ranks, which 2 ranks cannot share out"):
         other.load_state_dict(loader.state_dict())
     same = make(rows, gradient_accumulation_steps=4)
     same.load_state_dict(loader.state_dict())

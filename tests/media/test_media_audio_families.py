@@ -159,7 +159,7 @@ def test_a_sound_of_which_no_token_is_left_is_the_rows_fault() -> None:
 
 def test_a_rate_that_the_model_does_not_hear_is_refused() -> None:
     media = MediaProcessor.of(AUDIO["qwen2_audio"](), MediaConfig(sampling_rate=8000))
-    with refused(ModelError, "media.sampling_rate", "8000", "16000"):
+    with refused(ModelError, "media.sampling_rate", "8000", "16,000"):
         media.expand([sound(16_000)])
 
 

@@ -167,7 +167,7 @@ def test_no_segments_give_an_empty_plan():
 
 @pytest.mark.parametrize("packing", WHOLE)
 def test_a_segment_over_capacity_is_refused(packing):
-    with pytest.raises(UserError, match="do not fit a pack of 128 tokens"):
+    with pytest.raises(UserError, match="does not fit a pack of 128 tokens"):
         plan_epoch(SegmentTable.of_lengths([5, 129]), settings_of(packing), epoch=0)
 
 

@@ -24,7 +24,9 @@ CLASSES = {"tiny-llama": "LlamaForCausalLM", "tiny-qwen3": "Qwen3ForCausalLM"}
 
 def test_names_are_listed() -> None:
     assert model_names() == ("tiny-llama", "tiny-qwen2-audio", "tiny-qwen3", "tiny-qwen3-vl")
-    assert dataset_names() == ("feedback", "pictures", "preferences", "preferences_sft", "skills", "sounds")
+    assert dataset_names() == (
+        "feedback", "lookups", "lookups_sft", "pictures", "preferences", "preferences_sft", "skills", "sounds"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])

@@ -86,8 +86,8 @@ def test_freeze_changes_exactly_what_it_trains(train: Train, tmp_path: Path) -> 
             {"freeze_trainable_modules": ["*nothing*"]},
             r"no parameter matches '\*nothing\*'(.|\n)*model.layers.N.self_attn.q_proj.weight",
         ),
-        ({"freeze_trainable_layers": 9}, "is 9, the model has 3 layers"),
-        ({"freeze_trainable_layers": 2, "freeze_spread": True}, "3 layers are not 2 groups"),
+        ({"freeze_trainable_layers": 9}, "is 9, more than the model's 3"),
+        ({"freeze_trainable_layers": 2, "freeze_spread": True}, "3 layers cannot be divided into 2 equal parts"),
         ({}, "leaves nothing to train"),
     ],
 )  # fmt: skip

@@ -130,7 +130,7 @@ def test_added_tokens_get_the_mean_embedding(tmp_path: Path, tied: bool) -> None
         assert table.shape[0] == 2050
         torch.testing.assert_close(table[2048:], table[:2048].mean(dim=0).expand(2, -1))
     assert loaded.model.config.vocab_size == 2050
-    assert any("resized from 2048 to 2050" in note for note in loaded.notes)
+    assert any("resized from 2,048 to 2,050" in note for note in loaded.notes)
 
 
 def test_added_tokens_have_the_same_ids_in_the_saved_tokenizer(tmp_path: Path) -> None:
@@ -160,4 +160,4 @@ def test_random_weights_take_the_vocabulary_of_whichever_tokenizer_is_named(tmp_
     loaded = _load(tmp_path, other)
     assert loaded.model.get_input_embeddings().weight.shape[0] == 5056
     assert loaded.model.generation_config.eos_token_id == 4000
-    assert any("5001 ids" in note for note in loaded.notes)
+    assert any("5,001 ids" in note for note in loaded.notes)

@@ -232,7 +232,7 @@ def test_calls_that_fail_are_told_to_the_model_and_counted(encoder: Encoder, tmp
     answers, noted, _ = talk(encoder, [[one, "Well."] for one in failing], tmp_path, code, tools=["add", "odd"])
     told = [said(answer)[-2] for answer in answers]
     words = ["arguments are wrong: a", "no tool 'ad'; there are: add, odd", "ValueError: no", "no answer within 1 s"]
-    words += ["process ended", "200,000 characters", "?", MALFORMED]
+    words += ["process ended", "100,000 characters", "?", MALFORMED]
     assert all(word in text for word, text in zip(words, told, strict=True)), told
     assert said(answers[-2])[-2] == "?" and "error" not in told[-2]
     assert noted.pop(CHANGED) == 1, "what is no call is written as text, in other ids than it was drawn"

@@ -191,7 +191,7 @@ def _drawn(drawing: DrawingPlan) -> str:
     """``16 prompts × 8 answers, at most 5,120 tokens …``"""
     parts = [
         f"{counted(drawing.prompts, 'prompt')} × {counted(drawing.answers, 'answer')}",
-        f"at most {counted(drawing.most_tokens, 'token')} behind prompts of at most {drawing.longest_prompt:,}",
+        f"at most {counted(drawing.most_tokens, 'token')}, behind prompts of at most {drawing.longest_prompt:,}",
         f"learned from in at most {counted(drawing.micro_batches, 'micro-batch', 'micro-batches')}",
     ]
     if drawing.cache_bytes is not None:
