@@ -89,7 +89,9 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
             for weights in model.parameters():
                 weights += moved * torch.randn_like(weights)
         if seed or moved:
-            add_fused_lm_head(model, outputs=("log_probs", "entropy"))  # TRL scores no other models; it does that itself to the one that it trains
+            add_fused_lm_head(
+                model, outputs=("log_probs", "entropy")
+            )  # TRL scores no other models; it does that itself to the one that it trains
         return model
 
     return SimpleNamespace(
@@ -234,4 +236,3 @@ def test_another_loss_would_not_pass_for_trls(hf: SimpleNamespace) -> None:
     for name in ("grpo", "dr_grpo", "gspo", "cispo", "sapo", "rloo"):
         found = gradients(our_loss(name, our_scores(name, moved, inputs)), moved)
         assert largest_difference(found, expected) > 1e-3, name
-
