@@ -11,6 +11,7 @@
     │   ├── BudgetError               more rows were lost than the run allows
     │   ├── CheckpointError           a run cannot be resumed from where it points, or its folder cannot be written
     │   ├── LoaderError               a process that reads batches died, or does not answer
+    │   ├── SamplerLost               what draws answers elsewhere does not answer, or not truly
     │   └── TrainingError             a run had to stop: the loss is no number any more
     └── RowError (ValueError)         one row is bad: it is quarantined under ``reason``, the run goes on
         ├── RowDropped                one row is fine but cannot be used: it is dropped under ``reason``
@@ -135,6 +136,10 @@ class BudgetError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint cannot be used to resume this run, or the run's folder cannot be written."""
+
+
+class SamplerLost(UserError):
+    """What draws answers elsewhere does not answer, or with what no model can have said, after all tries."""
 
 
 class LoaderError(UserError):

@@ -105,7 +105,8 @@ class _WaitingRequest:
         """Its next sample."""
         assert self.features is not None
         self.begun += 1
-        return BatchRow(request=self.request, sample=self.begun - 1, features=self.features, follower=self.follower)
+        sample = self.request.first_sample + self.begun - 1
+        return BatchRow(request=self.request, sample=sample, features=self.features, follower=self.follower)
 
 
 class Answering:

@@ -23,7 +23,8 @@ class Request:
 
     ``key`` names the request. What is drawn depends on the settings' seed (0 where there is none), the key, the number
     of the sample and the place of the token, and on nothing else: not on the requests beside it. ``draw`` stands for
-    the key in this, so that a server gives two requests of one seed the same answer.
+    the key in this, so that a server gives two requests of one seed the same answer. Samples are counted from
+    ``first_sample`` on, so that several requests may share the samples of one.
     """
 
     prompt: Ids
@@ -31,9 +32,21 @@ class Request:
     key: int
     media: tuple[MediaItem, ...] = ()
     num_samples: int = 1
+    first_sample: int = 0
     draw: int | None = None
     tempered: bool = False  # told probabilities are those at the settings' temperature, not the model's at 1
     top_logprobs: int = 0  # of how many likeliest tokens at each place the probabilities are told, too
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsName:
+    """Which weights: those after ``version`` steps of a run, whose files have this ``digest``."""
+
+    version: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.version:08d}-{self.digest[:12]}"
 
 
 class Finish(StrEnum):
@@ -51,6 +64,7 @@ class Completion:
     ids       int32[N]    what the model emitted, the stop token included if there was one
     logprobs  float32[N]  natural logarithms of the probabilities that the model gave to them, before the settings of
                           sampling and penalties changed any; of a ``tempered`` request at its temperature
+    weights               which weights drew it, where they were delivered and the engine tells
     """
 
     key: int
@@ -58,6 +72,7 @@ class Completion:
     ids: Ids
     logprobs: NDArray[np.float32]
     finish: Finish
+    weights: WeightsName | None = None
 
     def text(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> str:
         """The answer as text, without its stop token, up to the first of the stop strings."""

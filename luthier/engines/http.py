@@ -4,105 +4,69 @@ their log-probabilities come back, so that no template and no tokenizer of the s
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import math
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Finish, Ids, Refusal, Request
-from luthier.engines.json_client import JsonClient, ServerRefused, ServerUnreachable
+from luthier.engines import pool
+from luthier.engines.engine import Completion, Finish, Ids, Refusal, Request, WeightsName
+from luthier.engines.json_client import JsonClient, ServerRefused, ServerWrong
 from luthier.engines.next_tokens import BatchRow
+from luthier.engines.pool import SamplerPool
 from luthier.errors import UserError
-from luthier.records import MediaItem
 from luthier.writing import counted
 
 Told = TypeVar("Told")
 
 TIMEOUT = 600.0  # seconds for one answer
-_PAUSES = (0.5, 2.0, 8.0)  # seconds between them
-_BUSY = (408, 429, 500, 502, 503, 504)
 _WRONG_QUESTION = (400, 413, 422)
 _HINT = "vLLM, SGLang, llama.cpp and luthier serve can be asked"
+_TOGETHER = 8  # samples of one prompt that luthier serve is asked for at once: it reads the prompt once for them
 
 
 class AnswerRoute(StrEnum):
     """Where a server is asked for answers, and in which form."""
 
-    COMPLETIONS = "completions"  # vLLM and luthier serve: /v1/completions with return_token_ids
+    COMPLETIONS = "completions"  # vLLM: /v1/completions with return_token_ids
+    LUTHIER = "luthier"  # luthier serve: the same, with what random numbers are made of
     GENERATE = "generate"  # SGLang: /generate with input_ids
     COMPLETION = "completion"  # llama.cpp: /completion with return_tokens
 
 
-_OWNERS = {"sglang": AnswerRoute.GENERATE, "llamacpp": AnswerRoute.COMPLETION}  # as /v1/models names them
+# as /v1/models names them
+_OWNERS = {
+    "luthier": AnswerRoute.LUTHIER,
+    "sglang": AnswerRoute.GENERATE,
+    "llamacpp": AnswerRoute.COMPLETION,
+}
 
 
-class HttpEngine:
-    """Answers prompts by a server at ``url``, ``batch_size`` of them at a time.
+class HttpSampler:
+    """One server, asked with token ids.
 
-    Each sample is a question of its own, with a seed made of the settings' seed, the request's key and the number of
-    the sample: a server whose numbers depend on nothing else gives the same answers again. They are not those of a
-    `LocalEngine`. What an answer ends with is decided here, by the tokens: a server that knows fewer stop tokens only
-    works longer. Log-probabilities are those that the server tells; SGLang's are of the distribution that was drawn
-    from, with its temperature.
+    ``luthier serve`` draws by the same numbers as a `LocalEngine`, and so the same answers, where both compute alike.
+    Other servers are asked for each sample by itself, with a seed made of the settings' seed, the request's key and the
+    number of the sample: a server whose numbers depend on nothing else gives the same answers again.
 
-    A question that fails on the way, or finds the server busy, is asked up to four times.
+    What an answer ends with is decided here, by the tokens: a server that knows fewer stop tokens only works longer.
+    Log-probabilities are those that the server tells; SGLang's are of the distribution that was drawn from, with its
+    temperature. ``vocabulary`` is how many ids the model has, where that is known.
     """
 
-    def __init__(
-        self,
-        url: str,
-        tokenizer: Tokenizer,
-        *,
-        token: str | None = None,
-        batch_size: int = 16,
-        timeout: float = TIMEOUT,
-    ) -> None:
-        """Nothing is sent yet. Raises `UserError` for what is no http address, and for a token that would travel
-        unencrypted."""
-        self.client = JsonClient(
-            url, timeout=timeout, token=token, option="--engine", token_option="--token-env", refused=_HINT
-        )
-        self.tokenizer, self.batch_size = tokenizer, batch_size
+    def __init__(self, client: JsonClient, tokenizer: Tokenizer, *, vocabulary: int | None = None) -> None:
+        self.client, self.tokenizer, self.vocabulary = client, tokenizer, vocabulary
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Completion | Refusal]:
-        """The answers as they come. A request that the server calls wrong (its prompt may be too long for it) is
-        refused, and so is one with media, of which ids say nothing.
-
-        Raises `UserError` where the server cannot be asked, or not for that: there are no searches with beams.
-        """
-        pool = ThreadPoolExecutor(self.batch_size, thread_name_prefix="luthier-http")
-        try:
-            asked = [
-                pool.submit(self._answer, request, sample, body)
-                for request in requests
-                for body in (self._body_of(request),)
-                for sample in range(request.num_samples)
-            ]
-            refused = set[int]()
-            for future in as_completed(asked):
-                answer = future.result()
-                if answer.key not in refused:
-                    yield answer
-                if isinstance(answer, Refusal):
-                    refused.add(answer.key)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def score(self, ids: Ids, start: int, media: Sequence[MediaItem] = ()) -> NDArray[np.float32]:
-        """Log-probabilities of ``ids[start:]``, float32[T - start]. Raises `UserError` where the server tells none of
-        prompts, as llama.cpp."""
-        if media:
-            raise UserError("a server is asked by ids, which say nothing of media", hint="leave --engine away")
-        told = self._patiently(lambda: self._scores(ids.tolist()))
-        if len(told) < len(ids) or not all(isinstance(value, float | int) for value in told[start : len(ids)]):
-            raise self._strange(f"log-probabilities of {counted(len(told), 'token')} to {len(ids)} of a prompt")
-        return np.array(told[start : len(ids)], dtype=np.float32)
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return self.client.url
 
     @cached_property
     def _model(self) -> Mapping[str, object]:
@@ -113,8 +77,50 @@ class HttpEngine:
         """How this server is asked, as the owner of its model tells; a server that is not known is asked like vLLM."""
         return _OWNERS.get(str(self._model.get("owned_by", "")).lower(), AnswerRoute.COMPLETIONS)
 
+    @property
+    def samples_at_once(self) -> int:
+        """See `Sampler`."""
+        return _TOGETHER if self.route is AnswerRoute.LUTHIER else 1
+
+    def answer(self, request: Request, weights: WeightsName | None = None) -> list[Completion] | Refusal:
+        """See `Sampler`. A request that the server calls wrong (its prompt may be too long for it) is refused, and so
+        is one with media, of which ids say nothing. Raises `UserError` for what no server is asked for: beams."""
+        row = BatchRow(request=request, sample=0, features={})
+        if row.room <= 0:
+            what = (
+                f"the prompt has {counted(len(request.prompt), 'token')}, generate.max_length is "
+                f"{request.settings.max_length}"
+            )
+            return Refusal(key=request.key, reason="prompt_too_long", detail=what)
+        if request.media:
+            what = (
+                f"{counted(len(request.media), 'media item')}, and a server is asked by ids, which say nothing of them"
+            )
+            return Refusal(key=request.key, reason="media_unread", detail=what)
+        body = self._body_of(request)
+        try:
+            told = self._understood(lambda: self._asked(request, body), "token ids with log-probabilities")
+        except ServerRefused as refusal:
+            if refusal.status not in _WRONG_QUESTION:
+                raise
+            return Refusal(key=request.key, reason="server_refused", detail=str(refusal))
+        if len(told) != request.num_samples:
+            raise self._strange(f"{counted(len(told), 'answer')} where {request.num_samples} were asked for")
+        return [self._completion(request, request.first_sample + number, *one) for number, one in enumerate(told)]
+
+    def score(self, ids: Ids, start: int, weights: WeightsName | None = None) -> NDArray[np.float32]:
+        """See `Sampler`. Raises `UserError` where the server tells none of prompts, as llama.cpp."""
+        told = self._understood(lambda: self._scores(ids.tolist()), "log-probabilities")
+        if len(told) < len(ids) or not all(_is_logprob(value) for value in told[start : len(ids)]):
+            raise self._strange(f"log-probabilities of {counted(len(told), 'token')} to {len(ids)} of a prompt")
+        return np.array(told[start : len(ids)], dtype=np.float32)
+
+    def take(self, weights: WeightsName, folder: Path) -> None:
+        """See `Sampler`."""
+        raise NotImplementedError
+
     def _body_of(self, request: Request) -> dict[str, object]:
-        """The question but for its seed."""
+        """The question but for what its random numbers are made of."""
         settings = request.settings
         if settings.num_beams > 1 or settings.no_repeat_ngram_size:
             which = "num_beams" if settings.num_beams > 1 else "no_repeat_ngram_size"
@@ -132,8 +138,8 @@ class HttpEngine:
         prompt, room = request.prompt.tolist(), BatchRow(request=request, sample=0, features={}).room
         penalty = settings.repetition_penalty or 1.0
         stops = sorted({*self.tokenizer.stop_token_ids, *settings.stop_token_ids})
-        match self._patiently(lambda: self.route):
-            case AnswerRoute.COMPLETIONS:
+        match self.route:
+            case AnswerRoute.COMPLETIONS | AnswerRoute.LUTHIER:
                 more = {"top_k": settings.top_k or -1, "repetition_penalty": penalty, "stop_token_ids": stops}
                 asked = {"prompt": prompt, "max_tokens": room, "logprobs": 0, "return_token_ids": True}
                 return {**sampling, **more, **asked, **({"model": name} if (name := self._model.get("id")) else {})}
@@ -152,99 +158,117 @@ class HttpEngine:
             case _:
                 raise AssertionError(self.route)
 
-    def _answer(self, request: Request, sample: int, body: Mapping[str, object]) -> Completion | Refusal:
+    def _asked(self, request: Request, body: Mapping[str, object]) -> list[tuple[list[Any], list[Any], str]]:
+        """Of each sample the tokens, log-probabilities and what the server says it has ended for."""
+        if self.route is AnswerRoute.LUTHIER:
+            seed, draw, _ = BatchRow(request=request, sample=0, features={}).noise_key
+            keys = {"seed": seed, "draw": draw, "first_sample": request.first_sample, "tempered": request.tempered}
+            answer = self.client.post("/v1/completions", {**body, **keys, "n": request.num_samples})
+            return [self._of_choice(choice, request) for choice in _list(answer["choices"])]
+        return [self._one(request, body, request.first_sample + number) for number in range(request.num_samples)]
+
+    def _one(self, request: Request, body: Mapping[str, object], sample: int) -> tuple[list[Any], list[Any], str]:
+        key = BatchRow(request=request, sample=sample, features={}).noise_key
+        seed = int(np.random.SeedSequence(key).generate_state(1)[0]) >> 1  # 31 bits
+        match self.route:
+            case AnswerRoute.COMPLETIONS:
+                (choice,) = _list(self.client.post("/v1/completions", {**body, "seed": seed})["choices"])
+                return self._of_choice(choice, request)
+            case AnswerRoute.GENERATE:
+                sampling = {**_dict(body["sampling_params"]), "sampling_seed": seed}
+                about = _dict(self.client.post("/generate", {**body, "sampling_params": sampling})["meta_info"])
+                told = about["output_token_logprobs"]
+                return [one[1] for one in told], [one[0] for one in told], about["finish_reason"]["type"]
+            case AnswerRoute.COMPLETION:
+                answer = self.client.post("/completion", {**body, "seed": seed})
+                told = _list(answer["completion_probabilities"])
+                why = "length" if answer["stop_type"] == "limit" else "stop"
+                return _list(answer["tokens"]), [one["logprob"] for one in told], why
+            case _:
+                raise AssertionError(self.route)
+
+    def _of_choice(self, choice: object, request: Request) -> tuple[list[Any], list[Any], str]:
+        told = _dict(choice)
+        echoed = told.get("prompt_token_ids")
+        if echoed is not None and echoed != request.prompt.tolist():
+            raise self._strange("another prompt than it was asked with (prompt_token_ids)")
+        return told["token_ids"], told["logprobs"]["token_logprobs"], told["finish_reason"]
+
+    def _completion(self, request: Request, sample: int, ids: list[Any], logprobs: list[Any], why: str) -> Completion:
+        """The answer up to where it ends. Raises `ServerWrong` for what no model can have said."""
         row = BatchRow(request=request, sample=sample, features={})
-        if row.room <= 0:
-            what = (
-                f"the prompt has {counted(len(request.prompt), 'token')}, generate.max_length is "
-                f"{request.settings.max_length}"
-            )
-            return Refusal(key=request.key, reason="prompt_too_long", detail=what)
-        if request.media:
-            what = (
-                f"{counted(len(request.media), 'media item')}, and a server is asked by ids, which say nothing of them"
-            )
-            return Refusal(key=request.key, reason="media_unread", detail=what)
-        seed = int(np.random.SeedSequence(row.noise_key).generate_state(1)[0]) >> 1  # 31 bits
-        try:
-            ids, logprobs, why = self._patiently(lambda: self._ask(body, seed))
-        except ServerRefused as refusal:
-            if refusal.status not in _WRONG_QUESTION:
-                raise
-            return Refusal(key=request.key, reason="server_refused", detail=str(refusal))
         if len(ids) != len(logprobs) or not ids:
             raise self._strange(f"{counted(len(ids), 'token')} and {len(logprobs)} log-probabilities")
+        size = math.inf if self.vocabulary is None else self.vocabulary
         for token, logprob in zip(ids, logprobs, strict=True):
-            row.add(int(token), float(logprob), ([], []), self.tokenizer)
+            if not isinstance(token, int) or not 0 <= token < size:
+                raise self._strange(f"the token {token!r}, and the model has the ids from 0 to {size}, exclusive")
+            if not _is_logprob(logprob):
+                raise self._strange(f"the log-probability {logprob!r}")
+            row.add(token, float(logprob), ([], []), self.tokenizer)
             if row.ended:
                 break
         if row.finish is None:  # the server has reasons of its own: another stop token, or the end of its context
             row.finish = Finish.LENGTH if why == "length" else Finish.STOP
         return row.completion()
 
-    def _ask(self, body: Mapping[str, object], seed: int) -> tuple[list[Any], list[Any], str]:
-        """Tokens, log-probabilities and what the server says it has ended for."""
-        try:
-            match self.route:
-                case AnswerRoute.COMPLETIONS:
-                    (choice,) = _list(self.client.post("/v1/completions", {**body, "seed": seed})["choices"])
-                    return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
-                case AnswerRoute.GENERATE:
-                    sampling = {**_dict(body["sampling_params"]), "sampling_seed": seed}
-                    about = _dict(self.client.post("/generate", {**body, "sampling_params": sampling})["meta_info"])
-                    told = about["output_token_logprobs"]
-                    return [one[1] for one in told], [one[0] for one in told], about["finish_reason"]["type"]
-                case AnswerRoute.COMPLETION:
-                    answer = self.client.post("/completion", {**body, "seed": seed})
-                    told = _list(answer["completion_probabilities"])
-                    why = "length" if answer["stop_type"] == "limit" else "stop"
-                    return _list(answer["tokens"]), [one["logprob"] for one in told], why
-                case _:
-                    raise AssertionError(self.route)
-        except (UserError, KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise self._strange("something else than token ids with log-probabilities") from error
-
     def _scores(self, ids: list[int]) -> list[Any]:
         """Log-probabilities of a prompt, None of its first token."""
+        match self.route:
+            case AnswerRoute.COMPLETIONS | AnswerRoute.LUTHIER:
+                body = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0.0}
+                model = {"model": name} if (name := self._model.get("id")) else {}
+                (choice,) = _list(self.client.post("/v1/completions", {**body, **model})["choices"])
+                return _list(choice["logprobs"]["token_logprobs"])
+            case AnswerRoute.GENERATE:
+                sampling = {"max_new_tokens": 1, "temperature": 0.0}
+                body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+                about = _dict(self.client.post("/generate", {**body, "logprob_start_len": 0})["meta_info"])
+                return [one[0] for one in _list(about["input_token_logprobs"])]
+            case AnswerRoute.COMPLETION:
+                hint = "score with the run's own model, vLLM, SGLang or luthier serve"
+                raise UserError("llama.cpp tells no log-probabilities of prompts", hint=hint)
+            case _:
+                raise AssertionError(self.route)
+
+    def _understood(self, ask: Callable[[], Told], what: str) -> Told:
+        """Raises `ServerWrong` where an answer has another form than the server's kind has."""
         try:
-            match self.route:
-                case AnswerRoute.COMPLETIONS:
-                    body = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0.0}
-                    model = {"model": name} if (name := self._model.get("id")) else {}
-                    (choice,) = _list(self.client.post("/v1/completions", {**body, **model})["choices"])
-                    return _list(choice["logprobs"]["token_logprobs"])
-                case AnswerRoute.GENERATE:
-                    sampling = {"max_new_tokens": 1, "temperature": 0.0}
-                    body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
-                    about = _dict(self.client.post("/generate", {**body, "logprob_start_len": 0})["meta_info"])
-                    return [one[0] for one in _list(about["input_token_logprobs"])]
-                case AnswerRoute.COMPLETION:
-                    hint = "score with the run's own model, vLLM, SGLang or luthier serve"
-                    raise UserError("llama.cpp tells no log-probabilities of prompts", hint=hint)
-                case _:
-                    raise AssertionError(self.route)
-        except (UserError, KeyError, TypeError, ValueError, IndexError) as error:
+            return ask()
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
-            raise self._strange("something else than log-probabilities") from error
+            raise self._strange(f"something else than {what}") from error
 
-    def _patiently(self, ask: Callable[[], Told]) -> Told:
-        """Ask again where the server cannot be reached or is busy."""
-        for pause in _PAUSES:
-            try:
-                return ask()
-            except ServerUnreachable:
-                pass
-            except ServerRefused as refusal:
-                if refusal.status not in _BUSY:
-                    raise
-            time.sleep(pause)
-        return ask()
+    def _strange(self, what: str) -> ServerWrong:
+        return ServerWrong(f"{self.client.url} answers with {what}", hint=_HINT)
 
-    def _strange(self, what: str) -> UserError:
-        return UserError(f"{self.client.url} answers with {what}", hint=_HINT)
+
+class HttpEngine(SamplerPool):
+    """Answers prompts by a server at ``url``, ``batch_size`` of them at a time, as `HttpSampler` says.
+
+    A question that fails on the way, finds the server busy, or is answered with what is no answer, is asked up to four
+    times.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tokenizer: Tokenizer,
+        *,
+        token: str | None = None,
+        batch_size: int = 16,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        """Nothing is sent yet. Raises `UserError` for what is no http address, and for a token that would travel
+        unencrypted."""
+        options = {"option": "--engine", "token_option": "--token-env", "refused": _HINT}
+        self.client = JsonClient(url, timeout=timeout, token=token, **options)
+        super().__init__([HttpSampler(self.client, tokenizer)], at_once=batch_size, pauses=pool.PAUSES)
+
+
+def _is_logprob(value: object) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)
 
 
 def _dict(told: object) -> dict[str, Any]:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from threading import Timer
+from typing import Any, Self
 
 from luthier.errors import UserError
 
@@ -29,9 +35,14 @@ class ServerUnreachable(UserError):
     """The server did not answer, or not in time."""
 
 
+class ServerWrong(UserError):
+    """The server answered with what is no answer to the question."""
+
+
 class JsonClient:
     """A server by its base address, ``http://localhost:8000``; ``/v1`` at its end is left away. Any thread may ask.
 
+    ``timeout`` is the time of a whole answer in seconds, however slowly it comes.
     ``token`` is sent along as a bearer token, over https or to this machine alone. ``option`` and ``token_option`` are
     what the user has given address and token by, and ``refused`` is the way out where the server refuses a question.
     """
@@ -63,14 +74,14 @@ class JsonClient:
         self.timeout, self._refused = timeout, refused
 
     def get(self, path: str) -> dict[str, object]:
-        """The answer, a JSON object. Raises `ServerRefused`, `ServerUnreachable` and `UserError` of what is none."""
-        return self._ask(urllib.request.Request(f"{self.url}{path}", headers=self._headers))
+        """The answer, a JSON object. Raises `ServerRefused`, `ServerUnreachable`, and `ServerWrong` of what is none."""
+        return self._ask(_TimedRequest(f"{self.url}{path}", headers=self._headers))
 
     def post(self, path: str, body: Mapping[str, object]) -> dict[str, object]:
         """The answer to a JSON object; raises what `get` raises."""
         data = json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self._headers}
-        return self._ask(urllib.request.Request(f"{self.url}{path}", data=data, headers=headers))
+        return self._ask(_TimedRequest(f"{self.url}{path}", data=data, headers=headers))
 
     def first_model(self) -> dict[str, object]:
         """What the server lists first under ``/v1/models``; {} where it lists nothing."""
@@ -83,9 +94,9 @@ class JsonClient:
         found = [model for model in models if isinstance(model, dict)] if isinstance(models, list) else []
         return found[0] if found else {}
 
-    def _ask(self, request: urllib.request.Request) -> dict[str, object]:
+    def _ask(self, request: _TimedRequest) -> dict[str, object]:
         try:
-            with _OPENER.open(request, timeout=self.timeout) as response:
+            with request.limit(self.timeout), _OPENER.open(request, timeout=self.timeout) as response:
                 raw = response.read(LONGEST_ANSWER)
         except urllib.error.HTTPError as error:
             with error:
@@ -99,14 +110,71 @@ class JsonClient:
                 f"{request.full_url} cannot be reached: {why or type(error).__name__}",
                 hint=f"start the server, or check the address (each answer may take {self.timeout:g} s)",
             ) from error
+        if request.is_over:
+            what = f"{request.full_url} gave no whole answer within {self.timeout:g} s"
+            raise ServerUnreachable(what, hint="ask for less at once, or give it more time")
         try:
             answer = json.loads(raw)
-        except ValueError as error:
-            raise UserError(f"{request.full_url} answers with no JSON", hint=self._refused) from error
+        except (ValueError, RecursionError) as error:
+            said = raw[:80].decode("utf-8", "replace")
+            raise ServerWrong(f"{request.full_url} answers with no JSON: {said!r} …", hint=self._refused) from error
         if not isinstance(answer, dict):
             what = f"a JSON {type(answer).__name__}, not an object"
-            raise UserError(f"{request.full_url} answers with {what}", hint=self._refused)
+            raise ServerWrong(f"{request.full_url} answers with {what}", hint=self._refused)
         return answer
+
+
+class _TimedRequest(urllib.request.Request):
+    """A request whose connection is cut when its time is over: a timeout of sockets is that of each single byte."""
+
+    is_over = False
+    _timer: Timer | None = None
+    _socket: socket.socket | None = None
+
+    def limit(self, seconds: float) -> Self:
+        """For a ``with`` around all that is done with the request."""
+        self._timer = Timer(seconds, self._end)
+        self._timer.daemon = True
+        return self
+
+    def __enter__(self) -> None:
+        assert self._timer is not None
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+
+    def connection(self, kind: type[http.client.HTTPConnection], host: str, **options: Any) -> Any:
+        """A connection that is known here as soon as it stands."""
+        found, request = kind(host, **options), self
+        connect = found.connect
+
+        def connecting() -> None:
+            connect()
+            request._socket = found.sock
+
+        found.connect = connecting  # type: ignore[method-assign]
+        return found
+
+    def _end(self) -> None:
+        self.is_over = True
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        assert isinstance(req, _TimedRequest)
+        return self.do_open(partial(req.connection, http.client.HTTPConnection), req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        assert isinstance(req, _TimedRequest)
+        kind = partial(req.connection, http.client.HTTPSConnection)
+        return self.do_open(kind, req, context=ssl.create_default_context())
 
 
 class _StayHere(urllib.request.HTTPRedirectHandler):
@@ -116,7 +184,7 @@ class _StayHere(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_OPENER = urllib.request.build_opener(_StayHere)
+_OPENER = urllib.request.build_opener(_StayHere, _Http, _Https)
 
 
 def token_from(name: str | None) -> str | None:

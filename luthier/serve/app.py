@@ -199,11 +199,23 @@ class Api:
                 f"{self.limits.max_samples} answers"
             )
             raise RefusedRequest(400, what, code="invalid_value", param="n", hint="serve.max_samples is the limit")
+        if body.draw is not None and (len(prompts) > 1 or body.draw >= 2**64):
+            what = "draw is of one prompt, and below 2 ** 64"
+            raise RefusedRequest(400, what, code="invalid_value", param="draw", hint="ask for each prompt by itself")
         questions = []
         for number, ids in enumerate(prompts):
             settings = self._settings(name, body, ids)
             questions.append(
-                Question(prompt=ids, settings=settings, key=0, num_samples=body.n or 1, draw=number, top_logprobs=top)
+                Question(
+                    prompt=ids,
+                    settings=settings,
+                    key=0,
+                    num_samples=body.n or 1,
+                    first_sample=body.first_sample or 0,
+                    draw=number if body.draw is None else body.draw,
+                    tempered=bool(body.tempered),
+                    top_logprobs=top,
+                )
             )
         strings, tokenizer = questions[0].settings.stop_strings, self.served.tokenizer
         asked = ClientRequest(

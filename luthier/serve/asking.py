@@ -52,10 +52,12 @@ class Asker:
 
         left: dict[int, int] = {}  # key -> samples that are not finished
         first: dict[int, int] = {}  # key -> number of its first answer
+        begins: dict[int, int] = {}  # key -> the first of its samples
         try:
             for request in requests:
                 key = next(self._keys)
                 first[key] = sum(one.num_samples for one in requests[: len(first)])
+                begins[key] = request.first_sample
                 self.counts.tokens["prompt"] += len(request.prompt)
                 self.session.submit(replace(request, key=key), on_tokens)
                 left[key] = request.num_samples
@@ -69,7 +71,7 @@ class Asker:
                 if not left[new.key]:
                     del left[new.key]
                 self.counts.tokens["answer"] += len(new.ids)
-                yield first[new.key] + new.sample, new
+                yield first[new.key] + new.sample - begins[new.key], new
         finally:
             for key in left:
                 self.session.cancel(key)

@@ -145,6 +145,9 @@ class Teller:
             logprobs = self._text_logprobs(echo, new)
         if asked.token_ids:
             content["token_ids"] = [] if new is None else new.ids.tolist()
+            if told is None:
+                question = asked.questions[number // asked.questions[0].num_samples]
+                content["prompt_token_ids"] = question.prompt.tolist()
         return {"index": number, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def _chat_logprobs(self, new: NewTokens) -> dict[str, Any]:

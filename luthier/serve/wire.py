@@ -182,6 +182,9 @@ class CompletionBody(SamplingBody, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None  # as vLLM has it
+    draw: Annotated[int, Meta(ge=0)] | None = None  # with the seed it decides the random numbers: `Request.draw`
+    first_sample: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    tempered: bool | None = None
     best_of: Any = None
     suffix: Any = None
 

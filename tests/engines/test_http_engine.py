@@ -19,7 +19,7 @@ from luthier.config.schema import GenerateConfig
 from luthier.engines.engine import Completion, Finish, Refusal, Request
 from luthier.engines.http import HttpEngine
 from luthier.engines.local import LocalEngine
-from luthier.errors import UserError
+from luthier.errors import SamplerLost, UserError
 from tests.check.llama_cpp import llama_cpp_server, write_gguf
 from tests.conftest import served_json
 
@@ -126,7 +126,7 @@ def test_each_sample_has_a_seed_of_its_own_which_the_request_fixes(model: Any, o
 def test_a_server_that_is_busy_is_asked_again_and_a_wrong_question_is_refused(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("luthier.engines.http._PAUSES", (0.01, 0.01))
+    monkeypatch.setattr("luthier.engines.pool.PAUSES", (0.01, 0.01))
     stand_in = StandIn(model, "vllm")
     with served_json(stand_in) as url:
         engine = HttpEngine(url, TOKENIZER, batch_size=1)
@@ -137,10 +137,12 @@ def test_a_server_that_is_busy_is_asked_again_and_a_wrong_question_is_refused(
         refused = [one for one in found if isinstance(one, Refusal)]
         assert [(one.key, one.reason) for one in refused] == [(0, "server_refused")] and "too long" in refused[0].detail
         assert [one.key for one in found if isinstance(one, Completion)] == [1, 1]
-        for trouble in ([(503, {})] * 3, [(401, {})], [(200, {"choices": []})], [(200, {"choices": [{"text": "a"}]})]):
-            stand_in.trouble = list(trouble)
-            with pytest.raises(UserError):
+        lost = [(200, {"choices": [{"text": "a"}]})]
+        for trouble, tries in (([(503, {})], 3), ([(401, {})], 1), ([(200, {"choices": []})], 3), (lost, 3)):
+            stand_in.trouble = trouble * tries
+            with pytest.raises(SamplerLost) as caught:
                 list(engine.generate(requests(1)))
+            assert ("3 times" in caught.value.message) == (tries == 3) and not stand_in.trouble
 
 
 def test_what_a_server_is_not_asked_for_is_refused(model: Any) -> None:

@@ -182,3 +182,22 @@ def test_an_engine_that_asks_it_gets_the_ids_and_logprobs_of_the_model(server: R
         assert np.allclose(found.logprobs, expected.logprobs, atol=1e-4)
         stops = [int(expected.ids[4])]
     assert np.allclose(there.score(prompt, 3), engine.score(prompt, 3), atol=1e-4)
+
+
+def test_whoever_draws_an_answer_draws_the_same(server: Running, engine: LocalEngine) -> None:
+    prompt = luthier.encode_prompt(ASK, engine.tokenizer).input_ids
+    there = luthier.HttpEngine(server.url, engine.tokenizer, token=TOKEN)
+    how = GenerateConfig(do_sample=True, temperature=0.8, max_new_tokens=6, seed=5)
+    asked = [
+        Request(prompt=prompt[number:], settings=how, key=number, num_samples=10, draw=2**63 + number, tempered=True)
+        for number in range(2)
+    ]
+    found, expected = (
+        {(one.key, one.sample): one for one in drawn.generate(asked) if isinstance(one, Completion)}
+        for drawn in (there, engine)
+    )
+    assert found.keys() == expected.keys() and len(found) == 20
+    assert {key: one.ids.tolist() for key, one in found.items()} == {k: one.ids.tolist() for k, one in expected.items()}
+    assert len({tuple(one.ids.tolist()) for one in found.values()}) > 15
+    for key, one in found.items():
+        assert np.allclose(one.logprobs, expected[key].logprobs, atol=1e-4)

@@ -1,0 +1,175 @@
+"""Several samplers as one engine: questions are shared out, and asked again where one fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Event, Lock
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.engines.engine import Completion, Ids, Refusal, Request, WeightsName
+from luthier.engines.json_client import ServerRefused, ServerUnreachable, ServerWrong
+from luthier.errors import SamplerLost, UserError
+from luthier.records import MediaItem
+from luthier.writing import counted
+
+Told = TypeVar("Told")
+
+PAUSES = (0.5, 2.0, 8.0)  # seconds before a question is asked again
+BUSY = (408, 409, 429, 500, 502, 503, 504)
+
+
+class StaleWeights(ServerWrong):
+    """A sampler answers by other weights than those that it was given last."""
+
+
+class Sampler(Protocol):
+    """One server, or one process, that draws answers. Any thread may ask it."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it: its address."""
+
+    @property
+    def samples_at_once(self) -> int:
+        """How many answers to one prompt it is best asked for at once."""
+
+    def answer(self, request: Request, weights: WeightsName | None) -> list[Completion] | Refusal:
+        """All samples of a request, drawn by these weights where some were delivered; asked once.
+
+        Raises `ServerUnreachable`, `ServerRefused`, `ServerWrong` for what no model can have said, and `StaleWeights`.
+        """
+
+    def score(self, ids: Ids, start: int, weights: WeightsName | None) -> NDArray[np.float32]:
+        """Log-probabilities of ``ids[start:]``, as those of an `Engine`. Raises what `answer` raises."""
+
+    def take(self, weights: WeightsName, folder: Path) -> None:
+        """Answer by the weights in a folder from now on. Raises what `answer` raises."""
+
+
+class SamplerPool:
+    """An `Engine` over samplers, each of which is asked for ``at_once`` answers at a time.
+
+    A question that gets no answer, or a wrong one, is asked again three times, of another sampler where there is one.
+    Whoever answers it draws the same, if the numbers it draws by follow from the request alone.
+    """
+
+    def __init__(self, samplers: Sequence[Sampler], *, at_once: int, pauses: Sequence[float] = PAUSES) -> None:
+        self.samplers, self.at_once, self.pauses = tuple(samplers), at_once, tuple(pauses)
+        self.weights: WeightsName | None = None
+        self._folder: Path | None = None
+        self._lock = Lock()
+        self._busy = [0] * len(self.samplers)
+        self._first = 0
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion | Refusal]:
+        """The answers as they come. Raises `SamplerLost` where a question stays without an answer."""
+        asked = list(requests)
+        if not asked:
+            return
+        unit, over = self._patiently(lambda sampler: sampler.samples_at_once), Event()
+        parts = [part for request in asked for part in _parts(request, unit)]
+        workers = max(1, len(self.samplers) * self.at_once // unit)
+        pool = ThreadPoolExecutor(min(workers, len(parts)), thread_name_prefix="luthier-samplers")
+        try:
+            answers = [pool.submit(self._answer, part, over) for part in parts]
+            refused = set[int]()
+            for future in as_completed(answers):
+                found = future.result()
+                if isinstance(found, list):
+                    yield from (answer for answer in found if answer.key not in refused)
+                elif found.key not in refused:
+                    refused.add(found.key)
+                    yield found
+        finally:
+            over.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def score(self, ids: Ids, start: int, media: Sequence[MediaItem] = ()) -> NDArray[np.float32]:
+        """Log-probabilities of ``ids[start:]``, float32[T - start]. Raises `SamplerLost`."""
+        if media:
+            raise UserError("a server is asked by ids, which say nothing of media", hint="leave --engine away")
+        return self._patiently(lambda sampler: sampler.score(ids, start, self.weights))
+
+    def deliver(self, weights: WeightsName, folder: Path) -> None:
+        """Give all samplers the weights in a folder, at once. Raises `SamplerLost` with what one says."""
+        self.expect(weights, folder)
+        with ThreadPoolExecutor(len(self.samplers), thread_name_prefix="luthier-delivery") as pool:
+            given = [
+                pool.submit(self._patiently, lambda one: one.take(weights, folder), only=number)
+                for number in range(len(self.samplers))
+            ]
+            for future in given:
+                future.result()
+
+    def expect(self, weights: WeightsName, folder: Path) -> None:
+        """From now on answers are to be drawn by these weights, which are in a folder."""
+        self.weights, self._folder = weights, folder
+
+    def scores_of_each(self, ids: Ids, start: int) -> dict[str, NDArray[np.float32]]:
+        """What each sampler says of one sequence, by its name. Raises `SamplerLost`."""
+        found = {}
+        for number, one in enumerate(self.samplers):
+            found[one.name] = self._patiently(lambda sampler: sampler.score(ids, start, self.weights), only=number)
+        return found
+
+    def _answer(self, request: Request, over: Event) -> list[Completion] | Refusal:
+        return self._patiently(lambda sampler: sampler.answer(request, self.weights), over=over)
+
+    def _patiently(self, ask: Callable[[Sampler], Told], *, only: int | None = None, over: Event | None = None) -> Told:
+        """Ask, and ask again where that fails. Raises `SamplerLost`."""
+        number = -1
+        for pause in (*self.pauses, None):
+            with self._chosen(only, number) as number:
+                sampler = self.samplers[number]
+                try:
+                    return ask(sampler)
+                except (ServerUnreachable, ServerRefused, ServerWrong) as error:
+                    final = isinstance(error, ServerRefused) and error.status not in BUSY
+                    tries = len(self.pauses) + 1
+                    if final or pause is None:
+                        again = "" if final else f" (asked {counted(tries, 'time')})"
+                        raise SamplerLost(f"{error.message}{again}", hint=error.hint) from error
+                    if isinstance(error, StaleWeights):
+                        self._renew(sampler)
+            time.sleep(pause) if over is None else over.wait(pause)
+            if over is not None and over.is_set():
+                raise SamplerLost("the question is not asked again, as nobody waits for the answer any more")
+        raise AssertionError("the last try returns or raises")
+
+    def _renew(self, sampler: Sampler) -> None:
+        """Give a sampler that has begun anew the weights once more; what fails is told by the next answer."""
+        if self.weights is not None and self._folder is not None:
+            try:
+                sampler.take(self.weights, self._folder)
+            except (ServerUnreachable, ServerRefused, ServerWrong):
+                return
+
+    @contextmanager
+    def _chosen(self, only: int | None, not_this: int) -> Iterator[int]:
+        """The number of the sampler that has the least to do, and is another than the one that has just failed."""
+        with self._lock:
+            self._first += 1
+            others = [number for number in range(len(self.samplers)) if number != not_this] or [not_this]
+            turn = {number: (number - self._first) % len(self.samplers) for number in others}
+            number = min(others, key=lambda one: (self._busy[one], turn[one])) if only is None else only
+            self._busy[number] += 1
+        try:
+            yield number
+        finally:
+            with self._lock:
+                self._busy[number] -= 1
+
+
+def _parts(request: Request, unit: int) -> Iterator[Request]:
+    """Requests for some samples each: of 10 by 4 those for samples 0 to 3, 4 to 7, 8 and 9."""
+    end = request.first_sample + request.num_samples
+    for first in range(request.first_sample, end, unit):
+        yield replace(request, first_sample=first, num_samples=min(unit, end - first))
