@@ -194,7 +194,7 @@ class RolloutConfig(Section):
     max_gap: Positive | None = None
     """Largest mean difference between an answer's log-probabilities in training and when it was drawn, in nats a token.
     Default: 4 times that of some answers which are scored by both before the first update; at least 1e-4 in float32 and
-    0.02 in 16 bits, and at most 4 times that."""
+    0.02 in 16 bits or on a base in int8, whose layers round what they read, and at most 4 times that."""
     on_gap: Annotated[GapAction, as_enum(GapAction)] = GapAction.STOP
     """What happens above ``max_gap``, and where an answer cannot be what the model drew."""
 

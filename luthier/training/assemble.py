@@ -46,7 +46,7 @@ from luthier.training.losses.policies import PolicyLosses
 from luthier.training.losses.router_balance import RouterBalance
 from luthier.training.losses.step_losses import StepLosses
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
-from luthier.training.numerics import check_in_force, computed_in, weight_types
+from luthier.training.numerics import check_in_force, computed_in, weight_types, without_dropout
 from luthier.training.report.events import EventListener, Note
 from luthier.training.report.result import ModelSummary
 from luthier.training.rollouts.answer_groups import AnswerLayout
@@ -118,6 +118,8 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: Even
         tell(Note(text=f"model: {note}"))
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
+    if OBJECTIVES[config.objective.name].on_policy and (dropped := without_dropout(model)):
+        tell(Note(text=f"model: no dropout ({', '.join(dropped)}), as answers are drawn without it"))
     if frozen := adapters.rows_left_out(model, vocabulary.new_ids):
         rows = f"the rows of {counted(len(vocabulary.new_ids), 'new token')} in {' and '.join(frozen)}"
         tell(Note(text=f"model: {rows} keep their first values, as those layers are frozen"))

@@ -141,3 +141,18 @@ def check_finite(
         hint="lower train.learning_rate, raise train.warmup_steps, use train.precision bf16 or fp32, or look at "
         "those rows",
     )
+
+
+def without_dropout(model: nn.Module) -> list[str]:
+    """Set all probabilities of dropout in a model to 0, and give the names that were above: ``attention_dropout 0.1``.
+    What its config says stays, and is saved."""
+    found = Counter[str]()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            found[f"dropout {module.p:g}"] += 1
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float) and value > 0:
+                found[f"{name} {value:g}"] += 1
+                setattr(module, name, 0.0)
+    return sorted(found)

@@ -13,6 +13,7 @@ from luthier.config.loss_rows import Loss
 from luthier.config.objective import LOSSES
 from luthier.config.rollout import RolloutConfig
 from luthier.models.passes import ModelPass, ValueHead, add_value_head
+from luthier.models.quantized import rounds_inputs
 from luthier.objectives import Measures, TokenScores, TokenSettings
 from luthier.objectives.measures import measure
 from luthier.objectives.policy_losses import (
@@ -52,7 +53,8 @@ def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Both
     """Held-out rows are measured by plain cross-entropy of the answers that they hold."""
     objective, exact = parts.config.objective, parts.autocast is None
     policy = replace(forward, temperature=parts.config.rollout.temperature)
-    floor = FLOOR if exact and next(parts.model.parameters()).dtype == torch.float32 else FLOOR_OF_16_BITS
+    exact = exact and next(parts.model.parameters()).dtype == torch.float32 and not rounds_inputs(parts.loaded.model)
+    floor = FLOOR if exact else FLOOR_OF_16_BITS
     return (
         PolicyLosses(
             forward=policy,
