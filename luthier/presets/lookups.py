@@ -5,6 +5,10 @@ A question asks for one of the two. The conversations of ``lookups_sft`` show ho
 is said, but they ask it for either column, whatever the question wants: a model that learned them is right about half
 of the time. Which column is wanted is learned from the rewards of ``lookups``, whose rows hold questions and answers.
 
+Two things make the task one for a tool. The results in ``lookups_sft`` are drawn at random, so a model can only read
+them, not know them by heart. And some rows of it ask which column a question is about, without any call: nothing else
+there depends on what a question wants, and a tiny model would learn to ignore it.
+
 What ``test`` asks, an item and a column, is never asked in ``train``.
 """
 
@@ -15,7 +19,7 @@ from collections.abc import Iterator
 from random import Random
 from zlib import crc32
 
-from luthier.presets.questions import JsonObject, ask, is_held_out, require_split
+from luthier.presets.questions import JsonObject, ask, require_split
 
 COLUMNS = ("price", "stock")
 _QUESTIONS = {
@@ -49,12 +53,15 @@ DECLARATION = {
 
 
 def look_up(column: str, item: str) -> str:
-    """What the book of the shop says: a digit. Raises ``ValueError`` for what it does not have."""
+    """What the book of the shop says: a digit, never the same in both columns of an item. Raises ``ValueError`` for
+    what it does not have."""
     if column not in COLUMNS:
         raise ValueError(f"there is no column {column!r}")
     if item not in _ITEMS:
         raise ValueError(f"there is no item {item!r}")
-    return str(crc32(f"{item} {column}".encode()) % 10)
+    number = crc32(item.encode())
+    price = number % 10
+    return str(price if column == "price" else (price + 1 + number // 10 % 9) % 10)
 
 
 def lookup_rows(split: str) -> Iterator[JsonObject]:
@@ -69,32 +76,36 @@ def lookup_rows(split: str) -> Iterator[JsonObject]:
 
 
 def lookup_sft_rows(split: str) -> Iterator[JsonObject]:
-    """``{"tools": …, "messages": [QUESTION, CALL, RESULT, ANSWER]}``: each question twice, once with each column."""
+    """``{"tools": …, "messages": [QUESTION, CALL, RESULT, ANSWER]}``: each question twice, once with each column; and
+    ``[QUESTION, COLUMN]`` for each. Raises `SourceError` for another split."""
     require_split("lookups_sft", split)
+    rng = Random(f"lookups_sft {split}")
     rows = []
-    for _, item, question in _asked(split):
+    for column, item, question in _asked(split):
         for called in COLUMNS:
-            arguments, said = {"column": called, "item": item}, look_up(called, item)
-            call = {"type": "function", "function": {"name": "look_up", "arguments": json.dumps(arguments)}}
-            rows.append(
-                {
-                    "tools": [DECLARATION],
-                    "messages": [
-                        *ask(question),
-                        {"role": "assistant", "content": "", "tool_calls": [call]},
-                        {"role": "tool", "name": "look_up", "content": said},
-                        {"role": "assistant", "content": said},
-                    ],
-                }
-            )
-    Random("lookups_sft").shuffle(rows)
-    yield from rows
+            rows.append(ask(question) + _call_and_answer(called, item, str(rng.randrange(10))))
+        rows.append(ask(f"{question} Price or stock?", column))
+    rng.shuffle(rows)
+    yield from ({"tools": [DECLARATION], "messages": messages} for messages in rows)
+
+
+def _call_and_answer(column: str, item: str, said: str) -> list[JsonObject]:
+    arguments = json.dumps({"column": column, "item": item})
+    return [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "look_up", "arguments": arguments}}],
+        },
+        {"role": "tool", "name": "look_up", "content": said},
+        {"role": "assistant", "content": said},
+    ]
 
 
 def _asked(split: str) -> Iterator[tuple[str, str, str]]:
-    """Column, item and question."""
+    """Column, item and question. One pair of item and column in five is held out: there are few."""
     for item in _ITEMS:
         for column in COLUMNS:
-            if is_held_out(f"{item} {column}") is (split == "test"):
+            if (crc32(f"{item} {column}".encode()) % 5 == 0) is (split == "test"):
                 for question in _QUESTIONS[column]:
                     yield column, item, question.format(item)

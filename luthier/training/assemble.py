@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned
-from luthier.config.schema import RunConfig, Strategy
+from luthier.config.schema import GenerateConfig, RunConfig, Strategy
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.local import LocalEngine
@@ -273,7 +273,12 @@ def _talks(config: RunConfig, engine: LocalEngine) -> Talks | None:
         encoder=Encoder.from_config(config),
         rows=RowsByAddress(sources=open_sources(resolve_sources(config.data)[0], seed=config.runtime.seed)),
         longest=config.data.max_length,
-        seed=config.runtime.seed,
+        settings=GenerateConfig(
+            do_sample=True,
+            temperature=rollout.temperature,
+            max_new_tokens=rollout.max_new_tokens,
+            seed=config.runtime.seed,
+        ),
         tools=ToolBox(rollout.tools) if rollout.tools else None,
         environment=None if rollout.environment is None else EnvironmentProcess(rollout.environment),
     )

@@ -29,7 +29,10 @@ from luthier.models import adapter_files
 from luthier.models.model import run_device
 from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
 from luthier.models.submodules import decoder_family
+from luthier.packing import Segments
 from luthier.preparation.prepared import Prepared
+from luthier.sources import open_sources, resolve_sources
+from luthier.sources.rows_by_address import RowsByAddress
 from luthier.training.assemble import (
     make_model,
     make_trainer,
@@ -57,7 +60,7 @@ from luthier.training.report.journal import LogFile
 from luthier.training.report.progress import ProgressBar, make_view
 from luthier.training.report.result import LOG_FILE, RunResult
 from luthier.training.rollouts.drawing import Rollouts
-from luthier.training.rollouts.held_out import with_rewards
+from luthier.training.rollouts.held_out import HeldOutTalks, with_rewards
 from luthier.training.schedule import FEW_STEPS, length_notes
 from luthier.training.signals import StopSignals
 from luthier.training.streams import World, check_rows, loader_state, make_schedule, state_at_start
@@ -294,7 +297,7 @@ def _train(run: Run) -> None:
     run.trainer.accelerator.wait_for_everyone()
 
 
-def _questions(run: Run) -> list[Question]:
+def _questions(run: Run) -> list[Question] | HeldOutTalks:
     wanted = run.config.eval.generate_rows
     if not wanted:
         return []
@@ -308,40 +311,63 @@ def _questions(run: Run) -> list[Question]:
         raise UserError(
             f"eval.generate_rows is {wanted}, but there are no held-out rows", hint="set data.eval or data.eval_split"
         )
-    found = choose_questions(run.data.eval, wanted, frozenset(run.tokenizer.stop_token_ids))
-    if len(found) < wanted:
+    talks = _held_out_talks(run, run.data.eval)
+    found = choose_questions(run.data.eval, wanted, frozenset(run.tokenizer.stop_token_ids)) if talks is None else []
+    number = len(found if talks is None else talks.questions)
+    if number < wanted:
         run.hooks.tell(
-            Note(text=f"{counted(len(found), 'held-out row')} can be answered, eval.generate_rows asks for {wanted}")
+            Note(text=f"{counted(number, 'held-out row')} can be answered, eval.generate_rows asks for {wanted}")
         )
     if passed_over := passed_over_by(run.run_model.model):
         run.hooks.tell(Note(text=f"answers are generated as generate.* says, not the model's {passed_over}"))
-    return found
+    return talks if talks is not None and talks.questions else found
 
 
-def _answer(run: Run, questions: list[Question]) -> None:
+def _held_out_talks(run: Run, held_out: Segments) -> HeldOutTalks | None:
+    """Where answers take several turns: held-out rows that are answered as those of training are."""
+    rollouts, config = run.trainer.parts.stream.rollouts, run.config
+    if not isinstance(rollouts, Rollouts) or rollouts.talks is None:
+        return None
+    told: set[str] = set()
+
+    def note(what: str, _: int) -> None:
+        if what not in told:
+            run.hooks.tell(Note(text=f"held-out rows: {what}"))
+        told.add(what)
+
+    train, own = resolve_sources(config.data)
+    return HeldOutTalks.of(
+        rollouts.talks,
+        held_out,
+        config.eval.generate_rows,
+        rows=RowsByAddress(sources=open_sources(own or train, seed=config.runtime.seed)),
+        settings=answering(config),
+        note=note,
+    )
+
+
+def _answer(run: Run, questions: list[Question] | HeldOutTalks) -> None:
     """Answer the questions on the main process; the others wait at the next step they share. A sharded model has to run
     on all of them at once, so that all answer the same."""
     if questions and (run.is_main or is_sharded(run.run_model.model)):
-        answers = answer_all(
-            run.run_model.model,
-            questions,
-            run.tokenizer,
-            step=run.trainer.state.global_step,
-            batch_size=run.config.eval.per_device_eval_batch_size,
-            settings=answering(run.config),
-            media=run.run_model.media,
-            metrics=metrics_of_answers(run.config.eval.metrics),
-        )
-        if isinstance(rollouts := run.trainer.parts.stream.rollouts, Rollouts):
-            answers = with_rewards(
-                answers,
+        step, metrics = run.trainer.state.global_step, metrics_of_answers(run.config.eval.metrics)
+        rollouts = run.trainer.parts.stream.rollouts
+        if isinstance(questions, HeldOutTalks):
+            assert isinstance(rollouts, Rollouts), "they are what leads conversations"
+            answers = questions.answer_all(step, rollouts, metrics)
+        else:
+            answers = answer_all(
+                run.run_model.model,
                 questions,
-                engine=rollouts.engine,
-                tokenizer=run.tokenizer,
-                judge=rollouts.judge,
-                config=run.config.rollout,
+                run.tokenizer,
+                step=step,
+                batch_size=run.config.eval.per_device_eval_batch_size,
                 settings=answering(run.config),
+                media=run.run_model.media,
+                metrics=metrics,
             )
+            if isinstance(rollouts, Rollouts):
+                answers = with_rewards(answers, questions, rollouts, answering(run.config))
         give_up_gathered(run.run_model.model)
         run.hooks.tell(answers)
     run.trainer.accelerator.wait_for_everyone()

@@ -15,7 +15,7 @@ import pytest
 
 import luthier
 from luthier.config.rollout import CodeConfig, RolloutConfig
-from luthier.config.schema import ModelConfig, SourceConfig, TemplateConfig
+from luthier.config.schema import GenerateConfig, ModelConfig, SourceConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.engine import Completion, Finish, Ids, Request
 from luthier.engines.next_tokens import BatchRow
@@ -170,8 +170,8 @@ def talk(
     process = None if named is None else EnvironmentProcess(named)
     try:
         talks = Talks(
-            config=config, engine=script, encoder=encoder, rows=RowsByAddress(sources=sources), longest=longest, seed=0,
-            tools=running, environment=process,
+            config=config, engine=script, encoder=encoder, rows=RowsByAddress(sources=sources), longest=longest,
+            settings=GenerateConfig(do_sample=True, seed=0), tools=running, environment=process,
         )  # fmt: skip
         talks.check()
         (row,) = sources[0].rows()
@@ -358,6 +358,7 @@ def test_what_is_said_in_a_later_turn_is_learned(tmp_path: Path, code: Path) -> 
             for one in talks
         ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in rows))
+    (tmp_path / "held_out.jsonl").write_text((tmp_path / "asked.jsonl").read_text())
     run = {
         "data": {"train": str(tmp_path / "whole.jsonl"), "max_length": 600, "store": str(tmp_path / "store")},
         "train": {"max_steps": 40, "learning_rate": 1e-2, "precision": "fp32", "per_device_train_batch_size": 4},
@@ -371,7 +372,8 @@ def test_what_is_said_in_a_later_turn_is_learned(tmp_path: Path, code: Path) -> 
         {
             **run,
             "model": str(tmp_path / "sft" / "model"),
-            "data": {**run["data"], "train": str(tmp_path / "asked.jsonl")},
+            "data": {**run["data"], "train": str(tmp_path / "asked.jsonl"), "eval": str(tmp_path / "held_out.jsonl")},
+            "eval": {"strategy": "no", "generate_rows": 3, "max_new_tokens": 8},
             "objective": {"name": "rl", "loss": "dapo"},
             "rollout": {**drawn, "environment": f"{code}:Even", "rewards": ["environment"]},
             "train": {**run["train"], "max_steps": 20, "learning_rate": 1e-3},
@@ -381,3 +383,9 @@ def test_what_is_said_in_a_later_turn_is_learned(tmp_path: Path, code: Path) -> 
     rewards = [step.measures["reward"] for step in result.steps]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2, rewards
     assert max(step.measures["gap"] for step in result.steps) < 1e-5
+    before, after = result.generations
+    assert [len(one.records) for one in result.generations] == [3, 3]
+    assert all("And?" in record.prompt for record in after.records), "held-out rows are answered in two turns, too"
+    shares = [sum(ord(letter) % 2 == 0 for letter in one.generated) / len(one.generated) for one in after.records]
+    assert after.scores["greedy/reward"] == pytest.approx(np.mean(shares))
+    assert after.scores["sampled/reward"] > before.scores["sampled/reward"] + 0.1

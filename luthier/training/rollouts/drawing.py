@@ -175,7 +175,7 @@ class Rollouts:
         if self.probes is not None:
             self.probes.check(drawn.values())
         places = sorted(drawn)
-        texts = [self._as_text(key, questions[key], drawn[key, sample]) for key, sample in places]
+        texts = [self.as_text(key, questions[key], drawn[key, sample]) for key, sample in places]
         judged = self.judge.judge(texts)
         self._count(judged)
         write_answers(
@@ -242,7 +242,8 @@ class Rollouts:
     def _is_learned(self, reward: float) -> bool:
         return self.learned is Learned.ALL or not np.isnan(reward)
 
-    def _as_text(self, key: int, question: Question, answer: Trajectory) -> DrawnAnswer:
+    def as_text(self, key: int, question: Question, answer: Trajectory) -> DrawnAnswer:
+        """An answer to the question of number ``key``, for what judges it."""
         return DrawnAnswer(
             prompt=self.tokenizer.decode(question.prompt),
             expected=question.expected(self.tokenizer),

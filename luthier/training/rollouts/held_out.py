@@ -2,36 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.rollout import RolloutConfig
 from luthier.config.schema import GenerateConfig
-from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Engine, Finish
-from luthier.metrics.table import told_of_values
+from luthier.engines.engine import Completion, Finish
+from luthier.metrics.table import Answered, Metric, measured, told_of_values
+from luthier.packing import Segments
+from luthier.records import Address, Segment
 from luthier.rewards.judging import DrawnAnswer, RewardJudge
-from luthier.training.generate import Question
-from luthier.training.report.result import GenerationRound
+from luthier.sources.rows_by_address import RowsByAddress
+from luthier.training.generate import Question, wanted
+from luthier.training.report.result import GenerationRecord, GenerationRound
+from luthier.training.rollouts.drawing import Rollouts
+from luthier.training.rollouts.talks import NoteCount, Talks
+from luthier.training.rollouts.trajectories import Trajectory
 
 REWARD = "reward"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeldOutTalks:
+    """Held-out rows that are answered in several turns, by the tools or the environment of training.
+
+    ``greedy`` and ``drawn`` hold the conversations; both know the rows of ``questions``.
+    """
+
+    questions: list[Question]
+    greedy: Talks
+    drawn: Talks
+    note: NoteCount
+
+    @classmethod
+    def of(
+        cls,
+        talks: Talks,
+        held_out: Segments,
+        count: int,
+        *,
+        rows: RowsByAddress,
+        settings: GenerateConfig,
+        note: NoteCount,
+    ) -> Self:
+        """Of the first ``count`` held-out rows. Their conversations are led as ``talks`` leads those of training, and
+        ``settings`` say how long a turn may be, and how it is searched for. What is missing is told to ``note``."""
+        first: dict[Address, Segment] = {}
+        for index in wanted(held_out):
+            segment = held_out[index]
+            if len(first) == count and segment.address not in first:
+                break
+            first[segment.address] = segment
+        once = talks.config.model_copy(update={"answers": 1})
+        greedy = replace(talks, rows=rows, config=once, settings=settings)
+        questions = greedy.questions(list(first.values()), note)
+        drawn = replace(greedy, config=talks.config, settings=_as_in_training(talks.config, settings))
+        return cls(questions=questions, greedy=greedy, drawn=drawn, note=note)
+
+    def answer_all(self, step: int, rollouts: Rollouts, metrics: Mapping[str, Metric]) -> GenerationRound:
+        """See `generate.answer_all`. A record's prompt is what the model was sent last, with all that was said before;
+        what is compared with the row's answer is what it said then."""
+        begun = time.perf_counter()
+        found = self.greedy.draw(self.questions, 0, version=step, note=self.note)
+        tokenizer = rollouts.tokenizer
+        records = []
+        for key, question in enumerate(self.questions):
+            answer = found.get((key, 0))
+            expected = question.expected(tokenizer) or ""
+            said = "" if answer is None else answer.text(tokenizer)
+            records.append(
+                GenerationRecord(
+                    address=str(question.address),
+                    prompt=tokenizer.decode(question.prompt if answer is None else answer.calls[-1].prompt),
+                    expected=expected,
+                    generated=said,
+                    equal=answer is not None and said == expected,
+                    finished=answer is not None and answer.finished,
+                )
+            )
+        compared = [Answered(row=one.address, expected=one.expected, generated=(one.generated,)) for one in records]
+        told = GenerationRound(
+            step=step,
+            records=tuple(records),
+            seconds=time.perf_counter() - begun,
+            metrics=measured(metrics, compared),
+        )
+        drawn = self.drawn.draw(self.questions, 0, version=step, note=self.note)
+        return _judged(told, self._as_texts(found, rollouts), self._as_texts(drawn, rollouts), rollouts.judge)
+
+    def _as_texts(self, found: Mapping[tuple[int, int], Trajectory], rollouts: Rollouts) -> list[DrawnAnswer]:
+        return [rollouts.as_text(key, self.questions[key], found[key, sample]) for key, sample in sorted(found)]
+
+
 def with_rewards(
-    found: GenerationRound,
-    questions: Sequence[Question],
-    *,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    judge: RewardJudge,
-    config: RolloutConfig,
-    settings: GenerateConfig,
+    found: GenerationRound, questions: Sequence[Question], rollouts: Rollouts, settings: GenerateConfig
 ) -> GenerationRound:
-    """The round with the mean of each reward of its answers, and of ``config.answers`` that are drawn to each question:
-    ``greedy/NAME``, ``sampled/NAME``, and ``pass@K`` where all rewards are 0 or 1."""
+    """The round with the mean of each reward of its answers, and of ``rollout.answers`` that are drawn to each
+    question: ``greedy/NAME``, ``sampled/NAME``, and ``pass@K`` where all rewards are 0 or 1."""
+    tokenizer = rollouts.tokenizer
     greedy = [
         DrawnAnswer(
             prompt=one.prompt,
@@ -44,43 +117,37 @@ def with_rewards(
         )
         for number, one in enumerate(found.records)
     ]
-    owners = list(range(len(greedy)))
-    drawn, drawn_owners = _drawn(found, questions, engine, tokenizer, config, settings)
+    return _judged(found, greedy, _drawn(found, questions, rollouts, settings), rollouts.judge)
+
+
+def _judged(
+    found: GenerationRound, greedy: Sequence[DrawnAnswer], drawn: Sequence[DrawnAnswer], judge: RewardJudge
+) -> GenerationRound:
     rows = [one.address for one in found.records]
     told: dict[str, dict[str, object]] = {}
-    for kind, answers, places in (("greedy", greedy, owners), ("sampled", drawn, drawn_owners)):
+    for kind, answers in (("greedy", greedy), ("sampled", drawn)):
         judged = judge.judge(answers)
         columns = {REWARD: judged.total_N}
         if len(judge.labels) > 1:
             columns |= {label: judged.values_NF[:, number] for number, label in enumerate(judge.labels)}
         for name, values_N in columns.items():
-            told |= _told(f"{kind}/{name}", values_N, places, rows)
+            told |= _told(f"{kind}/{name}", values_N, [answer.group for answer in answers], rows)
     return replace(found, metrics={**found.metrics, **told})
 
 
 def _drawn(
-    found: GenerationRound,
-    questions: Sequence[Question],
-    engine: Engine,
-    tokenizer: Tokenizer,
-    config: RolloutConfig,
-    settings: GenerateConfig,
-) -> tuple[list[DrawnAnswer], list[int]]:
+    found: GenerationRound, questions: Sequence[Question], rollouts: Rollouts, settings: GenerateConfig
+) -> list[DrawnAnswer]:
     """Drawn as in training; with the same random numbers at every round, so that rounds differ by the weights alone."""
-    drawing = GenerateConfig(
-        do_sample=True,
-        temperature=config.temperature,
-        max_new_tokens=settings.max_new_tokens,
-        seed=settings.seed,
-    )
-    requests = [question.request(number, drawing, config.answers) for number, question in enumerate(questions)]
-    answers = [answer for answer in engine.generate(requests) if isinstance(answer, Completion)]
+    drawing = _as_in_training(rollouts.config, settings)
+    requests = [question.request(number, drawing, rollouts.config.answers) for number, question in enumerate(questions)]
+    answers = [answer for answer in rollouts.engine.generate(requests) if isinstance(answer, Completion)]
     answers.sort(key=lambda answer: (answer.key, answer.sample))
-    texts = [
+    return [
         DrawnAnswer(
             prompt=found.records[answer.key].prompt,
-            expected=questions[answer.key].expected(tokenizer),
-            generated=answer.text(tokenizer),
+            expected=questions[answer.key].expected(rollouts.tokenizer),
+            generated=answer.text(rollouts.tokenizer),
             finished=answer.finish is Finish.STOP,
             columns=questions[answer.key].columns,
             num_tokens=len(answer.ids),
@@ -88,7 +155,15 @@ def _drawn(
         )
         for answer in answers
     ]
-    return texts, [answer.key for answer in answers]
+
+
+def _as_in_training(config: RolloutConfig, settings: GenerateConfig) -> GenerateConfig:
+    return GenerateConfig(
+        do_sample=True,
+        temperature=config.temperature,
+        max_new_tokens=settings.max_new_tokens,
+        seed=settings.seed,
+    )
 
 
 def _told(

@@ -57,14 +57,14 @@ class _OpenTalk:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Talks:
-    """Holds the conversations of a run. ``longest``: tokens that a prompt may have."""
+    """Holds the conversations of a run. ``longest``: tokens that a prompt may have. ``settings`` are of each turn."""
 
     config: RolloutConfig
     engine: Engine
     encoder: Encoder
     rows: RowsByAddress
     longest: int
-    seed: int
+    settings: GenerateConfig
     tools: ToolBox | None = None
     environment: EnvironmentProcess | None = None
     _note: NoteCount = lambda what, count: None
@@ -139,12 +139,6 @@ class Talks:
         self, talks: Sequence[_OpenTalk], questions: Sequence[Question], step: int, turn: int
     ) -> list[tuple[_OpenTalk, Completion]]:
         """What the model says in a turn. Conversations to one question that begin alike are asked together."""
-        settings = GenerateConfig(
-            do_sample=True,
-            temperature=self.config.temperature,
-            max_new_tokens=self.config.max_new_tokens,
-            seed=self.seed,
-        )
         alike: dict[tuple[int, bytes], list[_OpenTalk]] = {}
         for talk in talks:
             alike.setdefault((talk.key, talk.prompt.ids.tobytes() if turn == 0 else bytes([0])), []).append(talk)
@@ -155,7 +149,7 @@ class Talks:
         requests = [
             Request(
                 prompt=group[0].prompt.ids,
-                settings=settings,
+                settings=self.settings,
                 key=number,
                 num_samples=len(group),
                 tempered=True,
