@@ -11,9 +11,9 @@ from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.representer import RoundTripRepresenter
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from luthier.config.adapters import keys_in_force
+from luthier.config.adapters import own_values
 from luthier.config.peers.translation import Translation
-from luthier.config.schema import AdapterConfig, RunConfig
+from luthier.config.schema import RunConfig
 from luthier.config.tree import ListNode, MappingNode, Node, plain
 from luthier.config.yaml_text import read_plain
 
@@ -36,7 +36,7 @@ def dump_config(config: RunConfig) -> str:
     Raises TypeError where a free-form value (``config_overrides``, ``kwargs`` …) is no plain YAML value.
     """
     values = config.model_dump(mode="python")
-    values["adapter"] = _own_keys(config.adapter, values["adapter"])
+    values["adapter"] = own_values(config.adapter, values["adapter"])
     yaml = YAML()
     yaml.Representer = _Explicit
     yaml.width = _NEVER_FOLDED
@@ -76,13 +76,6 @@ def _with_comments(node: Node, key: str, translation: Translation) -> object:
             line = "" if value.where.line is None else f", line {value.where.line}"
             commented.yaml_add_eol_comment(f"{theirs}{line}", name)
     return commented
-
-
-def _own_keys(adapter: AdapterConfig, values: dict[str, object]) -> dict[str, object]:
-    """Without the keys that decide nothing, which the loader refuses; unless they were set all the same."""
-    foreign = values.keys() - keys_in_force(adapter) - {"type"}
-    default = AdapterConfig.model_fields
-    return {key: value for key, value in values.items() if key not in foreign or value != default[key].default}
 
 
 def _plain_value(value: object) -> object:

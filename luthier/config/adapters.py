@@ -45,6 +45,17 @@ def keys_in_force(adapter: AdapterConfig) -> frozenset[str]:
     return own if adapter.name_or_path is None else own - DECIDED_BEFORE
 
 
+def own_values(adapter: AdapterConfig, values: dict[str, object]) -> dict[str, object]:
+    """The section as values, without the keys that decide nothing, which the loader refuses; unless they were set."""
+    foreign = values.keys() - keys_in_force(adapter) - {"type"}
+    default = AdapterConfig.model_fields
+    return {
+        key: value
+        for key, value in values.items()
+        if key not in foreign or value != default[key].get_default(call_default_factory=True)
+    }
+
+
 def check_adapter(draft: Draft) -> Iterator[Problem]:
     """Problems between the keys of ``adapter``."""
     yield from _foreign_keys(draft)

@@ -14,6 +14,7 @@ from luthier.config.loading import load_config_text
 from luthier.config.schema import DataConfig, ModelConfig, RunConfig
 from luthier.config.words import config_reference, config_schema
 from luthier.errors import ConfigError
+from luthier.training.folder.run_folder import RUN_CONFIG, write_run_config
 from tests.conftest import examples
 
 GOOD: dict[str, Any] = {"model": "preset:tiny-qwen3", "data": {"train": ["preset:skills"]}}
@@ -68,6 +69,17 @@ def test_every_type_of_adapter_is_read_back_with_all_defaults_written_out(adapte
     dumped = dump_config(config)
     assert "num_train_epochs: 3.0" in dumped and 'strategy: "no"' in dumped
     assert load_config_text(dumped, check_paths=False) == config
+
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_the_description_in_a_runs_folder_is_one_of_the_same_run(example: Path, tmp_path: Path) -> None:
+    config = load_config_text(example.read_text("utf-8"), str(example), check_paths=False)
+    write_run_config(config, tmp_path)
+    written = (tmp_path / RUN_CONFIG).read_text("utf-8")
+    assert load_config_text(written, RUN_CONFIG, check_paths=False) == config
 
 
 def test_what_is_no_plain_value_is_not_dumped() -> None:

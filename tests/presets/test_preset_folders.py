@@ -129,3 +129,25 @@ def test_folders_lie_in_the_package() -> None:
 
     package = Path(luthier.__file__).parent / "presets"
     assert all(package in folder.parents for folder in (model_folder("tiny-qwen3"), tokenizer_folder("tiny")))
+
+
+@pytest.mark.parametrize(
+    "folder", [tokenizer_folder("tiny"), *map(model_folder, SEEING_OR_HEARING)], ids=lambda path: path.name
+)
+def test_a_template_prints_a_text_and_a_list_of_one_text_alike(folder: Path) -> None:
+    """vLLM makes lists of all contents for a template that walks through parts."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+    def rendered(said: str, *, listed: bool) -> str:
+        messages = [
+            {"role": "user", "content": "Add."},
+            {"role": "assistant", "content": said, "tool_calls": [call, call]},
+            {"role": "tool", "content": "2"},
+        ]
+        if listed:
+            messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for said in ("", "Let me see."):
+        assert rendered(said, listed=True) == rendered(said, listed=False)

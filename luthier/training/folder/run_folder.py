@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
+from luthier.config.adapters import own_values
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
 from luthier.loader.feed_files import FeedPlace
@@ -89,8 +90,9 @@ def check_run_folder(config: RunConfig) -> None:
 
 
 def write_run_config(config: RunConfig, folder: Path) -> None:
-    """Write the resolved run description."""
-    checkpoints.write_json(folder / RUN_CONFIG, config.model_dump(mode="json"))
+    """Write the resolved run description, which every command takes as it does the user's own."""
+    values = config.model_dump(mode="json")
+    checkpoints.write_json(folder / RUN_CONFIG, {**values, "adapter": own_values(config.adapter, values["adapter"])})
 
 
 def _resume_auto(config: RunConfig, run: Path, report: Callable[[str], None]) -> Path | None:
