@@ -462,7 +462,7 @@ ROWS = (
         name="gkd",
         objectives=("distill",),
         function="luthier.objectives.token_losses:gkd",
-        numbers={"gkd_beta": 0.5},
+        numbers={"gkd_beta": 0.5, "gkd_top_k": 0},
         reference=True,
         formula="b KL(teacher, m) + (1-b) KL(policy, m), m = b teacher + (1-b) policy, b = gkd_beta",
         paper="2306.13649",

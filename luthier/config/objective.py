@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from luthier.config import loss_rows
 from luthier.config.choices import (
     NameOf,
+    Natural,
     NonEmpty,
     NonNegative,
     Positive,
@@ -280,6 +281,9 @@ class ObjectiveConfig(Section):
     gkd_beta: Proportion | None = None
     """``gkd``: 0 is KL(teacher || policy), which has all of the teacher's tokens be likely; 1 is KL(policy || teacher),
     which has all that the policy gives be likely to the teacher; between them a Jensen-Shannon divergence."""
+    gkd_top_k: Natural | None = None
+    """``gkd``: compare on so many tokens, those that the teacher finds likeliest, and on all others together; 0: on
+    each token of the vocabulary."""
     reference: ReferenceConfig = ReferenceConfig()
     """The model that the loss compares with, where it does; of ``distill`` the teacher."""
 

@@ -168,7 +168,8 @@ class _LogitChunk:
         mean_logits_C = logits_CV.mean(dim=1) if settings.label_smoothing else zeros_C
         kl_C, slope_CV = zeros_C, None
         if reference_CV is not None:
-            kl_C, slope_CV = divergence_with_slope(log_probabilities(logits_CV), reference_CV, settings.beta)
+            mine_CV = log_probabilities(logits_CV)
+            kl_C, slope_CV = divergence_with_slope(mine_CV, reference_CV, settings.beta, settings.top_k)
         softmax = softmax_(logits_CV, ids_C)
         quantities = TokenQuantities(
             logps_C=softmax.logps_C,
@@ -229,7 +230,7 @@ def _losses_by_function(
         kl_C = zeros_C
         if judge is not None:
             reference_CV = log_probabilities(judge.logits(rows)[0], logits_CV.shape[1])
-            kl_C = divergence(log_probabilities(logits_CV), reference_CV, settings.beta)
+            kl_C = divergence(log_probabilities(logits_CV), reference_CV, settings.beta, settings.top_k)
         quantities = TokenQuantities(
             logps_C=logits_CV.gather(1, ids_C[:, None]).squeeze(1) - lse_C,
             lse_C=lse_C,

@@ -10,7 +10,7 @@ from luthier.objectives.pair_formulas import PairSettings
 from luthier.objectives.token_losses import TokenSettings
 
 _ALPHA_OF = {"eaft": "eaft_alpha", "asft": "asft_alpha"}
-_BETA = "gkd_beta"
+_BETA, _TOP_K = "gkd_beta", "gkd_top_k"
 _ELSEWHERE = ("ld_alpha",)  # acts on the sums over targets, before any loss
 
 
@@ -23,7 +23,8 @@ def token_settings(objective: ObjectiveConfig) -> TokenSettings:
         z_loss=numbers.get("z_loss", 0.0),
         alpha=objective.number(_ALPHA_OF[loss]) if loss in _ALPHA_OF else 1.0,
         beta=numbers.get(_BETA, 0.0),
-        own=_others(objective, TokenSettings, *_ALPHA_OF.values(), _BETA),
+        top_k=int(numbers.get(_TOP_K, 0)),
+        own=_others(objective, TokenSettings, *_ALPHA_OF.values(), _BETA, _TOP_K),
     )
 
 

@@ -176,6 +176,7 @@ class TokenSettings:
     z_loss           weight of ``lse^2``, which keeps logits from drifting (arXiv:2204.02311)
     alpha            of ``eaft`` the power of the entropy; of ``asft`` the weight of the KL to the reference
     beta             of the divergence from the reference: 0 is KL(reference || policy)
+    top_k            of the reference's tokens that it compares, with all others as one more; 0 compares all
     own              numbers of a plugin's loss, by their keys
     """
 
@@ -184,6 +185,7 @@ class TokenSettings:
     z_loss: float = 0.0
     alpha: float = 1.0
     beta: float = 0.0
+    top_k: int = 0
     own: Mapping[str, float] = field(default_factory=dict)
 
 

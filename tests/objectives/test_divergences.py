@@ -20,11 +20,12 @@ def logits(seed: int, width: int = V) -> torch.Tensor:
 
 
 @BETAS
-def test_the_slope_is_its_derivative(beta: float) -> None:
+@pytest.mark.parametrize("top_k", [0, 1, 4, V - 1, V + 1])
+def test_the_slope_is_its_derivative(beta: float, top_k: int) -> None:
     mine, teacher = logits(2), logits(3).detach().log_softmax(1)
-    values = divergence(mine.log_softmax(1), teacher, beta)
+    values = divergence(mine.log_softmax(1), teacher, beta, top_k)
     (expected,) = torch.autograd.grad(values.sum(), mine)
-    found, slope = divergence_with_slope(mine.detach().log_softmax(1), teacher, beta)
+    found, slope = divergence_with_slope(mine.detach().log_softmax(1), teacher, beta, top_k)
     torch.testing.assert_close(found, values.detach())
     torch.testing.assert_close(slope, expected)
 
@@ -51,8 +52,9 @@ def test_equal_distributions_are_no_distance_apart_and_others_are(beta: float) -
 @BETAS
 @pytest.mark.parametrize("width", [V - 3, V, V + 6])
 @pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.parametrize("top_k", [0, 3])
 def test_a_teacher_may_have_rows_more_or_fewer_that_stand_for_nothing(
-    beta: float, width: int, by_function: bool, monkeypatch: pytest.MonkeyPatch
+    beta: float, width: int, by_function: bool, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 2 * (V + 6))
     generator = torch.Generator().manual_seed(8)
@@ -60,11 +62,11 @@ def test_a_teacher_may_have_rows_more_or_fewer_that_stand_for_nothing(
     weight = torch.randn(V, D, generator=generator, dtype=torch.float64, requires_grad=True)
     of_teacher = torch.randn(width, D, generator=generator, dtype=torch.float64)
     reference = ReferenceHidden(hidden_KD=hidden.detach() + 1, head=Head(weight_VD=of_teacher))
-    settings = TokenSettings(loss="gkd", beta=beta)
+    settings = TokenSettings(loss="gkd", beta=beta, top_k=top_k)
     any_head = (lambda rows: rows @ weight.T) if by_function else Head(weight_VD=weight)
     found = hidden_loss_sum(hidden, any_head, torch.arange(C), settings=settings, reference=reference).loss_sum
     teacher = log_probabilities((reference.hidden_KD @ of_teacher.T)[:, :V], V)
-    expected = divergence((hidden @ weight.T).log_softmax(1), teacher, beta).sum()
+    expected = divergence((hidden @ weight.T).log_softmax(1), teacher, beta, top_k).sum()
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected)]
     for mine, theirs in zip(*gradients, strict=True):
@@ -72,10 +74,27 @@ def test_a_teacher_may_have_rows_more_or_fewer_that_stand_for_nothing(
 
 
 @BETAS
+def test_with_the_top_tokens_all_others_are_one(beta: float) -> None:
+    student, teacher = logits(6).detach().log_softmax(1), logits(7).detach().log_softmax(1)
+    ids = teacher.argsort(1, descending=True)
+    merged = []
+    for logps in (student, teacher):
+        ordered = logps.gather(1, ids).exp()
+        merged.append(torch.cat([ordered[:, :3], ordered[:, 3:].sum(1, keepdim=True)], dim=1).log())
+    torch.testing.assert_close(divergence(student, teacher, beta, 3), divergence(*merged, beta))
+    assert (divergence(student, teacher, beta, 3) < divergence(student, teacher, beta)).all(), "less is told apart"
+    exchanged = student.clone()  # within the tail
+    exchanged[torch.arange(C)[:, None], ids[:, [10, 20]]] = student.gather(1, ids[:, [20, 10]])
+    torch.testing.assert_close(divergence(exchanged, teacher, beta, 3), divergence(student, teacher, beta, 3))
+
+
+@BETAS
 def test_masked_ids_and_certain_distributions_give_numbers(beta: float) -> None:
     student, teacher = logits(9).detach().float(), logits(10).detach().float() * 1_000
     student[:, 3], teacher[:, 5] = float("-inf"), float("-inf")
     found, slope = divergence_with_slope(log_probabilities(student), log_probabilities(teacher), beta)
+    assert found.isfinite().all() and slope.isfinite().all()
+    found, slope = divergence_with_slope(log_probabilities(student), log_probabilities(teacher), beta, 2)
     assert found.isfinite().all() and slope.isfinite().all()
     assert np.isclose(log_probabilities(student)[:, 3], UNSEEN).all()
 

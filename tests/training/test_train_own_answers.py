@@ -18,6 +18,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Finish
 from luthier.errors import ConfigError, ModelError
 from luthier.metrics.table import METRICS, Metric
+from luthier.objectives.settings import token_settings
 from luthier.records import Address
 from luthier.training.fit import fit_data
 from luthier.training.generate import Question
@@ -27,6 +28,7 @@ from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer
 
 Train = Callable[..., RunResult]
 OWN = {"rollout": ROLLOUT, "data__max_length": 64}
+TEACHER = "objective.reference.name_or_path=preset:tiny-qwen3"
 LEARNS = {"train__max_steps": 15, "train__learning_rate": 1e-2}
 
 
@@ -87,7 +89,7 @@ def test_rewarded_answers_become_likelier(name: str, more: dict[str, Any], knows
 def test_a_teacher_is_followed_without_a_reward(
     name: str, beta: float | None, knows_few: Path, knows_half: Path, train: Train
 ) -> None:
-    more = {} if beta is None else {"gkd_beta": beta}
+    more = {} if beta is None else {"gkd_beta": beta, "gkd_top_k": 8 if beta == 0 else 0}
     changes = {**OWN, **LEARNS, "model": {"name_or_path": str(knows_few)}, "rollout": rollout(rewards=[])}
     run = train(make_data(make_segments(12)), objective=objective(name, knows_half, **more), **changes)
     odd = [
@@ -245,4 +247,6 @@ def test_one_answer_and_no_reward_are_enough_for_a_teacher(tmp_path: Path) -> No
     path = tmp_path / "own.yaml"
     path.write_text("model: preset:tiny-qwen3\ndata: {train: preset:skills}\nrollout: {answers: 1, rewards: []}\n")
     told = load_draft(path, ["objective={name: distill, loss: gkd, reference: {name_or_path: preset:tiny-qwen3}}"])
-    assert told.config.objective.number("gkd_beta") == 0.5
+    assert told.config.objective.number("gkd_beta") == 0.5 and token_settings(told.config.objective).top_k == 0
+    told = load_draft(path, ["objective.name=distill", "objective.loss=gkd", "objective.gkd_top_k=64", TEACHER])
+    assert token_settings(told.config.objective).top_k == 64
