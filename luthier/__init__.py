@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from luthier.check.plan.contamination import ContaminatedRow as ContaminatedRow
     from luthier.check.plan.contamination import Contamination as Contamination
     from luthier.check.plan.costs import DataPlan as DataPlan
+    from luthier.check.plan.costs import DrawingPlan as DrawingPlan
     from luthier.check.plan.costs import HistoryCost as HistoryCost
     from luthier.check.plan.costs import LongRow as LongRow
+    from luthier.check.plan.costs import MediaCount as MediaCount
     from luthier.check.plan.costs import RunPlan as RunPlan
     from luthier.check.plan.costs import SourcePlan as SourcePlan
-    from luthier.check.plan.drawn_steps import DrawingPlan as DrawingPlan
     from luthier.check.plan.estimate import Device as Device
     from luthier.check.plan.estimate import Estimate as Estimate
     from luthier.check.plan.estimate import Memory as Memory
-    from luthier.check.plan.media_counts import MediaCount as MediaCount
     from luthier.check.plan.stats import Distribution as Distribution
     from luthier.check.plan.stats import SourceStats as SourceStats
     from luthier.check.plan.stats import Stats as Stats

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from luthier.check.loaded import Loaded
     from luthier.check.plan.contamination import Contamination
     from luthier.check.plan.costs import RunPlan
     from luthier.check.plan.estimate import Estimate
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from luthier.encoding.encoder import Encoder
     from luthier.loader.feed import FeedReader
     from luthier.loader.plan import StreamPlan
+    from luthier.loader.run_settings import Loaded
     from luthier.preparation.prepare import Progress
     from luthier.preparation.prepared import Prepared
     from luthier.sources import RepeatedIds
@@ -203,8 +203,7 @@ def plan(
 
     Raises `ConfigError`, `UserError` for an unknown device or data without a row, and what preparation raises.
     """
-    from luthier.check.plan.costs import with_media
-    from luthier.check.plan.drawn_steps import drawing_of
+    from luthier.check.plan.costs import drawing_of, with_media
     from luthier.check.plan.estimate import check_name
     from luthier.errors import ModelError
 
@@ -262,8 +261,7 @@ def show(
 
     Raises `ConfigError`, `UserError` where there is no such row, pack or batch, and what preparation raises.
     """
-    from luthier.check.facts import run_facts
-    from luthier.check.selection import Selection, write_page
+    from luthier.check.selection import Selection, run_facts, write_page
 
     tell = on_event or _silent
     selection = Selection.of_options(row=row, pack=pack, batch=batch, held_out=split == "eval")
@@ -375,8 +373,8 @@ def _checked_to_train(draft: Draft) -> list[str]:
 
 
 def _found_to_plan(draft: Draft) -> Iterator[str]:
+    from luthier.config.draft import unread_settings
     from luthier.config.machine import check_machine
-    from luthier.config.unread import unread_settings
 
     yield from (f"training here would stop: {problem}" for problem in check_machine(draft))
     yield from unread_settings(draft)
@@ -389,7 +387,7 @@ def _load(
     on_progress: Callable[[Progress], None] | None = None,
     ray_address: str | None = None,
 ) -> Loaded:
-    from luthier.check.loaded import load_rows
+    from luthier.loader.run_settings import load_rows
 
     loaded = load_rows(run, on_progress=on_progress or tell, ray_address=ray_address)
     tell(loaded)

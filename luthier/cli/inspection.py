@@ -57,8 +57,8 @@ def prepare(config: ConfigFile, overrides: Overrides = None, ray: RayAddress = N
     [dim]Example[/]   luthier prepare run.yaml --ray auto
     """
     with reporting(json) as output:
-        from luthier.check.loaded import Loaded
         from luthier.check.plan.terminal import ledger_line
+        from luthier.loader.run_settings import Loaded
 
         heard: list[Loaded] = []
 
@@ -104,8 +104,8 @@ def plan(
     with reporting(json) as output:
         import msgspec
 
-        from luthier.check.loaded import Loaded
         from luthier.check.plan.terminal import estimate_table, plan_table
+        from luthier.loader.run_settings import Loaded
 
         def heard(event: object) -> None:
             if isinstance(event, Loaded):

@@ -18,7 +18,7 @@ from luthier.library import Listener, Remark
 from luthier.writing import counted
 
 if TYPE_CHECKING:
-    from luthier.check.loaded import Loaded
+    from luthier.loader.run_settings import Loaded
     from luthier.preparation.prepare import Progress as Progressed
     from luthier.preparation.prepared import Prepared
 
@@ -36,8 +36,8 @@ def listening(console: Console, heard: Listener | None = None) -> Iterator[Liste
     """A listener for the functions of `luthier.library`: it shows remarks, and a line of progress while rows are
     prepared. ``heard`` gets every event, once the line is gone where the event ends it.
     """
-    from luthier.check.loaded import Loaded
     from luthier.config.schema import RunConfig
+    from luthier.loader.run_settings import Loaded
     from luthier.preparation.prepare import Progress as Progressed
 
     with ExitStack() as line:

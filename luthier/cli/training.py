@@ -49,10 +49,10 @@ def train_and_tell(config: str, overrides: Sequence[str], console: Console, *, q
 
 
 def _tell(event: object, console: Console) -> None:
-    from luthier.check.loaded import Loaded
     from luthier.check.plan.costs import RunPlan
     from luthier.check.plan.terminal import plan_table
     from luthier.check.show.terminal import coloured_text
+    from luthier.loader.run_settings import Loaded
     from luthier.training.report.report import summary
 
     match event:

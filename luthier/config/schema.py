@@ -56,8 +56,15 @@ from luthier.config.choices import (
     as_enum,
     as_list,
 )
-from luthier.config.inputs import DataConfig, ModelConfig, Section, SourceConfig, TargetRuleConfig, TemplateConfig
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import (
+    DataConfig,
+    MediaConfig,
+    ModelConfig,
+    Section,
+    SourceConfig,
+    TargetRuleConfig,
+    TemplateConfig,
+)
 from luthier.config.objective import ObjectiveConfig
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.rollout import RolloutConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from luthier.config.media import LongAudio
+from luthier.config.inputs import LongAudio
 from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, MediaKind, MediaProcessor, own_template, probe, split_long_sounds
 from luthier.records import (

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from luthier.config.choices import MixtureBy
-from luthier.config.media import MediaCache
+from luthier.config.inputs import MediaCache
 from luthier.config.schema import Packing, RunConfig, SourceConfig
 from luthier.errors import SourceError
 from luthier.loader.run_settings import units_of

@@ -1,9 +1,11 @@
-"""How a run description says that its data is planned, and the plan itself."""
+"""How a run description says that its data is planned, the plan itself, and the loaded rows it is made of."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from luthier.collation import MediaInputs
 from luthier.config.choices import MixtureBy, RowKind
 from luthier.config.objective import OBJECTIVES, kind_of
 from luthier.config.schema import Packing, RunConfig, TrainConfig
+from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
 from luthier.loader.numbered_rows import RowTable
@@ -21,6 +24,9 @@ from luthier.loader.stream_state import LoaderState
 from luthier.media import MediaSource
 from luthier.media.families.family import PackingSupport
 from luthier.packing import MixtureSettings, PlanSettings, RowOrder, UnitKind, held_tokens
+from luthier.preparation.prepare import Progress, prepare
+from luthier.preparation.prepared import Prepared
+from luthier.preparation.segments import SegmentIndex
 from luthier.writing import counted
 
 
@@ -202,3 +208,37 @@ def _tokens_per_row(rows: RowTable, settings: PlanSettings) -> tuple[float, ...]
     ends = np.cumsum(np.asarray(rows.counts, dtype=np.int64))
     counts = np.diff(ends - np.searchsorted(rows.held_out, ends), prepend=0)
     return tuple((tokens / np.maximum(counts, 1)).tolist())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Loaded:
+    """A run whose rows are in the store. ``train`` and ``held_out`` are the segments that training would see.
+
+    ``seconds`` is how long preparation took.
+    """
+
+    config: RunConfig
+    encoder: Encoder
+    prepared: Prepared
+    train: SegmentIndex
+    held_out: SegmentIndex | None
+    seconds: float
+
+
+def load_rows(
+    config: RunConfig, *, on_progress: Callable[[Progress], None] | None = None, ray_address: str | None = None
+) -> Loaded:
+    """Render and encode what of the run's rows the store does not have; raises what `preparation.prepare` raises."""
+    started = time.perf_counter()
+    encoder = Encoder.from_config(config)
+    prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address)
+    limit, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
+    held_out = prepared.eval
+    return Loaded(
+        config=config,
+        encoder=encoder,
+        prepared=prepared,
+        train=SegmentIndex(prepared.train, max_length=limit, overflow=overflow, units=units),
+        held_out=None if held_out is None else SegmentIndex(held_out, max_length=limit, overflow=overflow, units=units),
+        seconds=time.perf_counter() - started,
+    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
 
-from luthier.config.media import LongAudio
+from luthier.config.inputs import LongAudio
 from luthier.errors import RowError
 from luthier.media.files.access import MediaAccess
 from luthier.media.files.probing import probe

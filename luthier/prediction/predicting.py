@@ -24,7 +24,6 @@ import msgspec
 import numpy as np
 
 from luthier import __version__
-from luthier.check.loaded import load_rows
 from luthier.check.plan.contamination import contamination
 from luthier.config.choices import RowKind
 from luthier.config.schema import SourceConfig
@@ -35,6 +34,7 @@ from luthier.engines.engine import Completion, Engine, Ids, Refusal, before_stop
 from luthier.engines.http import HttpEngine
 from luthier.engines.json_client import SERVER_TOKEN, token_from
 from luthier.errors import RowError, TemplateError, UserError
+from luthier.loader.run_settings import load_rows
 from luthier.metrics.table import Answered, RowLoss, chosen_metrics, measured
 from luthier.prediction.likelihood import LOSSES_FILE, keep_losses, kept_losses, row_losses
 from luthier.prediction.trained_run import TrainedRun, open_run

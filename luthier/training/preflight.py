@@ -21,13 +21,12 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, get_scheduler
 
-from luthier.config.draft import Draft
+from luthier.config.draft import Draft, unread_settings
+from luthier.config.inputs import MediaCache
 from luthier.config.machine import EXTRA, is_installed
-from luthier.config.media import MediaCache
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.rollout import RolloutConfig
 from luthier.config.schema import AdapterConfig, AdapterType, Precision, RunConfig, Sharding, Strategy
-from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError
 from luthier.loader.data_faults import data_faults

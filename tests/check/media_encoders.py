@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from luthier.config.choices import RowKind
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from luthier.check.loaded import Loaded, load_rows
 from luthier.check.selection import Kind, Selection
 from luthier.check.show.token_origins import TokenOrigin, find_rows, row_origins, segment_origin
 from luthier.check.show.view import RowView
@@ -19,6 +18,7 @@ from luthier.config.schema import SourceConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.owners import leaf_owners, sample_difference, token_owners
 from luthier.errors import RowError, StoreError
+from luthier.loader.run_settings import Loaded, load_rows
 from luthier.preparation.prepared import PreparedSet
 from luthier.records import (
     Address,

@@ -12,8 +12,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from luthier.check.plan.costs import plan_run, with_media
-from luthier.check.plan.media_counts import MediaItems, packing_refusal
+from luthier.check.plan.costs import MediaItems, packing_refusal, plan_run, with_media
 from luthier.check.plan.stats import stats
 from luthier.check.plan.terminal import plan_table, stats_table
 from luthier.check.verify.run import VerifyOptions, verify

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from luthier.config.inputs import MediaCache
 from luthier.config.loading import load_config_text
-from luthier.config.media import MediaCache
 from luthier.config.schema import RunConfig
 from luthier.errors import ConfigError
 from luthier.loader.choosing import prepares_meanwhile

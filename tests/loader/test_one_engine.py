@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from luthier.check.loaded import load_rows
 from luthier.check.selection import Kind, Selection
 from luthier.collation import CollateSettings
 from luthier.config.schema import RunConfig
@@ -25,7 +24,7 @@ from luthier.loader.feed_files import FeedJob, FeedPlace
 from luthier.loader.loader import Loader
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
-from luthier.loader.run_settings import plan_of_run
+from luthier.loader.run_settings import load_rows, plan_of_run
 from luthier.preparation.prepare import prepare
 from luthier.records import Batch
 from luthier.training.data import RunData, open_live_data, open_run_data

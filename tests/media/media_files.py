@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.media.files.access import MediaAccess
 
 OPEN = MediaAccess(MediaConfig())

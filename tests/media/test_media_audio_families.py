@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers.models.granite_speech.feature_extraction_granite_speech import GraniteSpeechFeatureExtractor
 
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.errors import ModelError, RowError
 from luthier.media.families.family import Settings
 from luthier.media.files.decoding import DecodedAudio, resample

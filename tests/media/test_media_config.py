@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from luthier.config.inputs import MediaConfig
 from luthier.config.loading import load_config_text
-from luthier.config.media import MediaConfig
 from luthier.errors import ConfigError
 
 GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills}\n"

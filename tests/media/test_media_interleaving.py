@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.media.families.family import MediaKind
 from luthier.media.files.decoding import Decoded, DecodedAudio, DecodedImage, DecodedVideo
 from luthier.media.geometry.frames import sampled_frames

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.errors import ModelError, RowError
 from luthier.media.families.family import MediaKind
 from luthier.media.processors.batching import merge_features

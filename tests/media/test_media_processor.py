@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import transformers as hf
 
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.errors import ModelError, RowError
 from luthier.layout.position_schemes import position_scheme
 from luthier.media.families.family import MediaKind, PackingSupport

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.errors import RowError
 from luthier.media.families.family import MediaKind
 from luthier.media.geometry.frames import sampled_frames, video_metadata

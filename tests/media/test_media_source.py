@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.config.schema import ModelConfig
 from luthier.encoding.tokenizer_files import find_files
 from luthier.loader.protocol import MediaSetup

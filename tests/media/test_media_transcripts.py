@@ -9,7 +9,7 @@ import pytest
 
 import luthier
 from luthier.check.verify.row import RowVerifier
-from luthier.config.media import LongAudio
+from luthier.config.inputs import LongAudio
 from luthier.config.schema import MediaConfig, ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.measuring import CUT_SOUND, SPLIT_SOUND

@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 from luthier import library
 from luthier.config import machine
 from luthier.config.choices import SCHEDULERS, TRACKERS, QuantizationType
-from luthier.config.draft import Draft
+from luthier.config.draft import Draft, unread_settings
 from luthier.config.loading import load_draft
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.unread import unread_settings
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ConfigError, ModelError, Problem

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.plan.drawn_steps import DrawingPlan
-from luthier.check.plan.estimate import Estimate
-from luthier.check.plan.media_counts import MediaCount, MediaItems, packing_refusal
+from luthier.check.plan.estimate import Estimate, computes_in_16_bits, shape_of_run
+from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import Overflow, Packing, RunConfig
+from luthier.errors import ModelError
 from luthier.loader.numbered_rows import RowTable
-from luthier.loader.run_settings import eval_settings, shares_prompts, train_settings, warmup_steps
+from luthier.loader.run_settings import Loaded, eval_settings, shares_prompts, train_settings, warmup_steps
+from luthier.media import MediaKind
+from luthier.media.families.family import PackingSupport
+from luthier.media.families.table import FAMILIES
 from luthier.packing import (
     EpochPlan,
     PlanSettings,
@@ -28,6 +31,7 @@ from luthier.packing import (
 )
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Sample
+from luthier.rendering.messages import kind_of_media
 from luthier.writing import counted
 
 NUM_LONGEST = 5
@@ -309,3 +313,129 @@ def _overlap(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
         if length <= len(other) and np.array_equal(one[start:], other[:length]):
             return length
     return 0
+
+
+# -------------------------------------------------------------------------------------------------- media of a data set
+
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaCount:
+    """The items of one kind, and the tokens that stand for them: all, of the median item, of the largest one."""
+
+    kind: MediaKind
+    items: int
+    tokens: int
+    median_tokens: int
+    most_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MediaItems:
+    """All items of an index, a column each: int64[M], by the number of the segment that an item is in.
+
+    An item that several segments share (a pair's prompt) is there for each, as its tokens are.
+    """
+
+    segment: Ints
+    kind: Ints  # its place among `MediaKind`
+    tokens: Ints
+
+    @classmethod
+    def of_index(cls, index: SegmentIndex) -> MediaItems:
+        """Read from the store, of segments that have media and no others."""
+        rows: list[tuple[int, int, int]] = []
+        kinds = list(MediaKind)
+        for number in np.flatnonzero(index.prepared.store.have_media(index.sample_ids)).tolist():
+            rows += (
+                (number, kinds.index(MediaKind(kind_of_media(item.media))), item.length) for item in index[number].media
+            )
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        return cls(segment=columns[:, 0], kind=columns[:, 1], tokens=columns[:, 2])
+
+    def counts(self, chosen: NDArray[np.bool_] | None = None) -> tuple[MediaCount, ...]:
+        """Kind by kind, of the segments where ``chosen`` (bool[N]) is set; None: of all. Kinds without items are left
+        out.
+        """
+        found = []
+        mine = np.ones(len(self.segment), dtype=np.bool_) if chosen is None else chosen[self.segment]
+        for number, kind in enumerate(MediaKind):
+            tokens = self.tokens[mine & (self.kind == number)]
+            if len(tokens):
+                found.append(
+                    MediaCount(
+                        kind=kind,
+                        items=len(tokens),
+                        tokens=int(tokens.sum()),
+                        median_tokens=int(np.percentile(tokens, 50, method="inverted_cdf")),
+                        most_tokens=int(tokens.max()),
+                    )
+                )
+        return tuple(found)
+
+
+def packing_refusal(model_config: Mapping[str, object]) -> str | None:
+    """Why segments may not share a row of this model, by its family; None: nothing in the table says so.
+
+    ``model_config`` is the model's ``config.json``.
+    """
+    kind = model_config.get("model_type")
+    family = next((family for family in FAMILIES.values() if kind in family.model_types), None)
+    return (
+        None if family is None or family.packing is PackingSupport.PACKED else f"family {family.name}: {family.reason}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- steps that draw answers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawingPlan:
+    """On all ``num_ranks`` devices together, where nothing else is said.
+
+    prompts, answers  of a step, and of each prompt
+    most_tokens       that are drawn, if no answer ends before ``rollout.max_new_tokens``
+    longest_prompt    tokens of the longest prompt
+    micro_batches     of a step on each device, at most
+    cache_bytes       of keys and values of the answers that a device draws at once, at most; None: not known
+    """
+
+    prompts: int
+    answers: int
+    most_tokens: int
+    longest_prompt: int
+    micro_batches: int
+    cache_bytes: int | None
+
+
+def drawing_of(loaded: Loaded, *, num_ranks: int, device: str | None) -> DrawingPlan | None:
+    """The plan of a run's drawing on a named ``device`` or the one that is here; None where it draws nothing. What its
+    cache takes is not known of a model whose config cannot be read."""
+    from luthier.models.model import run_device  # torch is loaded where it is needed
+
+    config, index = loaded.config, loaded.train
+    if not OBJECTIVES[config.objective.name].on_policy:
+        return None
+    on_gpu = device is not None or run_device(config) == "cuda"
+    try:
+        shape = shape_of_run(config, loaded.encoder.tokenizer)
+    except ModelError:
+        shape = None
+    rollout, table = config.rollout, index.table()
+    prompts, longest = rollout.prompts_per_step, int((table.lengths - table.num_targets).max())
+    of_device, cache = -(-prompts // num_ranks), None
+    if shape is not None:
+        length = longest + rollout.max_new_tokens
+        held = sum(min(length, length if window is None else window) for window in shape.windows)
+        at_once = min(rollout.batch_size, of_device * rollout.answers * rollout.updates)
+        cache = at_once * held * 2 * shape.keys * (2 if computes_in_16_bits(config, on_gpu=on_gpu) else 4)
+    return DrawingPlan(
+        prompts=prompts,
+        answers=rollout.answers,
+        most_tokens=prompts * rollout.answers * rollout.max_new_tokens,
+        longest_prompt=longest,
+        micro_batches=-(-of_device // config.train.per_device_train_batch_size),
+        cache_bytes=cache,
+    )

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.plan.costs import LongRow, longest_rows
-from luthier.check.plan.media_counts import MediaCount, MediaItems
+from luthier.check.plan.costs import LongRow, MediaCount, MediaItems, longest_rows
 from luthier.config.schema import Overflow
 from luthier.preparation.prepared import PreparedSet
 from luthier.preparation.segments import SegmentIndex

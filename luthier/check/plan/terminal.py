@@ -11,10 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from luthier.check.plan.costs import DataPlan, LongRow, RunPlan
-from luthier.check.plan.drawn_steps import DrawingPlan
+from luthier.check.plan.costs import DataPlan, DrawingPlan, LongRow, MediaCount, RunPlan
 from luthier.check.plan.estimate import GIB, Device, Estimate, Memory
-from luthier.check.plan.media_counts import MediaCount
 from luthier.check.plan.stats import Distribution, SourceStats, Stats
 from luthier.packing import UnitKind
 from luthier.rendering.messages import PLURAL

@@ -26,9 +26,9 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from luthier.check.verify.answer import changed_leaves, holds_arguments, json_values, leaves, short
 from luthier.check.verify.findings import Check, Method
 from luthier.check.verify.plain_template import PlainTemplate, Tools
+from luthier.check.verify.policy import changed_leaves, holds_arguments, json_values, leaves, short
 from luthier.check.verify.reference_tokenizer import SECRET_BEGIN, SECRET_END, ReferenceTokenizer
 from luthier.errors import RowError
 from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.verify.answer import LearnedText, missing_of_part
 from luthier.check.verify.expected import ExpectedTurn
 from luthier.check.verify.findings import Check, Token, Violation
-from luthier.check.verify.policy import TurnPolicy
+from luthier.check.verify.policy import LearnedText, TurnPolicy, missing_of_part
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer, first_difference
 from luthier.records import Segment
 from luthier.writing import counted

@@ -25,16 +25,20 @@ from luthier.check.verify.reference_tokenizer import (
     verify_given,
 )
 from luthier.check.verify.server import TokenServer
-from luthier.check.verify.shortened import LengthJudge, number_fault, only, shorter_prompts, trees_of
 from luthier.check.verify.token_runs import (
+    LengthJudge,
     asked_besides,
     besides_faults,
     derived_turn,
     judged_faults,
+    number_fault,
+    only,
     run_faults,
+    shorter_prompts,
+    trees_of,
     whole_text_faults,
 )
-from luthier.config.media import LongAudio
+from luthier.config.inputs import LongAudio
 from luthier.media import MediaAccess, MediaSource, split_long_sounds
 from luthier.records import (
     Audio,
@@ -471,20 +475,15 @@ def as_sample(leaf: Segment) -> Sample:
 def comparison_faults(row: ComparedRow, sample: Sample) -> Iterator[Violation]:
     """Whether the sample is a prompt with as many continuations as the row has, and keeps the row's verdict."""
     address, wanted = str(row.address), len(answers_of(row))
-    parents = [branch.parent for branch in sample.branches]
-    if parents != [-1] + [0] * wanted:
-        what = (
-            f"a prompt with {counted(wanted, 'continuation')} has branches with parents "
-            f"{[-1] + [0] * wanted}, this {parents}"
-        )
+    parents, right = [branch.parent for branch in sample.branches], [-1] + [0] * wanted
+    if parents != right:
+        what = f"a prompt with {counted(wanted, 'continuation')} has branches with parents {right}, this {parents}"
         yield Violation(check=Check.BRANCHES, address=address, what=what)
         return
     prompt = sample.branches[0].length
     if sample.target[:prompt].any():
-        what = (
-            f"{counted(int(sample.target[:prompt].sum()), 'token')} of the prompt that all "
-            f"continuations share are learned"
-        )
+        learned = counted(int(sample.target[:prompt].sum()), "token")
+        what = f"{learned} of the prompt that all continuations share are learned"
         yield Violation(check=Check.NOTHING_SUPPLIED_TRAINED, address=address, what=what)
     runs = [segment.input_ids for segment in sample.segments()]
     if len(runs) == 2 and np.array_equal(runs[0], runs[1]):

@@ -17,9 +17,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.verify.answer import changed_leaves, leaves
 from luthier.check.verify.completions import NeutralRow
-from luthier.check.verify.policy import Spoken, TurnPolicy
+from luthier.check.verify.policy import Spoken, TurnPolicy, changed_leaves, leaves
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer
 from luthier.errors import RowError
 from luthier.records import Message, Part, Text, Thinking, ToolCall

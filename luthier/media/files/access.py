@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.errors import RowError, RowForbidden
 from luthier.writing import counted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.errors import RowError
 from luthier.media.files.access import Content, MediaAccess
 from luthier.media.files.containers import probe_audio, probe_video

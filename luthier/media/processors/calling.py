@@ -18,7 +18,7 @@ from luthier.writing import counted
 if TYPE_CHECKING:
     import PIL.Image
 
-    from luthier.config.media import MediaConfig
+    from luthier.config.inputs import MediaConfig
     from luthier.media.files.decoding import Decoded
 
 # Named by kind and not for all, since some classes cannot read their own ids as tensors.

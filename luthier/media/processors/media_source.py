@@ -9,7 +9,7 @@ from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from luthier.config.media import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.config.schema import ModelConfig
 from luthier.errors import ModelError
 from luthier.media.families.family import MediaKind, Processor

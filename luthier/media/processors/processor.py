@@ -50,7 +50,7 @@ from luthier.records import AudioHeader, ImageHeader, MediaHeader
 if TYPE_CHECKING:
     import PIL.Image
 
-    from luthier.config.media import MediaConfig
+    from luthier.config.inputs import MediaConfig
     from luthier.media.files.decoding import Decoded
 
 # Files by which a model's folder says that it has a processor.

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from luthier.collation import MediaInputs, collate_packs
-from luthier.config.media import MediaCache
+from luthier.config.inputs import MediaCache
 from luthier.config.schema import ModelPart, Precision, RunConfig
 from luthier.errors import ModelError, RowError, StoreError
 from luthier.loader.plan import StreamPlan
