@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from luthier.encoding.encoder import Encoder
     from luthier.loader.feed import FeedReader
     from luthier.loader.plan import StreamPlan
-    from luthier.loader.run_settings import Loaded
+    from luthier.loader.settings import Loaded
     from luthier.preparation.prepare import Progress
     from luthier.preparation.prepared import Prepared
     from luthier.sources import RepeatedIds
@@ -123,7 +123,7 @@ def train_and_report(
     """`train`, with the report that was written. ``quickstart``: the report says how exact the answers were."""
     tell = on_event if on_event is not None and is_main_process() else _silent
     with _described(config, overrides, tell, "train") as run:
-        from luthier.loader.choosing import prepares_meanwhile
+        from luthier.loader.feed import prepares_meanwhile
 
         if prepares_meanwhile(run):
             report = _train_meanwhile(run, tuple(callbacks), tell)
@@ -277,7 +277,7 @@ def show(
 def schedule_of(loaded: Loaded) -> StreamPlan:
     """All steps of the run on all processes launched; raises `BudgetError` and `UserError` as training would."""
     from luthier.loader.numbered_rows import RowTable
-    from luthier.loader.run_settings import plan_of_run
+    from luthier.loader.settings import plan_of_run
     from luthier.training.data import check_some_left
 
     loaded.train.ledger.check(max_drop=loaded.config.data.max_drop)
@@ -289,7 +289,7 @@ def schedule_of(loaded: Loaded) -> StreamPlan:
 def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
     """The run's plan, without an estimate."""
     from luthier.check.plan.costs import history_cost, plan_run
-    from luthier.loader.run_settings import warmup_steps
+    from luthier.loader.settings import warmup_steps
     from luthier.training.schedule import FEW_STEPS, length_notes, ways_to_more_steps
 
     ranks, total_steps, first = schedule.settings.num_ranks, schedule.count_steps(), schedule.epoch(0)
@@ -350,7 +350,7 @@ def _described(
                 hint = "luthier export writes it"
             raise ConfigError([draft.problem("train.enabled", what, hint)])
         if to in ("load", "plan"):
-            from luthier.loader.data_faults import data_faults
+            from luthier.loader.settings import data_faults
 
             if faults := list(data_faults(draft)):
                 raise ConfigError(faults)
@@ -387,7 +387,7 @@ def _load(
     on_progress: Callable[[Progress], None] | None = None,
     ray_address: str | None = None,
 ) -> Loaded:
-    from luthier.loader.run_settings import load_rows
+    from luthier.loader.settings import load_rows
 
     loaded = load_rows(run, on_progress=on_progress or tell, ray_address=ray_address)
     tell(loaded)
@@ -420,8 +420,7 @@ def _train_prepared(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell
 
 def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell: Listener) -> Report:
     """Train while another process prepares the rows."""
-    from luthier.loader.choosing import feed_folder
-    from luthier.loader.feed import Feed, FeedReader
+    from luthier.loader.feed import Feed, FeedReader, feed_folder
     from luthier.loader.feed_files import FeedJob
     from luthier.training.folder.run_folder import place_to_feed
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from luthier.config.optimizers import optimizer_table
 from luthier.config.words import config_reference
 from luthier.encoding.tokenizer import load_tokenizer
-from luthier.media.families.documented import family_table
+from luthier.media.families.table import family_table
 from luthier.objectives.loss_table import loss_table
 from luthier.presets.named_templates import templates_table
 

@@ -391,7 +391,6 @@ EXCUSED_MODULES = {
     "adapters": "config checks the section of that name, models makes what the section says",
     "html": "each is the page of its room's record",
     "interface": "each is its room's entry for programs",
-    "media": "config has the section of that name, formats read what a row says of it",
     "objective": "config has the section of that name, training puts together what the section says",
     "pictures": "geometry counts their tokens, presets draws some",
     "settings": "each holds what its room is told",

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from benchmarks.harness.conversations import conversations
 from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
-from luthier.loader.run_settings import units_of
+from luthier.loader.settings import units_of
 from luthier.preparation.prepare import prepare
 from luthier.preparation.segments import SegmentIndex
 from luthier.presets.datasets import dataset_rows

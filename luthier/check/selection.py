@@ -20,7 +20,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import UserError
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.reader import BatchReader
-from luthier.loader.run_settings import Loaded, eval_settings, media_of, plan_of_run
+from luthier.loader.settings import Loaded, eval_settings, media_of, plan_of_run
 from luthier.packing import EpochPlan, UnitKind, plan_epoch
 from luthier.preparation.prepared import PreparedSet
 from luthier.preparation.segments import SegmentIndex

@@ -80,7 +80,7 @@ def chat(  # noqa: PLR0913
         declared = [] if tools is None else _declared(tools)
         from luthier.prediction.dialogue import Dialogue, media_part, with_thinking
         from luthier.prediction.trained_run import open_run
-        from luthier.sources.openai_rows import as_row
+        from luthier.sources.formats.turns import as_row
 
         opened = open_run(Path(run).expanduser(), overrides or ())
         if thinking is not None:

@@ -58,7 +58,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None, ray: RayAddress = N
     """
     with reporting(json) as output:
         from luthier.check.plan.terminal import ledger_line
-        from luthier.loader.run_settings import Loaded
+        from luthier.loader.settings import Loaded
 
         heard: list[Loaded] = []
 
@@ -105,7 +105,7 @@ def plan(
         import msgspec
 
         from luthier.check.plan.terminal import estimate_table, plan_table
-        from luthier.loader.run_settings import Loaded
+        from luthier.loader.settings import Loaded
 
         def heard(event: object) -> None:
             if isinstance(event, Loaded):

@@ -18,7 +18,7 @@ from luthier.library import Listener, Remark
 from luthier.writing import counted
 
 if TYPE_CHECKING:
-    from luthier.loader.run_settings import Loaded
+    from luthier.loader.settings import Loaded
     from luthier.preparation.prepare import Progress as Progressed
     from luthier.preparation.prepared import Prepared
 
@@ -37,7 +37,7 @@ def listening(console: Console, heard: Listener | None = None) -> Iterator[Liste
     prepared. ``heard`` gets every event, once the line is gone where the event ends it.
     """
     from luthier.config.schema import RunConfig
-    from luthier.loader.run_settings import Loaded
+    from luthier.loader.settings import Loaded
     from luthier.preparation.prepare import Progress as Progressed
 
     with ExitStack() as line:

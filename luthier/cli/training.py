@@ -52,7 +52,7 @@ def _tell(event: object, console: Console) -> None:
     from luthier.check.plan.costs import RunPlan
     from luthier.check.plan.terminal import plan_table
     from luthier.check.show.terminal import coloured_text
-    from luthier.loader.run_settings import Loaded
+    from luthier.loader.settings import Loaded
     from luthier.training.report.report import summary
 
     match event:

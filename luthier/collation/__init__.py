@@ -5,8 +5,7 @@ from __future__ import annotations
 from luthier.collation.collator import collate_packs, collate_trees, to_batch
 from luthier.collation.grid import CollateSettings, Grid, blank_grid, lay_out, lay_out_trees
 from luthier.collation.media_inputs import MediaInputs
-from luthier.collation.selecting import has_only_text, only_segments
-from luthier.collation.unpacking import paths_of_row, unpacked
+from luthier.collation.selecting import has_only_text, only_segments, paths_of_row, unpacked
 
 __all__ = [
     "CollateSettings",

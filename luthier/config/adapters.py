@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from luthier.config.choices import AdapterType, ModelPart, QuantizationType, RatePart, Sharding
 from luthier.config.draft import Draft
-from luthier.config.inputs import check_pattern
-from luthier.config.media import MediaCache
+from luthier.config.inputs import MediaCache, check_pattern
 from luthier.config.schema import AdapterConfig
 from luthier.config.tree import get, plain
 from luthier.config.words import known_keys

@@ -5,21 +5,25 @@ from __future__ import annotations
 from luthier.layout.cutting import SegmentCut, cut_segment, plan_windows, take_window, without_targets
 from luthier.layout.mrope import mrope_positions, packed_mrope
 from luthier.layout.position_schemes import Canvas, MediaGrids, PositionScheme, TokenType, position_scheme, token_types
-from luthier.layout.prompts import cut_prompt, prompt_tree, span_of, splice, tree_of_runs
 from luthier.layout.trees import (
     ancestors,
     cu_seqlens,
+    cut_prompt,
     held_of_leaves,
     join_trees,
     leaf_segment,
     leaves,
     position_ids,
+    prompt_tree,
     seen_blocks,
     segment_ids,
     segment_starts,
+    span_of,
+    splice,
     tree_follows,
     tree_leaves,
     tree_mask,
+    tree_of_runs,
     tree_positions,
 )
 

@@ -33,13 +33,12 @@ from luthier.loader.feed_files import (
     portion_file,
     publish,
 )
-from luthier.loader.run_settings import mixture_of
+from luthier.loader.settings import mixture_of
 from luthier.packing import EpochOrder, RowOrder
 from luthier.packing.order import hold_out_part
 from luthier.preparation.portions import ResolvedPortion
 from luthier.preparation.prepare import QUARANTINE_FILE
-from luthier.preparation.prepared import empty_side, num_held_out
-from luthier.preparation.quarantine import Quarantine
+from luthier.preparation.prepared import Quarantine, empty_side, num_held_out
 from luthier.preparation.resolver import resolve_portions
 from luthier.sources import RowIndex, Source, open_sources, resolve_sources
 from luthier.store.manifest import SPOOL

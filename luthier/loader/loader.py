@@ -26,8 +26,7 @@ from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
-from luthier.loader.run_settings import loader_options, order_of_run
-from luthier.loader.settings import LoaderOptions, LoaderSettings
+from luthier.loader.settings import LoaderOptions, LoaderSettings, loader_options, order_of_run
 from luthier.loader.stream_state import LoaderState, RowTrail
 from luthier.packing import EpochPlan, MixtureSettings, RowOrder, SegmentTable, UnitKind
 from luthier.preparation.prepare import prepare

@@ -35,13 +35,13 @@ from luthier.loader.protocol import (
     MediaSetup,
     Ready,
     Setup,
+    SharedArrays,
     frame,
     grid_of,
     receive,
     work_of,
 )
 from luthier.loader.reader import BatchReader
-from luthier.loader.shared_arrays import SharedArrays
 from luthier.media.feature_files import FeatureFiles
 from luthier.records import Address, Batch
 

@@ -6,8 +6,11 @@ worker -> trainer   Ready, then for each Work, in its order, Done or Failed
 
 from __future__ import annotations
 
+import mmap
+import os
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,6 @@ from numpy.typing import NDArray
 from luthier.collation import CollateSettings, Grid, MediaInputs
 from luthier.config.schema import MediaConfig
 from luthier.loader.places import PLACE, PlannedMicroBatch
-from luthier.loader.shared_arrays import SharedArrays
 from luthier.media import MediaSource
 from luthier.media.feature_files import FeatureFiles
 from luthier.packing import UnitKind
@@ -216,3 +218,64 @@ def _values(array: Array, slot: int, slots: SharedArrays) -> NDArray[np.generic]
     if array.offset >= 0:
         return slots.read(slot, array.offset, dtype, array.shape)
     return np.frombuffer(array.data, dtype).reshape(array.shape).copy()
+
+
+# -------------------------------------------------------------------- large arrays, in memory that both sides have open
+
+
+LEAST_BYTES = 1 << 14  # smaller arrays go with the message
+ALIGNMENT = 64  # bytes
+ROOM_TO_GROW = 1.25
+
+
+class SharedArrays:
+    """Memory by number, of one worker. Each side has one of these over the same files."""
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        self.descriptors = tuple(descriptors)
+        self._views: list[mmap.mmap | None] = [None] * len(descriptors)
+
+    @classmethod
+    def create(cls, number: int) -> SharedArrays:
+        """So many empty ones; none on systems without anonymous files, where everything goes with the messages."""
+        if sys.platform != "linux":
+            return cls([])
+        return cls([os.memfd_create(f"luthier-slot-{slot}", os.MFD_CLOEXEC) for slot in range(number)])
+
+    def write(self, slot: int, arrays: Sequence[NDArray[np.generic]]) -> list[int]:
+        """Put the large ones into a slot, in place of what it held. Where each begins; -1: it was left out."""
+        offsets, end = [], 0
+        for array in arrays:
+            fits = array.nbytes >= LEAST_BYTES and bool(self.descriptors)
+            offsets.append(end if fits else -1)
+            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT if fits else 0
+        if end and end > os.fstat(self.descriptors[slot]).st_size:
+            os.ftruncate(self.descriptors[slot], int(end * ROOM_TO_GROW))
+        for array, offset in zip(arrays, offsets, strict=True):
+            if offset >= 0:
+                self._array(slot, offset, array.dtype, array.shape)[...] = array
+        return offsets
+
+    def read(self, slot: int, offset: int, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
+        """A copy of an array that the other side has written."""
+        return self._array(slot, offset, dtype, shape).copy()
+
+    def close(self) -> None:
+        """Let go of the memory; twice does no harm."""
+        for view in self._views:
+            if view is not None:
+                view.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors, self._views = (), []
+
+    def _array(
+        self, slot: int, offset: int, dtype: np.dtype[np.generic], shape: tuple[int, ...]
+    ) -> NDArray[np.generic]:
+        end = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        view = self._views[slot]
+        if view is None or len(view) < end:
+            if view is not None:
+                view.close()
+            view = self._views[slot] = mmap.mmap(self.descriptors[slot], 0)  # all of the file, as large as it is now
+        return np.frombuffer(memoryview(view)[offset:end], dtype=dtype).reshape(shape)

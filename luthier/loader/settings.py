@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypedDict
 
+import numpy as np
+
 from luthier.collation import CollateSettings, MediaInputs
-from luthier.config.schema import Overflow, Packing
-from luthier.errors import UserError
-from luthier.packing import PlanSettings, UnitKind
+from luthier.config.choices import MixtureBy, RowKind
+from luthier.config.draft import Draft
+from luthier.config.machine import is_installed
+from luthier.config.objective import OBJECTIVES, kind_of
+from luthier.config.schema import Overflow, Packing, RunConfig, TrainConfig
+from luthier.encoding.encoder import Encoder
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import Problem, SourceError, UserError
+from luthier.loader.numbered_rows import RowTable
+from luthier.loader.plan import StreamPlan
+from luthier.loader.stream_state import LoaderState
+from luthier.media import MediaSource
+from luthier.media.families.family import PackingSupport
+from luthier.packing import MixtureSettings, PlanSettings, RowOrder, UnitKind, held_tokens
+from luthier.packing.order import check_mixture
+from luthier.preparation.prepare import Progress, prepare
+from luthier.preparation.prepared import Prepared, num_held_out
+from luthier.preparation.segments import SegmentIndex
+from luthier.sources import Source, open_sources, resolve_sources
+from luthier.sources.origins import HUB, MODELSCOPE
+from luthier.writing import counted
 
 # TODO(loader-split): packs that cut segments themselves
 PACKINGS = tuple(packing.value for packing in Packing if packing != "split")
@@ -134,3 +158,261 @@ class LoaderSettings:
             "batch_size": self.batch_size,
             "batches per step (gradient_accumulation_steps x world_size)": self.plan.micro_batches_per_step,
         }
+
+
+# ------------------------------------------------------------------------------------------------ the settings of a run
+
+
+def units_of(config: RunConfig) -> UnitKind:
+    """What of a row the run's objective compares."""
+    match kind_of(config.objective.name):
+        case RowKind.ANSWER | RowKind.QUESTION:
+            return UnitKind.NONE
+        case RowKind.PAIR:
+            return UnitKind.PAIRS
+        case RowKind.VERDICT:
+            return UnitKind.FEEDBACK_KL if config.objective.estimates_kl else UnitKind.FEEDBACK
+
+
+def media_of(config: RunConfig, tokenizer_folder: Path) -> MediaInputs | None:
+    """What gives batches the inputs of a multimodal model; None: the run's model reads text alone."""
+    source = MediaSource.of_model(tokenizer_folder, config.model, config.media)
+    return None if source.folder is None else MediaInputs(source)
+
+
+def shares_prompts(config: RunConfig) -> bool:
+    """Whether segments of a row that begin alike hold that once: answers that are compared, and turns whose history the
+    template rewrites. It follows from the run description alone, as all of a plan.
+    """
+    asked = config.train.shared_prompts
+    if asked != "auto":
+        return asked
+    says_trees = not config.model.attn_implementation.startswith("flash")  # whose kernels know whole segments only
+    has_trees = units_of(config) is not UnitKind.FEEDBACK and config.train.packing is not Packing.SPLIT
+    return has_trees and config.train.packing.is_packed and says_trees
+
+
+def train_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
+    """Training: a step is accumulation x ranks micro-batches, or as many times that as ``tokens_per_step`` takes.
+
+    Where rows are compared, a pack has room for two continuations of ``data.max_length`` tokens, and a padded
+    micro-batch counts rows, not continuations. Raises `UserError` for rows cut into full packs.
+    """
+    units = _plannable(config)
+    if OBJECTIVES[config.objective.name].on_policy:  # rows are questions: a step asks so many, whatever their lengths
+        prompts = config.rollout.prompts_per_step
+        if prompts % num_ranks:
+            what = (
+                f"rollout.prompts_per_step is {prompts}, which "
+                f"{counted(num_ranks, 'process', 'processes')} cannot share evenly"
+            )
+            hint = f"a multiple of {num_ranks}, such as {-(-prompts // num_ranks) * num_ranks}"
+            raise UserError(what, hint=hint, key="rollout.prompts_per_step")
+        return PlanSettings(
+            packing=Packing.NONE,
+            capacity=config.data.max_length,
+            rows_per_micro_batch=1,
+            micro_batches_per_step=prompts,
+            num_ranks=num_ranks,
+            seed=config.runtime.seed,
+            units=units,
+            alike=True,
+        )
+    return PlanSettings(
+        packing=config.train.packing,
+        capacity=config.data.max_length * units.size,
+        rows_per_micro_batch=config.train.per_device_train_batch_size,
+        micro_batches_per_step=config.train.gradient_accumulation_steps * num_ranks,
+        num_ranks=num_ranks,
+        seed=config.runtime.seed,
+        tokens_per_step=config.train.tokens_per_step,
+        units=units,
+        shared=shares_prompts(config),
+    )
+
+
+def eval_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
+    """Evaluation: every held-out segment once, a micro-batch a rank at a time. Raises as `train_settings`."""
+    units = _plannable(config)
+    return PlanSettings(
+        packing=config.train.packing,
+        capacity=config.data.max_length * units.size,
+        rows_per_micro_batch=config.eval.per_device_eval_batch_size,
+        micro_batches_per_step=num_ranks,
+        num_ranks=num_ranks,
+        seed=config.runtime.seed,
+        units=units,
+        shared=shares_prompts(config),
+    )
+
+
+def mixture_of(config: RunConfig, weights: Sequence[float]) -> MixtureSettings:
+    """How the run's sources share an epoch."""
+    mixture = config.data.mixture
+    return MixtureSettings(weights=tuple(weights), by=mixture.by, temperature=mixture.temperature, stop=mixture.stop)
+
+
+def plan_of_run(config: RunConfig, rows: RowTable, *, num_ranks: int, state: LoaderState | None = None) -> StreamPlan:
+    """All steps of a run over its training rows; ``state``: where it was that goes on here."""
+    settings = train_settings(config, num_ranks=num_ranks)
+    return StreamPlan(
+        rows,
+        settings,
+        order_of_run(config, rows, settings),
+        num_epochs=config.train.num_train_epochs,
+        max_steps=config.train.max_steps,
+        state=state,
+    )
+
+
+def loader_options(config: RunConfig, tokenizer: Tokenizer) -> LoaderOptions:
+    """What a `luthier.Loader` is told of a run, so that its epochs have the batches of the run's training.
+
+    ``shared`` is left at False: only a model that Luthier itself has loaded keeps the branches of a tree apart. Raises
+    `UserError` for what no loader does: steps of ``train.tokens_per_step``, rows cut into full packs.
+    """
+    if config.train.tokens_per_step is not None:
+        raise UserError(
+            "luthier.Loader gives every step the same number of batches, and train.tokens_per_step asks for as many as "
+            f"{counted(config.train.tokens_per_step, 'token takes', 'tokens take')}",
+            hint="set train.gradient_accumulation_steps instead",
+            key="train.tokens_per_step",
+        )
+    if config.train.packing is Packing.SPLIT:
+        raise UserError(
+            "luthier.Loader cuts no rows into full packs, which train.packing: split asks for",
+            hint="set train.packing: best_fit, window or none",
+            key="train.packing",
+        )
+    media = media_of(config, tokenizer.files.folder)
+    is_padded = media is not None and media.processor.family.packing is PackingSupport.PADDED
+    return LoaderOptions(
+        max_length=config.data.max_length,
+        packing=Packing.NONE if is_padded else config.train.packing,
+        overflow=config.data.overflow,
+        batch_size=config.train.per_device_train_batch_size,
+        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+        seed=config.runtime.seed,
+        num_workers=config.runtime.dataloader_num_workers,
+        pad_token_id=tokenizer.pad_token_id,
+        pad_to_multiple_of=config.train.pad_to_multiple_of,
+        units=units_of(config),
+        media=media,
+    )
+
+
+def order_of_run(config: RunConfig, rows: RowTable, settings: PlanSettings) -> RowOrder:
+    """The order of the training rows in every epoch."""
+    mixture = mixture_of(config, rows.weights)
+    means = _tokens_per_row(rows, settings) if mixture.by is MixtureBy.TOKENS else None
+    return RowOrder(
+        counts=rows.counts, mixture=mixture, seed=settings.seed, held_out=rows.held_out, tokens_per_row=means
+    )
+
+
+def warmup_steps(train: TrainConfig, total_steps: int) -> int:
+    """Steps of warm-up in a run of so many steps. A share that is less than a step is none.
+
+    The first step of a warm-up has the rate 0, which would be the only step, or one of few, of a tiny run.
+    """
+    if train.warmup_steps >= 1:
+        return int(train.warmup_steps)
+    share = train.warmup_steps * total_steps
+    return math.ceil(share) if share >= 1 else 0
+
+
+def _plannable(config: RunConfig) -> UnitKind:
+    units = units_of(config)
+    if units.are_compared and config.train.packing is Packing.SPLIT:
+        raise UserError(
+            "train.packing: split cuts rows wherever a pack is full, and continuations that are compared are never cut",
+            hint="set train.packing: best_fit, or none",
+        )
+    return units
+
+
+def _tokens_per_row(rows: RowTable, settings: PlanSettings) -> tuple[float, ...]:
+    """The mean of each source, lost rows counted."""
+    table = rows.whole()
+    held = held_tokens(table, settings)
+    tokens = np.bincount(
+        table.source_ids, weights=table.lengths - (0 if held is None else held), minlength=len(rows.weights)
+    )
+    ends = np.cumsum(np.asarray(rows.counts, dtype=np.int64))
+    counts = np.diff(ends - np.searchsorted(rows.held_out, ends), prepend=0)
+    return tuple((tokens / np.maximum(counts, 1)).tolist())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Loaded:
+    """A run whose rows are in the store. ``train`` and ``held_out`` are the segments that training would see.
+
+    ``seconds`` is how long preparation took.
+    """
+
+    config: RunConfig
+    encoder: Encoder
+    prepared: Prepared
+    train: SegmentIndex
+    held_out: SegmentIndex | None
+    seconds: float
+
+
+def load_rows(
+    config: RunConfig, *, on_progress: Callable[[Progress], None] | None = None, ray_address: str | None = None
+) -> Loaded:
+    """Render and encode what of the run's rows the store does not have; raises what `preparation.prepare` raises."""
+    started = time.perf_counter()
+    encoder = Encoder.from_config(config)
+    prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address)
+    limit, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
+    held_out = prepared.eval
+    return Loaded(
+        config=config,
+        encoder=encoder,
+        prepared=prepared,
+        train=SegmentIndex(prepared.train, max_length=limit, overflow=overflow, units=units),
+        held_out=None if held_out is None else SegmentIndex(held_out, max_length=limit, overflow=overflow, units=units),
+        seconds=time.perf_counter() - started,
+    )
+
+
+# -------------------------------------------------------------------- what can be known before the first row is encoded
+
+
+COUNTED_BYTES = 32_000_000  # of text files: the rows of more are counted when they are read
+
+
+def data_faults(draft: Draft) -> Iterator[Problem]:
+    """What is wrong with a run's data sets. They are opened, and their rows counted where that is quick."""
+    config = draft.config
+    seed, size = config.runtime.seed, config.data.eval_split
+    try:
+        named, held_out = resolve_sources(config.data)
+    except SourceError as error:
+        yield draft.at_its_key(error, "data.registry")
+        return
+    opened: list[Source] = []
+    for each in (*named, *held_out):
+        if each.path.startswith(HUB) or (each.path.startswith(MODELSCOPE) and is_installed("modelscope")):
+            continue  # its first rows would be fetched by every process
+        try:
+            opened += open_sources([each], seed=seed)
+        except SourceError as error:
+            yield draft.at_its_key(error, draft.key_of(error) or "data.train")
+    if len(opened) < len(named) + len(held_out):
+        return
+    counts = [source.count_at_most(COUNTED_BYTES) for source in opened[: len(named)]]
+    most = sum(count for count, _ in counts)
+    wanted = num_held_out(size, most)
+    are_counted = all(is_exact for _, is_exact in counts)
+    if size and (not 0 < wanted < most if are_counted else size >= 1 and wanted >= most):
+        there = counted(most, "row") if are_counted else f"at most {counted(most, 'row')}, by the size of their files"
+        side = "nothing to evaluate on" if wanted < 1 else "nothing to train on"
+        what = f"{size:g} holds out {wanted:,} of {there}: that leaves {side}"
+        yield draft.problem("data.eval_split", what, "a share such as 0.05, or a smaller number of rows")
+        return
+    if are_counted:
+        mixture = mixture_of(config, [source.config.weight for source in opened[: len(named)]])
+        limit, numbers = config.data.max_length, [count for count, _ in counts]
+        yield from draft.told("data.train", lambda: check_mixture(numbers, mixture, seed=seed, most_tokens=limit))

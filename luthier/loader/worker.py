@@ -21,6 +21,7 @@ from luthier.loader.protocol import (
     Frames,
     Ready,
     Setup,
+    SharedArrays,
     Work,
     WorkerMessage,
     done_of,
@@ -29,7 +30,6 @@ from luthier.loader.protocol import (
     receive,
 )
 from luthier.loader.reader import BatchReader
-from luthier.loader.shared_arrays import SharedArrays
 from luthier.preparation.workers import end_with_parent
 from luthier.store.store import SampleStore
 

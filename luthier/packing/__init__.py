@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from luthier.packing.epoch import EpochPlan, PlanSummary, describe, plan_epoch, straggler_factor
+from luthier.packing.epoch import (
+    EpochPlan,
+    PlanSummary,
+    SourceShare,
+    count_by_source,
+    describe,
+    plan_epoch,
+    realised_mixture,
+    shares_of,
+    source_counts,
+    straggler_factor,
+)
 from luthier.packing.order import EpochOrder, MixtureSettings, RowOrder
-from luthier.packing.packer import WindowPacker, is_at_once
+from luthier.packing.packer import Pieces, WindowPacker, is_at_once, plan_packs, split_segments
 from luthier.packing.planned import MicroBatchPlan, Planned
 from luthier.packing.planner import EpochPlanner, GrowingTable, PlannerPlace, RowSegments, TableRows
-from luthier.packing.realised import SourceShare, count_by_source, realised_mixture, shares_of, source_counts
-from luthier.packing.settings import PATCH_COST, PlanSettings, Segments, SegmentTable, UnitKind
-from luthier.packing.split import Pieces, split_segments
-from luthier.packing.units import completion_room, draw_partners, held_tokens, unit_table
-from luthier.packing.window import plan_packs
+from luthier.packing.settings import (
+    PATCH_COST,
+    PlanSettings,
+    Segments,
+    SegmentTable,
+    UnitKind,
+    completion_room,
+    draw_partners,
+    held_tokens,
+    unit_table,
+)
 
 __all__ = [
     "PATCH_COST",

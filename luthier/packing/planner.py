@@ -17,14 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import Packing
-from luthier.packing.balance import Balancer, micro_batch_costs
+from luthier.packing.balance import Balancer, micro_batch_costs, pad_rows
 from luthier.packing.best_fit import check_lengths
 from luthier.packing.order import EpochOrder
 from luthier.packing.packer import WindowPacker
-from luthier.packing.padded import pad_rows
 from luthier.packing.planned import Planned, bounds_of, sums
-from luthier.packing.settings import PlanSettings, SegmentTable, UnitKind
-from luthier.packing.units import epoch_lengths, held_tokens, unit_bounds, unit_table
+from luthier.packing.settings import (
+    PlanSettings,
+    SegmentTable,
+    UnitKind,
+    epoch_lengths,
+    held_tokens,
+    unit_bounds,
+    unit_table,
+)
 
 FIRST_BLOCK, LARGEST_BLOCK = 256, 2048  # rows of the order that are taken at a time: few at first, to begin soon
 

@@ -21,7 +21,7 @@ from luthier.prediction.trained_run import TrainedRun
 from luthier.records import Audio, Conversation, Image, Message, Text, ToolCall, Video
 from luthier.rendering.replies.form import ReplyDelta, joined
 from luthier.rendering.trained_turns import THINKING_SWITCHES
-from luthier.sources.openai_rows import MEDIA, as_row
+from luthier.sources.formats.turns import MEDIA, as_row
 from luthier.writing import write_all
 
 MOST_SILENT = 600.0  # seconds without a token before an answer is given up

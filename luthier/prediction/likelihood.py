@@ -14,7 +14,7 @@ import torch
 from luthier.config.schema import ObjectiveConfig, Packing, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.numbered_rows import RowTable
-from luthier.loader.run_settings import eval_settings
+from luthier.loader.settings import eval_settings
 from luthier.metrics.table import RowLoss
 from luthier.models.model import run_device, run_precision
 from luthier.models.sharding import place

@@ -34,13 +34,13 @@ from luthier.engines.engine import Completion, Engine, Ids, Refusal, before_stop
 from luthier.engines.http import HttpEngine
 from luthier.engines.json_client import SERVER_TOKEN, token_from
 from luthier.errors import RowError, TemplateError, UserError
-from luthier.loader.run_settings import load_rows
+from luthier.loader.settings import load_rows
 from luthier.metrics.table import Answered, RowLoss, chosen_metrics, measured
 from luthier.prediction.likelihood import LOSSES_FILE, keep_losses, kept_losses, row_losses
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.records import Address, Conversation, Feedback, Preference, Row, Sample, Segment
 from luthier.sources import open_sources, resolve_sources
-from luthier.sources.openai_rows import message_row
+from luthier.sources.formats.turns import message_row
 from luthier.store.store import MANIFEST, store_folder
 from luthier.training.assemble import RunModel
 from luthier.training.folder.staging import FILES

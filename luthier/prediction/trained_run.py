@@ -21,7 +21,7 @@ from luthier.config.schema import GenerateConfig, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine
 from luthier.errors import ModelError, UserError
-from luthier.loader.run_settings import media_of
+from luthier.loader.settings import media_of
 from luthier.models.adapter_files import load_to_answer, merge_first
 from luthier.models.model import is_reward_model, load_model, quantize_whole, run_device
 from luthier.models.submodules import decoder_family

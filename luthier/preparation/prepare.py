@@ -15,8 +15,7 @@ from luthier.config.schema import RunConfig
 from luthier.errors import BudgetError, UserError
 from luthier.ledger import Ledger
 from luthier.preparation.portions import Ints, ResolvedPortion, read_in_order
-from luthier.preparation.prepared import Numbering, Prepared, PreparedSet, SourceInfo, hold_out
-from luthier.preparation.quarantine import Quarantine
+from luthier.preparation.prepared import Numbering, Prepared, PreparedSet, Quarantine, SourceInfo, hold_out
 from luthier.preparation.ray_cluster import resolve_units_with_ray
 from luthier.preparation.resolver import Progress, Resolver
 from luthier.preparation.sharing import resolve_units

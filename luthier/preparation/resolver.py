@@ -21,7 +21,7 @@ from luthier.preparation.portions import Ints, LostRow, ReadPortion, ReadsRows, 
 from luthier.preparation.workers import Chunk, Outcome, RowEncoder, encode_chunks
 from luthier.records import SAMPLES_VERSION, Address
 from luthier.sources import RowBytes, Source
-from luthier.sources.row_ids import id_digests
+from luthier.sources.source import id_digests
 from luthier.store import store as store_room
 from luthier.store.shard import KEY_BYTES
 from luthier.store.store import SampleStore, StoreWriter, row_key

@@ -1,10 +1,9 @@
 """Sources: raw rows of files, the Hub and presets become conversations, documents, preferences and feedback."""
 
-from luthier.sources.registry import resolve_sources
-from luthier.sources.row_ids import RepeatedIds, repeated_ids
+from luthier.sources.origins import resolve_sources
 from luthier.sources.row_index import RowIndex
 from luthier.sources.rows import RawRow, RowBytes
-from luthier.sources.source import RowReader, Source, open_sources
+from luthier.sources.source import RepeatedIds, RowReader, Source, open_sources, repeated_ids
 
 __all__ = [
     "RawRow",

@@ -11,16 +11,19 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from luthier.config.schema import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import (
+    Address,
     Conversation,
     Document,
     Feedback,
@@ -297,10 +300,10 @@ def parted_slots(text: str) -> list[tuple[int, int]]:
 
 def check_texts(row: Row, limit: int) -> None:
     """Raises `RowError` (``text_too_long``) if a text of the row has ``limit`` characters or more."""
-    for field, length in _lengths(row):
+    for place, length in _lengths(row):
         if length >= limit:
             detail = f"{counted(length, 'character')}, texts have fewer than {limit:,} (data.text_limit)"
-            raise RowError("text_too_long", detail, field=field)
+            raise RowError("text_too_long", detail, field=place)
 
 
 def _lengths(row: Row) -> Iterator[tuple[str, int]]:
@@ -344,3 +347,136 @@ def _leaves(value: object) -> int:
             return sum(map(_leaves, value))
         case _:
             return 0
+
+
+# ------------------------------------------------------------------------------------------------ rows that share an id
+
+
+_ROWS_WITHOUT = 1_000  # a source whose first rows have no id has no such column
+_ROWS_LOOKED_AT = 8
+_ID_AT_FRONT = re.compile(rb'\s*\{\s*"id"\s*:\s*("[^"\\]*"|-?[0-9]+)\s*[,}]')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepeatedIds:
+    """``rows`` are those whose id an earlier row of the source has; ``first`` is the first such pair."""
+
+    source: str
+    rows: int
+    id: str
+    first: tuple[Address, Address]
+
+
+def repeated_ids(source: Source) -> RepeatedIds | None:
+    """The rows of a source whose ``id`` an earlier row has; None if there are none, or no such column.
+
+    Reads all rows once, and decodes nothing but the id; takes 16 bytes a row. Ids are compared as they are written: 1
+    and "1" are two. A source none of whose first 1,000 rows has one is read no further. Raises `SourceError`.
+    """
+    digests = np.fromiter((_digest(raw) for _, raw in _ids(source)), np.uint64)
+    ascending = np.sort(digests)
+    repeats = ascending[1:][ascending[1:] == ascending[:-1]]
+    if not len(repeats):
+        return None
+    first, second = _first_pair(digests, repeats)
+    found = list(islice(_ids(source), first, second + 1))
+    (where, raw), (again, _) = found[0], found[-1]
+    return RepeatedIds(
+        source=source.name, rows=len(repeats), id=raw.decode("utf-8", "backslashreplace"), first=(where, again)
+    )
+
+
+def _first_pair(digests: NDArray[np.uint64], repeats: NDArray[np.uint64]) -> tuple[int, int]:
+    """Where the first digest that comes twice stands for the second time, and where before."""
+    seen: dict[int, int] = {}
+    for place in np.flatnonzero(np.isin(digests, repeats)).tolist():
+        before = seen.setdefault(int(digests[place]), place)
+        if before != place:
+            return before, place
+    raise AssertionError("no digest comes twice")
+
+
+def id_digests(rows: Sequence[RowBytes | RowError]) -> NDArray[np.uint64]:
+    """uint64[n]: a digest of each row's ``id`` as it is written, 0 where it has none; empty if no first row has one.
+
+    Ids are equal where digests are, but for one pair in 2**64.
+    """
+    if not any(isinstance(row, RowBytes) and b'"id"' in row.raw for row in rows[:_ROWS_LOOKED_AT]):
+        return np.zeros(0, np.uint64)
+    raw = (_id_of(row) if isinstance(row, RowBytes) else b"null" for row in rows)
+    return np.array([0 if each == b"null" else _digest(each) for each in raw], dtype=np.uint64)
+
+
+def _digest(raw: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(raw)
+
+
+class _OnlyId(msgspec.Struct):
+    id: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_DECODER = msgspec.json.Decoder(_OnlyId)
+
+
+def _ids(source: Source) -> Iterator[tuple[Address, bytes]]:
+    """The ids as they are written, with the addresses of their rows; rows that cannot be read have none."""
+    has_ids = False
+    for number, row in enumerate(source.row_bytes()):
+        if not has_ids and number == _ROWS_WITHOUT:
+            return
+        if isinstance(row, RowBytes) and (raw := _id_of(row)) != b"null":
+            has_ids = True
+            yield row.address, raw
+
+
+def _id_of(row: RowBytes) -> bytes:
+    at_front = _ID_AT_FRONT.match(row.raw)  # where it nearly always is; the whole row is looked through only else
+    if at_front is not None:
+        return at_front[1]
+    try:
+        return bytes(_DECODER.decode(row.raw).id)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return b"null"
+
+
+# ------------------------------------------------------------------------------------------------ rows by their address
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RowsByAddress:
+    """Where each row is, is found at the first question: all files are read once. Takes some 200 bytes a row."""
+
+    sources: list[Source]
+    _places: dict[Address, tuple[int, int]] | None = None
+    _indexes: dict[int, RowIndex] = field(default_factory=dict)
+
+    def read(self, address: Address) -> RawRow:
+        """The row as its file has it. Raises `RowError`, and `SourceError` where there is no such row any more."""
+        if self._places is None:
+            self._places = {
+                row.address: (which, number)
+                for which, source in enumerate(self.sources)
+                for number, row in enumerate(source.row_bytes())
+                if row.address is not None
+            }
+        if address not in self._places:
+            raise SourceError(f"{address}: there is no such row", hint="the data changed after it was prepared")
+        which, number = self._places[address]
+        (found,) = self._index(which).read(np.array([number]))
+        if isinstance(found, RowError):
+            raise found
+        return self.sources[which].reader.read(found)
+
+    def convert(self, row: RawRow) -> Row:
+        """The record that a row says. Raises `RowError`."""
+        assert self._places is not None, "a row that was read"
+        return self.sources[self._places[row.address][0]].convert(row)
+
+    def _index(self, which: int) -> RowIndex:
+        if which not in self._indexes:
+            index = self.sources[which].index()
+            if index is None:
+                name = self.sources[which].name
+                raise SourceError(f"{name}: rows of a stream cannot be read again", hint="load it without streaming")
+            self._indexes[which] = index
+        return self._indexes[which]

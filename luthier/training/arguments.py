@@ -8,7 +8,7 @@ from transformers.training_args import OptimizerNames
 
 from luthier.config.schema import Precision, RunConfig, TrainConfig
 from luthier.errors import UNPLACED, ConfigError, Problem
-from luthier.loader.run_settings import warmup_steps
+from luthier.loader.settings import warmup_steps
 from luthier.models.model import run_device, run_precision, use_liger
 from luthier.training.callbacks import is_greater_better
 

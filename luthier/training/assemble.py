@@ -17,7 +17,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.local import LocalEngine
 from luthier.loader.plan import StreamPlan
-from luthier.loader.run_settings import eval_settings, media_of, shares_prompts, units_of
+from luthier.loader.settings import eval_settings, media_of, shares_prompts, units_of
 from luthier.models import adapter_files, adapters
 from luthier.models.model import LoadedModel, load_model, quantize_whole, run_precision
 from luthier.models.quantized import is_quantized
@@ -29,15 +29,14 @@ from luthier.packing import Segments
 from luthier.rewards.judging import RewardJudge, check_columns
 from luthier.rewards.tool_processes import EnvironmentProcess, ToolBox
 from luthier.sources import open_sources, resolve_sources
-from luthier.sources.rows_by_address import RowsByAddress
+from luthier.sources.source import RowsByAddress
 from luthier.training.arguments import training_arguments
-from luthier.training.callbacks import EarlyStopping, Flow, Journal, Meter
+from luthier.training.callbacks import EarlyStopping, Flow, Hooks, Journal, Meter
 from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, write_json
-from luthier.training.folder.lost_rows import LostRows
+from luthier.training.folder.run_folder import LostRows
 from luthier.training.generate import columns_of
-from luthier.training.hooks import Hooks
 from luthier.training.initial_adapter import begin_by_activations, begin_by_what_is_rounded_away
 from luthier.training.losses.kernels import kernel_name
 from luthier.training.losses.objective import make_losses, model_pass

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from luthier.config.schema import EvalConfig, RunConfig, Strategy
@@ -15,6 +16,8 @@ from luthier.loader.plan import StreamPlan
 from luthier.training.losses.mean_losses import by_source
 from luthier.training.report.events import EventListener, Note, Saved, Started, StepDone
 from luthier.training.report.result import EvalRecord, StepRecord
+from luthier.training.signals import StopSignals
+from luthier.training.streams import World
 from luthier.writing import counted
 
 
@@ -220,3 +223,36 @@ def evaluations_without_gain(values: Sequence[float], *, threshold: float, great
         else:
             waited += 1
     return waited
+
+
+# --------------------------------------------------------------------- how a run talks, and how its ranks agree to stop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hooks:
+    """How a run talks, how it is told to stop, and the caller's own callbacks, which come behind ours."""
+
+    tell: EventListener
+    stop: StopAgreement
+    callbacks: tuple[TrainerCallback, ...] = ()
+
+
+class StopAgreement:
+    """Whether any rank got a signal: all ranks must leave the loop after the same step."""
+
+    def __init__(self, signals: StopSignals, world: World) -> None:
+        self.signals = signals
+        self.world = world
+        self.signal: int | None = None
+
+    def agreed(self) -> bool:
+        """Asked once after each step, on all ranks. ``signal`` is what was agreed on."""
+        received = self.signals.received or 0
+        if self.world.size > 1:
+            device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+            flag = torch.tensor(received, device=device)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+            received = int(flag)
+        if received:
+            self.signal = received
+        return self.signal is not None

@@ -17,7 +17,7 @@ from luthier.errors import UserError
 from luthier.ledger import Ledger
 from luthier.loader.feed import FeedReader
 from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows, RowTable
-from luthier.loader.run_settings import mixture_of, units_of
+from luthier.loader.settings import mixture_of, units_of
 from luthier.packing import (
     EpochPlan,
     PlanSettings,

@@ -21,7 +21,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import UserError
 from luthier.loader.feed import FeedReader
-from luthier.loader.run_settings import media_of
+from luthier.loader.settings import media_of
 from luthier.loader.stream_state import LoaderState
 from luthier.media.families.family import PackingSupport
 from luthier.metrics.table import metrics_of_answers
@@ -38,7 +38,7 @@ from luthier.training.assemble import (
     make_trainer,
     summarise_model,
 )
-from luthier.training.callbacks import AnsweringBetween
+from luthier.training.callbacks import AnsweringBetween, Hooks, StopAgreement
 from luthier.training.data import RunData, open_live_data, open_run_data
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import (
@@ -51,12 +51,10 @@ from luthier.training.folder.checkpoint import (
     taking_over,
 )
 from luthier.training.generate import Question, answer_all, answering, choose_questions, passed_over_by
-from luthier.training.hooks import Hooks, StopAgreement
 from luthier.training.numerics import own_numerics
 from luthier.training.outcome import Run, result_of
 from luthier.training.ranks import naming_lost_ranks
-from luthier.training.report.events import Event, EventListener, Finished, Note, tell_all
-from luthier.training.report.journal import LogFile
+from luthier.training.report.events import Event, EventListener, Finished, LogFile, Note, tell_all
 from luthier.training.report.progress import ProgressBar, make_view
 from luthier.training.report.result import LOG_FILE, RunResult
 from luthier.training.rollouts.drawing import Rollouts

@@ -16,18 +16,17 @@ from peft import PeftModel
 from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.plan import StreamPlan
-from luthier.loader.run_settings import eval_settings
+from luthier.loader.settings import eval_settings
 from luthier.packing import shares_of
 from luthier.training.assemble import RunModel
-from luthier.training.callbacks import EarlyStopping
+from luthier.training.callbacks import EarlyStopping, Hooks
 from luthier.training.data import RunData, summarise, summary_of
 from luthier.training.folder import run_folder
 from luthier.training.folder.checkpoint import broken_checkpoints
-from luthier.training.folder.lost_rows import ledger_of_run
+from luthier.training.folder.run_folder import ledger_of_run
 from luthier.training.folder.state import plain_optimizer
-from luthier.training.hooks import Hooks
 from luthier.training.numerics import optimizer_facts
-from luthier.training.report.journal import read_log
+from luthier.training.report.events import read_log
 from luthier.training.report.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
 from luthier.training.trainer import Trainer
 

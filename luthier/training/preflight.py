@@ -29,8 +29,7 @@ from luthier.config.rollout import RolloutConfig
 from luthier.config.schema import AdapterConfig, AdapterType, Precision, RunConfig, Sharding, Strategy
 from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError
-from luthier.loader.data_faults import data_faults
-from luthier.loader.run_settings import media_of
+from luthier.loader.settings import data_faults, media_of
 from luthier.media import MediaSource
 from luthier.metrics.table import metrics_of_answers
 from luthier.models.adapter_files import check_mergeable, shape_existing

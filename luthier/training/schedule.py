@@ -7,7 +7,7 @@ import math
 from luthier.config.choices import Strategy
 from luthier.config.schema import Packing, RunConfig
 from luthier.loader.numbered_rows import RowTable
-from luthier.loader.run_settings import plan_of_run
+from luthier.loader.settings import plan_of_run
 from luthier.writing import counted
 
 FEW_STEPS = 20  # fewer teach next to nothing, whatever the rate

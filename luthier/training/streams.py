@@ -25,7 +25,7 @@ from luthier.loader.places import PlannedMicroBatch, part_of
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
-from luthier.loader.run_settings import plan_of_run, train_settings
+from luthier.loader.settings import plan_of_run, train_settings
 from luthier.loader.stream_state import LoaderState, StateScalar
 from luthier.packing import EpochPlan, PlanSettings, Segments, plan_epoch
 from luthier.records import Batch, Pack

@@ -17,7 +17,7 @@ from luthier.config.inputs import MixtureConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.loader.numbered_rows import RowTable
-from luthier.loader.run_settings import plan_of_run, train_settings
+from luthier.loader.settings import plan_of_run, train_settings
 from luthier.packing import UnitKind, plan_epoch, realised_mixture, straggler_factor
 from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import Prepared

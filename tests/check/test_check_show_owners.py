@@ -18,7 +18,7 @@ from luthier.config.schema import SourceConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.owners import leaf_owners, sample_difference, token_owners
 from luthier.errors import RowError, StoreError
-from luthier.loader.run_settings import Loaded, load_rows
+from luthier.loader.settings import Loaded, load_rows
 from luthier.preparation.prepared import PreparedSet
 from luthier.records import (
     Address,

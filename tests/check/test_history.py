@@ -18,7 +18,7 @@ from luthier.config.schema import Overflow, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.reader import BatchReader
-from luthier.loader.run_settings import train_settings
+from luthier.loader.settings import train_settings
 from luthier.packing import describe, plan_epoch
 from luthier.preparation.segments import SegmentIndex
 from luthier.presets import tokenizer_folder

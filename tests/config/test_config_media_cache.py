@@ -8,7 +8,7 @@ from luthier.config.inputs import MediaCache
 from luthier.config.loading import load_config_text
 from luthier.config.schema import RunConfig
 from luthier.errors import ConfigError
-from luthier.loader.choosing import prepares_meanwhile
+from luthier.loader.feed import prepares_meanwhile
 
 GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills, prepare: PREPARE}\nmedia: {cache: encoder_features}\n"
 

@@ -9,8 +9,8 @@ import luthier
 from luthier.config.loading import load_config_text
 from luthier.errors import RowError
 from luthier.records import Address
-from luthier.sources.row_ids import id_digests
 from luthier.sources.rows import RowBytes
+from luthier.sources.source import id_digests
 
 
 def _line(question: str, **more: object) -> str:

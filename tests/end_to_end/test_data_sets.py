@@ -12,8 +12,7 @@ import torch
 from luthier.config.loading import load_config_text
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.loader.choosing import feed_folder
-from luthier.loader.feed import Feed
+from luthier.loader.feed import Feed, feed_folder
 from luthier.loader.feed_files import FeedJob
 from luthier.preparation.prepare import prepare
 from luthier.presets.skills import skills_rows

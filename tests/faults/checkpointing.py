@@ -19,8 +19,7 @@ from luthier.loader.stream_state import LoaderState
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder.run_folder import RUN_CONFIG, open_run_folder
 from luthier.training.folder.staging import FILES, RunFiles
-from luthier.training.report.events import Event
-from luthier.training.report.journal import LogFile, read_log
+from luthier.training.report.events import Event, LogFile, read_log
 from luthier.training.report.result import LOG_FILE, RESULT_FILE, EvalRecord
 from tests.faults.killing import FailsOnce, Findings, Kills, before_each, die_at
 

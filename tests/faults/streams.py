@@ -27,7 +27,7 @@ from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate as read_ahead
 from luthier.loader.reader import BatchReader
-from luthier.loader.run_settings import order_of_run, train_settings
+from luthier.loader.settings import order_of_run, train_settings
 from luthier.loader.stream_state import LoaderState
 from luthier.packing import EpochOrder, MixtureSettings, PlanSettings, RowOrder, planner
 from luthier.packing.order import ListedOrder

@@ -23,7 +23,7 @@ from stored_rows import add_samples, children, is_running, plan_rows, reader_of,
 from luthier.errors import LoaderError, StoreError
 from luthier.loader import prefetch
 from luthier.loader.prefetch import iterate
-from luthier.loader.shared_arrays import SharedArrays
+from luthier.loader.protocol import SharedArrays
 from luthier.store.store import SampleStore
 
 FAULT = """

@@ -17,14 +17,13 @@ from luthier.check.selection import Kind, Selection
 from luthier.collation import CollateSettings
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.loader import choosing, feeding
-from luthier.loader.choosing import prepares_meanwhile
-from luthier.loader.feed import FeedReader
+from luthier.loader import feed, feeding
+from luthier.loader.feed import FeedReader, prepares_meanwhile
 from luthier.loader.feed_files import FeedJob, FeedPlace
 from luthier.loader.loader import Loader
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
-from luthier.loader.run_settings import load_rows, plan_of_run
+from luthier.loader.settings import load_rows, plan_of_run
 from luthier.preparation.prepare import prepare
 from luthier.records import Batch
 from luthier.training.data import RunData, open_live_data, open_run_data
@@ -32,13 +31,13 @@ from luthier.training.folder.run_folder import place_to_feed
 from luthier.training.streams import World, check_rows, loader_state, make_schedule
 
 HOW = CollateSettings(packed=True, pad_token_id=0)
-THRESHOLD = 32_000  # bytes, for the 32 MB of choosing.BYTES_WORTH_A_FEED
+THRESHOLD = 32_000  # bytes, for the 32 MB of feed.BYTES_WORTH_A_FEED
 SIZES = {"tiny": 1_000, "below": 31_000, "above": 33_000, "large": 200_000}
 
 
 @pytest.fixture(autouse=True)
 def small_files_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "BYTES_WORTH_A_FEED", THRESHOLD)
+    monkeypatch.setattr(feed, "BYTES_WORTH_A_FEED", THRESHOLD)
     monkeypatch.setattr(feeding, "NICENESS", 0)  # it runs in this process
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from luthier.collation import Grid
-from luthier.loader import shared_arrays as slots_module
-from luthier.loader.protocol import done_of, grid_of
-from luthier.loader.shared_arrays import ALIGNMENT, LEAST_BYTES, SharedArrays
+from luthier.loader import protocol as slots_module
+from luthier.loader.protocol import ALIGNMENT, LEAST_BYTES, SharedArrays, done_of, grid_of
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="there are no slots elsewhere")
 

@@ -18,7 +18,7 @@ from luthier.media.families.family import Settings
 from luthier.media.files.decoding import DecodedAudio, resample
 from luthier.media.geometry.sounds import projected_blocks
 from luthier.media.processors.batching import merge_features
-from luthier.media.processors.outputs import TOKEN_OUTPUTS
+from luthier.media.processors.calling import TOKEN_OUTPUTS
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader
 from tests.conftest import refused

@@ -9,9 +9,16 @@ import transformers.models.auto.modeling_auto
 import transformers.models.auto.processing_auto
 
 from luthier.errors import ModelError
-from luthier.media.families.documented import family_table
 from luthier.media.families.family import MediaKind
-from luthier.media.families.table import FAMILIES, MODEL_TYPES, PROCESSORS, family_of, refusal, refusal_list
+from luthier.media.families.table import (
+    FAMILIES,
+    MODEL_TYPES,
+    PROCESSORS,
+    family_of,
+    family_table,
+    refusal,
+    refusal_list,
+)
 from tests.media.tiny_processors import BUILDERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"

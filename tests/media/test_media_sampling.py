@@ -10,7 +10,7 @@ import pytest
 from luthier.config.inputs import MediaConfig
 from luthier.errors import RowError
 from luthier.media.families.family import MediaKind
-from luthier.media.geometry.frames import sampled_frames, video_metadata
+from luthier.media.geometry.videos import sampled_frames, video_metadata
 from luthier.media.processors.batching import merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import VideoHeader

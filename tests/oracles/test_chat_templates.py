@@ -13,7 +13,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.records import Conversation, Sample, Text, Thinking, ToolCall
 from luthier.rendering.messages import plain_messages
-from luthier.sources.registry import resolve_sources
+from luthier.sources.origins import resolve_sources
 from luthier.sources.rows import RawRow
 from luthier.sources.source import open_sources
 from tests.oracles.chat_rows import hugging_face_tokenizer

@@ -25,8 +25,8 @@ from luthier.packing import (
     plan_epoch,
 )
 from luthier.packing.order import ListedOrder
+from luthier.packing.packer import MAX_CARRIED
 from luthier.packing.planned import join
-from luthier.packing.window import MAX_CARRIED
 from tests.conftest import examples
 
 NOTHING = (np.zeros(0, np.int64), SegmentTable.of_lengths([]))

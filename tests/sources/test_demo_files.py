@@ -24,7 +24,7 @@ from luthier.records import (
     Video,
 )
 from luthier.sources import open_sources, resolve_sources
-from luthier.sources.registry import read_registry, registry_source
+from luthier.sources.origins import read_registry, registry_source
 
 pytestmark = pytest.mark.shared
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import SourceConfig
 from luthier.errors import RowError, SourceError
-from luthier.sources import RowBytes, json_arrays, open_sources
-from luthier.sources.json_arrays import read_json_rows
+from luthier.sources import RowBytes, open_sources, text_files
+from luthier.sources.text_files import read_json_rows
 from tests.conftest import examples
 
 GOOD = b'{"text": "some words"}'
@@ -25,7 +25,7 @@ GOOD = b'{"text": "some words"}'
 def rows_of(content: bytes, window: int) -> list[bytes] | None:
     """The rows, read in windows of so many bytes; None if the file is refused."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_arrays, "_WINDOW_BYTES", window)
+        patch.setattr(text_files, "_WINDOW_BYTES", window)
         try:
             rows = list(read_json_rows(io.BytesIO(content), "rows.json"))
         except SourceError:
@@ -112,7 +112,7 @@ def test_a_damaged_array_is_refused_where_decoding_it_at_once_refuses_it(
 @pytest.mark.parametrize("window", [1, 30, 1000])
 def test_a_fault_is_found_at_its_line_and_byte(content: bytes, message: str, window: int) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SourceError, match=message):
-        patch.setattr(json_arrays, "_WINDOW_BYTES", window)
+        patch.setattr(text_files, "_WINDOW_BYTES", window)
         list(read_json_rows(io.BytesIO(content), "rows.json"))
 
 

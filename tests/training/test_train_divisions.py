@@ -13,7 +13,7 @@ from ranks import run_ranks
 from tiny_rows import epoch_steps, run_data
 
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.loader.run_settings import units_of
+from luthier.loader.settings import units_of
 from luthier.training.fit import fit_data
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE
 from luthier.training.losses import pairs

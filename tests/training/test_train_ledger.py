@@ -19,7 +19,7 @@ from luthier.ledger import Ledger
 from luthier.records import Address
 from luthier.training.fit import fit_data
 from luthier.training.folder.artifacts import model_card
-from luthier.training.folder.lost_rows import LOST_FILE, UNREADABLE, LostRows, ledger_of_run
+from luthier.training.folder.run_folder import LOST_FILE, UNREADABLE, LostRows, ledger_of_run
 from luthier.training.report.events import Event, StepDone
 from luthier.training.report.report import Report
 from luthier.training.report.result import Ended, RunResult

@@ -23,7 +23,7 @@ from luthier.config.optimizers import OPTIMIZERS
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ConfigError, ModelError, Problem
-from luthier.loader import data_faults
+from luthier.loader import settings as loader_settings
 from luthier.models.adapter_files import shape_existing
 from luthier.models.adapters import apply_adapter
 from luthier.models.model import build_weightless
@@ -282,11 +282,11 @@ def problems_with(given: list[str], described: Callable[..., Draft], monkeypatch
     """``counted=0`` stands for files that are too large to be counted. Of faults of data only data are asked about."""
     Path("rows.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 9)
     if "counted=0" in given:
-        monkeypatch.setattr(data_faults, "COUNTED_BYTES", 0)
+        monkeypatch.setattr(loader_settings, "COUNTED_BYTES", 0)
     draft = described(*(override for override in given if override != "counted=0"))
     if given[0].startswith("adapter"):
         return problems_of(lambda: check_run(draft))
-    return list(data_faults.data_faults(draft))
+    return list(loader_settings.data_faults(draft))
 
 
 @pytest.mark.parametrize(("key", "given"), WRONG_TOO)

@@ -23,7 +23,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Refusal, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import CheckpointError, ConfigError, TrainingError, UserError
-from luthier.loader.run_settings import train_settings
+from luthier.loader.settings import train_settings
 from luthier.metrics.table import METRICS, Metric
 from luthier.training.fit import fit_data
 from luthier.training.preflight import check_run

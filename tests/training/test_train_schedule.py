@@ -15,7 +15,7 @@ from luthier.config.schema import Packing, RunConfig, Strategy, TrainConfig
 from luthier.loader import plan as plans
 from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.plan import StreamPlan
-from luthier.loader.run_settings import plan_of_run, train_settings, warmup_steps
+from luthier.loader.settings import plan_of_run, train_settings, warmup_steps
 from luthier.loader.stream_state import LoaderState
 from luthier.packing import EpochPlanner, PlanSettings, SegmentTable, plan_epoch, source_counts
 from luthier.training.callbacks import Flow

@@ -24,7 +24,7 @@ from luthier.presets import tokenizer_folder
 from luthier.records import MediaItem, Segment
 from luthier.rewards.tool_processes import EnvironmentProcess, ToolBox
 from luthier.sources import open_sources
-from luthier.sources.rows_by_address import RowsByAddress
+from luthier.sources.source import RowsByAddress
 from luthier.training.rollouts.answer_log import FOLDER
 from luthier.training.rollouts.talks import CHANGED, MALFORMED, Talks
 from luthier.training.rollouts.trajectories import Trajectory, answer_tree

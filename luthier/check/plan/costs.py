@@ -14,7 +14,7 @@ from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import Overflow, Packing, RunConfig
 from luthier.errors import ModelError
 from luthier.loader.numbered_rows import RowTable
-from luthier.loader.run_settings import Loaded, eval_settings, shares_prompts, train_settings, warmup_steps
+from luthier.loader.settings import Loaded, eval_settings, shares_prompts, train_settings, warmup_steps
 from luthier.media import MediaKind
 from luthier.media.families.family import PackingSupport
 from luthier.media.families.table import FAMILIES

@@ -11,7 +11,7 @@ from luthier.config.schema import Overflow, RunConfig
 from luthier.errors import BudgetError, RowDropped, RowError, UserError
 from luthier.layout import cut_prompt, plan_windows
 from luthier.ledger import Ledger
-from luthier.loader.run_settings import units_of
+from luthier.loader.settings import units_of
 from luthier.packing import UnitKind
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.records import Address, Row, Sample

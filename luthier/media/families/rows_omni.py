@@ -24,7 +24,7 @@ from luthier.media.families.family import (
 )
 from luthier.media.families.rows_grid import FRAMES, IMAGES, QWEN
 from luthier.media.geometry import pages, pictures, tiles
-from luthier.media.processors.interleaving import expand_with_sound_tracks
+from luthier.media.processors.expansion import expand_with_sound_tracks
 
 AREA = {"min_pixels": "size.shortest_edge", "max_pixels": "size.longest_edge"}
 # Both classes take it from there, and then want the sound tracks along with the sounds.

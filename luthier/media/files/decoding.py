@@ -16,8 +16,7 @@ from luthier.errors import RowError
 from luthier.media.files.access import Content, MediaAccess
 from luthier.media.files.containers import read_audio, read_frames
 from luthier.media.files.image_headers import FORMATS, read_stored_size
-from luthier.media.files.probing import check_frames, probe
-from luthier.media.files.waves import decode_wave, read_wave
+from luthier.media.files.probing import check_frames, decode_wave, probe, read_wave
 from luthier.records import Audio, AudioHeader, Image, ImageHeader, Media, MediaHeader, Video, VideoHeader
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from luthier.media.families.family import MediaKind, Processor
 from luthier.media.families.table import family_versions
 from luthier.media.files.access import MediaAccess
 from luthier.media.files.decoding import Decoded, decode
-from luthier.media.geometry.frames import sampled_frames
+from luthier.media.geometry.videos import sampled_frames
 from luthier.media.processors.processor import PROCESSOR_FILES, MediaProcessor
 from luthier.presets import model_folder, model_names
 from luthier.records import AudioHeader, Media, MediaHeader, VideoHeader

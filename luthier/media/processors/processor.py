@@ -39,12 +39,15 @@ from luthier.media.processors.calling import (
     AreaLimits,
     ProcessorKwargs,
     area_limits,
+    as_arrays,
     call_options,
+    check_expansion,
+    check_strings,
     limited,
     media_arguments,
+    refused_rows,
 )
 from luthier.media.processors.expansion import kind_of, write
-from luthier.media.processors.outputs import as_arrays, check_expansion, check_strings, refused_rows
 from luthier.records import AudioHeader, ImageHeader, MediaHeader
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from luthier.records import BLANK_ANSWER, Address, Conversation, Feedback, Messa
 from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.media import COLUMN_OF_KIND, FindSlots, MediaQueue, media_queue
 from luthier.sources.formats.targets import read_weight
-from luthier.sources.formats.tools import check_tool_results, read_tools, split_thinking
-from luthier.sources.formats.turns import read_message, read_messages
+from luthier.sources.formats.turns import check_tool_results, read_message, read_messages, read_tools, split_thinking
 from luthier.sources.rows import RawRow, decode_text, json_kind, refuse_unreadable
 
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
-from luthier.loader.run_settings import units_of
+from luthier.loader.settings import units_of
 from luthier.models.attention_inputs import Isolation
 from luthier.models.blank_media import run_blanks
 from luthier.models.compiled import compile_layers, forget_graphs

@@ -36,8 +36,8 @@ from luthier.models.submodules import find_parts
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Media, MediaHeader, MediaItem, Pack, Segment
 from luthier.store.disk import Disk
+from luthier.training.callbacks import Hooks
 from luthier.training.data import RunData
-from luthier.training.hooks import Hooks
 from luthier.training.losses.references import SAID_OF_FILES
 from luthier.training.report.events import Note
 from luthier.training.streams import needed_segments

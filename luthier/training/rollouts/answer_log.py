@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.rewards.judging import Judged
-from luthier.sources.openai_rows import message_row
+from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question
 from luthier.training.rollouts.trajectories import Trajectory
 from luthier.writing import write_text

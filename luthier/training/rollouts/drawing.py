@@ -29,7 +29,7 @@ from luthier.loader.places import PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch, DrawnInStep, Segment
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
-from luthier.sources.openai_rows import message_row
+from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question, question_of
 from luthier.training.ranks import summed_over_ranks
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, learned_from, micro_batches

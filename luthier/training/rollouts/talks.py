@@ -24,8 +24,8 @@ from luthier.rendering.replies.form import ReplyDelta, joined
 from luthier.rewards.dialogue_environment import Over
 from luthier.rewards.function_process import NoAnswer
 from luthier.rewards.tool_processes import EnvironmentProcess, ToolBox
-from luthier.sources.openai_rows import message_row
-from luthier.sources.rows_by_address import RowsByAddress
+from luthier.sources.formats.turns import message_row
+from luthier.sources.source import RowsByAddress
 from luthier.training.generate import Question
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory
 
