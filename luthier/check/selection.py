@@ -1,4 +1,4 @@
-"""Which row, pack or batch ``luthier show`` shows."""
+"""Which row, pack or batch ``luthier show`` shows, and what it says of the settings above it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `luthier.Loader` is told, checked."""
+"""How data is planned: what a `luthier.Loader` is told, checked, and what a run description says."""
 
 from __future__ import annotations
 

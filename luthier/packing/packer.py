@@ -1,4 +1,4 @@
-"""The plan of an epoch while its segments are still on their way: `WindowPacker`."""
+"""Packs while segments are still on their way, best fit or filled to the end: `WindowPacker`, `plan_packs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan is made from: a table of segments, and the settings that fix the order of everything."""
+"""What a plan is made from: a table of segments and units, and the settings that fix the order of everything."""
 
 from __future__ import annotations
 

@@ -54,8 +54,16 @@ from luthier.training.generate import Question, answer_all, answering, choose_qu
 from luthier.training.numerics import own_numerics
 from luthier.training.outcome import Run, result_of
 from luthier.training.ranks import naming_lost_ranks
-from luthier.training.report.events import Event, EventListener, Finished, LogFile, Note, tell_all
-from luthier.training.report.progress import ProgressBar, make_view
+from luthier.training.report.events import (
+    Event,
+    EventListener,
+    Finished,
+    LogFile,
+    Note,
+    ProgressBar,
+    make_view,
+    tell_all,
+)
 from luthier.training.report.result import LOG_FILE, RunResult
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.held_out import HeldOutTalks, with_rewards

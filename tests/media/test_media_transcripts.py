@@ -16,7 +16,7 @@ from luthier.encoding.measuring import CUT_SOUND, SPLIT_SOUND
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
 from luthier.media import MediaAccess, decode, probe, split_long_sounds
-from luthier.media.long_sounds import windows
+from luthier.media.processors.media_source import windows
 from luthier.records import Audio, AudioHeader, Conversation, Document, Message, Text
 from luthier.store.shard import media_from_bytes, media_to_bytes
 from tests.media.media_files import RATE, sound, tone, wav

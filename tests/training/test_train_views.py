@@ -18,8 +18,17 @@ from luthier.models.model import run_precision
 from luthier.training.arguments import training_arguments
 from luthier.training.callbacks import evaluations_without_gain
 from luthier.training.folder.run_folder import differences
-from luthier.training.report.events import Finished, LogFile, Note, Saved, Started, StepDone, read_log
-from luthier.training.report.progress import PlainLines, ProgressBar
+from luthier.training.report.events import (
+    Finished,
+    LogFile,
+    Note,
+    PlainLines,
+    ProgressBar,
+    Saved,
+    Started,
+    StepDone,
+    read_log,
+)
 from luthier.training.report.result import EvalRecord, GenerationRecord, GenerationRound, StepRecord
 from tests.conftest import refused
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.media.families import odd_calls, rules
+from luthier.media.families import rules
 from luthier.media.families.family import (
     CAT,
     PAD_CAT,
@@ -23,7 +23,7 @@ from luthier.media.families.family import (
     Rule,
 )
 from luthier.media.families.rows_grid import FRAMES, IMAGES, QWEN
-from luthier.media.geometry import pages, pictures, tiles
+from luthier.media.geometry import pictures, tiles
 from luthier.media.processors.expansion import expand_with_sound_tracks
 
 AREA = {"min_pixels": "size.shortest_edge", "max_pixels": "size.longest_edge"}
@@ -221,7 +221,7 @@ AUDIO_ROWS = (
         processors=("AudioFlamingo3Processor",),
         model_types=("audioflamingo3",),
         audio=rules.POOLED_WINDOWS,
-        call=odd_calls.one_sound_each,
+        call=rules.one_sound_each,
         batching=WINDOWS,
         modules=HEARING,
     ),
@@ -230,7 +230,7 @@ AUDIO_ROWS = (
         processors=("MusicFlamingoProcessor",),
         model_types=("musicflamingo",),
         audio=rules.POOLED_WINDOWS,
-        call=odd_calls.one_sound_each,
+        call=rules.one_sound_each,
         batching=WINDOWS,
         modules=HEARING,
     ),
@@ -239,7 +239,7 @@ AUDIO_ROWS = (
         processors=("GlmAsrProcessor",),
         model_types=("glmasr",),
         audio=rules.MERGED_WINDOWS,
-        call=odd_calls.one_sound_each,
+        call=rules.one_sound_each,
         batching=WINDOWS,
         modules=HEARING,
     ),
@@ -248,7 +248,7 @@ AUDIO_ROWS = (
         processors=("Qwen3ASRProcessor",),
         model_types=("qwen3_asr",),
         audio=rules.PADDED_WINDOW_STEPS,
-        call=odd_calls.one_sound_each,
+        call=rules.one_sound_each,
         batching={"input_features": PAD_CAT, "input_features_mask": PAD_CAT},
         modules=HEARING,
     ),
@@ -257,7 +257,7 @@ AUDIO_ROWS = (
         processors=("VoxtralProcessor",),
         model_types=("voxtral",),
         audio=rules.WHOLE_CHUNKS,
-        call=odd_calls.transcribed,
+        call=rules.transcribed,
         batching={"input_features": CAT},
         modules=HEARING,
     ),
@@ -288,7 +288,7 @@ AUDIO_ROWS = (
 
 
 PROJECTED = Modules(tower=("model.vision_tower",), projector=("model.multi_modal_projector",))
-MUSE = Rule(measure=pages.shaped_grid, fold=4)
+MUSE = Rule(measure=tiles.shaped_grid, fold=4)
 # The model flattens items and their tiles (or frames), which may therefore all be those of one item.
 TILES = Batching(axis=1)
 
@@ -297,9 +297,9 @@ LATER_ROWS = (
         name="perception_lm",
         processors=("PerceptionLMProcessor",),
         model_types=("perception_lm",),
-        image=Rule(measure=pages.thumbnail_and_tiles, fold=4),
+        image=Rule(measure=tiles.thumbnail_and_tiles, fold=4),
         video=rules.FIXED_FRAMES,
-        call=odd_calls.one_by_one,
+        call=rules.one_by_one,
         batching={"pixel_values": TILES, "pixel_values_videos": TILES},
         modules=PROJECTED,
     ),
@@ -308,7 +308,7 @@ LATER_ROWS = (
         processors=("Emu3Processor",),
         model_types=("emu3",),
         opens=True,
-        image=Rule(measure=pages.sizes_in_area),
+        image=Rule(measure=tiles.sizes_in_area),
         # as its class fills up smaller pictures of a call, though its encoder then gives them other codes than alone
         batching={"pixel_values": PAD_CAT, "image_sizes": CAT},
         modules=Modules(tower=("model.vqmodel",), language=("model.text_model", "lm_head")),
@@ -362,7 +362,7 @@ LATER_ROWS = (
         name="inkling2",
         processors=("Inkling2Processor",),
         model_types=("inkling2",),
-        image=Rule(measure=pages.padded_grid),
+        image=Rule(measure=tiles.padded_grid),
         batching=IMAGES,
         packing=PackingSupport.PADDED,
         reason="its convolutions would carry state from one sample of a row into the next",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from luthier.errors import ModelError, PluginError
-from luthier.media.families import rows_fixed, rows_grid, rows_omni, rows_tiles, rules
+from luthier.media.families import rows_grid, rows_omni, rows_tiles, rules
 from luthier.media.families.family import (
     CAT,
     Attention,
@@ -25,13 +25,13 @@ from luthier.records import ImageHeader
 _ROWS: tuple[Family, ...] = (
     *rows_grid.ROWS,
     *rows_tiles.ROWS,
-    *rows_fixed.ROWS,
+    *rows_tiles.FIXED_ROWS,
     *rows_grid.VIDEO_ROWS,
     *rows_omni.ROWS,
     *rows_omni.AUDIO_ROWS,
     *rows_tiles.PAGE_ROWS,
     *rows_omni.LATER_ROWS,
-    *rows_fixed.REMOTE_ROWS,
+    *rows_tiles.REMOTE_ROWS,
 )
 FAMILIES: Table[Family] = Table("family", {row.name: row for row in _ROWS})
 assert len({row.name for row in _ROWS}) == len(_ROWS), "two rows have one name"

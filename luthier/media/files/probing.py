@@ -1,4 +1,4 @@
-"""What is known of a media item without decoding it, within the caps of the section ``media``."""
+"""What is known of a media item without decoding it, within the caps of the section ``media``; wave files whole."""
 
 from __future__ import annotations
 

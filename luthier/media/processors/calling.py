@@ -1,4 +1,4 @@
-"""How decoded media are handed to a processor: its arguments for images, videos and sounds."""
+"""How decoded media are handed to a processor, and what it gives: arguments, and outputs as arrays."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Sound tracks of videos whose tokens stand between those of the frames (Qwen2.5-Omni, Qwen3-Omni).
+"""Strings that stand for media items, where a processor does not write them item by item.
 
-What stands for a video then depends on its sound, and how a sound counts on the others of its context: all items are
-expanded together.
+Those of sound tracks stand between those of the frames of a video (Qwen2.5-Omni, Qwen3-Omni). What stands for a video
+then depends on its sound, and how a sound counts on the others of its context: all items are expanded together.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _video(
     )
 
 
-# ----- Strings for media items that a processor does not write item by item: numbered ones, and ones of constant length
+# -------------------------------------------------------------------------- numbered strings, and strings of constant length
 
 
 PICTURE_MARK = "<|picture|>"  # what is written for a picture where a tokenizer has no token for one

@@ -1,4 +1,4 @@
-"""The run's folder: what is in it already, whether this run may go on from it, and where from."""
+"""The run's folder: what is in it already, whether this run may go on from it, and the rows that it has lost."""
 
 from __future__ import annotations
 
