@@ -28,7 +28,7 @@ HELP = """\
 /retry            answer the last question once more
 /edit TEXT        ask another question in its place
 /system TEXT      another system message; none without TEXT
-/image PATH       show a picture with the next question; also /audio, /video
+/image PATH       show an image with the next question; also /audio, /video
 /tokens           show ids of prompts and answers, or no longer
 /save FILE.jsonl  add the conversation to a file, as a training row
 /help             this list
@@ -50,7 +50,7 @@ ToolsFile = Annotated[Path | None, typer.Option("--tools", metavar="FILE", help=
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")]
 MediaFiles = list[str] | None
 Images = Annotated[MediaFiles, typer.Option("--image", metavar="PATH", help="Shown with the first question.")]
-Sounds = Annotated[MediaFiles, typer.Option("--audio", metavar="PATH", help="The same for a sound.")]
+Sounds = Annotated[MediaFiles, typer.Option("--audio", metavar="PATH", help="The same for audio.")]
 Videos = Annotated[MediaFiles, typer.Option("--video", metavar="PATH", help="The same for a video.")]
 ShowTokens = Annotated[bool, typer.Option("--show-tokens", help="Show the ids of each prompt and answer.")]
 

@@ -164,7 +164,7 @@ class Senses(StrEnum):
 
 
 WhatItLearns = Annotated[
-    Senses, typer.Argument(metavar="[text|vl|audio]", help="What it learns from: words, pictures, or sounds.")
+    Senses, typer.Argument(metavar="[text|vl|audio]", help="What it learns from: text, images, or audio.")
 ]
 OutputFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the results go.")]
 

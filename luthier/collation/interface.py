@@ -39,7 +39,7 @@ def collate(
     ``pad_token_id`` may be any id that the model has: padding is neither attended to nor learned. T is rounded up to
     ``pad_to_multiple_of``. Segments are shortened nowhere.
 
-    ``media`` (`luthier.media_inputs`) decodes the samples' images, videos and sounds and adds what a multimodal model
+    ``media`` (`luthier.media_inputs`) decodes the samples' images, videos and audio and adds what a multimodal model
     gets: features, token types, positions of several axes. Segments whose media cannot be had are in ``batch.lost``.
     ``batch.model_inputs`` have the names that the model has for them (``decoder_input_ids`` beside an encoder).
 

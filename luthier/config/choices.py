@@ -196,7 +196,7 @@ class AdapterType(StrEnum):
 
 
 class ModelPart(StrEnum):
-    """The parts of a model that sees or hears."""
+    """The parts of a multimodal model."""
 
     LANGUAGE_MODEL = "language_model"
     PROJECTOR = "projector"

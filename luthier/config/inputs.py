@@ -423,7 +423,7 @@ class MediaCache(StrEnum):
 
 
 class LongAudio(StrEnum):
-    """What becomes of a sound that is longer than the model hears."""
+    """What becomes of audio that is longer than the model takes."""
 
     CUT = "cut"
     SPLIT = "split"
@@ -431,7 +431,7 @@ class LongAudio(StrEnum):
 
 
 class MediaConfig(Section):
-    """Images, videos and sounds of rows: where they may be, how large, and how the model's processor is to see them.
+    """Images, videos and audio of rows: where they may be, how large, and how the model's processor is to see them.
     The processor's options are its own where they are ``null`` ([media.md](media.md))."""
 
     roots: Annotated[list[PathLike], BeforeValidator(as_list)] = []
@@ -457,12 +457,12 @@ class MediaConfig(Section):
     max_video_seconds: Positive = 7200.0
     """Longest video, in seconds."""
     min_audio_seconds: Positive = 0.01
-    """Shortest sound, in seconds: below one step of a feature extractor nothing is left of it."""
+    """Shortest audio, in seconds: below one step of a feature extractor nothing is left of it."""
     max_audio_seconds: Positive = 2400.0
-    """Longest sound, in seconds. 40 minutes at 48 kHz are 460 MB when decoded."""
+    """Longest audio, in seconds. 40 minutes at 48 kHz are 460 MB when decoded."""
     long_audio: Annotated[LongAudio, as_enum(LongAudio)] = LongAudio.CUT
-    """A sound of more seconds than the model's own feature extractor takes (30 for Qwen2-Audio): ``cut`` lets it cut
-    the end off, as inference does, and counts it in the ledger; ``split`` puts as many sounds of equal length in its
+    """Audio of more seconds than the model's own feature extractor takes (30 for Qwen2-Audio): ``cut`` lets it cut
+    the end off, as inference does, and counts it in the ledger; ``split`` puts as many clips of equal length in its
     place as are needed ([media.md](media.md)); ``quarantine`` takes the row out."""
     max_decoded_bytes: Count = 2_000_000_000
     """Most memory that the chosen frames of one video may take, in bytes: 320 frames of 1920 x 1080."""
@@ -482,9 +482,9 @@ class MediaConfig(Section):
     max_frames: Count | None = None
     """Most frames that are taken of a video."""
     sampling_rate: Count | None = None
-    """Samples of a second of sound, to which all are resampled."""
+    """Samples of a second of audio, to which all is resampled."""
     use_audio_in_video: bool | None = None
-    """Hear a video's sound track, its tokens between those of the frames (omni models)."""
+    """Take a video's audio track too, its tokens between those of the frames (omni models)."""
     crop_to_patches: bool | None = None
     """Cut large images into tiles."""
     pan_and_scan: bool | None = None

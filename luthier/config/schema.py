@@ -113,9 +113,9 @@ class AdapterConfig(Section):
     """``full``: all weights; ``freeze``: some layers; ``llama_pro``: new layers between the old; ``lora``, ``oft``:
     small matrices beside frozen weights; ``vera``: two vectors for each weight ([adapters.md](adapters.md))."""
     train_parts: Parts = [ModelPart.LANGUAGE_MODEL]
-    """Of a model that sees or hears: ``language_model``, ``projector`` (what takes features to it), ``tower`` (what
-    sees or hears). The others keep their weights; the matrices of LoRA and OFT stand in these parts only. ``freeze``
-    names its layers and modules itself."""
+    """Of a multimodal model: ``language_model``, ``projector`` (what takes features to it), ``tower`` (what encodes
+    images, video or audio). The others keep their weights; the matrices of LoRA and OFT stand in these parts only.
+    ``freeze`` names its layers and modules itself."""
     train_routers: bool = True
     """Whether what chooses the experts of a token is trained, where its weights are."""
     expand_layers: Size | None = None
@@ -310,7 +310,7 @@ class ServeConfig(Section):
     """Limits of ``luthier serve``: a request over one of them is refused, with the number ([serve.md](serve.md))."""
 
     max_body: Count = 20_000_000
-    """Largest request, in bytes; pictures and sounds in it count as base64 writes them."""
+    """Largest request, in bytes; images and audio in it count as base64 writes them."""
     max_context: Tokens | None = None
     """Longest prompt and answer together, in tokens. Default: what the model's config says, else 32768."""
     max_tokens: Tokens = 4096
@@ -320,9 +320,9 @@ class ServeConfig(Section):
     max_requests: Size = 64
     """Most requests that are answered or wait at a time."""
     max_media: Size = 16
-    """Most pictures, videos and sounds of a request."""
+    """Most images, videos and audio of a request."""
     max_pixels: Count = 50_000_000
-    """Most pixels of all pictures of a request together."""
+    """Most pixels of all images of a request together."""
     timeout: Positive = 600.0
     """Seconds from a request's first byte to the last of its answer."""
     hosts: Texts = []

@@ -117,7 +117,7 @@ def _starts(pieces: Sequence[Piece], signed: Sequence[str]) -> dict[int, int]:
 
 def _signed_piece(piece: Piece, tokenizer: Tokenizer) -> str:
     if isinstance(piece, MediaPiece):
-        raise RowError("media_unread", "conversations with pictures, videos or sounds are not drawn turn by turn yet")
+        raise RowError("media_unread", "conversations with images, videos or audio are not drawn turn by turn yet")
     if not isinstance(piece, TextPiece):
         return _sign(tokenizer.control_id(piece.token))
     if _SURROGATE.search(piece.text):

@@ -35,8 +35,8 @@ from luthier.rendering.template import SOME_MEDIA, ChatTemplate
 from luthier.store.disk import Disk
 from luthier.writing import counted
 
-CUT_SOUND = "sound longer than the model hears, its end cut off"
-SPLIT_SOUND = "sound longer than the model hears, split"
+CUT_SOUND = "audio longer than the model takes, its end cut off"
+SPLIT_SOUND = "audio longer than the model takes, split"
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Measurer:
             found = (
                 f"the row has {counted(len(filled.media), 'media item')}" if filled.media else "the row has no media"
             )
-            raise RowError("media_count", f"{found}, and this model reads exactly one picture a row", field="messages")
+            raise RowError("media_count", f"{found}, and this model reads exactly one image a row", field="messages")
         if not filled.media:
             return filled
         media = tuple(map(self._filed, filled.media))
@@ -148,7 +148,7 @@ class Measurer:
             if not isinstance(sound, AudioHeader) or (heard := processor.cut_sound(sound)) is None:
                 continue
             if self.access.config.long_audio is LongAudio.QUARANTINE:
-                what = f"a sound of {sound.seconds:.1f} s, of which this model takes {heard:g} s"
+                what = f"audio of {sound.seconds:.1f} s, of which this model takes {heard:g} s"
                 raise RowError("media_limit", f"{what}; cut it, or set media.long_audio: cut", field="audios")
             cut += 1
         return cut

@@ -104,7 +104,7 @@ def _plain_weight(end: nn.Module) -> object:
 
 
 def parts_left_out(model: PreTrainedModel, section: AdapterConfig) -> tuple[ModelPart, ...]:
-    """The parts of a model that sees or hears whose weights stay as they are, by ``adapter.train_parts``."""
+    """The parts of a multimodal model whose weights stay as they are, by ``adapter.train_parts``."""
     if section.type in (AdapterType.FREEZE, AdapterType.LLAMA_PRO):
         return ()
     parts = find_parts(model)

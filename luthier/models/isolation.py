@@ -60,7 +60,7 @@ def choose_isolation(
             else ``luthier_segments``, transformers' masks by positions, masks of ours, rows of one segment. Recurrent
             layers that `models.mixers` knows run segment by segment with the first two
     shared  rows will be token trees that share their beginnings, which only plans and masks can say
-    needs   of a model that sees or hears. What is tried are words alone, some of them called a picture
+    needs   of a multimodal model. What is tried are words alone, some of them called a picture
     rows    of a batch, ``num_rows`` of them, are tried: FlashAttention reads where segments begin off positions in a
             batch of one row, and in no other
 
@@ -143,7 +143,7 @@ def _reaches(needs: MediaNeeds) -> list[BlockReach]:
 
 
 def _within(reach: BlockReach, needs: MediaNeeds) -> str:
-    return f", pictures seen both ways {reach}" if needs.types else ""
+    return f", images seen both ways {reach}" if needs.types else ""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class ChosenIsolation:
 
     attention  transformers' name of the attention that the model has now
     windows    ``additive``, ``reach``: what `attention_inputs` needs
-    needs      of a model that sees or hears
+    needs      of a multimodal model
     mixers     classes of the recurrent layers that run segment by segment (`models.mixers`); () where there are none,
                or where rows hold one segment anyway
     shared     branches of trees that share their beginnings are kept apart, too, and need not be taken apart for it
@@ -349,7 +349,7 @@ class ChosenIsolation:
         return with_encoder_outputs(inputs)
 
     def _is_feature(self, name: str, value: object) -> bool:
-        """Whether an input was made of pictures, videos or sounds: whether it does not lie along the tokens."""
+        """Whether an input was made of images, videos or audio: whether it does not lie along the tokens."""
         plain = name in _OF_WORDS or name in self.needs.along
         return isinstance(value, torch.Tensor) and not plain
 

@@ -315,7 +315,7 @@ def _attention(section: ModelConfig, model_config: PretrainedConfig, notes: list
     if asked == "auto":
         if sees_blocks:
             notes.append(
-                "attention by transformers' choice: FlashAttention cannot let a picture's tokens see each other"
+                "attention by transformers' choice: FlashAttention cannot let an image's tokens see each other"
             )
             return None
         if on_gpu and importlib.util.find_spec("flash_attn") is not None:
@@ -325,7 +325,7 @@ def _attention(section: ModelConfig, model_config: PretrainedConfig, notes: list
         return None
     if asked in FLASH and sees_blocks:
         raise ModelError(
-            f"model.attn_implementation {asked} cannot let the tokens of a picture see each other both ways, as "
+            f"model.attn_implementation {asked} cannot let the tokens of an image see each other both ways, as "
             f"{type(model_config).__name__} wants it",
             hint="set model.attn_implementation: auto",
         )

@@ -1,4 +1,4 @@
-"""The parts of a model that sees or hears: towers, projectors, and its language model, which is all the rest."""
+"""The parts of a multimodal model: towers, projectors, and its language model, which is all the rest."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ModelParts:
 
 
 def multimodal_class(config: PretrainedConfig) -> Any | None:
-    """transformers' Auto class for models that take pictures, videos or sounds beside text; None: it has none for this.
+    """transformers' Auto class for models that take images, videos or audio beside text; None: it has none for this.
 
     A family with `Family.decoder_names` comes with its own class, which its files name for `AutoModel`.
 
@@ -71,7 +71,7 @@ def decoder_family(config: PretrainedConfig) -> Family | None:
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
-    """Whether transformers has a class for this config that takes pictures, videos or sounds beside text."""
+    """Whether transformers has a class for this config that takes images, videos or audio beside text."""
     return multimodal_class(config) is not None
 
 
@@ -153,7 +153,7 @@ def _pattern(name: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What a family of models that see or hear asks of the run: positions, token types, rows of their own.
+# What a family of multimodal models asks of the run: positions, token types, rows of their own.
 
 
 TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")  # what a model calls its token types; it reads one of them
@@ -161,7 +161,7 @@ TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")  # what a model calls its 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaNeeds:
-    """What a model that sees or hears asks of positions and attention, as its family's row has it.
+    """What a multimodal model asks of positions and attention, as its family's row has it.
 
     num_positions  rows of ``position_ids`` in a packed batch (`layout.packed_mrope`); None: one, without an axis for it
     text_row       the first of them is of text

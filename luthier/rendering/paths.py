@@ -342,7 +342,7 @@ def require_every_part(
         if is_media(part):
             raise RowError(
                 "media_answer",
-                "a picture, video or sound in an answer that is learned, and no model here makes any: take it out, or "
+                "an image, a video or audio in an answer that is learned, and no model here makes any: take it out, or "
                 "set the message's train to false",
                 field=f"messages[{span.message}]",
             )

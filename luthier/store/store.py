@@ -269,7 +269,7 @@ class SampleStore:
         return None if found < 0 else found
 
     def have_media(self, sample_ids: Ints) -> NDArray[np.bool_]:
-        """bool[n]: whether these samples have images, videos or sounds."""
+        """bool[n]: whether these samples have images, videos or audio."""
         found = np.zeros(len(sample_ids), dtype=np.bool_)
         for shard, places, inside in self._by_shard(sample_ids):
             found[places] = shard.index.has_media[inside] > 0

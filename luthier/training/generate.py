@@ -147,7 +147,7 @@ def answer_all(
 ) -> GenerationRound:
     """Answer ``batch_size`` questions at a time (`LocalEngine`), and measure the answers.
 
-    ``media`` makes the inputs of questions with pictures, videos or sounds. One whose media cannot be had any more is
+    ``media`` makes the inputs of questions with images, videos or audio. One whose media cannot be had any more is
     not answered: its record says why.
     """
     begun = time.perf_counter()

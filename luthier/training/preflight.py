@@ -106,7 +106,7 @@ def _media_packages(draft: Draft) -> Iterator[Problem]:
     source = MediaSource.of_model(own, model.model_copy(update={"tokenizer_name_or_path": None}), draft.config.media)
     missing = [name for module, name in (("PIL", "pillow"), ("torchvision", "torchvision")) if not is_installed(module)]
     if source.folder is not None and missing:
-        what = f"a model that sees or hears needs {' and '.join(missing)}, not installed here"
+        what = f"a multimodal model needs {' and '.join(missing)}, not installed here"
         yield draft.problem("model.name_or_path", what, EXTRA.format(extra="media"))
 
 

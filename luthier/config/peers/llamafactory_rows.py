@@ -77,7 +77,7 @@ def _mixture(reading: Translator, folder: str, names: list[str]) -> None:
 
 
 def _is_multimodal(reading: Translator) -> bool:
-    """Whether a file is for a model that sees or hears: it has limits of media, or the template of such a model."""
+    """Whether a file is for a multimodal model: it has limits of media, or the template of such a model."""
     table = reading.peer.table
     name = reading.entries.get("template")
     is_its = isinstance(name, Scalar) and name.value in table["multimodal"]["templates"]

@@ -362,6 +362,6 @@ def _too_long(reading: Translator, *, is_whole: bool) -> None:
 
 
 def train_all_parts(reading: Translator, key: str) -> None:
-    """All of a model that sees or hears, its tower too, for tools that freeze none; a model of the Hub tells later."""
+    """All of a multimodal model, its tower too, for tools that freeze none; a model of the Hub tells later."""
     if {"vision_config", "audio_config"} & config_of(str(plain(reading.entries[key]))).keys():
         reading.set("adapter.train_parts", ["language_model", "projector", "tower"], key)

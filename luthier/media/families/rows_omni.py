@@ -180,7 +180,7 @@ ROWS = (
         model_types=("nemotron_h_omni",),
         image=Rule(measure=pictures.context_grid, fold=4),
         video=rules.TUBELETS,
-        one_kind="its model cannot tell frames from pictures",
+        one_kind="its model cannot tell frames from images",
         audio=rules.SUBSAMPLED_FRAMES,
         batching={
             "pixel_values": CAT,

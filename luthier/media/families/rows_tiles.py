@@ -108,7 +108,7 @@ ROWS = (
         model_types=("smolvlm",),
         image=Rule(measure=tiles.rows_and_columns, fold=16),
         video=rules.PADDED_FRAMES,
-        one_kind="its processor puts frames in the place of pictures",
+        one_kind="its processor puts frames in the place of images",
         batching=TILED_IN_ROWS,
         modules=IDEFICS,
     ),
@@ -219,7 +219,7 @@ ROWS = (
         token_inputs=KINDS,
         attention=Attention.IMAGE_BLOCKS,
         packing=PackingSupport.PADDED,
-        reason="its mask lets all pictures of a row see each other",
+        reason="its mask lets all images of a row see each other",
         modules=PROJECTED,
     ),
 )
@@ -373,7 +373,7 @@ FIXED_ROWS = (
         token_inputs={"cross_attention_mask": rules.seen_images},
         attention=Attention.CROSS,
         packing=PackingSupport.PADDED,
-        reason="its cross-attention sees pictures of the whole row",
+        reason="its cross-attention sees images of the whole row",
         modules=Modules(tower=("model.vision_model",), projector=("model.multi_modal_projector",)),
     ),
 )
@@ -441,7 +441,7 @@ REMOTE_ROWS = (
         chat_template=PARSING,
         attention=Attention.ENCODED,
         packing=PackingSupport.PADDED,
-        reason="its decoder attends to the picture of the whole row",
+        reason="its decoder attends to the image of the whole row",
         modules=Modules(tower=("encoder.model_encoder",), projector=("encoder",), language=("decoder", "lm_head")),
     ),
 )

@@ -105,10 +105,10 @@ def family_named(name: str) -> Family:
 
 ENCODES = "it has an encoder and a decoder, and rows are for models that read prompt and answer in one"
 CONDITIONS = "what it sees is not part of its text: no tokens stand for it"
-STREAMS = "it hears and writes at the same time, in steps that are no tokens of a prompt"
-DRAWS = "it is trained to write sounds or movements, which are no tokens"
-FIRST = "its class takes one picture a text, in front of all text, and reads the text a second time with other tokens"
-TELLS = "its class writes into the text how long a sound is, which no chat template can"
+STREAMS = "it takes audio and writes at the same time, in steps that are no tokens of a prompt"
+DRAWS = "it is trained to write audio or movements, which are no tokens"
+FIRST = "its class takes one image a text, in front of all text, and reads the text a second time with other tokens"
+TELLS = "its class writes into the text how long the audio is, which no chat template can"
 UNTESTED = "its processor needs a package that is not among Luthier's, so nothing could be compared with it"
 
 PROCESSORS: Mapping[str, str] = {
@@ -121,26 +121,26 @@ PROCESSORS: Mapping[str, str] = {
     "Florence2Processor": ENCODES,
     "FunAsrNanoProcessor": UNTESTED,
     "GitProcessor": CONDITIONS,
-    "IdeficsProcessor": "its layers see pictures by a mask that its class makes of nested prompts, not of a text",
+    "IdeficsProcessor": "its layers see images by a mask that its class makes of nested prompts, not of a text",
     "InstructBlipProcessor": FIRST,
     "InstructBlipVideoProcessor": FIRST,
     "Kosmos2Processor": FIRST,
     "Kosmos2_5Processor": FIRST,
     "KyutaiSpeechToTextProcessor": STREAMS,
     "MoonshineStreamingProcessor": ENCODES,
-    "MossTranscribeDiarizeProcessor": "its class writes seconds between the tokens of a sound; no rule counts them",
+    "MossTranscribeDiarizeProcessor": "its class writes seconds between the tokens of audio; no rule counts them",
     "Nemotron3_5TranscribeProcessor": "it has a second tokenizer, for the alignment of words, which is not read yet",
     "PI0Processor": DRAWS,
-    "PPChart2TableProcessor": "its class replaces nothing: its own template has the slots of a picture in it",
+    "PPChart2TableProcessor": "its class replaces nothing: its own template has the slots of an image in it",
     "PPFormulaNetProcessor": ENCODES,
     "Pix2StructProcessor": ENCODES,
     "Pop2PianoProcessor": ENCODES,
     "SeamlessM4TProcessor": ENCODES,
-    "ShieldGemma2Processor": "it classifies pictures, and writes no answer",
+    "ShieldGemma2Processor": "it classifies images, and writes no answer",
     "Speech2TextProcessor": ENCODES,
     "SpeechT5Processor": ENCODES,
     "UdopProcessor": ENCODES,
-    "UnlimitedOcrProcessor": "its model takes the numbers of a picture's tiles as lists, and batches are tensors",
+    "UnlimitedOcrProcessor": "its model takes the numbers of an image's tiles as lists, and batches are tensors",
     "VibeVoiceProcessor": DRAWS,
     "VibeVoiceAsrProcessor": TELLS,
     "VoxtralRealtimeProcessor": STREAMS,
@@ -272,9 +272,9 @@ def _attention(attention: Attention) -> str:
         case Attention.PREFIX:
             return "a prompt sees itself both ways"
         case Attention.CROSS:
-            return "pictures are seen across"
+            return "images are seen by cross-attention"
         case Attention.ENCODED:
-            return "a decoder sees the row's picture"
+            return "a decoder sees the row's image"
         case _:
             raise AssertionError(f"no word for {attention!r}")
 

@@ -176,7 +176,7 @@ def _heard(headers: Sequence[AudioHeader], tokens: list[int]) -> list[int]:
     """The counts; raises `ValueError` for a sound of which nothing is left."""
     for header, count in zip(headers, tokens, strict=True):
         if count < 1:
-            raise ValueError(f"a sound of {header.seconds:.3f} s is too short for this model: no token is left of it")
+            raise ValueError(f"audio of {header.seconds:.3f} s is too short for this model: no token is left of it")
     return tokens
 
 

@@ -396,7 +396,7 @@ def page_slices(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
     """As MiniCPM-V's slices (MiniCPM-OCR). Raises `ModelError` where the size depends on what is on the page."""
     if settings["small_image_upsize"] != "always":
         raise ModelError(
-            "this processor enlarges small pictures by what is on them, so their tokens cannot be counted from headers",
+            "this processor enlarges small images by what is on them, so their tokens cannot be counted from headers",
             hint='set "small_image_upsize": "always" in the image processor\'s files, for inference too',
         )
     return slices(settings, headers)

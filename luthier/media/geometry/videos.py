@@ -393,7 +393,7 @@ def frame_slices(settings: Settings, headers: Sequence[VideoHeader]) -> Measured
     """
     if settings["stack_frames"] != 1:
         raise ModelError(
-            f"this video processor joins {counted(settings['stack_frames'], 'frame')} to one picture, "
+            f"this video processor joins {counted(settings['stack_frames'], 'frame')} to one image, "
             f"which is not counted",
             hint='set "stack_frames": 1 in the video processor\'s files',
         )

@@ -121,7 +121,7 @@ def _video(
     )
 
 
-# -------------------------------------------------------------------------- numbered strings, and strings of constant length
+# ------------------------------------------------------------------- numbered strings, and strings of constant length
 
 
 PICTURE_MARK = "<|picture|>"  # what is written for a picture where a tokenizer has no token for one

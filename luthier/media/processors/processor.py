@@ -113,7 +113,7 @@ class MediaProcessor:
         except (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
             missing = [package for package in _PACKAGES if find_spec(package) is None]
             if missing:
-                what = f"{source}: pictures, videos and sounds need {' and '.join(missing)}, not installed here"
+                what = f"{source}: images, videos and audio need {' and '.join(missing)}, not installed here"
                 raise ModelError(what, hint=install_hint("media")) from error
             raise ModelError(
                 f"{source}: the processor cannot be loaded: {error}",
@@ -184,7 +184,7 @@ class MediaProcessor:
         kinds = [kind_of(item) for item in items]
         rules = {kind: self._rule(kind) for kind in dict.fromkeys(kinds)}
         if self.family.one_kind and {MediaKind.IMAGE, MediaKind.VIDEO} <= rules.keys():
-            raise RowError("media_kinds", f"the row has pictures and videos, and {self.family.one_kind}")
+            raise RowError("media_kinds", f"the row has images and videos, and {self.family.one_kind}")
         try:
             if self.family.together is not None:
                 return self.family.together(self._settings, items)

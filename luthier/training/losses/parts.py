@@ -31,7 +31,7 @@ class ObjectiveParts:
     train     its segments; ``held_out`` those of evaluation, if there are any
     passes    makes streams that go over each of these once, for what is computed beforehand
     needed    int64, ascending: which segments of each of these the run will read
-    media     what makes features of media, of a model that sees or hears
+    media     what makes features of media, of a multimodal model
     autocast  the type that training computes in; None: that of the weights
     shared    rows hold token trees whose branches share their beginnings
     """
