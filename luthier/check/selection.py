@@ -89,7 +89,7 @@ class Selection:
             segments = segments[:1]  # another row's completion is a matter of the batch
         if not segments:  # cut away: show what it would have been
             views = show_sample(prepared[row], tokenizer, control=control, origins=of_row)
-            return [_retitled(view, f"{view.title} (not trained: over data.max_length)") for view in views]
+            return [replace(view, title=f"{view.title} (not trained: over data.max_length)") for view in views]
         title = str(prepared.address(row))
         return [
             show_pack(
@@ -186,10 +186,6 @@ def _part_of_row(index: SegmentIndex, number: int, count: int) -> str:
             return f", segment {number} of {count}"
         case _:
             return ""
-
-
-def _retitled(view: RowView, title: str) -> RowView:
-    return replace(view, title=title)
 
 
 # ---------------------------------------------------------------- what stands above tokens: the settings that made them

@@ -374,6 +374,6 @@ def _form(name: str) -> str:
 # Names close to a mistyped one, for the hints of error messages.
 
 
-def nearest_names(name: str, names: Iterable[str], limit: int = 3) -> str:
+def nearest_names(name: str, names: Iterable[str]) -> str:
     """``"identiy"`` among data set names -> ``"identity"``; empty if nothing is close."""
-    return ", ".join(difflib.get_close_matches(name, list(names), n=limit, cutoff=0.6))
+    return ", ".join(difflib.get_close_matches(name, list(names), cutoff=0.6))

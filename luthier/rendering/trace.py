@@ -293,7 +293,9 @@ class Questioned(str):
         return bool(self._ask("less", other, answer=str.__lt__(self, other)))
 
     def __gt__(self, other: str) -> bool:
-        return self._swapped_ask("less", other, answer=str.__gt__(self, other))
+        answer = str.__gt__(self, other)
+        self._trace.ask("less", sketch_and_owners(other, self._trace)[0], self._sketch, answer=answer)
+        return answer
 
     def __le__(self, other: str) -> bool:
         return not self > other
@@ -334,10 +336,6 @@ class Questioned(str):
         self._trace.ask(
             question, self._sketch, *(sketch_and_owners(other, self._trace)[0] for other in others), answer=answer
         )
-        return answer
-
-    def _swapped_ask(self, question: str, other: str, answer: bool) -> bool:
-        self._trace.ask(question, sketch_and_owners(other, self._trace)[0], self._sketch, answer=answer)
         return answer
 
     def _pinned(self) -> Self:

@@ -135,7 +135,7 @@ def diff_runs(
         vocabulary_b=b.tokenizer,
         control_a=_control(a.tokenizer),
         control_b=_control(b.tokenizer),
-        by_characters=not same_vocabulary(a.tokenizer, b.tokenizer),
+        by_characters=_vocabulary(a.tokenizer) != _vocabulary(b.tokenizer),
     )
     tally = _Tally(num_shown=num_shown)
     for batch in _batches(pairs(*sources, sample=sample)):
@@ -176,11 +176,6 @@ def lesson_of(outcome: Sample | RowError, data: DataConfig) -> Lesson:
         except RowDropped as error:
             refusal = refusal or error
     return Lesson(segments=kept) if kept else Lesson(refusal=refusal)
-
-
-def same_vocabulary(a: Tokenizer, b: Tokenizer) -> bool:
-    """Whether an id means the same text on both sides."""
-    return _vocabulary(a) == _vocabulary(b)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -173,11 +173,6 @@ class Translator:
                 self.entries[key] = _node(value, Where(source=self.name))
                 self.defaults.add(key)
 
-    def fill_in_media(self) -> None:
-        """Their limits of images and videos, where the file says any; else the model's own hold."""
-        if any(key in self.entries for key in self.peer.table["defaults"]["media"]):
-            self.fill_in("defaults", "media")
-
     def take(self, key: str) -> Any:
         """The value of a key of theirs, which is now read; None where the file has none."""
         self.read.add(key)

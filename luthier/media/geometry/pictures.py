@@ -45,7 +45,7 @@ def widened_grid(settings: Settings, headers: Sequence[ImageHeader]) -> Measured
 
 def budget_grid(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
     """Never scaled up, within a budget of patches (Kimi-K2.5)."""
-    return _grid(settings, headers, _fit_budget)
+    return _grid(settings, headers, fit_budget)
 
 
 def context_grid(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
@@ -149,7 +149,8 @@ def _fit_widened(settings: Settings, height: int, width: int) -> tuple[int, int]
     return _fit_area(settings, height, width)
 
 
-def _fit_budget(settings: Settings, height: int, width: int) -> tuple[int, int]:
+def fit_budget(settings: Settings, height: int, width: int) -> tuple[int, int]:
+    """Height and width within a budget of patches."""
     return fit_patches(
         height,
         width,

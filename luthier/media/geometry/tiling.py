@@ -89,8 +89,8 @@ def least_upscaling_single(height: int, width: int, *, tile: int, max_tiles: int
     return tilings[int(np.where(scales < 1, np.float32(10e9), scales).argmin())]
 
 
-def covering(height: int, width: int, *, tile: int, max_tiles: int, threshold: float = 0.9) -> TileGrid:
-    """The fewest tiles that show more than ``threshold`` of the picture's area undistorted (Ovis2).
+def covering(height: int, width: int, *, tile: int, max_tiles: int) -> TileGrid:
+    """The fewest tiles that show more than nine tenths of the image's area undistorted (Ovis2).
 
     The processor makes its candidates as (columns, rows) and then reads the first number as rows when it cuts the
     picture, and as columns when it resizes; so does this.
@@ -99,7 +99,7 @@ def covering(height: int, width: int, *, tile: int, max_tiles: int, threshold: f
     for second, first in grids_of(1, max_tiles):
         shown = _shown_area(height, width, first, second, tile) / (width * height)
         scored.append((first, second, shown))
-    enough = [grid for grid in scored if grid[2] > threshold]
+    enough = [grid for grid in scored if grid[2] > 0.9]
     if enough:
         columns, rows, _ = min(enough, key=lambda grid: (grid[0] * grid[1], -grid[2]))
     else:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from luthier.errors import ModelError
 from luthier.media.families.family import Measured, Settings
-from luthier.media.geometry.pictures import aim_patches, fill_patches, fit_area, fit_canvas, fit_patches, fit_volume
+from luthier.media.geometry.pictures import aim_patches, fill_patches, fit_area, fit_budget, fit_canvas, fit_volume
 from luthier.media.geometry.tiles import any_resolution, shaped_tokens
 from luthier.media.geometry.tiling import slices
 from luthier.records import ImageHeader, VideoHeader
@@ -316,14 +316,7 @@ def _fit_shared_area(settings: Settings, frames: int, height: int, width: int) -
 
 
 def _fit_navit(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    return fit_patches(
-        height,
-        width,
-        patch=settings["patch_size"],
-        max_patches=settings["max_patches"],
-        max_side=settings["size"]["max_height"],
-        multiple=settings["merge_size"],
-    )
+    return fit_budget(settings, height, width)
 
 
 def _fit_pixels(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
