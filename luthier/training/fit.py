@@ -32,7 +32,7 @@ from luthier.models.submodules import decoder_family
 from luthier.packing import Segments
 from luthier.preparation.prepared import Prepared
 from luthier.sources import open_sources, resolve_sources
-from luthier.sources.rows_by_address import RowsByAddress
+from luthier.sources.source import RowsByAddress
 from luthier.training.assemble import (
     make_model,
     make_trainer,

@@ -17,7 +17,7 @@ from luthier.metrics.table import Answered, Metric, measured, told_of_values
 from luthier.packing import Segments
 from luthier.records import Address, Segment
 from luthier.rewards.judging import DrawnAnswer, RewardJudge
-from luthier.sources.rows_by_address import RowsByAddress
+from luthier.sources.source import RowsByAddress
 from luthier.training.generate import Question, wanted
 from luthier.training.report.result import GenerationRecord, GenerationRound
 from luthier.training.rollouts.drawing import Rollouts
