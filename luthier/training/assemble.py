@@ -55,6 +55,7 @@ from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.talks import Talks
 from luthier.training.streams import (
     EvalStream,
+    TrainStream,
     World,
     loader_state,
     needed_segments,
@@ -164,16 +165,7 @@ def make_trainer(
     shared = _shares(config, data, schedule)
     how = collating(config, tokenizer, run_model.loaded, shared=shared)
     lost = LostRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
-    stream = train_stream(
-        data.train,
-        schedule,
-        how,
-        rank=world.rank,
-        first_step=first_step or 0,
-        num_workers=config.runtime.dataloader_num_workers,
-        shared=shared,
-        media=media,
-    )
+    stream = _train_stream(config, data, run_model, schedule, how, first_step or 0, world.rank, shared=shared)
     steps = stream.first_step if stream.is_over else schedule.horizon  # the horizon may be an estimate
     begins = evaluates and first_step is None
     arguments = training_arguments(config, max_steps=steps, evaluates=evaluates, evaluates_first=begins)
@@ -414,6 +406,29 @@ def _first_values(
             before, after = begin_by_what_is_rounded_away(model, config, run_model.vocabulary)
             share = f"{after:.1%} of adapted layers' weights instead of {before:.1%}"
             hooks.tell(Note(text=f"model: quantization rounds away {share}, as the adapter begins with a part of it"))
+
+
+def _train_stream(
+    config: RunConfig,
+    data: RunData,
+    run_model: RunModel,
+    schedule: StreamPlan,
+    how: CollateSettings,
+    first_step: int,
+    rank: int,
+    *,
+    shared: bool,
+) -> TrainStream:
+    return train_stream(
+        data.train,
+        schedule,
+        how,
+        rank=rank,
+        first_step=first_step,
+        num_workers=config.runtime.dataloader_num_workers,
+        shared=shared,
+        media=run_model.media,
+    )
 
 
 def _eval_stream(
