@@ -26,11 +26,12 @@ SHARES = {
     "loader": 0.12,
     "loader-padded": 0.08,
     "stream-workers": 0.03,
-    "training": 0.11,
+    "training": 0.07,
+    "drawing": 0.04,
 }  # of the points: SIGKILL at random times
 ALL = ("preparing-operations", "checkpoints", "store-failures", "checkpoint-failures")  # each operation in turn
 LARGE_FILES = 12
-CONTROLS = ("loses-its-window", "loses-a-step")
+CONTROLS = ("loses-its-window", "loses-a-step", "draws-by-process")
 CONTROL_POINTS = 20
 
 

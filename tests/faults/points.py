@@ -155,6 +155,15 @@ def _training(root: Path, points: int, seed: int) -> Findings:
     return training.kill_at_random(root, points, seed)
 
 
+def _drawing(by_process: bool) -> Run:
+    def run(root: Path, points: int, seed: int) -> Findings:
+        from tests.faults import drawing
+
+        return drawing.kill_everywhere(root, points, seed, by_process=by_process)
+
+    return run
+
+
 def _large_files(root: Path, points: int, seed: int) -> Findings:
     from tests.faults import training
 
@@ -178,11 +187,13 @@ KINDS: dict[str, Run] = {
     "loader": _loader("best_fit"),
     "loader-padded": _loader("none"),
     "training": _training,
+    "drawing": _drawing(by_process=False),
     "training-large-files": _large_files,
     "checkpoints": _checkpoints,
     "checkpoint-failures": _failing_checkpoints,
     # controls: these must be found out
     "loses-its-window": _rows_at_hand("control: loses its window", "window"),
+    "draws-by-process": _drawing(by_process=True),
     "loses-a-step": _rows_at_hand("control: one step back", "step"),
 }
 

@@ -18,8 +18,9 @@ from tests.faults.points import run_points
 PREPARING = {"preparing": 12, "preparing-shared": 8, "preparing-operations": 1, "store-failures": 1}
 LOADING = {"stream": 15, "loses-its-window": 4, "loses-a-step": 4, "loader": 8, "stream-workers": 2, "fed": 6}
 TRAINING = {"checkpoints": 1, "checkpoint-failures": 1, "training": 3, "training-large-files": 2}
-PROGRAMS = (PREPARING, LOADING, TRAINING)
-CONTROLS = ("loses-its-window", "loses-a-step")
+DRAWING = {"drawing": 20, "draws-by-process": 2}
+PROGRAMS = (PREPARING, LOADING, TRAINING, DRAWING)
+CONTROLS = ("loses-its-window", "loses-a-step", "draws-by-process")
 
 
 @functools.cache
@@ -40,11 +41,15 @@ def test_after_a_kill_or_a_failure_everything_is_as_it_would_have_been(kind: str
     assert found.is_clean, found
 
 
-@pytest.mark.parametrize("kind", CONTROLS)
+@pytest.mark.parametrize("kind", [kind for kind in CONTROLS if kind in LOADING])
 def test_control_a_loader_that_loses_its_place_is_found_out(kind: str) -> None:
     found = findings_of(kind)
     assert found.differing > 0
     assert found.lost > 0 if kind == "loses-its-window" else found.doubled > 0
+
+
+def test_control_answers_that_depend_on_the_process_are_found_out() -> None:
+    assert findings_of("draws-by-process").differing > 0
 
 
 def test_the_kills_came_at_times_that_matter() -> None:
@@ -56,6 +61,9 @@ def test_the_kills_came_at_times_that_matter() -> None:
     assert findings_of("fed").facts["while a window held rows"] > 0
     assert findings_of("training").facts["with a checkpoint"] > 0
     assert findings_of("checkpoints").points > 60
+    assert findings_of("drawing").facts["while answers waited"] > 5
+    for kind in ("sampling", "judging", "updating", "writing answers", "files"):
+        assert findings_of("drawing").facts[kind] > 2, kind
 
 
 def test_failures_are_told() -> None:
