@@ -16,13 +16,14 @@ from luthier.config.schema import GenerateConfig, RunConfig, Strategy
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.local import LocalEngine
+from luthier.errors import ModelError
 from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import eval_settings, media_of, shares_prompts, units_of
 from luthier.models import adapter_files, adapters
 from luthier.models.model import LoadedModel, load_model, quantize_whole, run_precision
 from luthier.models.quantized import is_quantized
 from luthier.models.sharding import give_up_gathered, place, unsharded_class
-from luthier.models.submodules import text_attention
+from luthier.models.submodules import decoder_family, text_attention
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.policy_losses import Advantage
 from luthier.packing import Segments
@@ -222,13 +223,17 @@ def _rollouts(
     objective = OBJECTIVES[config.objective.name]
     if not objective.on_policy:
         return None
+    if (family := decoder_family(run_model.loaded.model.config)) is not None:
+        raise ModelError(f"answers of {family.name} are not drawn in training", hint="set objective: sft")
     engine = LocalEngine(run_model.model, tokenizer, media=run_model.media, batch_size=config.rollout.batch_size)
+    media = run_model.media
     layout = AnswerLayout(
         how=how,
         shared=shared,
         capacity=config.data.max_length,
         rows_at_once=config.train.per_device_train_batch_size,
         pairs=objective.learned is Learned.PAIR,
+        media=media,
     )
     score = probes = None
     if isinstance(losses, PolicyLosses):  # others do not ask by which probabilities answers were drawn
@@ -252,6 +257,7 @@ def _rollouts(
         score=score,
         probes=probes,
         talks=_talks(config, engine),
+        slots=frozenset() if media is None else media.processor.slot_ids(tokenizer.vocab_size),
         seed=config.runtime.seed,
         folder=config.output.dir,
         world=world,

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, get_scheduler
 from luthier.config.draft import Draft, unread_settings
 from luthier.config.inputs import MediaCache
 from luthier.config.machine import EXTRA, is_installed
+from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.rollout import RolloutConfig
 from luthier.config.schema import AdapterConfig, AdapterType, Precision, RunConfig, Sharding, Strategy
@@ -315,10 +316,14 @@ def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterat
 
 def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
     """Whether this model can answer in training, and answers as long as it may."""
-    evaluation = draft.config.eval
+    evaluation, objective = draft.config.eval, draft.config.objective.name
+    family = decoder_family(model.config)
+    if family is not None and OBJECTIVES[objective].on_policy:
+        what = f"{objective} learns from answers that the run draws, and answers of {family.name} are not drawn"
+        yield draft.problem("objective.name", what, "set objective: sft")
     if not evaluation.generate_rows:
         return
-    if (family := decoder_family(model.config)) is not None:
+    if family is not None:
         what = f"answers of {family.name} are not generated in training"
         hint = "set eval.generate_rows: 0; held-out rows still have their loss"
         yield draft.problem("eval.generate_rows", what, hint)

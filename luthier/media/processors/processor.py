@@ -171,6 +171,10 @@ class MediaProcessor:
         """int64[T]: 0 text, 1 image, 2 video, 3 audio, by the processor's own rule."""
         return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int64)
 
+    def slot_ids(self, num_ids: int) -> frozenset[int]:
+        """Which of the first ``num_ids`` ids stand for media, and so are no text."""
+        return frozenset(np.flatnonzero(self.token_types(np.arange(num_ids))).tolist())
+
     def expand(self, items: Sequence[MediaHeader], following: Sequence[str] = ()) -> list[str]:
         """The string for each item of one inference context, in the order of their placeholders.
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from luthier.collation import CollateSettings, collate_packs, collate_trees
+from luthier.collation import CollateSettings, MediaInputs, blank_grid, collate_packs, collate_trees, to_batch
 from luthier.config.objective import Learned
-from luthier.errors import UserError
+from luthier.errors import TrainingError, UserError
 from luthier.records import Batch, Pack, PolicyTargets, Unit
 from luthier.training.generate import Question
 from luthier.training.rollouts.trajectories import AnswerTree, Trajectory, answer_tree
@@ -62,13 +62,20 @@ def learned_from(group: AnswerGroup, learned: Learned, *, keep: int, bar: float 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AnswerLayout:
     """How groups become micro-batches. ``capacity``: tokens of a row that trees share, ``rows_at_once`` of which are a
-    micro-batch. ``shared``: answers share their prompt; else each has its own. ``pairs``: groups are pairs."""
+    micro-batch. ``shared``: answers share their prompt; else each has its own. ``pairs``: groups are pairs. ``media``:
+    what makes the inputs of prompts with media, of a model that sees or hears."""
 
     how: CollateSettings
     shared: bool
     capacity: int
     rows_at_once: int
     pairs: bool = False
+    media: MediaInputs | None = None
+
+    def blank(self) -> Batch:
+        """A micro-batch that nothing is learned from."""
+        grid = blank_grid(self.how)
+        return to_batch(grid if self.media is None else self.media.fill(grid, self.how), self.how)
 
 
 def micro_batches(groups: Sequence[AnswerGroup], layout: AnswerLayout) -> Iterator[list[list[AnswerGroup]]]:
@@ -94,7 +101,9 @@ def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout, *, age
     groups = [group for row in rows for group in row]
     how, trees = layout.how, [[group.tree.sample for group in row] for row in rows]
     if layout.shared:
-        batch = collate_trees(trees, pad_token_id=how.pad_token_id, pad_to_multiple_of=how.pad_to_multiple_of)
+        batch = collate_trees(
+            trees, pad_token_id=how.pad_token_id, pad_to_multiple_of=how.pad_to_multiple_of, media=layout.media
+        )
     else:
         segments = [[segment for tree in row for segment in tree.segments()] for row in trees]
         packs = [Pack(segments=tuple(row)) for row in segments]
@@ -106,6 +115,13 @@ def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout, *, age
             pad_token_id=how.pad_token_id,
             pad_to_multiple_of=how.pad_to_multiple_of,
             varlen=how.varlen,
+            media=layout.media,
+        )
+    if batch.lost:
+        address, loss = batch.lost[0]
+        raise TrainingError(
+            f"{address}: its media could be read when it was asked, and cannot now: {loss.detail}",
+            hint="restore the file; the run goes on from its last checkpoint",
         )
     before = np.cumsum([0, *(len(group.answers) for group in groups)])
     answers_K = np.concatenate([group.tree.answers_K + first for group, first in zip(groups, before, strict=False)])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.rewards.judging import Judged
 from luthier.sources.formats.turns import message_row
-from luthier.training.generate import Question
+from luthier.training.generate import Question, shown
 from luthier.training.rollouts.trajectories import Trajectory
 from luthier.writing import write_text
 
@@ -39,7 +39,7 @@ def write_answers(
         {
             "row": str(question.address),
             "sample": answer.sample,
-            "prompt": tokenizer.decode(question.prompt),
+            "prompt": shown(question, tokenizer),
             "expected": question.expected(tokenizer),
             "generated": answer.text(tokenizer),
             "ids": answer.ids.tolist(),

@@ -18,19 +18,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from luthier.collation import blank_grid, to_batch
 from luthier.config.objective import Learned
 from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Engine, Finish
-from luthier.errors import CheckpointError, TrainingError, UserError
+from luthier.errors import CheckpointError, TrainingError
 from luthier.loader.places import PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch, DrawnInStep, Segment
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 from luthier.sources.formats.turns import message_row
-from luthier.training.generate import Question, question_of
+from luthier.training.generate import Question, question_of, shown
 from luthier.training.ranks import summed_over_ranks
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, learned_from, micro_batches
 from luthier.training.rollouts.answer_log import answers_file, write_answers
@@ -42,6 +41,7 @@ from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer
 from luthier.training.streams import ReadsPacks, World
 from luthier.writing import counted
 
+SLOTS = "answers with a token that stands for an image, a video or audio are not learned from"
 NO_QUESTION = "rows are not asked that have no prompt, or whose answer was cut before its stop token"
 
 
@@ -64,6 +64,7 @@ class Rollouts:
     warnings: EarlyWarnings | None = None
     learned: Learned = Learned.COMPARED
     talks: Talks | None = None  # where answers take several turns
+    slots: frozenset[int] = frozenset()  # ids that stand for media; the model may draw them, and could not read them
     missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
     kept: Kept = field(default_factory=dict)
 
@@ -88,12 +89,12 @@ class Rollouts:
         return [replace(first, drawn=facts), *others]
 
     def _laid_out(self, groups: Sequence[AnswerGroup], step: int) -> list[Batch]:
-        config, how = self.config, self.layout.how
+        config = self.config
         chosen = [learned_from(group, self.learned, keep=config.keep, bar=config.bar) for group in groups]
         kept = [group for group in chosen if config.dead_groups is DeadGroups.KEEP or not group.is_dead]
         learned = list(micro_batches([group for group in kept if len(group.answers)], self.layout))
         found = [self._scored(rows, collated(rows, self.layout, age=step % self.updates), step) for rows in learned]
-        return found or [to_batch(blank_grid(how), how)]
+        return found or [self.layout.blank()]
 
     def _scored(self, rows: Sequence[Sequence[AnswerGroup]], batch: Batch, step: int) -> Batch:
         """With what is to be known of the answers under the weights that drew them."""
@@ -124,8 +125,6 @@ class Rollouts:
             return [(question, by_row[question.address]) for question in self.talks.questions(segments, self._note)]
         stops = frozenset(self.tokenizer.stop_token_ids)
         asked = [(found, segment) for segment in segments if (found := question_of(segment, stops)) is not None]
-        if any(question.media for question, _ in asked):
-            raise UserError("answers to prompts with pictures, videos or sounds are not learned from yet")
         if without := len(segments) - len(asked):
             self._note(NO_QUESTION, without)
         return asked
@@ -159,7 +158,7 @@ class Rollouts:
         for question in questions:
             ours = [one for one in kept[_name(question)] if self._is_learned(one.reward)]
             rewards_G = np.array([one.reward for one in ours])
-            answers = [one.answer for one in ours]
+            answers = [one.answer.seeing(question.media) for one in ours]
             yield AnswerGroup(
                 question=question,
                 answers=answers,
@@ -232,7 +231,9 @@ class Rollouts:
         ]
         drawn: dict[tuple[int, int], Trajectory] = {}
         for answer in self.engine.generate(requests):
-            if isinstance(answer, Completion):
+            if isinstance(answer, Completion) and not self.slots.isdisjoint(answer.ids.tolist()):
+                self._note(SLOTS, 1)
+            elif isinstance(answer, Completion):
                 call = ModelCall(prompt=questions[answer.key].prompt, completion=answer, version=version)
                 drawn[answer.key, answer.sample] = Trajectory(calls=(call,))
             else:
@@ -245,7 +246,7 @@ class Rollouts:
     def as_text(self, key: int, question: Question, answer: Trajectory) -> DrawnAnswer:
         """An answer to the question of number ``key``, for what judges it."""
         return DrawnAnswer(
-            prompt=self.tokenizer.decode(question.prompt),
+            prompt=shown(question, self.tokenizer),
             expected=question.expected(self.tokenizer),
             columns=question.columns,
             generated=answer.text(self.tokenizer),
@@ -290,7 +291,8 @@ def _of_row(question: Question, segment: Segment, step: int, *, num_rewards: int
     ids = segment.input_ids[start : start + len(question.answer) + 1]
     unknown = np.full(len(ids), np.nan, dtype=np.float32)
     answer = Completion(key=-1, sample=0, ids=ids, logprobs=unknown, finish=Finish.STOP)
-    answers = [Trajectory(calls=(ModelCall(prompt=question.prompt, completion=answer, version=step),))]
+    call = ModelCall(prompt=question.prompt, completion=answer, version=step, media=question.media)
+    answers = [Trajectory(calls=(call,))]
     return AnswerGroup(
         question=question,
         answers=answers,

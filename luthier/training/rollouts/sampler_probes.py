@@ -105,7 +105,8 @@ class SamplerProbes:
 
     def _scored_by_engine(self, answer: Trajectory) -> Trajectory:
         scored = [
-            self.engine.score(_joined(call.prompt, call.completion.ids), len(call.prompt)) for call in answer.calls
+            self.engine.score(_joined(call.prompt, call.completion.ids), len(call.prompt), call.media)
+            for call in answer.calls
         ]
         calls = [
             replace(call, completion=replace(call.completion, logprobs=logprobs))
@@ -125,13 +126,13 @@ class SamplerProbes:
         """As training has it: under the temperature of the run."""
         ids, engine = call.completion.ids[:_TOKENS], by or self.trained
         if self.watch.config.temperature == 1:
-            return engine.score(_joined(prompt, ids), len(prompt))
-        places_N, logps_NV = self._of_all_tokens(prompt, ids, engine)
+            return engine.score(_joined(prompt, ids), len(prompt), call.media)
+        places_N, logps_NV = self._of_all_tokens(call, prompt, ids, engine)
         return _taken(torch.from_numpy(logps_NV), places_N)
 
-    def _of_all_tokens(self, prompt: Ids, ids: Ids, engine: LocalEngine) -> tuple[Ids, Logps]:
+    def _of_all_tokens(self, call: ModelCall, prompt: Ids, ids: Ids, engine: LocalEngine) -> tuple[Ids, Logps]:
         """The log-probabilities of all tokens, likeliest first, and where those are that were drawn."""
-        found = engine.scored(_joined(prompt, ids), len(prompt), top=self._vocabulary)
+        found = engine.scored(_joined(prompt, ids), len(prompt), call.media, top=self._vocabulary)
         places_N = (found.top_ids == ids[:, None]).argmax(axis=1)
         logps_NV = torch.from_numpy(found.top_logprobs) / self.watch.config.temperature
         return places_N.astype(np.int32), np.asarray(logps_NV.log_softmax(-1).numpy(), dtype=np.float32)
@@ -145,7 +146,11 @@ class SamplerProbes:
 
     def _with_short_prompts(self, calls: ModelCalls) -> Iterator[Probe]:
         for cut in (slice(None, -1), slice(None, -2), slice(None, -3), slice(1, None), slice(2, None)):
-            yield [self._score(call, call.prompt[cut]) if len(call.prompt[cut]) else None for call in calls]
+            # a cut prompt may lack a part of a picture
+            yield [
+                self._score(call, call.prompt[cut]) if len(call.prompt[cut]) and not call.media else None
+                for call in calls
+            ]
 
     def _in_16_bits(self, calls: ModelCalls) -> Iterator[Probe]:
         for dtype in (torch.bfloat16, torch.float16):
@@ -175,7 +180,7 @@ class SamplerProbes:
             if not len(ids):
                 yield np.zeros(0, np.int32), np.zeros((0, 0), np.float32)
                 continue
-            yield self._of_all_tokens(call.prompt, ids, self.trained)
+            yield self._of_all_tokens(call, call.prompt, ids, self.trained)
 
 
 def _joined(*parts: Ids) -> Ids:

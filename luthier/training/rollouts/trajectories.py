@@ -23,19 +23,20 @@ from numpy.typing import NDArray
 from luthier.encoding.pieces import fold
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Finish, Ids
-from luthier.records import Address, Branch, Message, Sample
+from luthier.records import Address, Branch, MediaItem, Message, Sample
 
 _MOST_TARGETS = 1 << 24  # of one tree: float32 holds no larger numbers exactly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelCall:
-    """One call of the model: the ``prompt`` that it was sent, int32[T], and what it drew, by the weights after
-    ``version`` steps."""
+    """One call of the model: the ``prompt`` that it was sent, int32[T], with its ``media``, and what it drew, by the
+    weights after ``version`` steps."""
 
     prompt: Ids
     completion: Completion
     version: int
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -77,6 +78,10 @@ class Trajectory:
         """Of each of `ids` when it was drawn, float32[N]."""
         return np.concatenate([call.completion.logprobs for call in self.calls])
 
+    def seeing(self, media: tuple[MediaItem, ...]) -> Trajectory:
+        """The same with the media of its prompt, which are kept nowhere but in the row."""
+        return replace(self, calls=tuple(replace(call, media=media) for call in self.calls)) if media else self
+
     def text(self, tokenizer: Tokenizer) -> str:
         """What the model drew last, without its stop token."""
         return self.calls[-1].completion.text(tokenizer)
@@ -98,7 +103,7 @@ class AnswerTree:
 
 
 def answer_tree(prompt: Ids, answers: Sequence[Trajectory], address: Address) -> AnswerTree:
-    """The tree of some answers; of the prompt alone where there are none."""
+    """The tree of some answers; of the prompt alone, without its media, where there are none."""
     ids: list[Ids] = []
     numbers: list[NDArray[np.float32]] = []
     drawn = 0
@@ -122,7 +127,7 @@ def answer_tree(prompt: Ids, answers: Sequence[Trajectory], address: Address) ->
     logprobs = np.concatenate([np.zeros(0, np.float32), *(answer.logprobs for answer in answers)])
     owners = np.repeat(np.arange(len(answers)), [len(answer.ids) for answer in answers])
     return AnswerTree(
-        sample=replace(tree, weight=None),
+        sample=replace(tree, weight=None, media=answers[0].calls[0].media if answers else ()),
         logprobs_K=logprobs[numbers_K].astype(np.float32),
         answers_K=owners[numbers_K].astype(np.int64),
         numbers_K=numbers_K,

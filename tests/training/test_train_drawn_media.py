@@ -1,0 +1,194 @@
+"""Runs that answer questions about pictures: what is drawn and what is learned are of the same pixels."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_nemotron_parse
+import torch
+import transformers as hf
+from luthier.loader.run_settings import media_of
+from PIL import Image
+from tiny_rollouts import evenness, ids, losses, rollouts
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from luthier.config.loading import load_draft
+from luthier.config.schema import RunConfig
+from luthier.encoding.encoder import Encoder
+from luthier.engines.answering import Answerer
+from luthier.engines.engine import Completion, Refusal, Request
+from luthier.engines.local import LocalEngine
+from luthier.errors import ConfigError, TrainingError
+from luthier.media.files.decoding import DecodedImage
+from luthier.metrics.table import METRICS, Metric
+from luthier.preparation.prepare import prepare
+from luthier.training.fit import fit
+from luthier.training.preflight import check_run
+from luthier.training.report.result import RunResult
+from luthier.training.rollouts.drawing import SLOTS
+from tests.media.media_files import image_file, picture
+from tests.media.tiny_folder import write_folder
+
+ROLLOUT: dict[str, Any] = {
+    "prompts_per_step": 3, "answers": 3, "max_new_tokens": 4, "min_finished": 0.0, "rewards": ["evenness"],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METRICS._rows, "evenness", Metric(of_row=evenness))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_weights(write_folder(tmp_path_factory.mktemp("tiny-vl")))
+
+
+def with_weights(folder: Path) -> Path:
+    """The folder of a model with weights by which it looks at its pictures; at the usual 0.02 it hardly does."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_questions(folder: Path) -> Path:
+    """A picture each, and one without; no answers, but for the last row."""
+    rows: list[dict[str, Any]] = []
+    for number in range(6):
+        parts: list[dict[str, str]] = [{"type": "text", "text": f"What is number {number}?"}]
+        if number:
+            (folder / f"{number}.png").write_bytes(image_file(picture(56 + 28 * (number % 2), 56)))
+            parts.insert(0, {"type": "image", "image": f"{number}.png"})
+        rows.append({"messages": [{"role": "user", "content": parts}], "answer": str(number)})
+    rows[-1]["messages"].append({"role": "assistant", "content": "It is 5."})
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def config_of(folder: Path, rows: Path, out: Path, **changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "model": {"name_or_path": str(folder)},
+        "data": {"train": [{"path": str(rows)}], "store": str(out / "store"), "max_length": 256, "workers": 0},
+        "objective": "rl",
+        "rollout": ROLLOUT,
+        "train": {"max_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0, "per_device_train_batch_size": 2},
+        "output": {"dir": str(out), "save_strategy": "no"},
+        "tracking": {"progress": False},
+        "runtime": {"device": "cpu", "seed": 1, "threads": 1},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            tree.setdefault(section, {})[name] = value
+        else:
+            tree[section] = value
+    return RunConfig.model_validate(tree)
+
+
+def run(config: RunConfig) -> RunResult:
+    encoder = Encoder.from_config(config)
+    return fit(config, encoder, prepare(config, encoder))
+
+
+def test_answers_about_pictures_are_learned_with_the_pixels_that_they_were_drawn_by(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_questions(tmp_path)
+    packed = run(config_of(folder, rows, tmp_path / "packed"))
+    padded = run(config_of(folder, rows, tmp_path / "padded", train__packing="none"))
+    assert max(step.measures["gap"] for step in packed.steps) < 1e-5
+    assert all(step.grad_norm and step.grad_norm > 1e-3 for step in packed.steps)
+    assert losses(packed) == pytest.approx(losses(padded), abs=2e-6) and ids(packed) == ids(padded)
+    drawn = rollouts(packed.path)
+    assert {answer["row"].rpartition(":")[2] for step in drawn for answer in step} == {"1", "2", "3", "4", "5", "6"}
+    prompts = {answer["prompt"] for step in drawn for answer in step}
+    assert sum("[image 84x56]" in prompt for prompt in prompts) == 3
+    # control: learned with other pixels they would be told apart
+    black = Image.new("RGB", (84, 56))
+    monkeypatch.setattr(Answerer, "features", _of(black))
+    with pytest.raises(TrainingError) as caught:
+        run(config_of(folder, rows, tmp_path / "other"))
+    assert "nats a token" in caught.value.message
+
+
+def _of(image: Image.Image) -> Callable[..., Any]:
+    """What the processor makes of this picture in the place of the prompt's."""
+
+    def features(self: Answerer, request: Request) -> Any:
+        assert self.media is not None
+        found = dict(self.media.features(request.media))
+        if request.media and request.media[0].header.width == image.width:
+            found |= self.media.processor.features([(request.media[0].header, DecodedImage(pixels=image))])
+        return found
+
+    return features
+
+
+def test_answers_about_pictures_that_wait_are_learned_alike_after_a_kill(folder: Path, tmp_path: Path) -> None:
+    rows = write_questions(tmp_path)
+    changes = {"rollout": {**ROLLOUT, "updates": 2}, "output__save_strategy": "steps", "output__save_steps": 1}
+    whole = run(config_of(folder, rows, tmp_path / "out", **changes))
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    again = run(config_of(folder, rows, tmp_path / "out", **changes))
+    assert [step.loss for step in again.steps if step.step == 2] == [whole.steps[1].loss]
+
+
+def test_a_picture_that_is_gone_is_told_and_its_row_not_asked(folder: Path, tmp_path: Path) -> None:
+    rows = write_questions(tmp_path)
+    config = config_of(folder, rows, tmp_path / "out")
+    encoder = Encoder.from_config(config)
+    prepared = prepare(config, encoder)
+    (tmp_path / "3.png").write_bytes(b"<html>not a picture</html>")
+    told: list[str] = []
+    result = fit(config, encoder, prepared, on_event=lambda event: told.append(getattr(event, "text", "")))
+    assert sum(text.startswith("not answered: media_changed") for text in told) == 1
+    asked = {answer["row"].rpartition(":")[2] for step in rollouts(result.path) for answer in step}
+    assert asked == {"1", "2", "3", "5", "6"}
+
+
+def test_answers_that_draw_a_slot_of_a_picture_are_told_and_not_learned_from(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LocalEngine.generate
+    slots = [hf.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(f"<|{n}_pad|>") for n in ("image", "video")]
+
+    def generate(self: LocalEngine, requests: Iterable[Request]) -> Iterator[Completion | Refusal]:
+        for answer in real(self, requests):
+            is_first = isinstance(answer, Completion) and answer.sample == 0
+            yield replace(answer, ids=np.array([slots[0], *answer.ids[1:]], np.int32)) if is_first else answer
+
+    monkeypatch.setattr(LocalEngine, "generate", generate)
+    rows = write_questions(tmp_path)
+    config = config_of(folder, rows, tmp_path / "out")
+    encoder = Encoder.from_config(config)
+    told: list[str] = []
+    result = fit(
+        config, encoder, prepare(config, encoder), on_event=lambda event: told.append(getattr(event, "text", ""))
+    )
+    assert told.count(SLOTS) == 1
+    assert {answer["sample"] for step in rollouts(result.path) for answer in step} == {1, 2}
+    media = media_of(config, folder)
+    assert media is not None and media.processor.slot_ids(encoder.tokenizer.vocab_size) == frozenset(slots)
+
+
+def test_a_decoder_beside_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    rows = write_questions(tmp_path)
+    model = tiny_nemotron_parse.write_folder(tmp_path / "model")
+    path.write_text(f"model: {model}\ndata: {{train: {rows}}}\nobjective: rl\n")
+    with pytest.raises(ConfigError) as caught:
+        check_run(load_draft(path))
+    (problem,) = [each for each in caught.value.problems if each.key == "objective.name"]
+    assert "nemotron" in problem.what.lower()
