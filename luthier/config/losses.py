@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind, Sharding
 from luthier.config.draft import Draft
+from luthier.config.inputs import QuantizationConfig
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ObjectiveConfig, ReferenceSource
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.rollout import ENVIRONMENT, DeadGroups, RolloutConfig
+from luthier.config.rollout import ENVIRONMENT, DeadGroups, RewardConfig, RolloutConfig
 from luthier.errors import Problem
 
 # Formats whose rows only some objectives can learn from.
@@ -214,9 +215,10 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("rollout.rewards", "nothing judges the answers", "for example [exact]")
     for number, reward in enumerate(config.rollout.rewards):
         key = f"rollout.rewards[{number}]"
-        if sum(source is not None for source in (reward.metric, reward.function, reward.url)) != 1:
-            what = "a reward is a metric, a function or a server"
-            yield draft.problem(key, what, "give one of metric, function and url")
+        sources = (reward.metric, reward.function, reward.url, reward.model or reward.adapter)
+        if sum(source is not None for source in sources) != 1:
+            what = "a reward is a metric, a function, a server or a reward model"
+            yield draft.problem(key, what, "give one of metric, function, url and model (or adapter)")
         elif reward.url is not None and not reward.url.startswith(("http://", "https://")):
             yield draft.problem(f"{key}.url", f"{reward.url!r} is not the address of a server", "http://localhost:9000")
         elif reward.function is not None and not (
@@ -225,6 +227,7 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
             yield draft.problem(f"{key}.function", f"{reward.function!r} names no file and function", "FILE.py:NAME")
         elif reward.file is not None and not reward.file.is_file():
             yield draft.problem(f"{key}.function", f"there is no file {reward.file}", "FILE.py:NAME")
+        yield from _reward_model_faults(draft, key, reward)
         if reward.column is not None and reward.metric is None:
             what = "only metrics compare with one column; a function is given all of them (columns)"
             yield draft.problem(f"{key}.column", what, "remove it, or give a metric")
@@ -253,6 +256,17 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
     if config.runtime.sharding is not Sharding.NONE:
         what = "processes draw answers of different lengths, and a divided model needs all of them at once"
         yield draft.problem("runtime.sharding", what, "set runtime.sharding: none")
+
+
+def _reward_model_faults(draft: Draft, key: str, reward: RewardConfig) -> Iterator[Problem]:
+    if reward.model is not None and reward.model.startswith("preset:"):
+        what = f"{reward.model} has random weights, and so would its rewards"
+        yield draft.problem(f"{key}.model", what, "name a trained reward model")
+    if reward.model is None and reward.quantization != QuantizationConfig():
+        what = (
+            "only a model of its own is quantized by itself" if reward.is_model else "only a reward model is quantized"
+        )
+        yield draft.problem(f"{key}.quantization", what, "remove it, or name a model")
 
 
 def _policies(draft: Draft) -> Iterator[Problem]:

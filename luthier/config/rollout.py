@@ -22,7 +22,7 @@ from luthier.config.choices import (
     as_enum,
     as_list,
 )
-from luthier.config.inputs import Section
+from luthier.config.inputs import QuantizationConfig, Section
 
 ENVIRONMENT = "environment"  # the reward that an environment gives
 
@@ -42,7 +42,8 @@ class GapAction(StrEnum):
 
 
 class RewardConfig(Section):
-    """What judges an answer: one of ``metric``, ``function``, ``url``. ``exact`` is short for ``{metric: exact}``."""
+    """What judges an answer: one of ``metric``, ``function``, ``url`` and a reward model (``model``, ``adapter``).
+    ``exact`` is short for ``{metric: exact}``."""
 
     shorthand = "metric"
 
@@ -59,8 +60,19 @@ class RewardConfig(Section):
     url: NonEmpty | None = None
     """A server that judges answers (``http://localhost:9000/score``), many at once
     ([rl.md](rl.md#a-server-of-rewards)). ``timeout`` is that of a request with all its tries."""
+    model: NonEmpty | None = None
+    """A reward model: a folder that ``objective: rm`` has left, or another model that gives one number, such as one of
+    the Hub ([rl.md](rl.md#a-reward-model))."""
+    adapter: NonEmpty | None = None
+    """Folder of a reward model's adapter, with its head. Without ``model`` its base is the run's own model under its
+    adapter."""
+    revision: NonEmpty = "main"
+    """Of ``model``: branch, tag or commit on the Hub."""
+    quantization: QuantizationConfig = QuantizationConfig()
+    """Of ``model``, as ``model.quantization``."""
     name: NonEmpty | None = None
-    """How logs and reports call it. Default: the metric, or the function's name; no two rewards may have one name."""
+    """How logs and reports call it. Default: the metric, the function's name, or ``reward_model``; no two rewards may
+    have one name."""
     weight: Signed = 1.0
     """What it counts in an answer's reward, which is the sum."""
     timeout: Positive = 10.0
@@ -71,7 +83,12 @@ class RewardConfig(Section):
     @property
     def label(self) -> str:
         """How it is told in logs: ``exact``, ``polite``."""
-        return self.name or self.metric or self.function_name or self.url or ""
+        return self.name or self.metric or self.function_name or self.url or ("reward_model" if self.is_model else "")
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a reward model."""
+        return self.model is not None or self.adapter is not None
 
     @property
     def function_name(self) -> str:
@@ -162,7 +179,8 @@ class RolloutConfig(Section):
     max_new_tokens: Tokens = 256
     """Longest answer, in tokens. One that is not finished by then is learned from like others, and counted."""
     rewards: Annotated[list[RewardConfig], BeforeValidator(as_list)] = [RewardConfig(metric="exact")]
-    """What judges an answer: metrics, functions and servers. The reward is their sum, each times its weight."""
+    """What judges an answer: metrics, functions, servers and reward models. The reward is their sum, each times its
+    weight."""
     keep: Size = 1
     """``best_of_n``: how many answers to a prompt are learned from, those with the highest rewards."""
     bar: Signed | None = None

@@ -61,6 +61,7 @@ FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
 FLASH_CAPABILITY = (8, 0)  # Ampere
 _PRODUCTS = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 REWARD_HEAD = "score"  # transformers' name for the module that makes a reward of a hidden state
+NEW_HEAD = "a new reward head"  # how the note begins that tells of one with random weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -421,7 +422,7 @@ def _load(
         ) from error
     problems = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "mismatched_keys") if info[kind]}
     if is_reward_model(config) and problems == {"missing_keys": [f"{REWARD_HEAD}.weight"]}:
-        notes.append(f"a new reward head, seed {config.runtime.seed}: the file has none")
+        notes.append(f"{NEW_HEAD}, seed {config.runtime.seed}: the file has none")
         return model
     if problems:
         listed = "; ".join(f"{kind}: {len(keys)} ({', '.join(keys[:5])} …)" for kind, keys in problems.items())

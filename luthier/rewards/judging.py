@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import nan
 from operator import attrgetter
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from luthier.config.rollout import ENVIRONMENT, RewardConfig
 from luthier.errors import UserError
 from luthier.metrics.table import chosen_metrics
+from luthier.records import NOWHERE, Address, Message
 from luthier.rewards import reward_server
 from luthier.rewards.function_process import FunctionProcess, NoReward
 from luthier.rewards.lengths import LENGTHS, length_reward
@@ -35,6 +36,11 @@ class DrawnAnswer:
     group             the same number for all answers to one prompt, which stand side by side
     outcome           what the environment of its conversation says
     conversation      all its messages, where it took several turns, as in a row of OpenAI's form
+    address           of the row
+    prompt_ids, ids   what the model was sent last, and what it drew then with its stop token, int32[T]; without ``ids``
+                      nobody has drawn it, and its text counts
+    messages          those of the conversation, as records
+    has_media         the prompt holds pictures, videos or sounds
     """
 
     prompt: str
@@ -46,10 +52,21 @@ class DrawnAnswer:
     group: int = 0
     outcome: float | None = None
     conversation: Sequence[Mapping[str, Any]] = ()
+    address: Address = NOWHERE
+    prompt_ids: NDArray[np.int32] | None = None
+    ids: NDArray[np.int32] | None = None
+    messages: tuple[Message, ...] = ()
+    has_media: bool = False
+
+    def saying(self, text: str) -> DrawnAnswer:
+        """The same question with another answer, which is finished."""
+        return replace(self, generated=text, finished=True, ids=None, conversation=(), messages=())
 
 
 ASKED_AT_ONCE = 64  # answers in one request to a server
 SERVER_MEMORY = 2_000_000_000  # bytes for the process that asks it
+
+NO_OPINION = "no reward has an opinion"
 
 Opinion = float | None | NoReward  # None: it has none; NoReward: it should have one
 AnswerJudge = Callable[[Sequence[DrawnAnswer]], Iterable[Opinion]]
@@ -58,22 +75,32 @@ AnswerJudge = Callable[[Sequence[DrawnAnswer]], Iterable[Opinion]]
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Judged:
     """``total_N`` float64: the weighted sum, nan where no reward had an opinion. ``values_NF`` float64: each reward
-    before its weight, nan where it had none. ``missing``: why there is none, and how often."""
+    before its weight, nan where it had none. ``missing``: why there is none, and how often. ``reasons_N``: why no
+    reward had an opinion of an answer; "" where one had, and nothing where nobody asks."""
 
     total_N: NDArray[np.float64]
     values_NF: NDArray[np.float64]
     missing: Counter[str]
+    reasons_N: Sequence[str] = ()
 
 
 class RewardJudge:
     """All rewards of a run. Functions' processes are started when they are first asked, and ended by `close`."""
 
-    def __init__(self, rewards: Sequence[RewardConfig], *, max_new_tokens: int = 256) -> None:
-        """``max_new_tokens``: tokens of the longest answer that is drawn. Raises `UserError` for what is no reward."""
+    def __init__(
+        self,
+        rewards: Sequence[RewardConfig],
+        *,
+        max_new_tokens: int = 256,
+        models: Mapping[int, AnswerJudge] | None = None,
+    ) -> None:
+        """``max_new_tokens``: tokens of the longest answer that is drawn. ``models`` judge for rewards that are reward
+        models, by their numbers in the list. Raises `UserError` for what is no reward."""
         self.rewards = rewards
+        self._models = models or {}
         self._max_new_tokens = max_new_tokens
         self._exits = ExitStack()
-        self._judges = [self._judge(reward) for reward in rewards]
+        self._judges = [self._judge(number, reward) for number, reward in enumerate(rewards)]
 
     @property
     def labels(self) -> list[str]:
@@ -84,16 +111,19 @@ class RewardJudge:
         """The rewards of some answers. What fails or takes too long is counted, and its answer has no such reward."""
         values_NF = np.full((len(answers), len(self.rewards)), nan)
         missing: Counter[str] = Counter()
+        reasons_N = [""] * len(answers)
         for number, (reward, judge) in enumerate(zip(self.rewards, self._judges, strict=True)):
             for place, (_, found) in enumerate(zip(answers, judge(answers), strict=True)):
                 if isinstance(found, NoReward):
                     missing[f"{reward.label}: {found}"] += 1
+                    reasons_N[place] = reasons_N[place] or f"{reward.label}: {found}"
                 elif found is not None:
                     values_NF[place, number] = found
         weights_F = np.array([reward.weight for reward in self.rewards])
         silent_N = np.isnan(values_NF).all(axis=1)
         total_N = np.where(silent_N, nan, np.nansum(values_NF * weights_F, axis=1))
-        return Judged(total_N=total_N, values_NF=values_NF, missing=missing)
+        reasons_N = [(why or NO_OPINION) if silent else "" for why, silent in zip(reasons_N, silent_N, strict=True)]
+        return Judged(total_N=total_N, values_NF=values_NF, missing=missing, reasons_N=reasons_N)
 
     def close(self) -> None:
         """End the processes."""
@@ -105,7 +135,9 @@ class RewardJudge:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _judge(self, reward: RewardConfig) -> AnswerJudge:
+    def _judge(self, number: int, reward: RewardConfig) -> AnswerJudge:
+        if reward.is_model:
+            return lambda answers: self._models[number](answers)
         if reward.metric == ENVIRONMENT:
             return lambda answers: [answer.outcome for answer in answers]
         if reward.metric is not None:
@@ -115,7 +147,7 @@ class RewardJudge:
             asking = FunctionProcess(Path(reward_server.__file__), "ask", timeout=reward.timeout, max_memory=memory)
             url, timeout, process = reward.url, reward.timeout, self._exits.enter_context(asking)
             return lambda answers: _by_server(process, url, timeout, answers)
-        assert reward.file is not None, "a reward is a metric, a function or a server"
+        assert reward.file is not None, "a reward is a metric, a function, a server or a model"
         process = self._exits.enter_context(
             FunctionProcess(reward.file, reward.function_name, timeout=reward.timeout, max_memory=reward.max_memory)
         )

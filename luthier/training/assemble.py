@@ -52,6 +52,7 @@ from luthier.training.report.result import ModelSummary
 from luthier.training.rollouts.answer_groups import AnswerLayout
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.early_warnings import EarlyWarnings
+from luthier.training.rollouts.reward_models import reward_judges
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.talks import Talks
 from luthier.training.streams import (
@@ -240,13 +241,14 @@ def _rollouts(
         score = partial(losses.as_drawn, run_model.model) if objective.learned is Learned.COMPARED else None
         stops = frozenset(tokenizer.stop_token_ids)
         probes = SamplerProbes(engine=engine, trained=engine, watch=losses.gaps, layout=layout, stops=stops)
-    judge = RewardJudge(config.rollout.rewards, max_new_tokens=config.rollout.max_new_tokens)
     world = hooks.stop.world
     by_reward = objective.learned is not Learned.ALL
 
     def tell(text: str) -> None:
         hooks.tell(Note(text=text))
 
+    models = reward_judges(config, run_model.model, tokenizer, tell)
+    judge = RewardJudge(config.rollout.rewards, max_new_tokens=config.rollout.max_new_tokens, models=models)
     return Rollouts(
         config=config.rollout,
         engine=engine,

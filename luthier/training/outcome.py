@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 
+from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.plan import StreamPlan
@@ -28,6 +29,7 @@ from luthier.training.folder.state import plain_optimizer
 from luthier.training.numerics import optimizer_facts
 from luthier.training.report.events import read_log
 from luthier.training.report.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
+from luthier.training.rollouts.answer_log import ledger_of_answers
 from luthier.training.trainer import Trainer
 
 REPORTED_VERSIONS = ("luthier", "torch", "transformers", "peft", "accelerate")
@@ -90,6 +92,7 @@ def result_of(run: Run, started_at: str) -> RunResult:
         optimizer=optimizer_facts(plain_optimizer(run.trainer.optimizer)),
         peak_memory_bytes=_peak_memory(),
         ledger=_ledger(run),
+        answers=ledger_of_answers(output, state.global_step) if OBJECTIVES[config.objective.name].on_policy else {},
         versions={"python": platform.python_version(), **_package_versions()},
         config=config.model_dump(mode="json"),
     )

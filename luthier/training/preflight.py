@@ -49,6 +49,7 @@ from luthier.training.folder.state import check_writable
 from luthier.training.losses.reference_choice import check_reference
 from luthier.training.losses.tower_features import readable_media
 from luthier.training.optimizer import check_blocks, make_optimizer, rate_factors
+from luthier.training.rollouts.reward_models import check_reward_models
 from luthier.writing import counted
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
@@ -79,6 +80,7 @@ def check_run(draft: Draft) -> list[str]:
         *data_faults(draft),
         *(() if "train.optim" in told else _optimizer(draft)),
         *draft.told("rollout.rewards", lambda: _judge(draft.config.rollout)),  # no process is started
+        *draft.told("rollout.rewards", lambda: check_reward_models(draft.config)),
         *draft.told("objective.reference", lambda: check_reference(draft.config)),
     ]
     if not lacking:  # without them no processor, and so no model, is loaded

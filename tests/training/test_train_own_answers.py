@@ -18,12 +18,13 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Finish
 from luthier.errors import ConfigError, ModelError
 from luthier.metrics.table import METRICS, Metric
+from luthier.objectives.policy_losses import Advantage
 from luthier.objectives.settings import token_settings
 from luthier.records import Address
 from luthier.training.fit import fit_data
 from luthier.training.generate import Question
 from luthier.training.report.result import RunResult
-from luthier.training.rollouts.answer_groups import AnswerGroup, learned_from
+from luthier.training.rollouts.answer_groups import BELOW_BAR, NOT_CHOSEN, AnswerChoice, AnswerGroup, Fate, fates
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
 
 Train = Callable[..., RunResult]
@@ -202,15 +203,39 @@ def group(rewards: list[float]) -> AnswerGroup:
 def test_chosen_are_the_best_above_the_bar_or_the_best_and_the_worst(
     learned: Learned, keep: int, bar: float | None, chosen: list[int]
 ) -> None:
-    found = learned_from(group([0.5, 1.0, 1.0, 0.0]), learned, keep=keep, bar=bar)
+    found = AnswerChoice(learned=learned, keep=keep, bar=bar).of(group([0.5, 1.0, 1.0, 0.0]))
     assert [answer.sample for answer in found.answers] == chosen
     assert found.rewards_G.tolist() == [[0.5, 1.0, 1.0, 0.0][place] for place in chosen]
     assert found.tree.sample.target.sum() == 2 * len(chosen)
 
 
 def test_answers_of_equal_rewards_are_no_pair() -> None:
-    assert not learned_from(group([0.3, 0.3, 0.3]), Learned.PAIR, keep=1, bar=None).answers
-    assert not learned_from(group([]), Learned.PAIR, keep=1, bar=None).answers
+    assert not AnswerChoice(learned=Learned.PAIR).of(group([0.3, 0.3, 0.3])).answers
+    assert not AnswerChoice(learned=Learned.PAIR).of(group([])).answers
+
+
+T, N, D, C, B = Fate.TRAINED, Fate.NO_SIGNAL, "late", NOT_CHOSEN, BELOW_BAR
+
+
+@pytest.mark.parametrize(
+    ("choice", "rewards", "kind", "expected"),
+    [
+        ({"learned": Learned.COMPARED}, [1.0, None, 0.0], Advantage.STANDARD, [T, D, T]),
+        ({"learned": Learned.COMPARED}, [1.0, None, 1.0], Advantage.STANDARD, [N, D, N]),
+        ({"learned": Learned.COMPARED}, [0.0, None, 0.0], Advantage.REWARD, [T, D, T]),
+        ({"learned": Learned.COMPARED}, [None, None], Advantage.CENTRED, [D, D]),
+        ({"learned": Learned.PAIR}, [1.0, 0.5, None, 0.0], Advantage.STANDARD, [T, C, D, T]),
+        ({"learned": Learned.PAIR}, [1.0, 1.0], Advantage.STANDARD, [N, N]),
+        ({"learned": Learned.BEST, "keep": 1, "bar": 0.5}, [0.7, 0.9, None, 0.1], Advantage.STANDARD, [C, T, D, B]),
+        ({"learned": Learned.ALL}, [None, 1.0], Advantage.TEACHER, [T, T]),
+    ],
+)
+def test_each_answer_has_one_fate(
+    choice: dict[str, Any], rewards: list[float | None], kind: Advantage, expected: list[str]
+) -> None:
+    rewards_G = np.array([np.nan if one is None else one for one in rewards])
+    reasons = ["late" if one is None else "" for one in rewards]
+    assert fates(rewards_G, reasons, AnswerChoice(**choice), kind) == expected
 
 
 # ------------------------------------------------------------------------------------------------------- descriptions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +136,9 @@ def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(
     again = run("parts", train__max_steps=5)
     assert losses(again)[-3:] == losses(whole)[-3:]
     assert rollouts(tmp_path / "parts") == rollouts(tmp_path / "whole")
+    lines = Counter(line["fate"] for step in rollouts(tmp_path / "whole") for line in step)
+    assert again.answers == whole.answers and whole.answers["sampled"] == 5 * 4 * 3 == lines.total()
+    assert (whole.answers["trained"], whole.answers["no_signal"]) == (lines["trained"], lines["no signal"])
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts")]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 

@@ -143,6 +143,10 @@ def _data(result: RunResult) -> list[tuple[str, str]]:
         unseen = f"{waiting:,} prepared but not yet trained, " if waiting else ""
         what = f"{ledger['trained']:,} trained, {unseen}{lost:,} dropped or quarantined"
         rows.append(("rows read", f"{ledger['read']:,} ({what})"))
+    if drawn := result.answers:
+        lost = sum(drawn["dropped"].values())
+        what = f"{drawn['trained']:,} trained, {drawn['no_signal']:,} without signal, {lost:,} dropped"
+        rows.append(("answers drawn", f"{drawn['sampled']:,} ({what})"))
     rows += [
         ("training sequences", f"{data.segments:,}"),
         ("training tokens", f"{data.tokens:,}, of which {data.target_tokens:,} are targets"),

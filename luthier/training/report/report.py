@@ -55,7 +55,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``report.json``. ``ledger`` holds numbers: read = prepared + dropped + quarantined, prepared =
-        trained + not yet trained."""
+        trained + not yet trained. ``answers``: sampled = trained + no_signal + dropped, of those that the run drew."""
         result = self.result
         told: dict[str, object] = {
             "ended": result.ended.value,
@@ -79,6 +79,7 @@ class Report:
             "best_checkpoint": result.best_checkpoint,
             "best_metric": result.best_metric,
             "ledger": ledger_numbers(result.ledger),
+            "answers": result.answers,
             "mixture": [asdict(source) for source in result.mixture],
             "plan": dict(self.plan),
             "model": asdict(result.model),
@@ -205,6 +206,8 @@ def _facts(report: Report) -> list[tuple[str, RenderableType]]:
         targets = sum(step.target_tokens for step in result.steps)
         facts.append(("tokens", f"{tokens:,}, of which {counted(targets, 'target')}   {speed:,.0f} a second"))
     facts.append(("rows", _rows(ledger_numbers(result.ledger))))
+    if result.answers:
+        facts.append(("answers", _sampled(result.answers)))
     if len(result.mixture) > 1:
         facts.append(("data sets", _data_sets(result)))
     if result.resumed_from is not None:
@@ -251,6 +254,17 @@ def _rows(ledger: Mapping[str, Any]) -> Text:
         (f"{waiting:,} not yet trained + " if waiting else "", "yellow"),
         (f"{dropped:,} dropped", "yellow" if dropped else ""), " + ",
         (f"{quarantined:,} quarantined", "red" if quarantined else ""),
+    )  # fmt: skip
+
+
+def _sampled(told: Mapping[str, Any]) -> Text:
+    dropped, lost, waiting = sum(told["dropped"].values()), told["steps_without_counts"], told["waiting"]
+    reasons = "".join(f"\n{count:,}   {reason}" for reason, count in told["dropped"].items())
+    return Text.assemble(
+        f"{told['sampled']:,} sampled = {told['trained']:,} trained + {told['no_signal']:,} no signal + ",
+        (f"{dropped:,} dropped", "yellow" if dropped else ""), (reasons, "dim"),
+        (f"\n{waiting:,}   drawn for steps that did not come" if waiting else "", "dim"),
+        (f"\n{counted(lost, 'step')} without counts: files are missing in rollouts/" if lost else "", "red"),
     )  # fmt: skip
 
 

@@ -208,6 +208,7 @@ class RunResult:
     ledger: dict[str, Any] = field(
         default_factory=dict
     )  # `Ledger.to_json`: what became of every row by the end of the run
+    answers: dict[str, Any] = field(default_factory=dict)  # of those that the run drew: see `ledger_of_answers`
     versions: dict[str, str] = field(default_factory=dict)  # python, torch, transformers, peft, luthier
     config: dict[str, Any] = field(default_factory=dict)  # the resolved `RunConfig`, in JSON types
 

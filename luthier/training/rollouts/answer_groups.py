@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from luthier.collation import CollateSettings, MediaInputs, blank_grid, collate_packs, collate_trees, to_batch
 from luthier.config.objective import Learned
 from luthier.errors import TrainingError, UserError
+from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch, Pack, PolicyTargets, Unit
 from luthier.training.generate import Question
 from luthier.training.rollouts.trajectories import AnswerTree, Trajectory, answer_tree
@@ -47,16 +49,59 @@ class AnswerGroup:
         )
 
 
-def learned_from(group: AnswerGroup, learned: Learned, *, keep: int, bar: float | None) -> AnswerGroup:
-    """Of judged answers those that are learned from: `Learned.PAIR` gives the best and the worst, in this order, or
-    none where all rewards are equal; of equal rewards the answer that was drawn first counts as the better one."""
-    rewards_G = group.rewards_G
-    if learned not in (Learned.BEST, Learned.PAIR) or len(rewards_G) == 0:
-        return group
-    order = np.argsort(-rewards_G, kind="stable").tolist()
-    if learned is Learned.PAIR:
-        return group.of([order[0], order[-1]] if rewards_G[order[0]] > rewards_G[order[-1]] else [])
-    return group.of([place for place in order[:keep] if bar is None or rewards_G[place] >= bar])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerChoice:
+    """Which of the judged answers to a prompt are learned from: `RolloutConfig.keep` and its ``bar`` of the best."""
+
+    learned: Learned
+    keep: int = 1
+    bar: float | None = None
+
+    def places(self, rewards_G: NDArray[np.float64]) -> list[int]:
+        """Their places. `Learned.PAIR` gives the best and the worst, in this order, or none where all rewards are
+        equal; of equal rewards the answer that was drawn first counts as the better one."""
+        if self.learned not in (Learned.BEST, Learned.PAIR) or len(rewards_G) == 0:
+            return list(range(len(rewards_G)))
+        order: list[int] = np.argsort(-rewards_G, kind="stable").tolist()
+        if self.learned is Learned.PAIR:
+            return [order[0], order[-1]] if rewards_G[order[0]] > rewards_G[order[-1]] else []
+        return [place for place in order[: self.keep] if self.bar is None or rewards_G[place] >= self.bar]
+
+    def of(self, group: AnswerGroup) -> AnswerGroup:
+        """The group with these alone."""
+        places = self.places(group.rewards_G)
+        return group if places == list(range(len(group.answers))) else group.of(places)
+
+
+class Fate(StrEnum):
+    """What becomes of an answer that was asked for. Any other word is why it was dropped."""
+
+    TRAINED = "trained"
+    NO_SIGNAL = "no signal"  # it was learned from, or could have been, and says nothing of what to do better
+
+
+NOT_CHOSEN, BELOW_BAR = "others to its prompt were chosen", "its reward is below rollout.bar"
+
+
+def fates(rewards_G: NDArray[np.float64], reasons_G: Sequence[str], choice: AnswerChoice, kind: Advantage) -> list[str]:
+    """Of all answers to one prompt, those without a reward too, whose ``reasons_G`` say why they have none."""
+    if choice.learned is Learned.ALL:
+        return [Fate.TRAINED] * len(rewards_G)
+    known_N = np.flatnonzero(~np.isnan(rewards_G))
+    found = list(reasons_G)
+    known = rewards_G[known_N]
+    if choice.learned is Learned.COMPARED:
+        is_live = kind is Advantage.REWARD or advantages(known, kind).any()
+        chosen: list[int] = list(range(len(known))) if is_live else []
+        others: str = Fate.NO_SIGNAL
+    else:
+        chosen, others = choice.places(known), NOT_CHOSEN
+        if choice.learned is Learned.PAIR and not chosen:
+            others = Fate.NO_SIGNAL
+    for number, place in enumerate(known_N.tolist()):
+        is_low = choice.learned is Learned.BEST and choice.bar is not None and known[number] < choice.bar
+        found[place] = Fate.TRAINED if number in chosen else BELOW_BAR if is_low else others
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -31,8 +31,15 @@ from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question, question_of, shown
 from luthier.training.ranks import summed_over_ranks
-from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated, learned_from, micro_batches
-from luthier.training.rollouts.answer_log import answers_file, write_answers
+from luthier.training.rollouts.answer_groups import (
+    AnswerChoice,
+    AnswerGroup,
+    AnswerLayout,
+    collated,
+    fates,
+    micro_batches,
+)
+from luthier.training.rollouts.answer_log import answers_file, remove_other_ranks, write_answers, write_counts
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
 from luthier.training.rollouts.kept_answers import Kept, KeptAnswer, read_kept, write_kept
 from luthier.training.rollouts.sampler_probes import SamplerProbes
@@ -67,6 +74,7 @@ class Rollouts:
     slots: frozenset[int] = frozenset()  # ids that stand for media; the model may draw them, and could not read them
     missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
     kept: Kept = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)  # why, by the number of the question, in the last step
 
     def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
         """What this rank learns from in a step: at least one micro-batch, which is blank where there is nothing."""
@@ -90,7 +98,7 @@ class Rollouts:
 
     def _laid_out(self, groups: Sequence[AnswerGroup], step: int) -> list[Batch]:
         config = self.config
-        chosen = [learned_from(group, self.learned, keep=config.keep, bar=config.bar) for group in groups]
+        chosen = [self._choice.of(group) for group in groups]
         kept = [group for group in chosen if config.dead_groups is DeadGroups.KEEP or not group.is_dead]
         learned = list(micro_batches([group for group in kept if len(group.answers)], self.layout))
         found = [self._scored(rows, collated(rows, self.layout, age=step % self.updates), step) for rows in learned]
@@ -177,13 +185,17 @@ class Rollouts:
         texts = [self.as_text(key, questions[key], drawn[key, sample]) for key, sample in places]
         judged = self.judge.judge(texts)
         self._count(judged)
+        groups_N = np.array([key for key, _ in places], dtype=np.int64)
+        fates_N = self._fates(groups_N, judged)
+        self._write_counts(step, questions, groups_N, fates_N)
         write_answers(
             answers_file(self.folder, step, self.world.rank),
             [questions[key] for key, _ in places],
             [drawn[place] for place in places],
             judged,
             self.judge.labels,
-            self._advantages(np.array([key for key, _ in places], dtype=np.int64), judged.total_N),
+            self._advantages(groups_N, judged.total_N),
+            fates_N,
             self.tokenizer,
         )
         self._check_finished(step, [drawn[place] for place in places])
@@ -191,7 +203,7 @@ class Rollouts:
             self.warnings.step(
                 StepAnswers(
                     texts=texts,
-                    groups_N=np.array([key for key, _ in places], dtype=np.int64),
+                    groups_N=groups_N,
                     lengths_N=np.array([len(drawn[place].ids) for place in places], dtype=np.int64),
                     logps_N=np.array([drawn[place].logprobs.sum() for place in places], dtype=np.float64),
                     judged=judged,
@@ -210,9 +222,37 @@ class Rollouts:
             found_N[ours_N] = advantages(total_N[ours_N], self.advantage)
         return found_N
 
+    @property
+    def _choice(self) -> AnswerChoice:
+        return AnswerChoice(learned=self.learned, keep=self.config.keep, bar=self.config.bar)
+
+    def _fates(self, groups_N: NDArray[np.int64], judged: Judged) -> list[str]:
+        found = [""] * len(groups_N)
+        for group in np.unique(groups_N):
+            ours = np.flatnonzero(groups_N == group).tolist()
+            reasons = [judged.reasons_N[place] for place in ours]
+            for place, fate in zip(
+                ours, fates(judged.total_N[ours], reasons, self._choice, self.advantage), strict=True
+            ):
+                found[place] = fate
+        return found
+
+    def _write_counts(
+        self, step: int, questions: Sequence[Question], groups_N: NDArray[np.int64], fates_N: Sequence[str]
+    ) -> None:
+        """What becomes of all answers that the step asks for; those that were not drawn are dropped."""
+        counts = Counter(map(str, fates_N))
+        drawn_Q = np.bincount(groups_N, minlength=len(questions))
+        for key, count in enumerate(drawn_Q.tolist()):
+            counts[f"not answered: {self.refused.get(key, 'it was not begun')}"] += self.config.answers - count
+        if self.world.is_main:
+            remove_other_ranks(self.folder, step, self.world.size)
+        write_counts(answers_file(self.folder, step, self.world.rank), +counts)
+
     def _drawn(self, questions: Sequence[Question], step: int) -> dict[tuple[int, int], Trajectory]:
         """The answers, by the number of their question and their own."""
         version = step - step % self.updates
+        self.refused = {}
         if self.talks is not None:
             return self.talks.draw(questions, step, version=version, note=self._note)
         settings = GenerateConfig(
@@ -237,6 +277,7 @@ class Rollouts:
                 call = ModelCall(prompt=questions[answer.key].prompt, completion=answer, version=version)
                 drawn[answer.key, answer.sample] = Trajectory(calls=(call,))
             else:
+                self.refused[answer.key] = answer.reason
                 self._note(f"not answered: {answer.reason}: {answer.detail}", 1)
         return drawn
 
@@ -255,6 +296,11 @@ class Rollouts:
             group=key,
             outcome=answer.outcome,
             conversation=[message_row(message) for message in answer.messages],
+            address=question.address,
+            prompt_ids=answer.calls[-1].prompt,
+            ids=answer.calls[-1].completion.ids,
+            messages=answer.messages,
+            has_media=bool(question.media),
         )
 
     def _count(self, judged: Judged) -> None:

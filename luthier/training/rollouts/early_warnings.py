@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,14 +72,14 @@ class EarlyWarnings:
         asked = [found.texts[place] for place in first[:TRIED]]
         typical = _mean(found.judged.total_N)
         best = float(np.nanmax(found.judged.total_N, initial=-np.inf))
-        empty_N = self.judge([replace(text, generated="", finished=True) for text in asked]).total_N
+        empty_N = self.judge([text.saying("") for text in asked]).total_N
         if _mean(empty_N) > max(typical, 0.0):
             self._tell(
                 "empty",
                 f"an empty answer is rewarded: {_mean(empty_N):.3g}, where the answers drawn have {typical:.3g} on the "
                 f"mean; the run will learn to say nothing. Let rewards give an empty answer no more than a wrong one",
             )
-        own = [replace(text, generated=text.expected, finished=True) for text in asked if text.expected]
+        own = [text.saying(text.expected) for text in asked if text.expected]
         own_N = self.judge(own).total_N if own else np.zeros(0)
         missed_N = (own_N <= typical) & ~((own_N > 0) & (own_N >= best))
         if len(own) and missed_N.mean() > 0.5:

@@ -114,6 +114,9 @@ def with_rewards(
             columns=questions[number].columns,
             num_tokens=len(tokenizer.encode_whole(one.generated)),
             group=number,
+            address=questions[number].address,
+            prompt_ids=questions[number].prompt,
+            has_media=bool(questions[number].media),
         )
         for number, one in enumerate(found.records)
     ]
@@ -152,6 +155,10 @@ def _drawn(
             columns=questions[answer.key].columns,
             num_tokens=len(answer.ids),
             group=answer.key,
+            address=questions[answer.key].address,
+            prompt_ids=questions[answer.key].prompt,
+            ids=answer.ids,
+            has_media=bool(questions[answer.key].media),
         )
         for answer in answers
     ]
