@@ -111,7 +111,7 @@ def _judge(
     if not is_same:
         train, held_out = resolve_sources(config.data)
         rows = RowsByAddress(sources=open_sources([*train, *held_out], seed=config.runtime.seed))
-        histories = Histories(encoder=Encoder.from_config(config), rows=rows)
+        histories = AskedConversations(encoder=Encoder.from_config(config), rows=rows)
     longest = model.config.get_text_config().max_position_embeddings
     return RewardModel(
         engine=RewardEngine(model, encoder.tokenizer),
@@ -128,7 +128,7 @@ class RewardModel:
 
     engine: RewardEngine
     encoder: Encoder
-    histories: Histories | None
+    histories: AskedConversations | None
     longest: int | None
     _closing: Ids | None = None
 
@@ -160,7 +160,7 @@ class RewardModel:
             closing = closing[1:]
         return np.concatenate([answer.prompt_ids, ids, *([closing] if answer.finished else [])])
 
-    def _as_text(self, answer: DrawnAnswer, histories: Histories) -> Ids:
+    def _as_text(self, answer: DrawnAnswer, histories: AskedConversations) -> Ids:
         ids, closing = self._segment(*histories.of(answer)).input_ids, self.closing
         # an answer that was cut is not closed here either
         is_closed = np.array_equal(ids[-len(closing) :], closing)
@@ -184,7 +184,7 @@ class RewardModel:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Histories:
+class AskedConversations:
     """Finds again, as messages, what answers answer. ``encoder`` is the run's own."""
 
     encoder: Encoder
