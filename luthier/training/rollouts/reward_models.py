@@ -46,7 +46,7 @@ from luthier.rendering.replies.form import joined
 from luthier.rewards.function_process import NoReward
 from luthier.rewards.judging import AnswerJudge, DrawnAnswer, Opinion
 from luthier.sources import open_sources, resolve_sources
-from luthier.sources.rows_by_address import RowsByAddress
+from luthier.sources.source import RowsByAddress
 from luthier.writing import counted
 
 UNKNOWN = "its conversation is not found again in the data"
