@@ -272,6 +272,7 @@ class Rollouts:
         drawn: dict[tuple[int, int], Trajectory] = {}
         for answer in self.engine.generate(requests):
             if isinstance(answer, Completion) and not self.slots.isdisjoint(answer.ids.tolist()):
+                self.refused[answer.key] = "it drew a token that stands for media"
                 self._note(SLOTS, 1)
             elif isinstance(answer, Completion):
                 call = ModelCall(prompt=questions[answer.key].prompt, completion=answer, version=version)
