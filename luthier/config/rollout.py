@@ -173,6 +173,9 @@ class RolloutConfig(Section):
     updates: Size = 1
     """How many steps learn from answers that were drawn at once, by the same weights. 1: each step draws its own. 4:
     every fourth step draws the answers to 4 times ``prompts_per_step`` prompts, and each step learns from a fourth."""
+    passes: Size = 1
+    """How many times each step learns from its answers, with an update of the weights each time. Ratios are measured
+    against the weights that drew the answers (``num_iterations`` in GRPO, ``ppo_epochs`` in PPO)."""
     temperature: Positive = 1.0
     """What logits are divided by, when answers are drawn and when they are learned from: it is part of the policy that
     is trained. Held-out rows are measured and answered without it; ``best_of_n`` and ``online_dpo`` learn without."""

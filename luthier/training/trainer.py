@@ -54,10 +54,9 @@ from luthier.training.folder.state import (
 )
 from luthier.training.losses.mean_losses import LossSums, MeanLosses
 from luthier.training.losses.router_balance import RouterBalance
-from luthier.training.losses.step_losses import ACCURACY, MicroLoss, StepLosses, counts_of, learned_from
+from luthier.training.losses.step_losses import MicroLoss, StepLosses, counts_of, learned_from
 from luthier.training.numerics import check_finite
 from luthier.training.optimizer import ON_METRIC, learning_rate, make_optimizer, make_scheduler
-from luthier.training.report.result import ACCURACIES
 from luthier.training.streams import EvalStream, TrainStream
 from luthier.training.updates import BackwardUpdates, activations_kept
 
@@ -111,6 +110,7 @@ class Trainer:
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=args.ddp_find_unused_parameters)],
         )
         self.balance = RouterBalance(parts.losses)
+        self.passes = parts.config.rollout.passes
         self._step_losses: list[tuple[torch.Tensor, tuple[Address, ...]]] = []
         self._interval = LossSums(() if parts.stream.rollouts else parts.sources, parts.losses.measured, args.device)
         self._last_logged = 0
@@ -230,19 +230,20 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------- step
 
     def _take_step(self, steps: Iterator[list[Batch]]) -> None:
-        """One update, or none if a callback stops the run between two micro-batches."""
+        """One update, or ``rollout.passes`` of them; none if a callback stops the run between two micro-batches."""
         *first, last = self.read_step(steps)
         self._tell(self.callback_handler.on_step_begin)
         self.wrapped.train()
         self.optimizer.train()
-        for batch in first:
-            with self.accelerator.no_sync(self.wrapped):
-                self._learn(batch)
-            self._tell(self.callback_handler.on_substep_end)
-            if self._is_stopping:
-                return
-        self._learn(last)
-        self.update()
+        for number in range(self.passes):
+            for batch in first:
+                with self.accelerator.no_sync(self.wrapped):
+                    self._learn(batch)
+                self._tell(self.callback_handler.on_substep_end)
+                if self._is_stopping and number == 0:  # a step that has begun to change the weights is finished
+                    return
+            self._learn(last)
+            self.update(number)
         self.state.global_step += 1
         self._tell(self.callback_handler.on_step_end)
 
@@ -271,7 +272,7 @@ class Trainer:
         sums, loss = self._loss(batch)
         self._interval.add(sums)
         self._step_losses.append((loss.detach(), batch.addresses))
-        self._loss_of_run += loss.detach()
+        self._loss_of_run += loss.detach() / self.passes
         if self.in_backward is None:
             self.accelerator.backward(loss)
         else:
@@ -292,16 +293,17 @@ class Trainer:
         set_random_state(before)
         self.parts.losses.begin_step(self.model, [batch], self._sum_of_ranks)
 
-    def update(self) -> None:
-        """Clip the gradient and change the weights by it. Raises `TrainingError` before if its norm or a loss is not
-        finite."""
+    def update(self, number: int = 0) -> None:
+        """Clip the gradient and change the weights by it, in pass ``number`` over the step. Raises `TrainingError`
+        before if its norm or a loss is not finite."""
         limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
         own, clip = self.in_backward, self.accelerator.clip_grad_norm_
         norm = own.norm if own else sharding.whole_gradient_norm(clip(self.wrapped.parameters(), limit))
         # under fp16 the loss scaler skips steps whose gradients overflow, which is no fault
         checked = norm if self.accelerator.scaler is None else None
         check_finite(self._step_losses, checked, step=self.state.global_step + 1)
-        self._interval.add_measures(self.parts.losses.end_step(self._sum_of_ranks))
+        if number == 0:
+            self._interval.add_measures(self.parts.losses.end_step(self._sum_of_ranks))
         self._tell(self.callback_handler.on_pre_optimizer_step)
         self.accelerator.sync_gradients = True  # another Accelerator of this process may have switched it off
         if own is None:
@@ -311,7 +313,8 @@ class Trainer:
             check_finite(self._step_losses, norm, step=self.state.global_step + 1)
         self._tell(self.callback_handler.on_optimizer_step)
         self._last_update = {"grad_norm": norm, "learning_rate": learning_rate(self.optimizer, self.lr_scheduler)}
-        if not self.optimizer.step_was_skipped and not isinstance(self.lr_scheduler, ON_METRIC):
+        is_last = number == self.passes - 1 and not self.optimizer.step_was_skipped
+        if is_last and not isinstance(self.lr_scheduler, ON_METRIC):
             self.lr_scheduler.step()
         self.wrapped.zero_grad()
 
@@ -351,16 +354,7 @@ class Trainer:
         begun = time.perf_counter()
         with evaluation_point(self.optimizer):
             found = self._eval_losses(self.parts.eval_stream)
-        metrics = {
-            **found.to_logs("eval_loss", "eval_num_targets"),
-            **{f"eval_{name}": value for name, value in found.measures.items()},
-            "eval_num_targets": found.num_units,
-            "eval_seconds": time.perf_counter() - begun,
-        }
-        if ACCURACY in found.measures:  # the loss is that of tokens
-            metrics["eval_perplexity"] = math.exp(min(found.loss, 700.0))  # a float ends at e^709
-        if ACCURACIES in found.measures:
-            metrics["eval_accuracy"] = found.measures[ACCURACIES]
+        metrics = {**found.of_evaluation(), "eval_seconds": time.perf_counter() - begun}
         self._log(metrics)
         self._tell(self.callback_handler.on_evaluate, metrics=metrics)
         self.parts.meter.paused += time.perf_counter() - begun

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from tiny_rollouts import ROLLOUT, evenness, losses, rollouts
 from tiny_runs import TINY, make_data, make_segments
 
 from luthier.engines.answering import Answering
 from luthier.metrics.table import METRICS, Metric
 from luthier.training.report.result import RunResult
+from luthier.training.trainer import Trainer
 
 Train = Callable[..., RunResult]
 LORA: dict[str, Any] = {"type": "lora", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
@@ -114,6 +118,50 @@ def test_answers_are_drawn_and_learned_without_dropout(
     assert sum("no dropout (attention_dropout 0.5)" in text for text in told) == 1
     saved = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert saved["attention_dropout"] == 0.5, "it is the model's own, for other runs"
+
+
+def test_a_step_may_learn_several_times_from_its_answers_and_stays_one_step(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updated: list[int] = []
+    real = Trainer.update
+
+    def update(self: Trainer, number: int = 0) -> None:
+        updated.append(number)
+        real(self, number)
+
+    monkeypatch.setattr(Trainer, "update", update)
+    changes: dict[str, Any] = {"objective": "rl", "data__max_length": 64, "train__learning_rate": 1e-2}
+    changes |= {"train__max_steps": 3, "train__warmup_steps": 0, "train__lr_scheduler_type": "linear"}
+    once = train(make_data(make_segments(12)), folder="once", rollout=ROLLOUT, **changes)
+    assert updated == [0, 0, 0]
+    saving = {"output__save_strategy": "steps", "output__save_steps": 1}
+    rollout = {**ROLLOUT, "passes": 3}
+    run = train(make_data(make_segments(12)), rollout=rollout, **changes, **saving)
+    assert updated[3:] == [0, 1, 2] * 3
+    drawn = [rollouts(each.path) for each in (once, run)]
+    assert drawn[0][0] == drawn[1][0] and drawn[0][1] != drawn[1][1], "the first answers are those of the first weights"
+    rows = [[{answer["row"] for answer in step} for step in each] for each in drawn]
+    assert rows[0] == rows[1] and run.ledger == once.ledger
+    assert [step.learning_rate for step in run.steps] == [step.learning_rate for step in once.steps]
+    assert max(step.measures["clipped"] for step in run.steps) > 0 == max(s.measures["clipped"] for s in once.steps)
+    assert max(step.measures["gap"] for step in run.steps) < 1e-5
+    # a run that goes on behind a step learns what it would have
+    shutil.rmtree(run.path / "checkpoint-3")
+    again = train(make_data(make_segments(12)), rollout=rollout, **changes, **saving)
+    assert losses(again)[-1] == losses(run)[-1] and rollouts(again.path) == drawn[1]
+
+
+@pytest.mark.parametrize("objective", ["ppo", "gkd", "best_of_n", "online_dpo"])
+def test_every_objective_takes_several_passes(objective: str, knows_few: Path, knows_half: Path, train: Train) -> None:
+    chosen = objectives(knows_half)[objective]
+    changes = {"model": {"name_or_path": str(knows_few)}, "data__max_length": 64, "train__max_steps": 1}
+    runs = [
+        train(make_data(make_segments(12)), folder=str(n), rollout={**ROLLOUT, "passes": n}, **chosen, **changes)
+        for n in (1, 2)
+    ]
+    weights = [load_file(run.path / "model" / "model.safetensors") for run in runs]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_control_other_objectives_train_with_the_dropout_of_the_model(train: Train) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from luthier.objectives import Measures
-from luthier.training.losses.step_losses import MicroLoss
+from luthier.training.losses.step_losses import ACCURACY, MicroLoss
+from luthier.training.report.result import ACCURACIES
 from luthier.writing import counted
 
 _TOTALS = 2  # loss, units
@@ -36,6 +38,19 @@ class MeanLosses:
             **of_sources,
             **{f"{targets}/{name}": value for name, value in self.targets_by_source.items()},
         }
+
+    def of_evaluation(self) -> dict[str, float]:
+        """All of it as an evaluation logs it."""
+        metrics = {
+            **self.to_logs("eval_loss", "eval_num_targets"),
+            **{f"eval_{name}": value for name, value in self.measures.items()},
+            "eval_num_targets": self.num_units,
+        }
+        if ACCURACY in self.measures:  # the loss is that of tokens
+            metrics["eval_perplexity"] = math.exp(min(self.loss, 700.0))  # a float ends at e^709
+        if ACCURACIES in self.measures:
+            metrics["eval_accuracy"] = self.measures[ACCURACIES]
+        return metrics
 
 
 def by_source(logs: dict[str, float], key: str) -> dict[str, float]:
