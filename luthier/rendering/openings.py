@@ -64,7 +64,7 @@ def ending_of(prompt: str, known: Collection[str] | str) -> Ending:
     start = max(0, len(prompt) - LONGEST_ENDING)
     last = _CLOSE.search(prompt, max(start, start + len(prompt[start:].rstrip()) - LONGEST_TAG))
     found = None if last is None else _CLOSED.search(prompt, start)
-    if found is not None and found[4] in _closings(found[1]):
+    if found is not None and found[4] in _closings(found[1]) and not _is_header(found[1] + found[2]):
         return Ending(header_end=found.start(), opening=found[1] + found[2], closing=found[4], space=found[3])
     found = last
     if found is not None and _OF_THOUGHT.search(found[1]) and (opened := _opened_by(found[1], known)):
@@ -79,6 +79,11 @@ def ending_of(prompt: str, known: Collection[str] | str) -> Ending:
             opening, space = found[1] + found[2], found[3]
             return Ending(header_end=found.start(), opening=opening, closing=closing, space=space, is_open=True)
     return Ending(header_end=len(prompt))
+
+
+def _is_header(opening: str) -> bool:
+    """Whether a tag and the name behind it begin a turn, as ``<|start_header_id|>assistant`` does."""
+    return bool(_OF_TURN.search(opening)) and not _OF_THOUGHT.search(opening)
 
 
 def repeats(ending: Ending, turn: str, seam: int) -> bool:
@@ -114,7 +119,8 @@ def _header_end(prompt: str, ending: Ending, begun: int, turn: str, begins: Sequ
             return len(header)
     for header in headers:
         own = header[min(begun, len(header)) :]
-        for begin in begins:
+        places = [place for begin in begins for place in sorted({begin, _after_space(turn, begin)})]
+        for begin in places:
             if own.strip() and turn[:begin].endswith(own):
                 return begin
             for start in range(len(own)):  # the longest end of the prompt that the turn begins with

@@ -17,6 +17,7 @@ from luthier.rendering.messages import is_media, place_media
 from luthier.rendering.openings import Stretched, common_length, spliced
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import Recording
+from luthier.rendering.text_references import is_reference
 from luthier.rendering.trace import Guard, Owner, owner_runs
 from luthier.rendering.trained_turns import (
     CompletionSpan,
@@ -143,6 +144,7 @@ def paths_of(
             span = span or open_span(home.recording, index, context.seam, whole=stop is not None)
             if needs_stop and span.stop == span.end and stop is None:
                 raise no_stop(control, index)
+        span = ended_where_inference_ends(home.recording, control, span, history)
         if (home is not trunk and not home.spans) or (home.stop is not None and home.end is None):
             home.end = span.end
         home.spans.insert(0, span)
@@ -314,6 +316,31 @@ def _followed(history: RowHistory, context: Context, index: int) -> Iterator[Rec
         yield history.recording(index + 1, generation_prompt=True, **context.kwargs)
     except RowError:
         return
+
+
+def ended_where_inference_ends(
+    recording: Recording, control: ControlTokens, span: CompletionSpan, history: RowHistory
+) -> CompletionSpan:
+    """The span up to the first stop token of the template in it, where generation ends.
+
+    Raises `RowError` if anything of the row stands behind that token: the model could never say it.
+    """
+    found = control.find(recording.sketch[span.seam : span.stop])
+    early = next(((start, end, token) for start, end, token in found if token in control.stops), None)
+    if early is None:
+        return span
+    start, end = span.seam + early[0], span.seam + early[1]
+    for char in filter(is_reference, dict.fromkeys(recording.sketch[end : span.stop])):
+        is_blank = not history.value(char).strip()
+        history.note(Guard("blank", (char,), (), is_blank))
+        if not is_blank:
+            raise RowError(
+                "answer_lost",
+                f"the chat template writes the stop token {early[2]} before the end of this turn, so inference would "
+                "end there and never say the rest; use a template that ends a turn once",
+                field=f"messages[{span.message}]",
+            )
+    return replace(span, stop=start, end=end)
 
 
 def no_stop(control: ControlTokens, index: int) -> RowError:

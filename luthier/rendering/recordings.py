@@ -109,6 +109,10 @@ class RowHistory:
         key = (self.shapes[:num_messages], message_shape(following), *message_strings(following))
         return self._take(key, messages, generation_prompt=False, kwargs=kwargs, num_own=num_messages)
 
+    def follows_result(self, index: int) -> bool:
+        """Whether a message comes right behind the result of a tool."""
+        return index > 0 and self.row.messages[index - 1].role == "tool"
+
     def value(self, char: str) -> str:
         """What a character of a sketch stands for in this row."""
         return self.recordings.alphabet.value(char, self.strings)

@@ -411,7 +411,7 @@ class Renderer:
                 row.messages[span.message],
                 exchanged(path.recording.sketch[span.seam : span.stop], texts),
                 control=self.control,
-                has_header=template.writes_header,
+                has_header=template.header != "",
                 may_lack_thought=one_rendering and span.message < last,
                 field=f"messages[{span.message}]",
             )

@@ -183,13 +183,13 @@ class ChatTemplate:
         return not names.isdisjoint(THINKING_FIELDS)
 
     @functools.cached_property
-    def writes_header(self) -> bool:
-        """Whether the template writes a header for an answer where it is asked for one."""
+    def header(self) -> str | None:
+        """What the template adds where it is asked for an answer; None if it asks for other messages first."""
         question = [Message(role="user", parts=(Text(text="so"),))]
         try:
-            return self.render(question, generation_prompt=True) != self.render(question)
-        except RowError:  # it wants other messages first; nothing is known of its prompts
-            return True
+            return self.render(question, generation_prompt=True).removeprefix(self.render(question))
+        except RowError:
+            return None
 
     @functools.cached_property
     def content_form(self) -> ContentForm:

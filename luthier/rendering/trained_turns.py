@@ -44,6 +44,9 @@ class History(Protocol):
     def recording(self, num_messages: int, *, generation_prompt: bool = False, **kwargs: Any) -> Recording:
         """The recording for ``messages[:num_messages]``."""
 
+    def follows_result(self, index: int) -> bool:
+        """Whether a message comes right behind the result of a tool."""
+
     def value(self, char: str) -> str:
         """What a character of a sketch stands for in this row."""
 
@@ -109,12 +112,17 @@ def context_of(template: ChatTemplate, history: History, index: int, control: Co
     (`openings`). Raises `RowError` if it cannot: the row cannot be trained on what inference will show.
     """
     asked: list[_Asked] = []
+    header = "" if template.header is None or history.follows_result(index) else template.header
     for kwargs in _switches(template):
         prompt = history.recording(index, generation_prompt=True, **kwargs)
         turn = history.recording(index + 1, **kwargs)
         known = _known_tags(template.literals, control)
-        asked.append(_Asked(history, index, prompt, turn, kwargs, ending_of(prompt.sketch, known)))
-        found = asked[-1].rendered() or asked[-1].behind_header()
+        usual = header[: ending_of(header, known).header_end].strip()
+        one = _Asked(history, index, prompt, turn, kwargs, ending_of(prompt.sketch, known), usual)
+        if one.leaves_header():  # the model would have to write it
+            continue
+        asked.append(one)
+        found = one.rendered() or one.behind_header()
         if found is not None:
             return found
     for one in asked:
@@ -125,7 +133,7 @@ def context_of(template: ChatTemplate, history: History, index: int, control: Co
     hint = f"; template.kwargs ({', '.join(switches)}) may contradict this row" if switches else ""
     raise RowError(
         "prompt_not_reproduced",
-        f"the generation prompt {_tail(asked[-1].prompt.sketch, history)!r} is not how the rendered turn begins{hint}",
+        f"the generation prompt {_tail(prompt.sketch, history)!r} is not how the rendered turn begins{hint}",
         field=f"messages[{index}]",
     )
 
@@ -145,6 +153,7 @@ class _Asked:
     turn: Recording
     kwargs: Mapping[str, Any]
     ending: Ending
+    header: str
 
     def rendered(self) -> Context | None:
         """The turn as rendered, if it begins with the prompt and does not begin the prompt's thought anew."""
@@ -153,6 +162,14 @@ class _Asked:
             return None
         printed = (Printed(recording=self.turn, num_messages=self.index + 1),)
         return Context(recording=self.turn, seam=seam, kwargs=self.kwargs, printed=printed)
+
+    def leaves_header(self) -> bool:
+        """Whether this prompt adds nothing, and the header that others write stands before the turn's first words."""
+        sketch, start = self.turn.sketch, len(self.prompt.sketch)
+        if not self.header or self.header not in sketch[start:]:
+            return False
+        stop = next((place for place in range(start, len(sketch)) if is_reference(sketch[place])), len(sketch))
+        return self.header in sketch[start:stop] and self._begun() == start
 
     def behind_header(self) -> Context | None:
         """The turn behind its header, where the prompt opens no thought that the model would have to close."""
@@ -246,9 +263,9 @@ class _Asked:
 def span_of(recording: Recording, control: ControlTokens, message: int, seam: int) -> CompletionSpan | None:
     """Where the completion of ``message`` ends.
 
-    The stop token is, in this order: the last one of the turn's scope after its content; one that follows the scope
-    at once (the next header, as in GLM-like templates, or a closing token of the text); a special token at the end of
-    the scope. None if there is none. Where no loop stood at the message, it is the first one after its content.
+    The stop token is, in this order: the first one of the turn's scope after its content, for there generation ends,
+    whatever the template prints behind it; one that follows the scope at once (the next header, as in GLM-like
+    templates, or a closing token of the text); the last special token at the end of the scope. None if there is none.
     """
     stretch = _stretch(recording, message)
     scope_end = stretch.end
@@ -260,9 +277,9 @@ def span_of(recording: Recording, control: ControlTokens, message: int, seam: in
         for start, end, token in found
         if end <= scope_end and token in control.special and not recording.sketch[end:scope_end].strip()
     ]
-    for candidates in (inside, following, special):
+    for candidates in (inside, following, special[-1:]):
         if candidates:
-            stop, end = candidates[0 if stretch.is_owned else -1]
+            stop, end = candidates[0]
             return CompletionSpan(message=message, seam=seam, stop=stop, end=end)
     return None
 

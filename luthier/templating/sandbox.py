@@ -244,7 +244,9 @@ def _metered(meter: RenderUsage, name: str, function: Callable[..., object], *, 
         context, given = args[:first], _drained(meter, args[first:])
         if given:
             check_call(meter, TemplateCall(name, given[0], given[1:], kwargs))
-        return _measured(meter, name, function(*context, *given, **kwargs))
+        # what gave items one by one still does: `length` and `tojson` take no generator in transformers either
+        passed = (iter(each) if each is not own else own for each, own in zip(given, args[first:], strict=True))
+        return _measured(meter, name, function(*context, *passed, **kwargs))
 
     if wanted is not None:
         metered.jinja_pass_arg = wanted  # type: ignore[attr-defined]
@@ -260,7 +262,7 @@ def _measured(meter: RenderUsage, name: str, made: object) -> object:
     return made
 
 
-def _drained(meter: RenderUsage, values: Iterable[object]) -> tuple[object, ...]:
+def _drained(meter: RenderUsage, values: Iterable[object]) -> tuple[Any, ...]:
     """Values with lists in the place of what gives items one by one, so that they can be weighed."""
     return tuple(_drain(meter, value) if isinstance(value, Iterator) else value for value in values)
 

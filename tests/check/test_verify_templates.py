@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from verify_broken_templates import (
     BROKEN,
+    CALLS,
     CLOSED,
     OPENED,
     RIGHT,
@@ -19,7 +22,7 @@ from verify_broken_templates import (
     sample_of,
     template,
 )
-from verify_cases import THINKING, chat, message
+from verify_cases import THINKING, TOOLS, chat, encoder, message
 from verify_chats import CHATS
 
 from luthier.check.verify.findings import Check
@@ -118,6 +121,76 @@ def test_a_context_without_what_the_prompt_opens_is_found() -> None:
     sample = sample_of(prompt_of(template(SAID), row, 1), "Yes, it is.<|im_end|>")
     found = RowVerifier(run_with(DROPS)).verify(row, sample).violations
     assert Check.PROMPT_TOKENS in {violation.check for violation in found}
+
+
+# -------------------------------------------------------------------------- training and verification at one
+
+BEGUN = chat(message("assistant", "Welcome."), message("user", "Hi"), message("assistant", "Yes, it is."))
+ROW = chat(message("user", "Go"), message("assistant", "One."), message("assistant", "Two."))
+CALLED = Conversation(messages=TOOLS.messages[:2], tools=TOOLS.tools, address=TOOLS.address)
+SPOKEN = replace(CALLED, messages=(CALLED.messages[0], message("assistant", "So.", *CALLED.messages[1].parts)))
+ONCE = "{% if add_generation_prompt and messages[-1].role != 'assistant' %}<|im_start|>assistant\n{% endif %}"
+LAST = "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}"  # none of an empty history
+SWITCH = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{{ '' if thinking else '</think>' }}{% endif %}"
+NAMED = (
+    "{% for m in messages %}{{ '<|endoftext|>' if loop.first }}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+ENCLOSED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<|START_RESPONSE|>{{ m.content }}"
+    "<|END_RESPONSE|>{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+TWICE = template(CALLS + "<|im_end|>\n<|im_start|>assistant\n" + SAID)
+CLOSING = "\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "learned"),
+    [
+        # a switch's prompt closes the thought that the other one opens and history closes
+        (template("</think>" + SAID, ask=SWITCH), PLAIN, ["Yes, it is.<|im_end|>"]),
+        # no header is given behind an answer, or before the first question: the model never writes one
+        (template(SAID, ask=ONCE), BEGUN, ["Yes, it is.<|im_end|>"]),
+        (template(SAID, ask="").replace("{% endfor %}", LAST + "{% endfor %}"), BEGUN, ["Yes, it is.<|im_end|>"]),
+        # tags of a header that look like those of a thought that is closed, behind a begin token
+        (NAMED, BEGUN, ["Yes, it is.<|im_end|>"]),
+        # an answer before the first question, behind a thought that its prompt opens
+        (template(SAID, ask=OPENED), BEGUN, [CLOSING + "Welcome.<|im_end|>", CLOSING + "Yes, it is.<|im_end|>"]),
+        # generation ends with the first stop, whatever is printed behind it
+        (template("{{ m.content }}\n<|im_end|>\n<|endoftext|>"), PLAIN, ["Yes, it is.\n<|im_end|>"]),
+        (TWICE, CALLED, ["<tool_call>\n…\n</tool_call><|im_end|>"]),
+        # tags that enclose an answer are the model's own, where the template always writes the header
+        (ENCLOSED, PLAIN, ["<|START_RESPONSE|>Yes, it is.<|END_RESPONSE|><|im_end|>"]),
+        # white space before the header differs
+        (template(SAID, header="\n\n<|im_start|>assistant\n"), PLAIN, ["Yes, it is.<|im_end|>"]),
+    ],
+)
+def test_what_is_learned_under_odd_templates_is_what_verification_expects(
+    source: str, row: Conversation, learned: list[str]
+) -> None:
+    under_test = encoder(chat_template=source + "{# #}")
+    sample = under_test.encode(row)
+    found = [
+        re.sub(r"(?<=<tool_call>\n).*(?=\n)", "…", under_test.tokenizer.decode(ids[target].tolist()))
+        for ids, target in sample.unroll()
+        if target.any()
+    ]
+    assert sorted(found) == sorted(learned)
+    assert [str(violation) for violation in RowVerifier(under_test).verify(row, sample).violations] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "reason"),
+    [
+        (template(SAID, ask=ONCE), ROW, "prompt_not_reproduced"),  # the header would be learned
+        (TWICE, SPOKEN, "answer_lost"),  # inference ends before the words
+    ],
+)
+def test_what_verification_would_reject_is_not_trained(source: str, row: Conversation, reason: str) -> None:
+    with pytest.raises(RowError) as refused:
+        encoder(chat_template=source + "{# #}").encode(row)
+    assert refused.value.reason == reason
 
 
 # ------------------------------------------------------------------------------------------------- no false alarms

@@ -29,6 +29,11 @@ text[::2]
 text | first
 text | last
 text | reverse
+text | map('upper') | length
+text | map('upper') | tojson
+[text] | select | last
+[text] | map('trim') | sort | join
+[text, 'm'] | map('upper') | unique | list | length
 text.split() | length
 text.split(',') | length
 text.split('e')[0]

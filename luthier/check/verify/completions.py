@@ -172,7 +172,7 @@ def _faults_of(
         gaps.append(text[end:begin])
         end = stop
     gaps.append(text[end:])
-    yield from _header_faults(gaps[0], header, said)
+    yield from _header_faults(gaps[0], gaps[-1], header, said)
     yield from _thought_faults(gaps, opened, said)
     if not said.calls:
         for number, gap in enumerate(gaps):
@@ -205,19 +205,28 @@ def _times_in_call(text: str, arguments: Mapping[str, object], printed: str) -> 
     return count
 
 
-def _header_faults(gap: str, header: _Header, said: Said) -> Iterator[Finding]:
-    """Whether the model is taught to write the header that its prompt should have given it."""
+def _header_faults(gap: str, behind: str, header: _Header, said: Said) -> Iterator[Finding]:
+    """Whether the model is taught to write the header that its prompt should have given it.
+
+    A tag that is closed ``behind`` the answer encloses it (``<|START_RESPONSE|>`` … ``<|END_RESPONSE|>``) and is none.
+    """
     lead = re.match(rf"[^{SECRET_BEGIN}<\[]*(?:(?:{_TAG})[^\s{SECRET_BEGIN}<\[]*)?", gap)
     beginning = "" if lead is None else lead[0]
     tags = re.findall(_TAG, beginning)
     words = set(re.findall(r"[a-z]+", _shown(beginning).lower()))
     opens_anew = [tag for tag in tags if tag.startswith(SECRET_BEGIN) and header.holds(tag)]
-    others = [tag for tag in tags if _turn_of_thought(tag) is None]
+    others = [tag for tag in tags if _turn_of_thought(tag) is None and not _is_closed(tag, behind)]
     if others and not said.calls and not header.text().strip():
         opens_anew += others
     if opens_anew or (words & ROLES and not said.calls) or _is_role_header(gap):
         what = f"the header {_shown(gap)!r} is learned: the generation prompt does not give it"
         yield Check.NOTHING_SUPPLIED_TRAINED, what
+
+
+def _is_closed(tag: str, behind: str) -> bool:
+    """Whether the tag that closes this one, by its name, stands in the text behind it."""
+    closings = {tag.replace("START", "END"), tag.replace("BEGIN", "END"), tag.replace("<", "</", 1)} - {tag}
+    return any(closing in behind for closing in closings)
 
 
 def _is_role_header(gap: str) -> bool:

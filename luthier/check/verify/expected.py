@@ -26,7 +26,7 @@ from luthier.check.verify.completions import (
     neutralise,
 )
 from luthier.check.verify.cuts import Cut, RenderedCase, cut_elsewhere, cut_turn, cut_under
-from luthier.check.verify.findings import Method
+from luthier.check.verify.findings import Check, Method
 from luthier.check.verify.media_slots import ExpandedTemplate, MediaReader, RowMedia, media_of_messages
 from luthier.check.verify.plain_template import PlainTemplate, Printer, thinking_switches
 from luthier.check.verify.policy import (
@@ -95,6 +95,7 @@ class AskedTurn:
     ``prompts``   the prompt's ids under each position of the thinking switch that the run leaves open; ``texts``: read
     ``readings``  for each of them, what is to be read behind it; its completion is not filled in yet
     ``ending``    what the template prints behind the stop of the row's last turn
+    ``is_unasked``  it comes before any question, so that it need not be learned
     """
 
     message: int
@@ -105,6 +106,7 @@ class AskedTurn:
     policy: TurnPolicy
     ending: str
     unfinished: bool
+    is_unasked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -163,14 +165,15 @@ def expected_row(
             turns.append(_turn_elsewhere(turn_policy, once, whole_text, shown))
             continue
         if cut is None:
-            if not _is_unasked(row, index):
-                asked.append(after())
+            asked.append(replace(after(), is_unasked=_is_unasked(row, index)))
             continue
         if unfinished:
             cut = replace(cut, completion=cut.completion[: cut.words], stop=0, unfinished=True)
             whole_text = cut.prompt + cut.completion
         otherwise = partial(_otherwise, shown, cut, turn_policy, whole_text)
         turn = _expected_turn(turn_policy, cut, whole_text, shown)
+        if _is_unasked(row, index) and any(check is Check.NOTHING_SUPPLIED_TRAINED for check, _ in turn.findings):
+            continue  # its prompt gives no header, so it is context
         turns.append(replace(turn, otherwise=otherwise, asked=after if prompts else None))
     (text,) = neutral.readable([whole_text], tokenizer)
     return ExpectedRow(

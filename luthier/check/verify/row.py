@@ -29,7 +29,8 @@ from luthier.check.verify.token_runs import (
     LengthJudge,
     asked_besides,
     besides_faults,
-    derived_turn,
+    best_position,
+    derived_turns,
     judged_faults,
     number_fault,
     only,
@@ -281,11 +282,11 @@ class RowVerifier:
     ) -> list[Violation]:
         faults: list[Violation] = []
         train_stop = self.policy.train_stop or expected.neutral is None
-        derived = [derived_turn(asked, runs) for asked in expected.asked]
+        derived = list(derived_turns(expected.asked, runs))
         faults += [turn for turn in derived if isinstance(turn, Violation)]
         turns = [*expected.turns, *(turn for turn in derived if isinstance(turn, ExpectedTurn))]
         expected = replace(expected, turns=tuple(sorted(turns, key=lambda turn: turn.message or 0)))
-        expected = replace(expected, turns=tuple(_best_position(turn, runs) for turn in expected.turns))
+        expected = replace(expected, turns=tuple(best_position(turn, runs) for turn in expected.turns))
         notes.update(_counts(expected))
         passed = {} if expected.policy is None else expected.policy.passed
         homes = [find_home(turn, runs) for turn in expected.turns]
@@ -368,22 +369,6 @@ class RowVerifier:
                 yield runs.fault(
                     Check.SERVED_TOKENS, what, message=turn.message, run=home.run, index=index, expected=served
                 )
-
-
-def _best_position(turn: ExpectedTurn, runs: Runs) -> ExpectedTurn:
-    """The turn under the position of the thinking switch that the sample has, if it has one that leads to this turn."""
-    home = find_home(turn, runs)
-    agree, learned = home.agree, runs.segments[home.run].target[len(turn.prompt) : len(turn.ids)]
-    if agree >= len(turn.ids) and learned.any():  # else it may be what history shows, and learned elsewhere
-        return turn
-    if turn.asked is not None:
-        derived = derived_turn(turn.asked(), runs)
-        if isinstance(derived, ExpectedTurn) and not derived.findings:
-            return derived
-    if agree >= len(turn.prompt):
-        return turn
-    others = (other for other in turn.otherwise() if find_home(other, runs).agree >= len(other.prompt))
-    return next(others, turn)
 
 
 def _counts(expected: ExpectedRow) -> Counter[str]:

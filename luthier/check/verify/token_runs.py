@@ -10,7 +10,7 @@ import numpy as np
 
 from luthier.check.verify.expected import AskedTurn, ExpectedRow, ExpectedTurn
 from luthier.check.verify.findings import Check, Violation
-from luthier.check.verify.learned import Home, Mask, Runs
+from luthier.check.verify.learned import Home, Mask, Runs, find_home
 from luthier.check.verify.plain_template import HuggingFace, PlainTemplate, Printer
 from luthier.check.verify.policy import LearnedText, missing_of_part
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer, first_difference
@@ -213,13 +213,47 @@ class _Found:
     num_stop: int
 
 
+def derived_turns(asked: Sequence[AskedTurn], runs: Runs) -> Iterator[ExpectedTurn | Violation]:
+    """What `derived_turn` says of each; nothing of an answer before any question that is not learned."""
+    for one in asked:
+        turn = derived_turn(one, runs)
+        if one.is_unasked and (isinstance(turn, Violation) or not is_begun(turn, find_home(turn, runs).run, runs)):
+            continue
+        yield turn
+
+
 def derived_turn(asked: AskedTurn, runs: Runs) -> ExpectedTurn | Violation:
     """The turn as the sample has it, with what is wrong with it; or that its context is nowhere in the sample."""
     found = list(_places(asked, runs))
     if not found:
         return _no_context(asked, runs)
     turns = [_turn(asked, place, runs) for place in found]
-    return min(turns, key=lambda turn: len(turn.findings))
+    # where two positions of a switch lead to it, the one whose prompt ends where learning begins
+    begun = [is_begun(turn, place.run, runs) for turn, place in zip(turns, found, strict=True)]
+    return min(zip(turns, begun, strict=True), key=lambda pair: (len(pair[0].findings), not pair[1]))[0]
+
+
+def best_position(turn: ExpectedTurn, runs: Runs) -> ExpectedTurn:
+    """The turn under the position of the thinking switch that the sample has, if it has one that leads to this turn."""
+    home = find_home(turn, runs)
+    if home.agree >= len(turn.ids) and is_begun(turn, home.run, runs):
+        return turn  # else it may be what history shows, or behind the longer prompt of another position
+    if turn.asked is not None:
+        derived = derived_turn(turn.asked(), runs)
+        if isinstance(derived, ExpectedTurn) and not derived.findings:
+            return derived
+    if home.agree >= len(turn.prompt):
+        return turn
+    others = (other for other in turn.otherwise() if find_home(other, runs).agree >= len(other.prompt))
+    return next(others, turn)
+
+
+def is_begun(turn: ExpectedTurn, run: int, runs: Runs) -> bool:
+    """Whether the first token of the answer that is to be learned is learned in this run."""
+    wanted = turn.weights > 0
+    first = len(turn.prompt) + (int(wanted.argmax()) if wanted.any() else 0)
+    target = runs.segments[run].target
+    return first < len(target) and bool(target[first])
 
 
 def _places(asked: AskedTurn, runs: Runs) -> Iterator[_Found]:
@@ -300,6 +334,8 @@ class LengthJudge:
         lengths = [len(turn.ids) + (0 if turn.after is None else len(turn.after())) for turn in expected.turns]
         for asked in expected.asked:
             turn = derived_turn(asked, self.runs)
+            if isinstance(turn, Violation) and asked.is_unasked:
+                continue
             if isinstance(turn, Violation):
                 return False
             lengths.append(len(turn.ids) + len(self.runs.tokenizer.continue_text([asked.ending])[0]))
