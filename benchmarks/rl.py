@@ -1,23 +1,27 @@
-"""What a step of a run costs that learns from answers of its own: drawing them, learning from them, and all else.
+"""What a step costs that draws answers and learns from them, beside TRL's GRPO.
 
-Prompts of about 512 tokens are answered with 64 tokens n times each, by a small model with random weights, which hardly
-ever stops by itself. The same steps are taken with each prompt beside each of its answers in a padded batch, and once
-for all of them. Beside that, drawing alone: `LocalEngine` and transformers' ``generate``, both with log-probabilities.
-CPU-seconds of one thread; medians of three steps or rounds, after one that is not counted.
+Short prompts are those of ``preset:preferences``, answered by the model of ``examples/preferences_sft.yaml``, which
+stops where an answer ends. All others are answered by a model with random weights, which hardly ever stops by itself.
+Luthier takes the long steps with each prompt beside each of its answers in a padded batch, too. Each run is a process
+of its own; CPU-seconds of one thread, medians of the steps after the first. *Learning* is all of a step that is not
+drawing, the bookkeeping with it. Memory is the most that a process had above model and rows.
+After that, drawing alone: `LocalEngine` and transformers' ``generate``, both with log-probabilities.
 
-python -m benchmarks.rl [--prompts 4]
+python -m benchmarks.rl [--only NAME …] [--steps N] [--model FOLDER] [--peers VENV …]
+
+TRL is looked for here and in the virtual environments that --peers or LUTHIER_PEERS name.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,83 +29,176 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config
 
-import luthier
-from luthier.config.schema import GenerateConfig, RunConfig
+from benchmarks.harness.processes import load, run
+from benchmarks.harness.runs import VOCAB_SIZE, peer_environments, python_with, qwen3_tokenizer
+from benchmarks.harness.training_material import short_pairs, write_rows
+from luthier.config.schema import GenerateConfig
+from luthier.encoding.tokenizer import load_tokenizer
 from luthier.engines.engine import Request
 from luthier.engines.local import LocalEngine
-from luthier.models.model import load_model
-from luthier.models.vocabulary import Vocabulary
-from luthier.training.rollouts.drawing import Rollouts
-from luthier.training.trainer import Trainer
+from luthier.presets import model_folder, tokenizer_folder
 
-WORDS, NEW_TOKENS, ROUNDS = 450, 64, 3
+SCRIPTS = Path(__file__).parent / "harness" / "peers"
+QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+WORDS = ("north", "river", "seven", "green", "paper", "light", "house", "carry")
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "padded": {"packing": "none", "per_device_train_batch_size": 8},
-    "shared": {"packing": "best_fit", "per_device_train_batch_size": 1},
+    "Luthier, shared": {"packing": "best_fit", "per_device_train_batch_size": 1},
+    "Luthier, padded": {"packing": "none", "per_device_train_batch_size": 8},
 }
-SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 32}
-PARTS = {"drawing": (Rollouts, "_drawn"), "learning": (Trainer, "_learn"), "step": (Trainer, "_take_step")}
+TRL = "TRL"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contest:
+    """Steps of so many prompts, each answered so often. ``words`` of a prompt; 0: those of the preset."""
+
+    name: str
+    prompts: int
+    answers: int
+    new_tokens: int
+    words: int = 0
+    vocab_size: int = 2048
+    tools: tuple[str, ...] = ("Luthier, shared", TRL)
+
+    @property
+    def per_step(self) -> int:
+        """Answers."""
+        return self.prompts * self.answers
+
+
+CONTESTS = (
+    Contest(name="short-8", prompts=16, answers=8, new_tokens=24),
+    Contest(name="short-16", prompts=16, answers=16, new_tokens=24),
+    Contest(name="long-8", prompts=4, answers=8, new_tokens=64, words=450, tools=(*LAYOUTS, TRL)),
+    Contest(name="long-16", prompts=4, answers=16, new_tokens=64, words=450, tools=(*LAYOUTS, TRL)),
+    Contest(name="memory", prompts=1, answers=16, new_tokens=256, words=60, vocab_size=VOCAB_SIZE),
+)
 
 
 def main() -> None:
-    """Measure, and print two tables."""
+    """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--prompts", type=int, default=4, help="of a step")
+    parser.add_argument("--only", nargs="+", choices=[*(contest.name for contest in CONTESTS), "drawing"])
+    parser.add_argument("--steps", type=int, default=4, help="of each run, of which the first is not counted")
+    parser.add_argument("--model", type=Path, default=Path("output/preferences_sft/model"), help="of short prompts")
+    parser.add_argument("--peers", type=Path, nargs="+", default=peer_environments(), metavar="VENV")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    steps = Table(
-        "answers", "drawing", "learning, padded", "learning, shared", "less by", "all else, share of the step"
-    )
-    drawing = Table("answers", "transformers' generate", "LocalEngine", "faster by")
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = Path(scratch) / "rows.jsonl"
-        write_rows(rows, options.prompts)
-        for answers in (8, 16):
-            found = {
-                name: step_costs(config(rows, Path(scratch) / f"{name}{answers}", answers, options.prompts, layout))
-                for name, layout in LAYOUTS.items()
-            }
-            padded, shared = found["padded"]["learning"], found["shared"]["learning"]
-            whole = found["shared"]["step"]
-            rest = whole - found["shared"]["drawing"] - shared
-            steps.add_row(
-                str(answers), f"{found['shared']['drawing']:.2f}", f"{padded:.2f}", f"{shared:.2f}",
-                f"{padded / shared:.1f}", f"{rest / whole:.1%}",
-            )  # fmt: skip
-            ours, theirs = drawing_costs(config(rows, Path(scratch), answers, options.prompts, {}), answers)
-            drawing.add_row(str(answers), f"{theirs:.2f}", f"{ours:.2f}", f"{theirs / ours:.1f}")
-    for title, table in (("a step, CPU-seconds", steps), ("drawing alone, CPU-seconds", drawing)):
-        table.title = title
-        Console(width=110).print(table)
+    peer = python_with("trl", options.peers)
+    for contest in CONTESTS:
+        if options.only and contest.name not in options.only:
+            continue
+        if contest.vocab_size == VOCAB_SIZE and qwen3_tokenizer() is None:
+            print(f"left out: {contest.name}, which needs the Qwen3 tokenizer (LUTHIER_SHARED)")
+            continue
+        if not contest.words and not options.model.is_dir():
+            print(f"left out: {contest.name}, which needs the model of examples/preferences_sft.yaml (--model)")
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            model = policy(folder / "model", contest.vocab_size) if contest.words else options.model.resolve()
+            Console(width=130).print(hold(contest, folder, model, options.steps, peer))
+    if not options.only or "drawing" in options.only:
+        Console(width=130).print(drawing_alone())
 
 
-def write_rows(path: Path, prompts: int) -> None:
-    """Rows of words that come again and again, enough for all steps."""
+def hold(contest: Contest, folder: Path, model: Path, steps: int, peer: Path | None) -> Table:
+    """The same steps by all tools that are there."""
+    rows = write_rows(folder / "rows.jsonl", itertools.islice(questions(contest), contest.prompts * steps))
+    found: dict[str, dict[str, Any]] = {}
+    for name in contest.tools:
+        if name == TRL and peer is None:
+            print("left out: TRL, which is not installed")
+            continue
+        found[name] = measured(contest, name, folder, steps, rows, model, peer)
+    table = Table(
+        "", "version", "step", "ours is", "drawing", "ours is", "learning", "ours is", "memory MB", "ours is",
+        title=f"{contest.name}: {contest.prompts} prompts x {contest.answers} answers of {contest.new_tokens} tokens, "
+        f"vocabulary {contest.vocab_size:,}, CPU-seconds, {load()}",
+        box=None,
+    )  # fmt: skip
+    ours = found["Luthier, shared"]
+    for name, costs in found.items():
+        cells = [name, costs["version"]]
+        for part in ("step", "drawing", "learning"):
+            cells += [f"{costs[part]:.3f}", f"{costs[part] / ours[part]:.1f}x"]
+        table.add_row(*cells, f"{costs['memory'] / 1e6:,.0f}", f"{ours['memory'] / costs['memory']:.2f}")
+    table.caption = f"housekeeping of ours: {ours['housekeeping']:.1%} of a step"
+    return table
+
+
+def measured(
+    contest: Contest, name: str, folder: Path, steps: int, rows: Path, model: Path, peer: Path | None
+) -> dict[str, Any]:
+    """One process: medians of the steps after the first, by part, and its memory."""
+    out = folder / name.replace(", ", "-")
+    job = {
+        "rows": str(rows), "model": str(model), "output": str(out), "threads": 1, "steps": steps,
+        "prompts": contest.prompts, "answers": contest.answers, "new_tokens": contest.new_tokens, "rows_per_batch": 8,
+    }  # fmt: skip
+    if name != TRL:
+        job["run"] = description(contest, rows, model, out, steps, LAYOUTS[name])
+    file = folder / f"{out.name}.json"
+    file.write_text(json.dumps(job), encoding="utf-8")
+    python, script = (peer, "trl_rl.py") if name == TRL else (python_with("luthier", []), "luthier_rl.py")
+    assert python is not None
+    facts = json.loads(run([python, SCRIPTS / script, file], env=QUIET).last_line)
+    first = min(1, steps - 1)
+    step, drawing, learning = (statistics.median(facts[part][first:]) for part in ("step", "drawing", "learning"))
+    return {
+        "version": facts["version"],
+        "step": step,
+        "drawing": drawing,
+        "learning": statistics.median(
+            whole - drawn for whole, drawn in zip(facts["step"][first:], facts["drawing"][first:], strict=True)
+        ),
+        "housekeeping": (step - drawing - learning) / step,
+        "memory": facts["peak"] - facts["before"],
+    }
+
+
+def policy(folder: Path, vocab_size: int) -> Path:
+    """The smallest preset's shape with random weights, and this vocabulary."""
+    tokenizer = qwen3_tokenizer() if vocab_size == VOCAB_SIZE else tokenizer_folder("tiny")
+    assert tokenizer is not None
+    described = json.loads((model_folder("tiny-qwen3") / "config.json").read_text(encoding="utf-8"))
+    library = AutoTokenizer.from_pretrained(tokenizer)
+    described |= {"vocab_size": vocab_size, "pad_token_id": library.pad_token_id, "eos_token_id": library.eos_token_id}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen3Config(**described)).save_pretrained(folder)
+    library.save_pretrained(folder)
+    return folder
+
+
+def questions(contest: Contest) -> Any:
+    """Rows of a question and its answer."""
+    if not contest.words:
+        for pair in short_pairs(1_000):
+            yield {"messages": [*pair["prompt"], *pair["chosen"]]}
     rng = np.random.default_rng(0)
-    words = ["north", "river", "seven", "green", "paper", "light", "house", "carry"]
-    with path.open("w", encoding="utf-8") as lines:
-        for _ in range(prompts * (ROUNDS + 1)):
-            question = " ".join(rng.choice(words, WORDS))
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "green"}]
-            lines.write(json.dumps({"messages": turns}) + "\n")
+    while True:
+        question = " ".join(rng.choice(WORDS, contest.words))
+        yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "green"}]}
 
 
-def config(rows: Path, out: Path, answers: int, prompts: int, layout: dict[str, Any]) -> dict[str, Any]:
+def description(
+    contest: Contest, rows: Path, model: Path, out: Path, steps: int, layout: dict[str, Any]
+) -> dict[str, Any]:
     """A run of so many steps."""
     return {
-        "model": {"name_or_path": "preset:tiny-qwen3", "config_overrides": SIZES},
+        "model": {"name_or_path": str(model)},
         "data": {"train": str(rows), "max_length": 8192, "store": str(out.parent / "store")},
         "objective": "rl",
         "rollout": {
-            "prompts_per_step": prompts,
-            "answers": answers,
-            "max_new_tokens": NEW_TOKENS,
+            "prompts_per_step": contest.prompts,
+            "answers": contest.answers,
+            "max_new_tokens": contest.new_tokens,
             "min_finished": 0,
-            "batch_size": 64,
+            "batch_size": contest.per_step,
         },
-        "train": {"max_steps": ROUNDS + 1, "learning_rate": 1e-6, "precision": "fp32", **layout},
+        "train": {"max_steps": steps, "learning_rate": 1e-6, "precision": "fp32", **layout},
         "eval": {"strategy": "no"},
         "output": {"dir": str(out), "save_strategy": "no"},
         "tracking": {"progress": False},
@@ -109,55 +206,31 @@ def config(rows: Path, out: Path, answers: int, prompts: int, layout: dict[str, 
     }
 
 
-def step_costs(run: dict[str, Any]) -> dict[str, float]:
-    """CPU-seconds of a step by its parts, the median of those after the first."""
-    with measuring() as seconds:
-        luthier.train(run)
-    per_step = {name: found for name, found in seconds.items() if name != "learning"}
-    micro = len(seconds["learning"]) // (ROUNDS + 1)
-    learning = seconds["learning"]
-    per_step["learning"] = [sum(learning[at : at + micro]) for at in range(0, len(learning), micro)]
-    return {name: statistics.median(found[1:]) for name, found in per_step.items()}
+def drawing_alone() -> Table:
+    """CPU-seconds of drawing the answers of a step: ours, and by transformers, each the median of three rounds."""
+    table = Table(
+        "answers", "top_p", "generate", "LocalEngine", "ours is", title="drawing alone, CPU-seconds", box=None
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = policy(Path(scratch) / "model", 2048)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for answers, top_p in ((8, 1.0), (16, 1.0), (8, 0.9)):
+        ours, theirs = drawing_costs(model, answers, top_p)
+        table.add_row(str(answers), str(top_p), f"{theirs:.2f}", f"{ours:.2f}", f"{theirs / ours:.1f}x")
+    return table
 
 
-@contextmanager
-def measuring() -> Iterator[dict[str, list[float]]]:
-    """CPU-seconds of every call of the `PARTS`."""
-    seconds: dict[str, list[float]] = defaultdict(list)
-
-    def timed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **keys: Any) -> Any:
-            start = time.process_time()
-            try:
-                return real(*args, **keys)
-            finally:
-                seconds[name].append(time.process_time() - start)
-
-        return call
-
-    before = {name: getattr(owner, method) for name, (owner, method) in PARTS.items()}
-    for name, (owner, method) in PARTS.items():
-        setattr(owner, method, timed(name, before[name]))
-    try:
-        yield seconds
-    finally:
-        for name, (owner, method) in PARTS.items():
-            setattr(owner, method, before[name])
-
-
-def drawing_costs(run: dict[str, Any], answers: int) -> tuple[float, float]:
-    """CPU-seconds of drawing the answers of a step: ours, and by transformers, each the median of some rounds."""
-    tokenizer = luthier.load_tokenizer("preset:tiny-qwen3")
-    described = RunConfig.model_validate(run)
-    model = load_model(described, Vocabulary.of(tokenizer, {})).model.eval()
-    prompts = np.random.default_rng(0).integers(10, 2000, (described.rollout.prompts_per_step, 512)).astype(np.int32)
-    engine = LocalEngine(model, tokenizer, batch_size=described.rollout.batch_size)
-    settings = GenerateConfig(do_sample=True, temperature=1.0, max_new_tokens=NEW_TOKENS, seed=0)
+def drawing_costs(model: Any, answers: int, top_p: float) -> tuple[float, float]:
+    """Ours and theirs, of four prompts of 512 tokens and answers of 64."""
+    tokenizer = load_tokenizer("preset:tiny-qwen3")
+    prompts = np.random.default_rng(0).integers(10, 2000, (4, 512)).astype(np.int32)
+    engine = LocalEngine(model, tokenizer, batch_size=64)
+    settings = GenerateConfig(do_sample=True, temperature=1.0, top_p=top_p, max_new_tokens=64, seed=0)
     requests = [
         Request(prompt=prompt, settings=settings, key=key, num_samples=answers) for key, prompt in enumerate(prompts)
     ]
     theirs = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW_TOKENS, num_return_sequences=answers,
+        do_sample=True, temperature=1.0, top_k=0, top_p=top_p, max_new_tokens=64, num_return_sequences=answers,
         eos_token_id=list(tokenizer.stop_token_ids), pad_token_id=tokenizer.pad_token_id, output_logits=True,
         return_dict_in_generate=True, use_cache=True,
     )  # fmt: skip
@@ -169,17 +242,17 @@ def drawing_costs(run: dict[str, Any], answers: int) -> tuple[float, float]:
         for place, logits in enumerate(found.logits):
             logits.log_softmax(-1).gather(1, found.sequences[:, inputs.shape[1] + place, None])
 
-    return (
-        statistics.median([cpu_seconds(lambda: list(engine.generate(requests))) for _ in range(ROUNDS + 1)][1:]),
-        statistics.median([cpu_seconds(by_transformers) for _ in range(ROUNDS + 1)][1:]),
-    )
+    return median_of(lambda: list(engine.generate(requests))), median_of(by_transformers)
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    """Of this process."""
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+def median_of(work: Callable[[], object]) -> float:
+    """CPU-seconds of this process, of three rounds after one that is not counted."""
+    found = []
+    for _ in range(4):
+        start = time.process_time()
+        work()
+        found.append(time.process_time() - start)
+    return statistics.median(found[1:])
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.encoding.tokenizer import Tokenizer
-from luthier.rewards.judging import Judged
+from luthier.rewards.judging import DrawnAnswer, Judged
 from luthier.sources.formats.turns import message_row
-from luthier.training.generate import Question, shown
+from luthier.training.generate import Question
 from luthier.training.rollouts.answer_groups import Fate
 from luthier.training.rollouts.trajectories import Trajectory
 from luthier.writing import write_text
@@ -37,21 +36,21 @@ def write_answers(
     path: Path,
     questions: Sequence[Question],
     answers: Sequence[Trajectory],
+    texts: Sequence[DrawnAnswer],
     judged: Judged,
     names: Sequence[str],
     advantages_N: NDArray[np.float64],
     fates_N: Sequence[str],
-    tokenizer: Tokenizer,
 ) -> None:
     """A line of JSON for each answer, with its rewards by name and its advantage by them alone; None: it is not learned
-    from. ``fates_N``: see `answer_groups.fates`."""
+    from. ``texts``: the answers as they were judged; ``fates_N``: see `answer_groups.fates`."""
     lines = [
         {
             "row": str(question.address),
             "sample": answer.sample,
-            "prompt": shown(question, tokenizer),
-            "expected": question.expected(tokenizer),
-            "generated": answer.text(tokenizer),
+            "prompt": text.prompt,
+            "expected": text.expected,
+            "generated": text.generated,
             "ids": answer.ids.tolist(),
             "finish": answer.ended or str(answer.finish),
             "logprob": float(answer.logprobs.astype(np.float64).sum()),
@@ -61,8 +60,8 @@ def write_answers(
             "fate": str(fate),
             "rewards": {n: None if np.isnan(v) else float(v) for n, v in zip(names, values, strict=True)},
         }
-        for question, answer, total, values, advantage, fate in zip(
-            questions, answers, judged.total_N, judged.values_NF, advantages_N, fates_N, strict=True
+        for question, answer, text, total, values, advantage, fate in zip(
+            questions, answers, texts, judged.total_N, judged.values_NF, advantages_N, fates_N, strict=True
         )
     ]
     path.parent.mkdir(parents=True, exist_ok=True)

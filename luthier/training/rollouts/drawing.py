@@ -182,7 +182,8 @@ class Rollouts:
         if self.probes is not None:
             self.probes.check(drawn.values())
         places = sorted(drawn)
-        texts = [self.as_text(key, questions[key], drawn[key, sample]) for key, sample in places]
+        asked = [self._asked_text(key, question) for key, question in enumerate(questions)]
+        texts = [self._with_answer(asked[key], drawn[key, sample]) for key, sample in places]
         judged = self.judge.judge(texts)
         self._count(judged)
         groups_N = np.array([key for key, _ in places], dtype=np.int64)
@@ -192,11 +193,11 @@ class Rollouts:
             answers_file(self.folder, step, self.world.rank),
             [questions[key] for key, _ in places],
             [drawn[place] for place in places],
+            texts,
             judged,
             self.judge.labels,
             self._advantages(groups_N, judged.total_N),
             fates_N,
-            self.tokenizer,
         )
         self._check_finished(step, [drawn[place] for place in places])
         if self.warnings is not None:
@@ -287,21 +288,32 @@ class Rollouts:
 
     def as_text(self, key: int, question: Question, answer: Trajectory) -> DrawnAnswer:
         """An answer to the question of number ``key``, for what judges it."""
+        return self._with_answer(self._asked_text(key, question), answer)
+
+    def _asked_text(self, key: int, question: Question) -> DrawnAnswer:
+        """The same without an answer yet."""
         return DrawnAnswer(
             prompt=shown(question, self.tokenizer),
             expected=question.expected(self.tokenizer),
             columns=question.columns,
+            generated="",
+            finished=False,
+            group=key,
+            address=question.address,
+            has_media=bool(question.media),
+        )
+
+    def _with_answer(self, asked: DrawnAnswer, answer: Trajectory) -> DrawnAnswer:
+        return replace(
+            asked,
             generated=answer.text(self.tokenizer),
             finished=answer.finished,
             num_tokens=len(answer.ids),
-            group=key,
             outcome=answer.outcome,
             conversation=[message_row(message) for message in answer.messages],
-            address=question.address,
             prompt_ids=answer.calls[-1].prompt,
             ids=answer.calls[-1].completion.ids,
             messages=answer.messages,
-            has_media=bool(question.media),
         )
 
     def _count(self, judged: Judged) -> None:

@@ -107,7 +107,7 @@ def visible_fault(answers: Sequence[Completion], stops: frozenset[int], vocabula
             return f"{where} has a log-probability that is none: {float(logprobs[int(np.nanargmax(logprobs))]):.4g}"
         if answer.finish is Finish.STOP and (not len(ids) or int(ids[-1]) not in stops):
             return f"lost stop tokens: {where} is said to be finished, and does not end with a stop token"
-        if len(ids) and np.isin(ids[:-1], list(stops)).any():
+        if not stops.isdisjoint(ids[:-1].tolist()):
             return f"stop tokens that are passed over: {where} goes on behind a stop token"
     return None
 
