@@ -5,7 +5,9 @@ stops where an answer ends. All others are answered by a model with random weigh
 Luthier takes the long steps with each prompt beside each of its answers in a padded batch, too. Each run is a process
 of its own; CPU-seconds of one thread, medians of the steps after the first. *Learning* is all of a step that is not
 drawing, the bookkeeping with it. Memory is the most that a process had above model and rows.
-After that, drawing alone: `LocalEngine` and transformers' ``generate``, both with log-probabilities.
+After that, drawing alone: `LocalEngine` and transformers' ``generate``, both with log-probabilities; and answers drawn in
+batches of several sizes and orders, which have to be the same. Where one is not, its draw has to be a tie: the uniform
+number is as near to where two tokens meet as rounding of their probabilities is.
 
 python -m benchmarks.rl [--only NAME …] [--steps N] [--model FOLDER] [--peers VENV …]
 
@@ -17,10 +19,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,9 @@ from benchmarks.harness.runs import VOCAB_SIZE, peer_environments, python_with, 
 from benchmarks.harness.training_material import short_pairs, write_rows
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import load_tokenizer
-from luthier.engines.engine import Request
+from luthier.engines.engine import Completion, Request
 from luthier.engines.local import LocalEngine
+from luthier.engines.next_tokens import BatchRow
 from luthier.presets import model_folder, tokenizer_folder
 
 SCRIPTS = Path(__file__).parent / "harness" / "peers"
@@ -80,7 +84,7 @@ CONTESTS = (
 def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=[*(contest.name for contest in CONTESTS), "drawing"])
+    parser.add_argument("--only", nargs="+", choices=[*(one.name for one in CONTESTS), "drawing", "batches"])
     parser.add_argument("--steps", type=int, default=4, help="of each run, of which the first is not counted")
     parser.add_argument("--model", type=Path, default=Path("output/preferences_sft/model"), help="of short prompts")
     parser.add_argument("--peers", type=Path, nargs="+", default=peer_environments(), metavar="VENV")
@@ -102,6 +106,8 @@ def main() -> None:
             Console(width=130).print(hold(contest, folder, model, options.steps, peer))
     if not options.only or "drawing" in options.only:
         Console(width=130).print(drawing_alone())
+    if (not options.only or "batches" in options.only) and options.model.is_dir():
+        Console(width=130).print(in_any_batch(options.model))
 
 
 def hold(contest: Contest, folder: Path, model: Path, steps: int, peer: Path | None) -> Table:
@@ -243,6 +249,52 @@ def drawing_costs(model: Any, answers: int, top_p: float) -> tuple[float, float]
             logits.log_softmax(-1).gather(1, found.sequences[:, inputs.shape[1] + place, None])
 
     return median_of(lambda: list(engine.generate(requests))), median_of(by_transformers)
+
+
+def in_any_batch(folder: Path) -> Table:
+    """Eight answers to each of 1,250 prompts in 64s, beside the same in another order, in 8s, and one by one."""
+    tokenizer, library = load_tokenizer("preset:tiny-qwen3"), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    settings = GenerateConfig(do_sample=True, temperature=1.0, max_new_tokens=16, seed=0)
+    asked = [
+        Request(prompt=np.array(ids, np.int32), settings=settings, key=key, num_samples=8)
+        for key, pair in enumerate(short_pairs(1_250))
+        for ids in [library.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=False)]
+    ]
+
+    def drawn(requests: Sequence[Request], batch_size: int) -> dict[tuple[int, int], Completion]:
+        answers = LocalEngine(model, tokenizer, batch_size=batch_size).generate(requests)
+        return {(one.key, one.sample): one for one in answers if isinstance(one, Completion)}
+
+    whole, shuffled = drawn(asked, 64), random.Random(0).sample(asked, len(asked))
+    others = {
+        "64, in another order": drawn(shuffled, 64),
+        "8, in another order": drawn(shuffled[:300], 8),
+        "each prompt alone": {
+            place: one for request in shuffled[:60] for place, one in drawn([request], 1).items()
+        },
+    }  # fmt: skip
+    table = Table("batch", "answers", "the same", "ties", "log-probabilities differ by", title="64 beside", box=None)
+    for name, found in others.items():
+        same = [place for place, one in found.items() if np.array_equal(one.ids, whole[place].ids)]
+        ties = sum(is_tie(model, asked[key], one, whole[key, sample]) for (key, sample), one in found.items())
+        gap = max(float(np.abs(found[place].logprobs - whole[place].logprobs).max()) for place in same)
+        table.add_row(name, f"{len(found):,}", f"{len(same):,}", str(ties), f"{gap:.1e}")
+    return table
+
+
+@torch.no_grad()
+def is_tie(model: Any, request: Request, one: Completion, other: Completion) -> bool:
+    """Whether two answers that should be the same part where the draw is within a millionth of both tokens."""
+    if np.array_equal(one.ids, other.ids):
+        return False
+    length = min(len(one.ids), len(other.ids))
+    place = int((one.ids[:length] != other.ids[:length]).argmax())
+    before = torch.from_numpy(np.concatenate([request.prompt, one.ids[:place]]).astype(np.int64))[None]
+    ends = model(input_ids=before).logits[0, -1].double().softmax(-1).cumsum(-1)
+    draw = BatchRow(request=request, sample=one.sample, features={}).draw(place)
+    meeting = ends[min(int(one.ids[place]), int(other.ids[place]))]  # where the first of the two ends
+    return abs(float(meeting) - draw * float(ends[-1])) < 1e-6
 
 
 def median_of(work: Callable[[], object]) -> float:
