@@ -5,9 +5,9 @@ stops where an answer ends. All others are answered by a model with random weigh
 Luthier takes the long steps with each prompt beside each of its answers in a padded batch, too. Each run is a process
 of its own; CPU-seconds of one thread, medians of the steps after the first. *Learning* is all of a step that is not
 drawing, the bookkeeping with it. Memory is the most that a process had above model and rows.
-After that, drawing alone: `LocalEngine` and transformers' ``generate``, both with log-probabilities; and answers drawn in
-batches of several sizes and orders, which have to be the same. Where one is not, its draw has to be a tie: the uniform
-number is as near to where two tokens meet as rounding of their probabilities is.
+After that, drawing alone: `LocalEngine` and transformers' ``generate``, both with log-probabilities; and answers drawn
+in batches of several sizes and orders, which have to be the same. Where one is not, its draw has to be a tie: the
+uniform number is as near to where two tokens meet as rounding of their probabilities is.
 
 python -m benchmarks.rl [--only NAME …] [--steps N] [--model FOLDER] [--peers VENV …]
 
