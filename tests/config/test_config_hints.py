@@ -111,7 +111,7 @@ ANSWERS = [
     ("resume_from_checkpoint: null", "output.resume is auto"),
     ("lora_target: all", "write adapter.target_modules: [all-linear]"),
     ("report_to: none", "write tracking.report_to: []"),
-    ("stage: ppo", "objective.name: rl has GRPO and its relatives"),
+    ("stage: ppo", "objective: {name: rl, loss: ppo}"),
     ("train: {optim: adamw_hf}", "write train.optim: adamw_torch"),
     ("use_dft_loss: true", "write objective.loss: dft"),
     ("pure_bf16: true", "train.precision: bf16 and model.dtype: bfloat16"),

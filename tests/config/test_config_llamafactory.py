@@ -143,6 +143,20 @@ def test_their_defaults_are_written_out() -> None:
     ("pipeline_model_parallel_size: 4\n", "runtime.sharding", "fsdp"),
     ("pipeline_model_parallel_size: 4\ngradient_accumulation_steps: 8\n", "train.gradient_accumulation_steps", 2),
     ("finetuning_type: freeze\nuse_llama_pro: true\n", "adapter.freeze_spread", True),
+    ("stage: ppo\nreward_model: a\n", "objective.loss", "ppo"),
+    ("stage: ppo\nreward_model: a\n", "rollout.rewards[0].adapter", "a"),
+    ("stage: ppo\nreward_model: a\nreward_model_type: full\n", "rollout.rewards[0].model", "a"),
+    ("stage: ppo\nreward_model: a\nreward_model_type: full\nreward_model_adapters: b\n",
+     "rollout.rewards[0].adapter", "b"),
+    ("stage: ppo\nreward_model: a\nreward_model_type: full\nreward_model_quantization_bit: 4\n",
+     "rollout.rewards[0].quantization.type", "nf4"),
+    ("stage: ppo\nreward_model: http://localhost:9\nreward_model_type: api\n", "rollout.rewards[0].url", "http://localhost:9"),
+    ("stage: ppo\nreward_model: a\nppo_epochs: 2\nppo_buffer_size: 3\n", "rollout.updates", 6),
+    ("stage: ppo\nreward_model: a\nppo_target: 3\n", "objective.kl_target", 3),
+    ("stage: ppo\nreward_model: a\ngradient_accumulation_steps: 8\n", "rollout.prompts_per_step", 64),
+    ("stage: ppo\nreward_model: a\ngradient_accumulation_steps: 8\n", "train.gradient_accumulation_steps", 1),
+    ("stage: ppo\nreward_model: a\ncutoff_len: 100\nmax_new_tokens: 20\n", "data.max_length", 120),
+    ("stage: ppo\nreward_model: a\ntemperature: 0.5\ntop_p: 0.9\n", "rollout.temperature", 0.5),
     ("add_tokens: <a>,<b>\n", "model.add_tokens", ["<a>", "<b>"]),
     ("use_kt: false\nfp8: false\nuse_unsloth: true\ntensor_model_parallel_size: 1\n", "objective.name", "sft"),
 ], ids=str)  # fmt: skip
@@ -152,7 +166,11 @@ def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) ->
 
 
 @pytest.mark.parametrize(("text", "key"), [
-    ("stage: ppo\n", "stage"),
+    ("stage: ppo\n", "stage"),  # nothing judges the answers
+    ("stage: ppo\nreward_model: a\nreward_model_type: best\n", "reward_model_type"),
+    ("stage: ppo\nreward_model: a\nppo_score_norm: true\n", "ppo_score_norm"),
+    ("stage: ppo\nreward_model: a\nppo_whiten_rewards: true\n", "ppo_whiten_rewards"),
+    ("stage: ppo\nreward_model: a\nreward_model_type: full\nreward_model_adapters: b,c\n", "reward_model_adapters"),
     ("lora_rank: 0\n", "lora_rank"),
     ("learning_rate: fast\n", "learning_rate"),
     ("no_such_key: 1\n", "no_such_key"),

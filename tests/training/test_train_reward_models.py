@@ -287,6 +287,50 @@ def test_two_ranks_find_the_rewards_of_one(full: Path, base: Path, train: Train,
     assert ledger_of_answers(tmp_path / "two", 2)["sampled"] == 16 - 4
 
 
+PPO = """\
+model_name_or_path: {base}
+reward_model: {adapter}
+stage: ppo
+do_train: true
+finetuning_type: lora
+lora_target: all
+dataset: some
+dataset_dir: {folder}
+template: qwen
+cutoff_len: 64
+max_samples: 8
+overwrite_cache: true
+preprocessing_num_workers: 16
+output_dir: {folder}/run
+logging_steps: 1
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 4
+learning_rate: 1.0e-5
+num_train_epochs: 1.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+max_new_tokens: 8
+top_k: 0
+top_p: 0.9
+"""
+
+
+def test_a_ppo_file_of_llama_factory_runs(base: Path, adapter: Path, tmp_path: Path) -> None:
+    rows = [{"instruction": f"Say {number}.", "input": "", "output": f"{number}."} for number in range(12)]
+    (tmp_path / "some.json").write_text(json.dumps(rows))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"some": {"file_name": "some.json"}}))
+    (tmp_path / "ppo.yaml").write_text(PPO.format(base=base, adapter=adapter, folder=tmp_path))
+    run = luthier.train(tmp_path / "ppo.yaml", overrides=["rollout.min_finished=0"])
+    assert len(run.steps) == 2 and run.answers["sampled"] == 8 == run.answers["trained"]
+    assert {"value_loss", "kl_k1", "reward"} <= run.steps[0].measures.keys()
+    assert len({answer["reward"] for step in rollouts(run.path) for answer in step}) > 4
+
+
 class Encodes:
     """A tokenizer for an engine that needs to know its padding alone."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from luthier.config.peers.llamafactory_rows import read_data, read_generation, read_lengths, read_template
+from luthier.config.peers.llamafactory_rows import read_data, read_generation, read_lengths, read_ppo, read_template
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, beside, names_of, share_as_deepspeed
 from luthier.config.tree import MappingNode, plain
 from luthier.config.yaml_text import parse_yaml
@@ -85,10 +85,10 @@ _ANSWERED = ("infer_dtype", "overwrite_output_dir", "per_device_eval_batch_size"
 
 def _objective(reading: Translator) -> None:
     stage = str(reading.take("stage"))
+    reading.set("objective.name", "rl" if stage == "ppo" else stage, "stage")
     if stage == "ppo":
-        reading.refuse("stage", "ppo with its value model is not there", "objective: rl has GRPO and its relatives")
-        return
-    reading.set("objective.name", stage, "stage")
+        reading.set("objective.loss", "ppo", "stage")
+        read_ppo(reading)
     losses = {"use_dft_loss": "dft", "use_asft_loss": "asft", "use_eaft_loss": "eaft"}
     for key in (key for key in losses if reading.flag(key)):
         reading.set("objective.loss", losses[key], key)

@@ -10,6 +10,7 @@ from luthier.config.tree import Scalar
 from luthier.writing import counted
 
 _SAMPLING = ("temperature", "top_p", "top_k")
+_REWARDS = {"lora": "adapter", "full": "model", "api": "url"}
 
 
 def read_data(reading: Translator) -> None:
@@ -129,6 +130,8 @@ def read_lengths(reading: Translator) -> None:
     neat, most = reading.flag("neat_packing"), reading.take("cutoff_len")
     _stretch(reading, most)
     reading.set("data.max_length", reading.entries["cutoff_len"], "cutoff_len")
+    if stage == "ppo" and isinstance(most, int) and isinstance(new := reading.take("max_new_tokens"), int):
+        reading.set("data.max_length", most + new, "cutoff_len")  # theirs is the prompt's alone
     of = "neat_packing" if neat else "packing" if packing is not None else "stage"
     is_packed = neat or (stage == "pt" if packing is None else packing is True)
     if stage == "pt" and is_packed:
@@ -184,7 +187,7 @@ def _stretch(reading: Translator, most: object) -> None:
 def read_generation(reading: Translator) -> None:
     """How answers are drawn; their defaults hold once a file says anything of it."""
     table = reading.peer.table["defaults"]["generation"]
-    if not any(key in reading.entries for key in table):
+    if reading.take("stage") == "ppo" or not any(key in reading.entries for key in table):
         return
     reading.fill_in("defaults", "generation")
     draws, beams = reading.flag("do_sample"), reading.take("num_beams")
@@ -214,3 +217,66 @@ def read_generation(reading: Translator) -> None:
     reading.take("skip_special_tokens")
     if "skip_special_tokens" not in reading.defaults:
         reading.passed["skip_special_tokens"] = "answers are shown without special tokens, and their ids are kept whole"
+
+
+def read_ppo(reading: Translator) -> None:
+    """``stage: ppo``: the size of a step, how answers are drawn, and what judges them."""
+    reading.fill_in("defaults", "ppo")
+    reading.fill_in("defaults", "generation")
+    rows, turns = reading.take("per_device_train_batch_size"), reading.take("gradient_accumulation_steps") or 1
+    if isinstance(rows, int) and isinstance(turns, int):
+        reading.set("rollout.prompts_per_step", rows * turns, "per_device_train_batch_size")
+        reading.told.append(
+            f"per_device_train_batch_size x gradient_accumulation_steps: a step has {counted(rows * turns, 'prompt')}, "
+            "on all processes together"
+        )
+    reading.read.discard("per_device_train_batch_size")
+    reading.set("rollout.answers", 1, "stage")
+    epochs, size = reading.take("ppo_epochs"), reading.take("ppo_buffer_size")
+    if isinstance(epochs, int) and isinstance(size, int):
+        reading.set("rollout.updates", epochs * size, "ppo_epochs")
+        reading.told.append(
+            f"ppo_epochs: {counted(epochs * size, 'step learns', 'steps learn')} from answers of the same weights, "
+            "each from its own, where LLaMA-Factory learns from the same answers several times"
+        )
+    reading.set("objective.kl_target", reading.take("ppo_target"), "ppo_target")
+    for key, way in (("ppo_score_norm", "remove the line, or scale the reward by rollout.rewards[0].weight"),
+                     ("ppo_whiten_rewards", "remove the line: advantages are whitened in each step")):  # fmt: skip
+        if reading.flag(key):
+            reading.refuse(key, "rewards are not normalised over a run", way)
+    reading.set("rollout.max_new_tokens", reading.take("max_new_tokens"), "max_new_tokens")
+    reading.set("rollout.temperature", reading.take("temperature"), "temperature")
+    for key in reading.peer.table["defaults"]["generation"]:
+        if key not in ("max_new_tokens", "temperature"):
+            reading.take(key)
+            if key not in reading.defaults:
+                reading.passed[key] = "what is learned from is drawn from all tokens, by rollout.temperature"
+    _reward(reading)
+
+
+def _reward(reading: Translator) -> None:
+    named, kind = reading.take("reward_model"), reading.take("reward_model_type")
+    adapters, bits = reading.take("reward_model_adapters"), reading.take("reward_model_quantization_bit")
+    if named is None:
+        reading.refuse("stage", "no reward_model is named, so nothing judges the answers", "reward_model: FOLDER")
+        return
+    if kind not in _REWARDS:
+        reading.refuse("reward_model_type", f"{kind} is no kind of reward model", "write lora, full or api")
+        return
+    reward = {_REWARDS[str(kind)]: str(named)}
+    if kind == "full" and adapters is not None:
+        first, *others = names_of(adapters)
+        if others:
+            reading.refuse("reward_model_adapters", "a reward model has one adapter", "merge the others into the model")
+        reward["adapter"] = first
+    if kind == "full" and bits in (4, 8):
+        reward["quantization"] = "nf4" if bits == 4 else "int8"
+    elif bits not in (None, 4, 8):
+        reading.refuse("reward_model_quantization_bit", f"{bits} bits are not there", "write 4 or 8")
+    reading.set("rollout.rewards", [reward], "reward_model")
+    says = {
+        "lora": "an adapter with its head, as stage: rm leaves it here, on the run's own base",
+        "full": "a model with its head, as stage: rm leaves it here",
+        "api": "the server is asked as docs/rl.md says, and not by LLaMA-Factory's request",
+    }
+    reading.told.append(f"reward_model: {says[str(kind)]}")
