@@ -600,12 +600,14 @@ class DrawnInStep:
     values_NF   float64: each reward before its weight, likewise
     finished_N  bool: whether the answer ends with a stop token
     lengths_N   int64: its tokens
+    measures    how they were drawn, where not by the model in this process: seconds, and versions of weights, by name
     """
 
     rewards_N: torch.Tensor
     values_NF: torch.Tensor
     finished_N: torch.Tensor
     lengths_N: torch.Tensor
+    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

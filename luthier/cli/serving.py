@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,7 +40,13 @@ Adapters = Annotated[
 ]
 
 
-def serve(
+AcceptWeights = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder whose weights a training run may have the model take."),
+]
+
+
+def serve(  # noqa: PLR0913
     run: WhatAnswers,
     overrides: Overrides = None,
     host: Host = "127.0.0.1",
@@ -47,6 +54,7 @@ def serve(
     token_env: TokenEnv = None,
     name: Name = None,
     adapter: Adapters = None,
+    accept_weights: AcceptWeights = None,
     json: JsonTarget = None,
 ) -> None:
     """Answer requests over HTTP with a trained run, as OpenAI's interface has it.
@@ -62,7 +70,12 @@ def serve(
         from luthier.serve.running import serve as serve_run
 
         options = ServeOptions(
-            host=host, port=port, token=token_of(token_env), name=name, adapters=_by_name(adapter or ())
+            host=host,
+            port=port,
+            token=token_of(token_env),
+            name=name,
+            adapters=_by_name(adapter or ()),
+            accept_weights=accept_weights,
         )
         serve_run(run, options, overrides=overrides or (), on_ready=lambda ready: _tell(ready, output))
 

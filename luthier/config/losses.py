@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from urllib.parse import urlsplit
 
 from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind, Sharding
 from luthier.config.draft import Draft
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ObjectiveConfig, ReferenceSource
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.rollout import ENVIRONMENT, DeadGroups, RewardConfig, RolloutConfig
+from luthier.config.rollout import ENVIRONMENT, LOOPBACK, DeadGroups, RewardConfig, RolloutConfig
 from luthier.errors import Problem
 
 # Formats whose rows only some objectives can learn from.
@@ -233,6 +234,7 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
             yield draft.problem(f"{key}.column", what, "remove it, or give a metric")
     yield from _same_names(draft)
     yield from _policies(draft)
+    yield from _engine(draft)
     for key, is_other, way in (
         ("train.gradient_accumulation_steps", config.train.gradient_accumulation_steps != 1, "remove it"),
         ("train.tokens_per_step", config.train.tokens_per_step is not None, "remove it"),
@@ -267,6 +269,47 @@ def _reward_model_faults(draft: Draft, key: str, reward: RewardConfig) -> Iterat
             "only a model of its own is quantized by itself" if reward.is_model else "only a reward model is quantized"
         )
         yield draft.problem(f"{key}.quantization", what, "remove it, or name a model")
+
+
+def _engine(draft: Draft) -> Iterator[Problem]:
+    """What draws the answers, and how far it may be behind."""
+    rollout, engine = draft.config.rollout, draft.config.rollout.engine
+    for number, url in enumerate(engine.url):
+        parts, key = urlsplit(url), f"rollout.engine.url[{number}]"
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            yield draft.problem(key, f"{url!r} is not the address of a server", "http://localhost:8000")
+        elif engine.token_env is not None and parts.scheme != "https" and parts.hostname not in LOOPBACK:
+            yield draft.problem(key, "the token would travel unencrypted", "use an https address, or this machine")
+        if url in engine.url[:number]:
+            yield draft.problem(key, f"{url} stands here twice", "remove one")
+    if not engine.is_elsewhere:
+        for name in ("token_env", "weights"):
+            if getattr(engine, name) is not None:
+                what = "only servers read it, and rollout.engine.url names none"
+                yield draft.problem(f"rollout.engine.{name}", what, "add rollout.engine.url, or remove it")
+    if not rollout.staleness:
+        return
+    learned = OBJECTIVES[draft.config.objective.name].learned
+    cited = f"{draft.cite('rollout.staleness')} is {rollout.staleness}"
+    for is_wrong, key, what, way in (
+        (not engine.is_elsewhere, "rollout.engine", "the model in this process is never behind", "name servers"),
+        (
+            not rollout.correction.is_on,
+            "rollout.correction",
+            "answers would count as if the weights that learn had drawn them",
+            "set rollout.correction: truncate",
+        ),
+        (
+            rollout.updates > 1,
+            "rollout.updates",
+            "several steps from the same answers are behind already",
+            "set it to 1",
+        ),
+        (rollout.takes_turns, "rollout.staleness", "conversations are not drawn ahead", "set it to 0"),
+        (learned is not Learned.COMPARED, "rollout.staleness", "only rl corrects for it", "set it to 0"),
+    ):
+        if is_wrong:
+            yield draft.problem(key, f"{what}, and {cited}", way)
 
 
 def _policies(draft: Draft) -> Iterator[Problem]:

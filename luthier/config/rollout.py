@@ -12,8 +12,10 @@ from pydantic import BeforeValidator, model_validator
 
 from luthier.config.choices import (
     Count,
+    Natural,
     NonEmpty,
     NonNegative,
+    PathLike,
     Positive,
     Proportion,
     Signed,
@@ -24,6 +26,7 @@ from luthier.config.choices import (
 )
 from luthier.config.inputs import QuantizationConfig, Section
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # this machine, to which tokens may travel openly
 ENVIRONMENT = "environment"  # the reward that an environment gives
 
 
@@ -161,6 +164,29 @@ class CodeConfig(Section):
         return Path(self.code.rpartition(":")[0]).expanduser()
 
 
+class EngineConfig(Section):
+    """What draws the answers. ``engine: http://sampler:8000`` is short for ``engine: {url: http://sampler:8000}``.
+    Default: the model in this process."""
+
+    shorthand = "url"
+
+    url: Annotated[list[NonEmpty], BeforeValidator(as_list)] = []
+    """Servers that draw them: ``luthier serve … --accept-weights DIR``, vLLM, SGLang
+    ([rl.md](rl.md#samplers-elsewhere)). Several share the answers."""
+    token_env: NonEmpty | None = None
+    """Environment variable with the token that the servers want."""
+    weights: PathLike | None = None
+    """Folder that the run puts its weights into after each update, and that the servers read them from. Default:
+    ``weights`` in ``output.dir``."""
+    timeout: Positive = 600.0
+    """Seconds that one question to a server may take; it is asked up to four times."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether something else draws them than the model in this process."""
+        return bool(self.url)
+
+
 class RolloutConfig(Section):
     """Answers that are drawn in the run (``objective: rl``, ``best_of_n``, ``online_dpo``, ``distill``). They are drawn
     from all tokens, so that the probabilities that training compares are those they were drawn by: there is no top_p,
@@ -201,8 +227,14 @@ class RolloutConfig(Section):
     ([rl.md](rl.md#environments)): the reward ``environment``, which is the only one where ``rewards`` are left out."""
     max_turns: Size = 8
     """With tools or an environment: how often the model may speak in one conversation."""
+    engine: EngineConfig = EngineConfig()
+    """What draws the answers, where it is not the model in this process."""
+    staleness: Natural = 0
+    """With an ``engine`` elsewhere: how many updates the weights that draw may be behind those that learn. 0: drawing
+    and learning take turns. 1: the answers of a step are drawn while the step before it is learned. Needs a
+    ``correction``."""
     batch_size: Size = 64
-    """Answers that are drawn at once, on each process."""
+    """Answers that are drawn at once, on each process; with an ``engine`` elsewhere, by each server."""
     dead_groups: Annotated[DeadGroups, as_enum(DeadGroups)] = DeadGroups.KEEP
     """Answers to a prompt that all have the same reward teach nothing. ``keep``: they count in what the loss is divided
     by, as in GRPO; ``drop``: they do not, as in DAPO, whose further prompts for them are not drawn."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +18,11 @@ from numpy.typing import NDArray
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import pool
+from luthier.engines.delivered import is_adapter
 from luthier.engines.engine import Completion, Finish, Ids, Refusal, Request, WeightsName
 from luthier.engines.json_client import JsonClient, ServerRefused, ServerWrong
 from luthier.engines.next_tokens import BatchRow
-from luthier.engines.pool import SamplerPool
+from luthier.engines.pool import SamplerPool, StaleWeights
 from luthier.errors import UserError
 from luthier.writing import counted
 
@@ -48,6 +51,14 @@ _OWNERS = {
 }
 
 
+_TAKES = {  # what to do about a server that knows no such route
+    AnswerRoute.LUTHIER: "start it with luthier serve … --accept-weights DIR",
+    AnswerRoute.COMPLETIONS: "start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora for adapters, with "
+    "VLLM_SERVER_DEV_MODE=1 for whole models",
+    AnswerRoute.GENERATE: "start a version of SGLang that takes weights from disk, with --enable-lora for adapters",
+}
+
+
 class HttpSampler:
     """One server, asked with token ids.
 
@@ -62,6 +73,9 @@ class HttpSampler:
 
     def __init__(self, client: JsonClient, tokenizer: Tokenizer, *, vocabulary: int | None = None) -> None:
         self.client, self.tokenizer, self.vocabulary = client, tokenizer, vocabulary
+        self.weights: WeightsName | None = None  # those that it is to answer by
+        self._adapter: str | None = None  # the name that it calls them by, where they are an adapter's
+        self._before: str | None = None
 
     @property
     def name(self) -> str:
@@ -82,7 +96,7 @@ class HttpSampler:
         """See `Sampler`."""
         return _TOGETHER if self.route is AnswerRoute.LUTHIER else 1
 
-    def answer(self, request: Request, weights: WeightsName | None = None) -> list[Completion] | Refusal:
+    def answer(self, request: Request) -> list[Completion] | Refusal:
         """See `Sampler`. A request that the server calls wrong (its prompt may be too long for it) is refused, and so
         is one with media, of which ids say nothing. Raises `UserError` for what no server is asked for: beams."""
         row = BatchRow(request=request, sample=0, features={})
@@ -108,16 +122,84 @@ class HttpSampler:
             raise self._strange(f"{counted(len(told), 'answer')} where {request.num_samples} were asked for")
         return [self._completion(request, request.first_sample + number, *one) for number, one in enumerate(told)]
 
-    def score(self, ids: Ids, start: int, weights: WeightsName | None = None) -> NDArray[np.float32]:
+    def score(self, ids: Ids, start: int) -> NDArray[np.float32]:
         """See `Sampler`. Raises `UserError` where the server tells none of prompts, as llama.cpp."""
         told = self._understood(lambda: self._scores(ids.tolist()), "log-probabilities")
         if len(told) < len(ids) or not all(_is_logprob(value) for value in told[start : len(ids)]):
             raise self._strange(f"log-probabilities of {counted(len(told), 'token')} to {len(ids)} of a prompt")
         return np.array(told[start : len(ids)], dtype=np.float32)
 
-    def take(self, weights: WeightsName, folder: Path) -> None:
+    def expect(self, weights: WeightsName, folder: Path) -> None:
         """See `Sampler`."""
-        raise NotImplementedError
+        name = f"luthier-{weights}" if is_adapter(folder) else None
+        if name != self._adapter:
+            self._before, self._adapter = self._adapter, name
+        self.weights = weights
+
+    def take(self, weights: WeightsName, folder: Path) -> None:
+        """See `Sampler`. Other servers than ``luthier serve`` read the folder under the name that it has here."""
+        try:
+            self._take(weights, str(folder.resolve()))
+        except ServerRefused as refusal:
+            if refusal.status != 404 or (hint := _TAKES.get(self.route)) is None:
+                raise
+            raise UserError(f"{self.client.url} takes no weights: {refusal.message}", hint=hint) from refusal
+
+    def _take(self, weights: WeightsName, folder: str) -> None:
+        name = {"lora_name": self._adapter, "lora_path": folder}
+        match self.route:
+            case AnswerRoute.LUTHIER:
+                self.client.post("/v1/weights", {"version": weights.version, "digest": weights.digest})
+            case AnswerRoute.COMPLETIONS if self._adapter is not None:
+                try:
+                    self.client.tell("/v1/load_lora_adapter", name)
+                except ServerRefused as refusal:
+                    if "already" not in refusal.message:  # a try before has come through
+                        raise
+                self._forget("/v1/unload_lora_adapter")
+            case AnswerRoute.COMPLETIONS:
+                self.client.tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+                self.client.tell("/reset_prefix_cache", {})
+            case AnswerRoute.GENERATE if self._adapter is not None:
+                self._succeeded(self.client.post("/load_lora_adapter", name))
+                self._forget("/unload_lora_adapter")
+            case AnswerRoute.GENERATE:
+                asked = {"model_path": folder, "weight_version": str(weights), "flush_cache": True}
+                self._succeeded(self.client.post("/update_weights_from_disk", asked))
+            case AnswerRoute.COMPLETION:
+                hint = "take vLLM, SGLang or luthier serve"
+                raise UserError(f"{self.client.url} is a server of llama.cpp, which takes no weights", hint=hint)
+            case _:
+                raise AssertionError(self.route)
+
+    def _forget(self, path: str) -> None:
+        """Have the server give up the adapter before this one; it may know nothing of it any more."""
+        if self._before is not None:
+            with suppress(ServerRefused):
+                self.client.tell(path, {"lora_name": self._before})
+            self._before = None
+
+    def _succeeded(self, told: Mapping[str, object]) -> None:
+        if told.get("success") is False:
+            raise self._strange(f"success: false ({str(told.get('message') or told.get('error_message'))[:300]})")
+
+    def _check_weights(self, told: object) -> None:
+        """Raise `StaleWeights` where an answer names other weights than those that are expected."""
+        wanted = self.weights
+        if wanted is None:
+            return
+        match self.route:
+            case AnswerRoute.LUTHIER:
+                fits = told == {"version": wanted.version, "digest": wanted.digest}
+            case AnswerRoute.COMPLETIONS:
+                fits = self._adapter is None or told == self._adapter
+            case _:
+                fits = told is None or self._adapter is not None or told == str(wanted)
+        if not fits:
+            by = "its own weights" if told is None else f"the weights {told}"
+            raise StaleWeights(
+                f"{self.client.url} answers by {by}, and was given those after {counted(wanted.version, 'step')}"
+            )
 
     def _body_of(self, request: Request) -> dict[str, object]:
         """The question but for what its random numbers are made of."""
@@ -164,6 +246,7 @@ class HttpSampler:
             seed, draw, _ = BatchRow(request=request, sample=0, features={}).noise_key
             keys = {"seed": seed, "draw": draw, "first_sample": request.first_sample, "tempered": request.tempered}
             answer = self.client.post("/v1/completions", {**body, **keys, "n": request.num_samples})
+            self._check_weights(answer.get("weights"))
             return [self._of_choice(choice, request) for choice in _list(answer["choices"])]
         return [self._one(request, body, request.first_sample + number) for number in range(request.num_samples)]
 
@@ -172,11 +255,16 @@ class HttpSampler:
         seed = int(np.random.SeedSequence(key).generate_state(1)[0]) >> 1  # 31 bits
         match self.route:
             case AnswerRoute.COMPLETIONS:
-                (choice,) = _list(self.client.post("/v1/completions", {**body, "seed": seed})["choices"])
+                answer = self._of_adapter({**body, "seed": seed})
+                self._check_weights(answer.get("model"))
+                (choice,) = _list(answer["choices"])
                 return self._of_choice(choice, request)
             case AnswerRoute.GENERATE:
                 sampling = {**_dict(body["sampling_params"]), "sampling_seed": seed}
-                about = _dict(self.client.post("/generate", {**body, "sampling_params": sampling})["meta_info"])
+                lora = {} if self._adapter is None else {"lora_path": self._adapter}
+                body = {**body, "sampling_params": sampling, **lora}
+                about = _dict(self.client.post("/generate", body)["meta_info"])
+                self._check_weights(about.get("weight_version"))
                 told = about["output_token_logprobs"]
                 return [one[1] for one in told], [one[0] for one in told], about["finish_reason"]["type"]
             case AnswerRoute.COMPLETION:
@@ -186,6 +274,18 @@ class HttpSampler:
                 return _list(answer["tokens"]), [one["logprob"] for one in told], why
             case _:
                 raise AssertionError(self.route)
+
+    def _of_adapter(self, body: Mapping[str, object]) -> dict[str, object]:
+        """What the server completes, by the adapter that it was given, if it was."""
+        if self._adapter is None or self.route is AnswerRoute.LUTHIER:
+            return self.client.post("/v1/completions", body)
+        try:
+            return self.client.post("/v1/completions", {**body, "model": self._adapter})
+        except ServerRefused as refusal:
+            if refusal.status != 404:
+                raise
+            what = f"{self.client.url} knows no adapter {self._adapter}, which it was given: {refusal.message}"
+            raise StaleWeights(what) from refusal
 
     def _of_choice(self, choice: object, request: Request) -> tuple[list[Any], list[Any], str]:
         told = _dict(choice)
@@ -210,7 +310,7 @@ class HttpSampler:
                 break
         if row.finish is None:  # the server has reasons of its own: another stop token, or the end of its context
             row.finish = Finish.LENGTH if why == "length" else Finish.STOP
-        return row.completion()
+        return replace(row.completion(), weights=self.weights)
 
     def _scores(self, ids: list[int]) -> list[Any]:
         """Log-probabilities of a prompt, None of its first token."""
@@ -218,11 +318,12 @@ class HttpSampler:
             case AnswerRoute.COMPLETIONS | AnswerRoute.LUTHIER:
                 body = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0.0}
                 model = {"model": name} if (name := self._model.get("id")) else {}
-                (choice,) = _list(self.client.post("/v1/completions", {**body, **model})["choices"])
+                (choice,) = _list(self._of_adapter({**body, **model})["choices"])
                 return _list(choice["logprobs"]["token_logprobs"])
             case AnswerRoute.GENERATE:
                 sampling = {"max_new_tokens": 1, "temperature": 0.0}
-                body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+                lora = {} if self._adapter is None else {"lora_path": self._adapter}
+                body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, **lora}
                 about = _dict(self.client.post("/generate", {**body, "logprob_start_len": 0})["meta_info"])
                 return [one[0] for one in _list(about["input_token_logprobs"])]
             case AnswerRoute.COMPLETION:

@@ -16,10 +16,10 @@ from functools import partial
 from threading import Timer
 from typing import Any, Self
 
+from luthier.config.rollout import LOOPBACK
 from luthier.errors import UserError
 
 SERVER_TOKEN = "LUTHIER_SERVER_TOKEN"  # the environment variable that holds a server's token
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LONGEST_ANSWER = 64_000_000  # bytes; a million ids are ten
 
 
@@ -83,6 +83,11 @@ class JsonClient:
         headers = {"Content-Type": "application/json", **self._headers}
         return self._ask(_TimedRequest(f"{self.url}{path}", data=data, headers=headers))
 
+    def tell(self, path: str, body: Mapping[str, object]) -> None:
+        """As `post`, where the answer is a word of no interest."""
+        with suppress(ServerWrong):
+            self.post(path, body)
+
     def first_model(self) -> dict[str, object]:
         """What the server lists first under ``/v1/models``; {} where it lists nothing."""
         try:
@@ -100,7 +105,7 @@ class JsonClient:
                 raw = response.read(LONGEST_ANSWER)
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(2000).decode("utf-8", "replace").strip()
+                said = _message_in(error.read(4000).decode("utf-8", "replace").strip())
             raise ServerRefused(
                 f"{request.full_url} answers {error.code}: {said[:300]}", status=error.code, hint=self._refused
             ) from error
@@ -122,6 +127,15 @@ class JsonClient:
             what = f"a JSON {type(answer).__name__}, not an object"
             raise ServerWrong(f"{request.full_url} answers with {what}", hint=self._refused)
         return answer
+
+
+def _message_in(said: str) -> str:
+    """The message of an error as OpenAI's interface tells it, with its way out; else all that was said."""
+    try:
+        error = json.loads(said)["error"]
+        return f"{error['message']} ({error['hint']})" if error.get("hint") else str(error["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return said
 
 
 class _TimedRequest(urllib.request.Request):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
@@ -77,6 +77,11 @@ class LocalEngine:
             while answering.ended:
                 ended = answering.ended.popleft()
                 yield ended if isinstance(ended, Refusal) else ended.completion()
+
+    def change(self, change: Callable[[], None]) -> None:
+        """Change the weights of the model while nobody computes with it."""
+        with self._at_work():
+            change()
 
     def session(self) -> Session:
         """A thread that answers requests as they come, until it is closed."""

@@ -41,17 +41,20 @@ class Sampler(Protocol):
     def samples_at_once(self) -> int:
         """How many answers to one prompt it is best asked for at once."""
 
-    def answer(self, request: Request, weights: WeightsName | None) -> list[Completion] | Refusal:
-        """All samples of a request, drawn by these weights where some were delivered; asked once.
+    def answer(self, request: Request) -> list[Completion] | Refusal:
+        """All samples of a request, drawn by the weights that are expected; asked once.
 
         Raises `ServerUnreachable`, `ServerRefused`, `ServerWrong` for what no model can have said, and `StaleWeights`.
         """
 
-    def score(self, ids: Ids, start: int, weights: WeightsName | None) -> NDArray[np.float32]:
+    def score(self, ids: Ids, start: int) -> NDArray[np.float32]:
         """Log-probabilities of ``ids[start:]``, as those of an `Engine`. Raises what `answer` raises."""
 
+    def expect(self, weights: WeightsName, folder: Path) -> None:
+        """From now on it is to answer by the weights in a folder, which whoever calls `take` gives it."""
+
     def take(self, weights: WeightsName, folder: Path) -> None:
-        """Answer by the weights in a folder from now on. Raises what `answer` raises."""
+        """Give it the weights in a folder. Raises what `answer` raises, and `UserError` where it takes none."""
 
 
 class SamplerPool:
@@ -96,7 +99,7 @@ class SamplerPool:
         """Log-probabilities of ``ids[start:]``, float32[T - start]. Raises `SamplerLost`."""
         if media:
             raise UserError("a server is asked by ids, which say nothing of media", hint="leave --engine away")
-        return self._patiently(lambda sampler: sampler.score(ids, start, self.weights))
+        return self._patiently(lambda sampler: sampler.score(ids, start))
 
     def deliver(self, weights: WeightsName, folder: Path) -> None:
         """Give all samplers the weights in a folder, at once. Raises `SamplerLost` with what one says."""
@@ -112,16 +115,18 @@ class SamplerPool:
     def expect(self, weights: WeightsName, folder: Path) -> None:
         """From now on answers are to be drawn by these weights, which are in a folder."""
         self.weights, self._folder = weights, folder
+        for sampler in self.samplers:
+            sampler.expect(weights, folder)
 
     def scores_of_each(self, ids: Ids, start: int) -> dict[str, NDArray[np.float32]]:
         """What each sampler says of one sequence, by its name. Raises `SamplerLost`."""
         found = {}
         for number, one in enumerate(self.samplers):
-            found[one.name] = self._patiently(lambda sampler: sampler.score(ids, start, self.weights), only=number)
+            found[one.name] = self._patiently(lambda sampler: sampler.score(ids, start), only=number)
         return found
 
     def _answer(self, request: Request, over: Event) -> list[Completion] | Refusal:
-        return self._patiently(lambda sampler: sampler.answer(request, self.weights), over=over)
+        return self._patiently(lambda sampler: sampler.answer(request), over=over)
 
     def _patiently(self, ask: Callable[[Sampler], Told], *, only: int | None = None, over: Event | None = None) -> Told:
         """Ask, and ask again where that fails. Raises `SamplerLost`."""

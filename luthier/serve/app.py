@@ -15,11 +15,13 @@ from fastapi.responses import JSONResponse
 
 from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Ids, NewTokens, Session
+from luthier.engines.delivered import WeightsTaker
+from luthier.engines.engine import Ids, NewTokens, Session, WeightsName
 from luthier.engines.engine import Request as Question
 from luthier.engines.reward_engine import RewardEngine
+from luthier.errors import UserError
 from luthier.records import Sample
-from luthier.serve.asking import Asker, TextReader, check_room, reader_of, settings_of
+from luthier.serve.asking import Asker, TextReader, Turns, check_room, reader_of, settings_of
 from luthier.serve.bodies import ClientRequest, Echo, Teller
 from luthier.serve.gate import ClientGone, Counts, EventStream, Gate, as_response, read, while_there
 from luthier.serve.histories import Histories
@@ -31,6 +33,7 @@ from luthier.serve.wire import (
     SamplingBody,
     ScoreBody,
     TokenizeBody,
+    WeightsBody,
     read_body,
 )
 from luthier.writing import counted
@@ -57,13 +60,15 @@ class AnsweringModel:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Served:
     """What answers. ``models`` are by the names that clients call them by, the first is meant where none is called;
-    ``context`` is the most tokens of a prompt and its answer; ``started`` when, in seconds since 1970."""
+    ``context`` is the most tokens of a prompt and its answer; ``started`` when, in seconds since 1970; ``taker`` gives
+    the only model other weights, where the server was started to take some."""
 
     prompts: Histories
     models: Mapping[str, AnsweringModel | RewardEngine]
     limits: ServeConfig
     context: int
     started: int
+    taker: WeightsTaker | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -75,9 +80,10 @@ class Api:
     """The functions behind the routes. Prompts are made by one thread, so that the others are not kept waiting."""
 
     def __init__(self, served: Served, counts: Counts) -> None:
-        self.served, self.limits, self.counts = served, served.limits, counts
+        self.served, self.limits, self.counts, self._turns = served, served.limits, counts, Turns()
+        taken = (lambda: None) if served.taker is None else (lambda taker=served.taker: taker.taken)
         self._tellers = {
-            name: Teller(Asker(model.session, served.limits, counts), served.tokenizer)
+            name: Teller(Asker(model.session, served.limits, counts, self._turns, taken), served.tokenizer)
             for name, model in served.models.items()
             if isinstance(model, AnsweringModel)
         }
@@ -124,6 +130,22 @@ class Api:
         if body.return_token_strs:
             told["token_strs"] = [self.served.tokenizer.token(number) for number in ids.tolist()]
         return JSONResponse(told)
+
+    async def weights(self, request: Request) -> Response:
+        """Take weights that lie in the server's folder: a version, no path. Answers that are drawn come to their end
+        before, and those that come meanwhile wait."""
+        taker, body = self.served.taker, await self._body(request, WeightsBody)
+        assert taker is not None, "there is no such route without it"
+        wanted = WeightsName(version=body.version, digest=body.digest)
+        try:
+            async with asyncio.timeout(self.limits.timeout), self._turns.changing():
+                await self._made(partial(taker.take, wanted))
+        except TimeoutError:
+            what = f"answers were drawn for {self.limits.timeout:g} s, and weights change between them"
+            raise RefusedRequest(503, what, code="timeout", hint="serve.timeout is the limit") from None
+        except UserError as error:
+            raise RefusedRequest(409, error.message, code="weights_not_taken", hint=error.hint) from None
+        return JSONResponse({"version": wanted.version, "digest": wanted.digest})
 
     async def judge(self, request: Request) -> Response:
         """The rewards that a reward model gives to answers."""
@@ -288,6 +310,8 @@ def application(served: Served, *, token: str | None) -> Gate:
     asked = {"/health": api.health, "/metrics": api.metrics, "/v1/models": api.models}
     answered = {"/v1/chat/completions": api.chat, "/v1/completions": api.complete, "/v1/score": api.judge}
     answered["/tokenize"] = api.tokenize
+    if served.taker is not None:
+        answered["/v1/weights"] = api.weights
     for path, function in asked.items():
         app.add_route(path, function, ["GET"])
     for path, function in answered.items():

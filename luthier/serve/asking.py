@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.interface import Tools
 from luthier.encoding.replies import ReplyReader, reply_form
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Finish, Ids, NewTokens, Refusal, Request, Session, before_stop
+from luthier.engines.engine import Finish, Ids, NewTokens, Refusal, Request, Session, WeightsName, before_stop
 from luthier.errors import TemplateError
 from luthier.rendering.replies.form import ReplyDelta
 from luthier.rendering.replies.form import joined as deltas_joined
@@ -30,11 +30,54 @@ MOST_HELD = 16  # tokens that may be parts of one character
 HALF_CHARACTER = "\ufffd"  # what a tokenizer prints for bytes that are no whole character, yet
 
 
-class Asker:
-    """Asks a session, and counts the tokens of prompts and answers."""
+class Turns:
+    """Many requests may be answered at a time, while nobody changes the weights; a change waits for them to end, and
+    those that come later wait for the change."""
 
-    def __init__(self, session: Session, limits: ServeConfig, counts: Counts) -> None:
-        self.session, self.limits, self.counts = session, limits, counts
+    def __init__(self) -> None:
+        self._answering, self._changing, self._changed = 0, 0, asyncio.Condition()
+
+    @asynccontextmanager
+    async def answering(self) -> AsyncIterator[None]:
+        """The turn of one request."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._changing)
+            self._answering += 1
+        try:
+            yield
+        finally:
+            self._answering -= 1
+            await self._tell()
+
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """The turn of a change."""
+        self._changing += 1
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._answering)
+                yield
+        finally:
+            self._changing -= 1
+            await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class Asker:
+    """Asks a session, and counts the tokens of prompts and answers. ``taken`` says which delivered weights answer."""
+
+    def __init__(
+        self,
+        session: Session,
+        limits: ServeConfig,
+        counts: Counts,
+        turns: Turns,
+        taken: Callable[[], WeightsName | None] = lambda: None,
+    ) -> None:
+        self.session, self.limits, self.counts, self.turns, self.taken = session, limits, counts, turns, taken
         self._keys = itertools.count()
 
     async def tell(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, NewTokens], None]:

@@ -74,7 +74,8 @@ class Teller:
         """The answers of a request, when all are finished. Raises `RefusedRequest`."""
         told: list[list[NewTokens]] = [[] for _ in asked.readers]
         try:
-            async with self.answers.limit(), aclosing(self._told(asked)) as tokens:
+            async with self.answers.limit(), self.answers.turns.answering(), aclosing(self._told(asked)) as tokens:
+                weights = self.answers.taken()
                 async for number, new in tokens:
                     told[number].append(new)
         except TimeoutError:
@@ -85,14 +86,15 @@ class Teller:
             delta = ReplyDelta() if answer is None else asked.readers[number].feed(answer)
             choices.append(self._choice(asked, number, delta, answer, echo=asked.echo(number)))
         count = sum(len(new.ids) for pieces in told for new in pieces)
-        return asked.envelope(streamed=False) | {"choices": choices, "usage": usage(asked, count)}
+        by = {} if weights is None else {"weights": {"version": weights.version, "digest": weights.digest}}
+        return asked.envelope(streamed=False) | {"choices": choices, "usage": usage(asked, count), **by}
 
     async def pieces(self, asked: ClientRequest) -> AsyncGenerator[dict[str, Any], None]:
         """The same as it comes. What goes wrong on the way is the last piece."""
         begun = asked.envelope(streamed=True)
         count, calls = 0, [0] * len(asked.readers)
         try:
-            async with self.answers.limit(), aclosing(self._told(asked)) as tokens:
+            async with self.answers.limit(), self.answers.turns.answering(), aclosing(self._told(asked)) as tokens:
                 for number in range(len(asked.readers)):
                     if asked.is_chat:
                         opening = {"role": "assistant", "content": ""}

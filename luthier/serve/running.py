@@ -16,7 +16,8 @@ from typing import Any
 import uvicorn
 
 from luthier.config.choices import LONGEST_SEQUENCE
-from luthier.engines.local import NO_ADAPTER
+from luthier.engines.delivered import WeightsTaker
+from luthier.engines.local import NO_ADAPTER, LocalEngine
 from luthier.engines.reward_engine import RewardEngine
 from luthier.errors import UserError
 from luthier.models.adapter_files import load_to_answer
@@ -40,13 +41,15 @@ NOTHING_OUTSIDE = ("media.roots=[]", "media.url_hosts=[]")  # a request names no
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
     """Where the server listens. ``token`` is what clients must send; None: one is made. ``name`` is what they call the
-    model by; None: the name of its folder, or on the Hub. ``adapters``: further runs by the names of their own."""
+    model by; None: the name of its folder, or on the Hub. ``adapters``: further runs by the names of their own.
+    ``accept_weights``: the folder whose weights clients may have the model take."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     token: str | None = None
     name: str | None = None
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    accept_weights: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,20 +78,27 @@ def serve(
         opened = open_run(Path(run).expanduser(), [*overrides, *NOTHING_OUTSIDE], rewards=True)
         limits, tokenizer = opened.config.serve, opened.encoder.tokenizer
         others = _others(opened, options.adapters)
+        if options.accept_weights is not None and (others or opened.gives_rewards):
+            what = "--accept-weights is for a server of one model that answers"
+            raise UserError(what, hint="start a server of its own for the others")
         found = opened.load()
         prompts, name = Histories(opened.encoder, limits), options.name or _name_of(opened, run)
         models: dict[str, AnsweringModel | RewardEngine]
+        taker = None
         if opened.gives_rewards:
             models = {name: RewardEngine(found.model, tokenizer, media=found.media)}
         else:
             _warm(prompts)
-            models = {**_answering(name, opened, found, others)}
+            engine = opened.engine_of(found, BATCH_SIZE)
+            taker = None if options.accept_weights is None else WeightsTaker(engine, options.accept_weights)
+            models = {**_answering(name, opened, found, engine, others)}
         served = Served(
             prompts=prompts,
             models=models,
             limits=limits,
             context=min(_context_of(found.model.config), limits.max_context or LONGEST_SEQUENCE),
             started=int(time.time()),
+            taker=taker,
         )
         made = secrets.token_urlsafe(24) if options.token is None else None
         token = options.token or made
@@ -190,11 +200,10 @@ def _others(opened: TrainedRun, adapters: Mapping[str, str | Path]) -> dict[str,
 
 
 def _answering(
-    name: str, opened: TrainedRun, found: RunModel, others: Mapping[str, TrainedRun]
+    name: str, opened: TrainedRun, found: RunModel, engine: LocalEngine, others: Mapping[str, TrainedRun]
 ) -> dict[str, AnsweringModel]:
     """The run and the others by their names, which take turns with one model."""
     if not others:
-        engine = opened.engine_of(found, BATCH_SIZE)
         return {name: AnsweringModel(session=engine.session(), score=engine.scored, settings=opened.settings)}
     if name in others:
         raise UserError(f"--adapter {name}: this is the name of the run itself", hint="choose another, or --name")

@@ -203,6 +203,13 @@ class TokenizeBody(_Body, frozen=True):
     return_token_strs: bool | None = None
 
 
+class WeightsBody(_Body, frozen=True):
+    """``/v1/weights``: which weights to take, of those under the folder that the server was started with."""
+
+    version: Annotated[int, Meta(ge=0, le=10**8 - 1)]
+    digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+
+
 class ScoreBody(_Body, frozen=True):
     """``/v1/score``: one conversation that ends with an answer, or a list of them."""
 
@@ -238,7 +245,7 @@ _HINTS = {
     "response_format": "ask for the form in the messages, and check what comes",
 }
 
-AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody, TokenizeBody, ScoreBody)
+AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody, TokenizeBody, ScoreBody, WeightsBody)
 
 
 def read_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:

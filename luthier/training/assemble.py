@@ -15,6 +15,7 @@ from luthier.config.objective import LOSSES, OBJECTIVES, Learned
 from luthier.config.schema import GenerateConfig, RunConfig, Strategy
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines.engine import Engine
 from luthier.engines.local import LocalEngine
 from luthier.errors import ModelError
 from luthier.loader.plan import StreamPlan
@@ -22,7 +23,7 @@ from luthier.loader.settings import eval_settings, media_of, shares_prompts, uni
 from luthier.models import adapter_files, adapters
 from luthier.models.model import LoadedModel, load_model, quantize_whole, run_precision
 from luthier.models.quantized import is_quantized
-from luthier.models.sharding import give_up_gathered, place, unsharded_class
+from luthier.models.sharding import give_up_gathered, is_sharded, place, unsharded_class, whole_weights
 from luthier.models.submodules import decoder_family, text_attention
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.policy_losses import Advantage
@@ -42,7 +43,7 @@ from luthier.training.initial_adapter import begin_by_activations, begin_by_what
 from luthier.training.losses.kernels import kernel_name
 from luthier.training.losses.objective import make_losses, model_pass
 from luthier.training.losses.parts import ObjectiveParts
-from luthier.training.losses.policies import PolicyLosses
+from luthier.training.losses.policies import FLOOR_OF_16_BITS, PolicyLosses
 from luthier.training.losses.router_balance import RouterBalance
 from luthier.training.losses.step_losses import StepLosses
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
@@ -50,6 +51,7 @@ from luthier.training.numerics import check_in_force, computed_in, weight_types,
 from luthier.training.report.events import EventListener, Note
 from luthier.training.report.result import ModelSummary
 from luthier.training.rollouts.answer_groups import AnswerLayout
+from luthier.training.rollouts.delivery import Delivery, delivery_of
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.early_warnings import EarlyWarnings
 from luthier.training.rollouts.reward_models import reward_judges
@@ -226,8 +228,10 @@ def _rollouts(
         return None
     if (family := decoder_family(run_model.loaded.model.config)) is not None:
         raise ModelError(f"answers of {family.name} are not drawn in training", hint="set objective: sft")
-    engine = LocalEngine(run_model.model, tokenizer, media=run_model.media, batch_size=config.rollout.batch_size)
     media = run_model.media
+    local = LocalEngine(run_model.model, tokenizer, media=run_model.media, batch_size=config.rollout.batch_size)
+    delivery = _delivery(config, run_model, local, losses, hooks)
+    engine: Engine = local if delivery is None else delivery.pool
     layout = AnswerLayout(
         how=how,
         shared=shared,
@@ -240,7 +244,7 @@ def _rollouts(
     if isinstance(losses, PolicyLosses):  # others do not ask by which probabilities answers were drawn
         score = partial(losses.as_drawn, run_model.model) if objective.learned is Learned.COMPARED else None
         stops = frozenset(tokenizer.stop_token_ids)
-        probes = SamplerProbes(engine=engine, trained=engine, watch=losses.gaps, layout=layout, stops=stops)
+        probes = SamplerProbes(engine=engine, trained=local, watch=losses.gaps, layout=layout, stops=stops)
     world = hooks.stop.world
     by_reward = objective.learned is not Learned.ALL
 
@@ -266,10 +270,28 @@ def _rollouts(
         tell=tell,
         warnings=EarlyWarnings(judge=judge.judge, tell=tell) if world.is_main and by_reward else None,
         learned=objective.learned,
+        delivery=delivery,
     )
 
 
-def _talks(config: RunConfig, engine: LocalEngine) -> Talks | None:
+def _delivery(
+    config: RunConfig, run_model: RunModel, local: LocalEngine, losses: StepLosses, hooks: Hooks
+) -> Delivery | None:
+    """The way of weights to samplers elsewhere, where there are some."""
+    if not config.rollout.engine.is_elsewhere:
+        return None
+    model, is_main = run_model.model, hooks.stop.world.is_main
+
+    def save(folder: Path) -> None:
+        weights = whole_weights(model, keep=is_main) if is_sharded(model) else None  # all ranks gather
+        if is_main:
+            run_model.save(folder, local.tokenizer, weights)
+
+    floor = losses.gaps.floor if isinstance(losses, PolicyLosses) else FLOOR_OF_16_BITS
+    return delivery_of(config, local, save, floor=floor, hooks=hooks)
+
+
+def _talks(config: RunConfig, engine: Engine) -> Talks | None:
     """What holds the conversations of a run with tools or an environment."""
     rollout = config.rollout
     if not rollout.takes_turns:

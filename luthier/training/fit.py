@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from luthier.config.schema import Packing, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.errors import UserError
+from luthier.errors import SamplerLost, UserError
 from luthier.loader.feed import FeedReader
 from luthier.loader.settings import media_of
 from luthier.loader.stream_state import LoaderState
@@ -290,7 +290,10 @@ def _train(run: Run) -> None:
     if run.trainer.parts.stream.rollouts is not None:
         between = AnsweringBetween(lambda: _answer(run, questions), run.schedule.is_last)
         run.trainer.callback_handler.add_callback(between)
-    run.trainer.train(run.resume)
+    try:
+        run.trainer.train(run.resume)
+    except SamplerLost as lost:
+        raise _saved_before(run, lost) from lost
     run.trainer.finish()
     run.hooks.tell(Finished(step=run.trainer.state.global_step))
     if run.hooks.stop.signal is not None:
@@ -301,6 +304,15 @@ def _train(run: Run) -> None:
     _answer(run, questions)
     _save(run)
     run.trainer.accelerator.wait_for_everyone()
+
+
+def _saved_before(run: Run, lost: SamplerLost) -> SamplerLost:
+    """What ends a run that has nobody to draw its answers; the steps that are done are saved, if any are new."""
+    step, folder = run.trainer.state.global_step, run.config.output.dir
+    if step and not (folder / f"checkpoint-{step}").is_dir():
+        run.trainer.save_checkpoint()
+    saved = f"; checkpoint-{step} has the steps that are done, and the same command goes on from there" if step else ""
+    return SamplerLost(f"{lost.message}{saved}", hint=lost.hint)
 
 
 def _questions(run: Run) -> list[Question] | HeldOutTalks:
@@ -343,7 +355,7 @@ def _held_out_talks(run: Run, held_out: Segments) -> HeldOutTalks | None:
 
     train, own = resolve_sources(config.data)
     return HeldOutTalks.of(
-        rollouts.talks,
+        replace(rollouts.talks, engine=rollouts.held_out_engine),
         held_out,
         config.eval.generate_rows,
         rows=RowsByAddress(sources=open_sources(own or train, seed=config.runtime.seed)),

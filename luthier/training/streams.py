@@ -77,6 +77,14 @@ class DrawsAnswers(Protocol):
     def updates(self) -> int:
         """How many steps learn from answers that are drawn at once, by the same weights."""
 
+    @property
+    def staleness(self) -> int:
+        """How many updates the weights that draw may be behind."""
+
+    def begin(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch], *, after: int) -> None:
+        """Have the answers of a later step drawn meanwhile, by the weights of now, which are those ``after`` so many
+        steps."""
+
     def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
         """What this rank learns from, at least one micro-batch, which is blank where nothing can be learned from."""
 
@@ -154,6 +162,14 @@ class TrainStream:
         assert isinstance(reader, BatchReader | SegmentsReader) and rollouts is not None
         questions = self.schedule.micro_batches(self.rank, first_step=self.first_step)
         drawn: deque[list[Batch]] = deque()
+        ahead: deque[list[PlannedMicroBatch]] = deque()
+        for step in itertools.count(self.first_step) if rollouts.staleness else ():
+            for other in range(step + len(ahead), step + rollouts.staleness + 1):
+                if other > step and self.schedule.is_last(other - 1):
+                    break
+                ahead.append(list(itertools.islice(questions, self.schedule.turns(other))))
+                rollouts.begin(reader, ahead[-1], after=step)
+            yield rollouts.batches(reader, ahead.popleft())
         for step in itertools.count(self.first_step):
             if not drawn:  # answers of all steps up to the next multiple of `updates`, if the run has so many
                 others = range(step + 1, step - step % rollouts.updates + rollouts.updates)

@@ -5,7 +5,10 @@ The stand-ins answer in the form of those servers with what a `LocalEngine` says
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,11 @@ from test_local_engine import NEW, SAMPLED, TOKENIZER, answers, ids_of, requests
 
 import luthier
 from luthier.config.schema import GenerateConfig
-from luthier.engines.engine import Completion, Finish, Refusal, Request
-from luthier.engines.http import HttpEngine
+from luthier.engines.engine import Completion, Finish, Refusal, Request, WeightsName
+from luthier.engines.http import HttpEngine, HttpSampler
+from luthier.engines.json_client import JsonClient, ServerUnreachable, ServerWrong
 from luthier.engines.local import LocalEngine
+from luthier.engines.pool import SamplerPool
 from luthier.errors import SamplerLost, UserError
 from tests.check.llama_cpp import llama_cpp_server, write_gguf
 from tests.conftest import served_json
@@ -191,3 +196,134 @@ def test_a_real_llama_cpp_server_answers_by_ids(tmp_path: Path, shared: Path) ->
         assert isinstance(refusal, Refusal) and refusal.reason == "server_refused"
         with pytest.raises(UserError):
             engine.score(np.array([5, 6, 7], np.int32), 1)
+
+
+# ------------------------------------------------------------------------------------------- servers that are at fault
+
+
+def choice_of(**changes: Any) -> list[Json]:
+    ids = [5, 6, 7]
+    choice: Json = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * 3}, "finish_reason": "length"}
+    return [{**choice, **changes}]
+
+
+LIES: dict[str, object] = {
+    "another prompt": {"choices": choice_of(prompt_token_ids=[1, 2])},
+    "3 tokens and 2 log-probabilities": {"choices": choice_of(logprobs={"token_logprobs": [-0.5] * 2})},
+    "log-probability nan": {"choices": choice_of(logprobs={"token_logprobs": [-0.5, float("nan"), -0.5]})},
+    "the token 99999": {"choices": choice_of(token_ids=[5, 6, 99999])},
+    "the token -1": {"choices": choice_of(token_ids=[-1, 6, 7])},
+    "the token 'a'": {"choices": choice_of(token_ids=["a", 6, 7])},
+    "something else than token ids": {"choices": choice_of() * 2},
+    "not an object": [1],
+    "busy doing nothing": (500, {"error": {"message": "busy doing nothing"}}),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_no_model_can_have_said_is_refused_with_what_was_said(
+    lie: str, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("luthier.engines.pool.PAUSES", (0.01,))
+    told, stand_in = LIES[lie], StandIn(model, "vllm")
+    with served_json(stand_in) as url:
+        client = JsonClient(url, timeout=20, option="url", token_option="token_env")
+        pool = SamplerPool([HttpSampler(client, TOKENIZER, vocabulary=2048)], at_once=2, pauses=(0.01,))
+        stand_in.trouble = [told if isinstance(told, tuple) else (200, told)] * 2
+        with pytest.raises(SamplerLost) as caught:
+            list(pool.generate(requests(1)))
+        assert lie in caught.value.message and "asked 2 times" in caught.value.message
+        stand_in.trouble = [told if isinstance(told, tuple) else (200, told)]
+        assert [type(one) for one in pool.generate(requests(1))] == [Completion], "it was asked again"
+
+
+def test_another_server_answers_where_one_is_gone(model: Any) -> None:
+    asked = requests(6)
+    with served_json(StandIn(model, "vllm")) as url:
+        clients = [JsonClient(one, timeout=20, option="url", token_option="t") for one in ("http://127.0.0.1:9", url)]
+        pool = SamplerPool([HttpSampler(one, TOKENIZER) for one in clients], at_once=2, pauses=(0.01, 0.01, 0.01))
+        found = {(one.key, one.sample): one for one in pool.generate(asked) if isinstance(one, Completion)}
+    assert ids_of(found) == ids_of(answers(model, asked))
+
+
+@pytest.mark.parametrize("sends", [b"", b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n{"])
+def test_a_server_that_stalls_or_trickles_is_cut_off(sends: bytes) -> None:
+    """It takes the question, begins an answer, and then sends a byte now and then."""
+    over = threading.Event()
+
+    def trickle(listening: socket.socket) -> None:
+        taken, _ = listening.accept()
+        with taken, suppress(OSError):
+            taken.sendall(sends)
+            while sends and not over.wait(0.05):
+                taken.sendall(b" ")
+            over.wait(20)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=trickle, args=(listening,), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ServerUnreachable):
+            JsonClient(url, timeout=0.4, option="url", token_option="token_env").get("/v1/models")
+        over.set()
+        thread.join(10)
+
+
+def test_half_an_answer_is_none(model: Any) -> None:
+    def half(listening: socket.socket) -> None:
+        taken, _ = listening.accept()
+        with taken:
+            taken.recv(10_000)
+            taken.sendall(b'HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{"choices": [{"tok')
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=half, args=(listening,), daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ServerWrong) as caught:
+            JsonClient(url, timeout=10, option="url", token_option="token_env").get("/v1/models")
+    assert '{"choices": [{"tok' in caught.value.message
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+
+@pytest.mark.parametrize(("owner", "adapter"), [("vllm", True), ("vllm", False), ("sglang", True), ("sglang", False)])
+def test_other_servers_are_given_weights_by_their_own_routes(owner: str, adapter: bool, tmp_path: Path) -> None:
+    if adapter:
+        (tmp_path / "adapter_config.json").write_text("{}")
+    seen: list[tuple[str, Json]] = []
+    named: list[object] = [None]  # by what the server says it answers
+
+    def server(path: str, body: Json | None) -> tuple[int, object]:
+        if body is None:
+            return 200, {"data": [{"id": "tiny", "owned_by": owner}]}
+        seen.append((path, body))
+        if path == "/v1/completions":
+            return 200, {"choices": choice_of(), "model": named[0] or body["model"]}
+        about = {"output_token_logprobs": [[-0.5, 5]], "finish_reason": {"type": "length"}}
+        return 200, {"meta_info": {**about, "weight_version": named[0]}}
+
+    first, second = (WeightsName(version=version, digest=f"{version}" * 32) for version in (1, 2))
+    with served_json(server) as url:
+        client = JsonClient(url, timeout=20, option="url", token_option="token_env")
+        pool = SamplerPool([HttpSampler(client, TOKENIZER)], at_once=1, pauses=())
+        for weights in (first, second):
+            pool.deliver(weights, tmp_path)
+        given = [path for path, _ in seen]
+        (answer,) = pool.generate(requests(1, max_new_tokens=3))
+        assert isinstance(answer, Completion) and answer.weights == second
+        named[0] = "luthier-of-yesterday"
+        if adapter is (owner == "vllm"):
+            with pytest.raises(SamplerLost) as caught:
+                list(pool.generate(requests(1, max_new_tokens=3)))
+            assert "luthier-of-yesterday" in caught.value.message and "after 2 steps" in caught.value.message
+    routes = {
+        ("vllm", True): ["/v1/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"],
+        ("vllm", False): ["/collective_rpc", "/reset_prefix_cache"] * 2,
+        ("sglang", True): ["/load_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"],
+        ("sglang", False): ["/update_weights_from_disk"] * 2,
+    }
+    assert given == routes[owner, adapter]
+    asked = next(body for path, body in seen[len(given) :])
+    name = f"luthier-{second}"
+    assert (asked.get("model") == name or asked.get("lora_path") == name) is adapter

@@ -22,6 +22,7 @@ from luthier.cli.main import Terminated
 from luthier.config.loading import load_config
 from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.encoder import Encoder
+from luthier.engines.delivered import WeightsTaker
 from luthier.engines.engine import Finish, NewTokens, OnTokens, Request, Session
 from luthier.engines.reward_engine import RewardEngine
 from luthier.serve.app import AnsweringModel, Served, application
@@ -105,7 +106,13 @@ ASK = [{"role": "user", "content": "What is 3 + 4?"}]
 
 @contextmanager
 def running(
-    encoder: Encoder, session: Session | RewardEngine, *, context: int = 2048, score: Any = None, **limits: Any
+    encoder: Encoder,
+    session: Session | RewardEngine,
+    *,
+    context: int = 2048,
+    score: Any = None,
+    taker: WeightsTaker | None = None,
+    **limits: Any,
 ) -> Iterator[Running]:
     told = ServeConfig(**limits)
     model: Any = session
@@ -118,6 +125,7 @@ def running(
         limits=told,
         context=context,
         started=0,
+        taker=taker,
     )
     gate, ready = application(served, token=TOKEN), threading.Event()
     with listening(ServeOptions(port=0)) as taken:

@@ -19,10 +19,11 @@ from luthier.objectives.policy_losses import Advantage
 from luthier.records import Batch, DrawnInStep
 from luthier.training.losses.pairs import pair_losses
 from luthier.training.losses.parts import ObjectiveParts
-from luthier.training.losses.policies import FINISHED, LENGTH, REWARD, policy_losses
+from luthier.training.losses.policies import FINISHED, LENGTH, REWARD, measures_of_drawing, policy_losses
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, StepLosses, Tell
 from luthier.training.losses.tokens import TokenLosses, token_losses
+from luthier.training.rollouts.gap_watch import DRAWING
 
 
 def best_answer_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
@@ -57,7 +58,9 @@ def _of_held_out(parts: ObjectiveParts, forward: ModelPass) -> TokenLosses:
 
 
 def _with_facts(losses: StepLosses, parts: ObjectiveParts) -> AnswerFacts:
-    return AnswerFacts(losses=losses, rewards=tuple(reward.label for reward in parts.config.rollout.rewards))
+    rollout = parts.config.rollout
+    more = DRAWING if rollout.engine.is_elsewhere else ()
+    return AnswerFacts(losses=losses, rewards=tuple(reward.label for reward in rollout.rewards), of_drawing=more)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -67,6 +70,7 @@ class AnswerFacts:
 
     losses: StepLosses
     rewards: tuple[str, ...]
+    of_drawing: tuple[str, ...] = ()  # names of what is measured of samplers elsewhere
 
     @property
     def forward(self) -> ModelPass:
@@ -76,7 +80,7 @@ class AnswerFacts:
     @property
     def measured(self) -> tuple[str, ...]:
         """See `StepLosses`."""
-        return (REWARD, *self._each_reward, FINISHED, LENGTH, *self.losses.measured)
+        return (REWARD, *self._each_reward, FINISHED, LENGTH, *self.losses.measured, *self.of_drawing)
 
     @property
     def _each_reward(self) -> list[str]:
@@ -124,7 +128,9 @@ class AnswerFacts:
             )
         columns = (drawn.rewards_N, *drawn.values_NF.unbind(1), drawn.finished_N, drawn.lengths_N)
         names = (REWARD, *self._each_reward, FINISHED, LENGTH)
-        return {
+        nothing = {name: measure(torch.zeros(0, device=device)) for name in self.of_drawing}
+        of_answers = {
             name: measure(values_N.to(device), ~values_N.isnan().to(device))
             for name, values_N in zip(names, columns, strict=True)
         }
+        return {**of_answers, **nothing, **measures_of_drawing(drawn, device)}

@@ -32,14 +32,14 @@ from luthier.objectives.policy_losses import (
     with_final,
     without_kl,
 )
-from luthier.records import Batch, PolicyTargets
+from luthier.records import Batch, DrawnInStep, PolicyTargets
 from luthier.training.losses.parts import ObjectiveParts
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.references import ReferenceModel
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell
 from luthier.training.losses.tokens import TokenLosses
 from luthier.training.report.result import ENTROPY
-from luthier.training.rollouts.gap_watch import NUMBERS, GapWatch
+from luthier.training.rollouts.gap_watch import DRAWING, NUMBERS, GapWatch
 
 REWARD, FINISHED, LENGTH, CLIPPED = "reward", "finished", "answer_tokens", "clipped"
 KL_K1, KL_K3 = "kl_k1", "kl_k3"  # estimates of the KL divergence from the reference, by the names of their paper
@@ -99,6 +99,7 @@ class PolicyLosses(Stateless):
         of_kl = () if self.reference is None else (KL_K1, KL_K3)
         of_values = () if self.value_head is None else (KL_WEIGHT, VALUE_LOSS, EXPLAINED)
         corrected = () if not self.rollout.correction.is_on else (CORRECTION,)
+        elsewhere = DRAWING if self.rollout.engine.is_elsewhere else ()
         return (
             REWARD,
             *self._each_reward,
@@ -110,6 +111,7 @@ class PolicyLosses(Stateless):
             *corrected,
             *of_kl,
             *of_values,
+            *elsewhere,
         )
 
     @property
@@ -230,6 +232,7 @@ class PolicyLosses(Stateless):
                 **({} if not self.rollout.correction.is_on else {CORRECTION: measure(weights_K)}),
                 **self._distance(found.logps_K.detach(), prepared.reference_K),
                 **self._misjudged(scores),
+                **measures_of_drawing(batch.drawn, device),
             },
         )
 
@@ -300,6 +303,12 @@ class PolicyLosses(Stateless):
 
     def _nothing(self) -> Measures:
         return {name: measure(torch.zeros(0, device=self.forward.device)) for name in self.measured}
+
+
+def measures_of_drawing(drawn: DrawnInStep | None, device: torch.device) -> Measures:
+    """How the answers of a step were drawn elsewhere; nothing, where this process drew them."""
+    told = {} if drawn is None else drawn.measures
+    return {name: measure(torch.tensor([value], device=device)) for name, value in told.items()}
 
 
 def _behaviour(policy: PolicyTargets) -> torch.Tensor:

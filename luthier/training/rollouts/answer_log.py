@@ -54,6 +54,7 @@ def write_answers(
             "ids": answer.ids.tolist(),
             "finish": answer.ended or str(answer.finish),
             "logprob": float(answer.logprobs.astype(np.float64).sum()),
+            **({"weights": str(weights)} if (weights := answer.calls[0].completion.weights) is not None else {}),
             **({"messages": [message_row(m) for m in answer.messages]} if answer.messages else {}),
             "reward": None if np.isnan(total) else float(total),
             "advantage": None if np.isnan(advantage) else float(advantage),

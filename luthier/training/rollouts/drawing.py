@@ -8,9 +8,11 @@ number of processes. Answers that wait for their step are kept in checkpoints, a
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Engine, Finish
-from luthier.errors import CheckpointError, TrainingError
+from luthier.errors import CheckpointError, SamplerLost, TrainingError
 from luthier.loader.places import PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch, DrawnInStep, Segment
@@ -31,6 +33,7 @@ from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question, question_of, shown
 from luthier.training.ranks import summed_over_ranks
+from luthier.training.rollouts.ahead import DrawingAhead, DrawnStep, Notes
 from luthier.training.rollouts.answer_groups import (
     AnswerChoice,
     AnswerGroup,
@@ -40,10 +43,12 @@ from luthier.training.rollouts.answer_groups import (
     micro_batches,
 )
 from luthier.training.rollouts.answer_log import answers_file, remove_other_ranks, write_answers, write_counts
+from luthier.training.rollouts.delivery import Delivery, Snapshot, on_all_ranks
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
+from luthier.training.rollouts.gap_watch import DRAWING
 from luthier.training.rollouts.kept_answers import Kept, KeptAnswer, read_kept, write_kept
 from luthier.training.rollouts.sampler_probes import SamplerProbes
-from luthier.training.rollouts.talks import Talks, draw_number
+from luthier.training.rollouts.talks import NoteCount, Talks, draw_number
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
 from luthier.training.streams import ReadsPacks, World
 from luthier.writing import counted
@@ -75,12 +80,15 @@ class Rollouts:
     missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
     kept: Kept = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)  # why, by the number of the question, in the last step
+    delivery: Delivery | None = None  # where something else draws than the model in this process
+    _ahead: DrawingAhead | None = None
+    _read_ahead: dict[int, list[tuple[Question, Segment]]] = field(default_factory=dict)
+    _of_step: dict[int, dict[str, float]] = field(default_factory=dict)  # measures of how answers were drawn
 
     def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
         """What this rank learns from in a step: at least one micro-batch, which is blank where there is nothing."""
-        packs = [pack for one in planned if not one.is_blank for pack in reader.packs(one)]
-        asked = self._asked([segment for pack in packs for segment in pack.segments])
         step, own = planned[0].step, self.config.own
+        asked = self._read_ahead.pop(step, None) or self._read(reader, planned)
         is_own = [
             own == 1 or not len(question.answer) or draw_number(step, question.address, "own") < own * 2**64
             for question, _ in asked
@@ -94,7 +102,23 @@ class Rollouts:
             for (question, segment), ours in zip(asked, is_own, strict=True)
         ]
         first, *others = self._laid_out(groups, step)
-        return [replace(first, drawn=facts), *others]
+        return [replace(first, drawn=replace(facts, measures=self._of_step.pop(step, {}))), *others]
+
+    def begin(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch], *, after: int) -> None:
+        """See `DrawsAnswers`."""
+        step = planned[0].step
+        if step in self.kept:
+            return
+        assert self.delivery is not None, "only samplers elsewhere draw ahead"
+        self._ahead = self._ahead or DrawingAhead()
+        self._read_ahead[step] = self._read(reader, planned)
+        questions = [question for question, _ in self._read_ahead[step]]
+        snapshot = self.delivery.snapshot(after, questions)
+        self._ahead.begin(step, partial(self._brought_and_drawn, questions, step, snapshot))
+
+    def _read(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[tuple[Question, Segment]]:
+        packs = [pack for one in planned if not one.is_blank for pack in reader.packs(one)]
+        return self._asked([segment for pack in packs for segment in pack.segments])
 
     def _laid_out(self, groups: Sequence[AnswerGroup], step: int) -> list[Batch]:
         config = self.config
@@ -142,8 +166,20 @@ class Rollouts:
         """See `DrawsAnswers`."""
         return self.config.updates
 
-    def save(self, folder: Path, step: int) -> None:
+    @property
+    def staleness(self) -> int:
         """See `DrawsAnswers`."""
+        return self.config.staleness
+
+    @property
+    def held_out_engine(self) -> Engine:
+        """What answers held-out rows by the weights of now: the model in this process."""
+        return self.engine if self.delivery is None else self.delivery.trained
+
+    def save(self, folder: Path, step: int) -> None:
+        """See `DrawsAnswers`. Waits for the answers that are being drawn: their weights will be gone."""
+        for other in [] if self._ahead is None else self._ahead.finished():
+            self.kept[other] = self._judged([question for question, _ in self._read_ahead[other]], other)
         waiting = {other: answers for other, answers in self.kept.items() if other >= step}
         if waiting:
             write_kept(folder, self.world.rank, waiting, updates=self.updates)
@@ -160,7 +196,8 @@ class Rollouts:
 
     def _groups(self, questions: Sequence[Question], step: int) -> Iterator[AnswerGroup]:
         if step not in self.kept:
-            self.kept = self.kept if step % self.updates else {}
+            first = step - step % self.updates
+            self.kept = {other: answers for other, answers in self.kept.items() if other >= first}
             self.kept[step] = self._judged(questions, step)
         kept = self.kept[step]
         for question in questions:
@@ -178,7 +215,7 @@ class Rollouts:
 
     def _judged(self, questions: Sequence[Question], step: int) -> dict[str, list[KeptAnswer]]:
         """The answers by the name of their question."""
-        drawn = self._drawn(questions, step)
+        drawn = self._drawn_for(questions, step)
         if self.probes is not None:
             self.probes.check(drawn.values())
         places = sorted(drawn)
@@ -250,12 +287,53 @@ class Rollouts:
             remove_other_ranks(self.folder, step, self.world.size)
         write_counts(answers_file(self.folder, step, self.world.rank), +counts)
 
-    def _drawn(self, questions: Sequence[Question], step: int) -> dict[tuple[int, int], Trajectory]:
+    def _drawn_for(self, questions: Sequence[Question], step: int) -> dict[tuple[int, int], Trajectory]:
+        """The answers of a step, drawn now or ahead of it."""
+        version, delivery, begun = step - step % self.updates, self.delivery, time.perf_counter()
+        if delivery is None:
+            self.refused = {}
+            return self._drawn(questions, version, self._note, self.refused, step=step)
+        if self._ahead is not None and step in self._ahead:
+            found = self._ahead.take(step)
+        else:
+            snapshot = on_all_ranks(lambda: delivery.snapshot(version, questions), self.world)
+            if self.probes is not None and delivery.delivered != snapshot.weights:
+                self.probes.watch.delivered()
+            found = on_all_ranks(lambda: self._brought_and_drawn(questions, step, snapshot), self.world)
+        self.refused = dict(found.refused)
+        for what, count in found.notes:
+            self._note(what, count)
+        waited = time.perf_counter() - begun
+        values = (step - found.version, *found.seconds, waited)
+        self._of_step[step] = dict(zip(DRAWING, map(float, values), strict=True))
+        return found.answers
+
+    def _brought_and_drawn(self, questions: Sequence[Question], step: int, snapshot: Snapshot) -> DrawnStep:
+        """Called by another thread where answers are drawn ahead."""
+        assert self.delivery is not None
+        if self.staleness:
+            self.delivery.bring(snapshot)
+        else:
+            on_all_ranks(partial(self.delivery.bring, snapshot), self.world)
+        notes: Notes = []
+        refused: dict[int, str] = {}
+        delivering, self.delivery.seconds = self.delivery.seconds, 0.0
+        version, begun = snapshot.weights.version, time.perf_counter()
+        note = partial(_noted, notes)
+        answers = self._drawn(questions, version, note, refused, step=step)
+        if questions and not answers:
+            raise SamplerLost(
+                f"no question of step {step + 1} was answered: {notes[-1][0] if notes else 'none was asked'}"
+            )
+        seconds = (time.perf_counter() - begun, delivering)
+        return DrawnStep(answers=answers, version=version, notes=notes, refused=refused, seconds=seconds)
+
+    def _drawn(
+        self, questions: Sequence[Question], version: int, note: NoteCount, refused: dict[int, str], *, step: int
+    ) -> dict[tuple[int, int], Trajectory]:
         """The answers, by the number of their question and their own."""
-        version = step - step % self.updates
-        self.refused = {}
         if self.talks is not None:
-            return self.talks.draw(questions, step, version=version, note=self._note)
+            return self.talks.draw(questions, step, version=version, note=note)
         settings = GenerateConfig(
             do_sample=True,
             temperature=self.config.temperature,
@@ -273,14 +351,14 @@ class Rollouts:
         drawn: dict[tuple[int, int], Trajectory] = {}
         for answer in self.engine.generate(requests):
             if isinstance(answer, Completion) and not self.slots.isdisjoint(answer.ids.tolist()):
-                self.refused[answer.key] = "it drew a token that stands for media"
-                self._note(SLOTS, 1)
+                refused[answer.key] = "it drew a token that stands for media"
+                note(SLOTS, 1)
             elif isinstance(answer, Completion):
                 call = ModelCall(prompt=questions[answer.key].prompt, completion=answer, version=version)
                 drawn[answer.key, answer.sample] = Trajectory(calls=(call,))
             else:
-                self.refused[answer.key] = answer.reason
-                self._note(f"not answered: {answer.reason}: {answer.detail}", 1)
+                refused[answer.key] = answer.reason
+                note(f"not answered: {answer.reason}: {answer.detail}", 1)
         return drawn
 
     def _is_learned(self, reward: float) -> bool:
@@ -337,6 +415,10 @@ class Rollouts:
                 f"rollout.max_new_tokens ({self.config.max_new_tokens}): rewards of answers that are cut teach little",
                 hint="raise rollout.max_new_tokens, or lower rollout.min_finished to go on like this",
             )
+
+
+def _noted(notes: Notes, what: str, count: int) -> None:
+    notes.append((what, count))
 
 
 def _name(question: Question) -> str:

@@ -144,7 +144,7 @@ def _drawn(
     """Drawn as in training; with the same random numbers at every round, so that rounds differ by the weights alone."""
     drawing = _as_in_training(rollouts.config, settings)
     requests = [question.request(number, drawing, rollouts.config.answers) for number, question in enumerate(questions)]
-    answers = [answer for answer in rollouts.engine.generate(requests) if isinstance(answer, Completion)]
+    answers = [answer for answer in rollouts.held_out_engine.generate(requests) if isinstance(answer, Completion)]
     answers.sort(key=lambda answer: (answer.key, answer.sample))
     return [
         DrawnAnswer(

@@ -1,0 +1,213 @@
+"""The weights of training on their way to what draws the answers: written to a folder, told by name, and tried.
+
+Each server is told the version and the digest, and scores some sequences then, which training has scored under the same
+weights: a server that took half of them, others, or none is named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from accelerate.utils import broadcast_object_list
+from numpy.typing import NDArray
+
+from luthier.config.rollout import GapAction
+from luthier.config.schema import RunConfig
+from luthier.engines.delivered import digest_of, folder_of
+from luthier.engines.engine import Ids, WeightsName
+from luthier.engines.http import HttpSampler
+from luthier.engines.json_client import JsonClient, token_from
+from luthier.engines.local import LocalEngine
+from luthier.engines.pool import PAUSES, SamplerPool
+from luthier.errors import SamplerLost, TrainingError, UserError
+from luthier.training.callbacks import Hooks
+from luthier.training.folder.checkpoint import replacing
+from luthier.training.folder.staging import FILES
+from luthier.training.generate import Question
+from luthier.training.ranks import summed_over_ranks
+from luthier.training.report.events import Note
+from luthier.training.streams import World
+from luthier.writing import counted
+
+Told = TypeVar("Told")
+
+WEIGHTS = "weights"  # the folder in the run's, where none is named
+CANARIES, CANARY_TOKENS = 2, 256  # sequences that are scored after each delivery, and the most tokens of each
+TIMES_THE_FIRST = 4.0  # times a server's first gap is still expected
+MOST_OF_FIRST = 0.3  # nats a token; a model in 16 bits is 0.02 apart
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Snapshot:
+    """Weights as they are in a folder, and what training says of some sequences under them."""
+
+    weights: WeightsName
+    folder: Path
+    canaries: Sequence[tuple[Ids, NDArray[np.float32]]]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Delivery:
+    """Brings weights to samplers.
+
+    root       the folder of the weights, in a folder for each version; the newest ``kept`` of them stay
+    save       writes the model's weights into a folder; asked on all ranks, of which the first writes
+    trained    the model as it is trained, in this process
+    floor      nats a token by which a sampler's numbers may differ from training's
+    corrected  whether a sampler that computes otherwise is corrected: its first gap is told then, and expected later
+    """
+
+    pool: SamplerPool
+    root: Path
+    save: Callable[[Path], None]
+    trained: LocalEngine
+    floor: float
+    corrected: bool
+    kept: int
+    world: World
+    tell: Callable[[str], None]
+    delivered: WeightsName | None = None
+    seconds: float = 0.0  # since they were asked for last
+    _first: dict[str, float] = field(default_factory=dict)
+    _newest: Snapshot | None = None
+
+    def snapshot(self, version: int, questions: Sequence[Question]) -> Snapshot:
+        """The weights of training as they are now, after ``version`` steps. All ranks have to ask together."""
+        if self._newest is not None and self._newest.weights.version == version:
+            return self._newest
+        begun = time.perf_counter()
+        folder = folder_of(self.root, version)
+        told: list[Any] = [None]
+        try:
+            with _written(folder, is_main=self.world.is_main) as staging:
+                self.save(staging)
+            if self.world.is_main:
+                told = [WeightsName(version=version, digest=digest_of(folder))]
+                self._forget(version)
+        except UserError as error:
+            told = [error]  # else the others wait for it
+        if self.world.size > 1:
+            broadcast_object_list(told)
+        if isinstance(told[0], UserError):
+            raise told[0]
+        asked = [question for question in questions if not question.media] if self.world.is_main else []
+        canaries = [canary_of(question) for question in asked[:CANARIES]]
+        scored = [(ids, self.trained.score(ids, 1)) for ids in canaries if len(ids) > 1]
+        self.seconds += time.perf_counter() - begun
+        self._newest = Snapshot(weights=told[0], folder=folder, canaries=scored)
+        return self._newest
+
+    def bring(self, snapshot: Snapshot) -> None:
+        """Have the samplers answer by a snapshot; the first rank tells them, the others only know it.
+
+        Raises `SamplerLost`, and `TrainingError` for a sampler that has other weights then.
+        """
+        if self.delivered == snapshot.weights:
+            return
+        begun = time.perf_counter()
+        if self.world.is_main:
+            self.pool.deliver(snapshot.weights, snapshot.folder)
+            self._check(snapshot)
+        else:
+            self.pool.expect(snapshot.weights, snapshot.folder)
+        self.delivered = snapshot.weights
+        self.seconds += time.perf_counter() - begun
+
+    def _check(self, snapshot: Snapshot) -> None:
+        gaps: dict[str, list[NDArray[np.float32]]] = {}
+        for ids, trained in snapshot.canaries:
+            for name, told in self.pool.scores_of_each(ids, 1).items():
+                gaps.setdefault(name, []).append(np.abs(told - trained))
+        for name, found in gaps.items():
+            gap = float(np.concatenate(found).mean())
+            most = max(self.floor, TIMES_THE_FIRST * self._first.get(name, 0.0))
+            if name not in self._first and self.corrected:
+                most = max(most, MOST_OF_FIRST)
+                if gap > self.floor:
+                    self.tell(f"{name} computes otherwise than training: {gap:.2g} nats a token under the same weights")
+            self._first.setdefault(name, gap)
+            if not gap <= most:
+                raise TrainingError(
+                    f"{name} was given the weights after {counted(snapshot.weights.version, 'step')} and does not "
+                    f"answer by them: its log-probabilities differ from training's by {gap:.2g} nats a token, and at "
+                    f"most {most:.2g} were expected",
+                    hint="see that it serves the model that the run began with; rollout.correction is for a sampler "
+                    "in 16 bits",
+                )
+
+    def _forget(self, version: int) -> None:
+        """Remove weights that are older than those that are still on their way."""
+        there = sorted(path for path in self.root.iterdir() if path.name.isdecimal() and len(path.name) == 8)
+        newest = folder_of(self.root, version)
+        for path in [path for path in there if path <= newest][: -self.kept]:
+            FILES.remove_folder(path)
+
+
+@contextmanager
+def _written(folder: Path, *, is_main: bool) -> Iterator[Path]:
+    """A folder to write into, which is put in its place when it is whole; other ranks than the first write nothing."""
+    if not is_main:
+        yield folder
+        return
+    FILES.make_folder(folder.parent)
+    with replacing(folder) as staging:
+        yield staging
+
+
+def canary_of(question: Question) -> Ids:
+    """A row's prompt and answer, or the first tokens of them."""
+    return np.concatenate([question.prompt, question.answer])[:CANARY_TOKENS].astype(np.int32)
+
+
+def on_all_ranks(do: Callable[[], Told], world: World) -> Told:
+    """What it gives; it fails on all ranks where it fails on one."""
+    found, failure = None, None
+    try:
+        found = do()
+    except UserError as error:
+        failure = error
+    failed = summed_over_ranks([float(failure is not None)], world)[0]
+    if failure is not None:
+        raise failure
+    if failed:
+        raise SamplerLost("what draws the answers has failed another process of this run", hint="its message says why")
+    return cast("Told", found)
+
+
+def delivery_of(
+    config: RunConfig, trained: LocalEngine, save: Callable[[Path], None], *, floor: float, hooks: Hooks
+) -> Delivery:
+    """The samplers of ``rollout.engine``, and the way of weights to them. Raises `UserError`."""
+    engine, world = config.rollout.engine, hooks.stop.world
+    if world.size > 1 and config.rollout.staleness:
+        training = counted(world.size, "process trains", "processes train")
+        what = f"rollout.staleness is {config.rollout.staleness}, and {training}"
+        raise UserError(what, hint="set rollout.staleness: 0; only one process draws ahead")
+    table: Any = trained.model.get_input_embeddings()
+    told = {"option": "rollout.engine.url", "token_option": "rollout.engine.token_env"}
+    token = token_from(engine.token_env)
+    samplers = [
+        HttpSampler(
+            JsonClient(url, timeout=engine.timeout, token=token, **told),
+            trained.tokenizer,
+            vocabulary=int(table.weight.shape[0]),
+        )
+        for url in engine.url
+    ]
+    return Delivery(
+        pool=SamplerPool(samplers, at_once=config.rollout.batch_size, pauses=PAUSES),
+        root=(engine.weights or config.output.dir / WEIGHTS).expanduser().resolve(),
+        save=save,
+        trained=trained,
+        floor=config.rollout.max_gap or floor,
+        corrected=config.rollout.correction.is_on or config.rollout.on_gap is GapAction.WARN,
+        kept=config.rollout.staleness + 2,
+        world=world,
+        tell=lambda text: hooks.tell(Note(text=text)),
+    )
