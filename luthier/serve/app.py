@@ -21,7 +21,7 @@ from luthier.engines.engine import Request as Question
 from luthier.engines.reward_engine import RewardEngine
 from luthier.errors import UserError
 from luthier.records import Sample
-from luthier.serve.asking import Asker, TextReader, Turns, check_room, reader_of, settings_of
+from luthier.serve.asking import Asker, TextReader, WeightTurns, check_room, reader_of, settings_of
 from luthier.serve.bodies import ClientRequest, Echo, Teller
 from luthier.serve.gate import ClientGone, Counts, EventStream, Gate, as_response, read, while_there
 from luthier.serve.histories import Histories
@@ -80,7 +80,7 @@ class Api:
     """The functions behind the routes. Prompts are made by one thread, so that the others are not kept waiting."""
 
     def __init__(self, served: Served, counts: Counts) -> None:
-        self.served, self.limits, self.counts, self._turns = served, served.limits, counts, Turns()
+        self.served, self.limits, self.counts, self._turns = served, served.limits, counts, WeightTurns()
         taken = (lambda: None) if served.taker is None else (lambda taker=served.taker: taker.taken)
         self._tellers = {
             name: Teller(Asker(model.session, served.limits, counts, self._turns, taken), served.tokenizer)

@@ -30,7 +30,7 @@ MOST_HELD = 16  # tokens that may be parts of one character
 HALF_CHARACTER = "\ufffd"  # what a tokenizer prints for bytes that are no whole character, yet
 
 
-class Turns:
+class WeightTurns:
     """Many requests may be answered at a time, while nobody changes the weights; a change waits for them to end, and
     those that come later wait for the change."""
 
@@ -74,7 +74,7 @@ class Asker:
         session: Session,
         limits: ServeConfig,
         counts: Counts,
-        turns: Turns,
+        turns: WeightTurns,
         taken: Callable[[], WeightsName | None] = lambda: None,
     ) -> None:
         self.session, self.limits, self.counts, self.turns, self.taken = session, limits, counts, turns, taken

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from luthier.errors import UserError
 from luthier.training.rollouts.trajectories import Trajectory
 
-Notes = list[tuple[str, int]]
+DrawingNotes = list[tuple[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -23,7 +23,7 @@ class DrawnStep:
 
     answers: dict[tuple[int, int], Trajectory]
     version: int
-    notes: Notes = field(default_factory=list)
+    notes: DrawingNotes = field(default_factory=list)
     refused: Mapping[int, str] = field(default_factory=dict)
     seconds: tuple[float, float] = (0.0, 0.0)
 

@@ -33,7 +33,7 @@ from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question, question_of, shown
 from luthier.training.ranks import summed_over_ranks
-from luthier.training.rollouts.ahead import DrawingAhead, DrawnStep, Notes
+from luthier.training.rollouts.ahead import DrawingAhead, DrawingNotes, DrawnStep
 from luthier.training.rollouts.answer_groups import (
     AnswerChoice,
     AnswerGroup,
@@ -315,7 +315,7 @@ class Rollouts:
             self.delivery.bring(snapshot)
         else:
             on_all_ranks(partial(self.delivery.bring, snapshot), self.world)
-        notes: Notes = []
+        notes: DrawingNotes = []
         refused: dict[int, str] = {}
         delivering, self.delivery.seconds = self.delivery.seconds, 0.0
         version, begun = snapshot.weights.version, time.perf_counter()
@@ -417,7 +417,7 @@ class Rollouts:
             )
 
 
-def _noted(notes: Notes, what: str, count: int) -> None:
+def _noted(notes: DrawingNotes, what: str, count: int) -> None:
     notes.append((what, count))
 
 
