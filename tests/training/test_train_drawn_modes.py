@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_rollouts import ROLLOUT, evenness, losses, rollouts
 from tiny_runs import TINY, make_data, make_segments
@@ -18,6 +19,7 @@ from tiny_runs import TINY, make_data, make_segments
 from luthier.engines.answering import Answering
 from luthier.metrics.table import METRICS, Metric
 from luthier.training.report.result import RunResult
+from luthier.training.rollouts.answer_log import FOLDER
 from luthier.training.trainer import Trainer
 
 Train = Callable[..., RunResult]
@@ -41,6 +43,7 @@ TRIED = [
 ]
 FOLLOWS_TEACHER = ("opd", "gkd")
 STOP = 2034
+RANKS = Path(__file__).with_name("tiny_drawn_ranks.py")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT's
 )
@@ -170,3 +173,48 @@ def test_control_other_objectives_train_with_the_dropout_of_the_model(train: Tra
         model = {"name_or_path": "preset:tiny-qwen3", "config_overrides": {**TINY, "attention_dropout": share}}
         found.append(losses(train(make_data(make_segments(4)), folder=str(share), model=model, train__max_steps=1)))
     assert found[0] != found[1]
+
+
+def of_ranks(model: Path, teacher: Path) -> dict[str, dict[str, Any]]:
+    """Runs for two ranks, each of which draws the answers to half of a step's prompts."""
+    shared = {"model": {"name_or_path": str(model)}, "data__max_length": 64, "train__max_steps": 3}
+    shared |= {"rollout": {**ROLLOUT, "updates": 2, "dead_groups": "keep"}, "train__learning_rate": 1e-2}
+    chosen = objectives(teacher)
+    lora = {"objective": {"name": "rl", "loss": "grpo", "kl_weight": 0.1}, "adapter": LORA}
+    return {name: {**shared, **chosen[name]} for name in ("rl", "ppo", "online_dpo")} | {"lora": {**shared, **lora}}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, knows_few: Path, knows_half: Path) -> Path:
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    folder = tmp_path_factory.mktemp("ranks")
+    jobs = of_ranks(knows_few, knows_half)
+    errors = folder / "stderr"
+    assert run_ranks(RANKS, str(folder), json.dumps(jobs), errors=errors) == [0, 0], errors.read_text()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["rl", "ppo", "online_dpo", "lora"])
+def test_two_ranks_draw_and_learn_what_one_process_does(
+    name: str, ranks: Path, knows_few: Path, knows_half: Path, train: Train
+) -> None:
+    """With a value head, too, whose gradients are added up like all others."""
+    two = RunResult.load(ranks / name)
+    one = train(make_data(make_segments(12)), folder="one", **of_ranks(knows_few, knows_half)[name])
+    assert two.world_size == 2
+    drawn = [[sorted((a["row"], a["sample"], a["ids"]) for a in step) for step in _by_step(r.path)] for r in (one, two)]
+    assert drawn[0] == drawn[1]
+    assert losses(two) == pytest.approx(losses(one), rel=1e-3, abs=1e-5)
+    norms = [[step.grad_norm for step in run.steps] for run in (one, two)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    for step, other in zip(two.steps, one.steps, strict=True):
+        assert step.measures == pytest.approx(other.measures, rel=1e-3, abs=1e-5)
+
+
+def _by_step(folder: Path) -> list[list[dict[str, Any]]]:
+    """The answers of all ranks."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted((folder / FOLDER).glob("*.jsonl")):
+        found.setdefault(file.name[:6], []).extend(json.loads(line) for line in file.read_text().splitlines())
+    return [found[step] for step in sorted(found)]

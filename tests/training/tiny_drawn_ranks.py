@@ -1,0 +1,28 @@
+"""One rank of runs that draw their answers: ``python tiny_drawn_ranks.py FOLDER MODEL JOBS``, jobs as JSON by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tiny_rollouts import evenness
+from tiny_runs import make_config, make_data, make_segments
+
+from luthier.encoding.tokenizer import load_tokenizer
+from luthier.metrics.table import METRICS, Metric
+from luthier.training.fit import fit_data
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    METRICS._rows["evenness"] = Metric(of_row=evenness)
+    folder, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    for name, changes in jobs.items():
+        config = make_config(folder / name, **changes)
+        fit_data(config, load_tokenizer("preset:tiny-qwen3"), make_data(make_segments(12)))
+
+
+if __name__ == "__main__":
+    main()
