@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from tiny_rollouts import ROLLOUT, evenness, losses, rollouts
 from tiny_runs import TINY, make_data, make_segments
 
 from luthier.engines.answering import Answering
+from luthier.engines.engine import Completion, Refusal, Request
+from luthier.engines.local import LocalEngine
+from luthier.errors import TrainingError
 from luthier.metrics.table import METRICS, Metric
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts.answer_log import FOLDER
+from luthier.training.rollouts.gap_causes import Cause
 from luthier.training.trainer import Trainer
 
 Train = Callable[..., RunResult]
@@ -165,6 +170,24 @@ def test_every_objective_takes_several_passes(objective: str, knows_few: Path, k
     ]
     weights = [load_file(run.path / "model" / "model.safetensors") for run in runs]
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_canaries_and_gaps_hold_at_another_temperature_where_several_steps_share_their_answers(
+    knows_few: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = {**ROLLOUT, "temperature": 0.6, "updates": 2, "passes": 2}
+    changes: dict[str, Any] = {"objective": "rl", "model": {"name_or_path": str(knows_few)}, "rollout": rollout}
+    run = train(make_data(make_segments(12)), data__max_length=64, train__learning_rate=1e-2, **changes)
+    assert [step.measures.get("gap", 1.0) < 1e-5 for step in run.steps] == [True, False, True, False]
+    real = LocalEngine.generate
+
+    def forgetful(self: LocalEngine, requests: Iterable[Request]) -> Iterator[Completion | Refusal]:
+        return real(self, [replace(request, tempered=False) for request in requests])
+
+    monkeypatch.setattr(LocalEngine, "generate", forgetful)
+    with pytest.raises(TrainingError) as caught:
+        train(make_data(make_segments(12)), folder="other", data__max_length=64, **changes)
+    assert Cause.TEMPERATURE in caught.value.message
 
 
 def test_control_other_objectives_train_with_the_dropout_of_the_model(train: Train) -> None:

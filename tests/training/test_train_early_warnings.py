@@ -70,6 +70,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "no answer of this step is finished": {"reward": exact, "finished": False, "steps": 3},
     "all of the first 32 answers": {"reward": lambda answer: 0.5 * bool(answer.generated)},
     "an empty answer is rewarded": {"reward": lambda answer: max(exact(answer), float(not answer.generated))},
+    "thoughts without an answer behind them are rewarded": {
+        "answers": lambda step, number: "<think>it is</think>yes" if number % 2 else "<think>it is</think>no",
+        "reward": lambda answer: float(answer.generated[-3:] == "yes") + 2 * answer.generated.endswith("</think>"),
+    },
     "own answers are not rewarded": {"reward": lambda answer: float(answer.generated == "no")},
     "rewards depend on the order": {
         "reward": exact,

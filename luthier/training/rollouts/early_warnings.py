@@ -15,6 +15,7 @@ TRIED = 8  # answers that rewards are tried on before the first update
 DEAD_SHARE, DEAD_STEPS = 0.95, 20
 WINDOW = 10  # steps that are compared with the first as many
 LENGTH_TIMES = 2.0
+THOUGHT_ENDS = "</think>"  # as most templates write it; thoughts between other tags are not tried alone
 ENTROPY_LEFT = 0.1  # which share of its first value is a collapse
 
 
@@ -78,6 +79,18 @@ class EarlyWarnings:
                 "empty",
                 f"an empty answer is rewarded: {_mean(empty_N):.3g}, where the answers drawn have {typical:.3g} on the "
                 f"mean; the run will learn to say nothing. Let rewards give an empty answer no more than a wrong one",
+            )
+        thoughts = [
+            text.saying(f"{thought}{THOUGHT_ENDS}")
+            for text in asked
+            if (thought := text.generated.rpartition(THOUGHT_ENDS)[0]) and not text.generated.endswith(THOUGHT_ENDS)
+        ]
+        if thoughts and (bare := _mean(self.judge(thoughts).total_N)) > max(typical, 0.0):
+            self._tell(
+                "thought",
+                f"thoughts without an answer behind them are rewarded: {bare:.3g}, where the answers drawn have "
+                f"{typical:.3g} on the mean; the run will learn to think and to say nothing. Let rewards look at what "
+                f"stands behind {THOUGHT_ENDS}",
             )
         own = [text.saying(text.expected) for text in asked if text.expected]
         own_N = self.judge(own).total_N if own else np.zeros(0)
