@@ -96,6 +96,11 @@ def test_a_row_of_another_format_is_refused_with_the_columns_it_has(kind: Format
         convert({"pear": "1", "apple": "2"}, format=kind)
 
 
+def test_a_null_in_a_column_that_is_needed_is_said_to_be_one() -> None:
+    with pytest.raises(RowError, match="needs 'completion'; in this row 'completion' is null"):
+        convert({"prompt": "Hi", "completion": None}, format=Format.PROMPT_COMPLETION)
+
+
 def test_a_message_in_the_style_of_other_sources_is_told_the_way_out() -> None:
     odd = {"messages": [{"from": "human", "value": "Hi"}]}
     with pytest.raises(RowError) as caught:

@@ -79,10 +79,10 @@ class Reading:
     def missing(self, *names: str) -> RowError:
         """The error for a row without any of these columns."""
         wanted = " or ".join(repr(self.field(name)) for name in names)
+        empty = [repr(name) for name in map(self.field, names) if name in self.data]
         seen = ", ".join(sorted(self.data)[:20])
-        return RowError(
-            "missing_column", f"format {self.layout.format} needs {wanted}; the row has {seen or 'nothing'}"
-        )
+        found = f"in this row {' and '.join(empty)} is null" if empty else f"the row has {seen or 'nothing'}"
+        return RowError("missing_column", f"format {self.layout.format} needs {wanted}; {found}")
 
     def messages(self, name: str, media: MediaQueue | None = None) -> list[Message]:
         """The list of messages in our column ``name``."""
