@@ -37,7 +37,7 @@ import luthier
 from benchmarks.harness.processes import run
 from benchmarks.harness.runs import LUTHIER
 from luthier.config.loading import load_config
-from luthier.config.schema import RunConfig
+from luthier.config.schema import GenerateConfig, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.presets.datasets import dataset_rows
 from luthier.records import Segment
@@ -194,7 +194,9 @@ def _exact(model: PreTrainedModel, start: Start) -> float:
         questions.append(
             Question(prompt=chosen.input_ids[:begin], answer=chosen.input_ids[begin:end], address=chosen.address)
         )
-    answered = answer_all(model, questions, start.tokenizer, step=0, batch_size=64, max_new_tokens=24)
+    answered = answer_all(
+        model, questions, start.tokenizer, step=0, batch_size=64, settings=GenerateConfig(max_new_tokens=24)
+    )
     return answered.exact_match
 
 

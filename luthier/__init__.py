@@ -95,14 +95,14 @@ if TYPE_CHECKING:
     from luthier.errors import TokenizerError as TokenizerError
     from luthier.errors import TrainingError as TrainingError
     from luthier.errors import UserError as UserError
+    from luthier.export.checks import ExportCheck as ExportCheck
+    from luthier.export.checks import ExportFinding as ExportFinding
+    from luthier.export.checks import ExportProof as ExportProof
+    from luthier.export.checks import ExportResult as ExportResult
     from luthier.export.model_folder import Exported as Exported
     from luthier.export.model_folder import ExportOptions as ExportOptions
     from luthier.export.model_folder import check_export as check_export
     from luthier.export.model_folder import export_run as export_run
-    from luthier.export.proof import ExportCheck as ExportCheck
-    from luthier.export.proof import ExportFinding as ExportFinding
-    from luthier.export.proof import ExportProof as ExportProof
-    from luthier.export.proof import ExportResult as ExportResult
     from luthier.ledger import Ledger as Ledger
     from luthier.library import DataStats as DataStats
     from luthier.library import FirstSample as FirstSample

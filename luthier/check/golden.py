@@ -50,6 +50,32 @@ class GoldenContext(msgspec.Struct, frozen=True, kw_only=True):
     greedy_from: int | None = None
 
 
+class GoldenArray(msgspec.Struct, frozen=True, kw_only=True):
+    """An array that a processor made: its shape, the SHA-256 of its bytes, and numbers from all over it."""
+
+    shape: list[int]
+    sha256: str
+    sample: list[float]
+
+
+class GoldenPictures(msgspec.Struct, frozen=True, kw_only=True):
+    """A history with pictures, what the processor made of it, and a context that begins with it.
+
+    messages  in Hugging Face's form, with ``{"type": "image"}`` in the places of the pictures
+    pictures  the bytes of their files, in their order
+    prompt    the ids of the generation prompt, with the slots that the pictures take
+    arrays    what the model is given beside ids: pixel values, grids …
+    context   ids and log-probabilities of the trained model
+    """
+
+    row: str
+    messages: list[dict[str, Any]]
+    pictures: list[bytes]
+    prompt: list[int]
+    arrays: dict[str, GoldenArray]
+    context: GoldenContext
+
+
 class WrittenFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of the folder as it was written."""
 
@@ -62,7 +88,8 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
 
     source           what was exported
     dtype            of the weights, by torch's name
-    bound            by which bounds its numbers are compared: ``exact`` (float32 on both sides) or ``cast``
+    quantization     what its linear layers were quantized to beside that: ``int8``, ``fp8``, or "" for nothing
+    bound            by which bounds its numbers are compared: ``exact`` (float32 on both sides), ``cast`` …
     template_kwargs  variables that training gave to the chat template, and that every caller has to give, too
     template_now     the time that the template was told, where it asks
     template_sha256  of the chat template's text; "" where there is none
@@ -83,6 +110,8 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     special_ids: dict[str, int]
     prompts: list[GoldenPrompt]
     contexts: list[GoldenContext]
+    quantization: str = ""
+    pictures: list[GoldenPictures] = []
     files: dict[str, WrittenFile] = {}
     notes: list[str] = []
 

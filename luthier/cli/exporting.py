@@ -16,7 +16,7 @@ from luthier.cli.pipeline import Overrides
 from luthier.errors import UserError
 
 if TYPE_CHECKING:
-    from luthier.export.proof import ExportProof
+    from luthier.export.checks import ExportProof
 
 RunToExport = Annotated[
     str | None,
@@ -43,6 +43,16 @@ class Dtype(StrEnum):
 DtypeChoice = Annotated[Dtype | None, typer.Option(help="Type of the weights. Default: the one of the run.")]
 
 
+class Quantize(StrEnum):
+    """What linear layers are quantized to."""
+
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
+QuantizeChoice = Annotated[Quantize | None, typer.Option(help="Linear layers in 8 bits a weight, by torchao.")]
+
+
 class ExportFormat(StrEnum):
     """What an export is for."""
 
@@ -64,6 +74,8 @@ OuttypeChoice = Annotated[Outtype | None, typer.Option(help="Type of the weights
 LlamaCpp = Annotated[
     str | None, typer.Option(metavar="DIR", help="A clone of llama.cpp. Without it its converter is fetched by pip.")
 ]
+WithModelfile = Annotated[bool, typer.Option("--modelfile", help="A Modelfile for Ollama beside the GGUF file.")]
+Push = Annotated[str | None, typer.Option(metavar="REPO", help="Upload it to the Hub, once it is proven: NAME/MODEL.")]
 
 
 def export(  # noqa: PLR0913
@@ -71,10 +83,13 @@ def export(  # noqa: PLR0913
     overrides: Overrides = None,
     to: To = None,
     dtype: DtypeChoice = None,
+    quantize: QuantizeChoice = None,
     max_shard: MaxShard = None,
     format_: FormatChoice = None,
     outtype: OuttypeChoice = None,
     llama_cpp: LlamaCpp = None,
+    modelfile: WithModelfile = False,
+    push: Push = None,
     data: ProofData = None,
     proof: Proof = True,
     overwrite: ReplaceFolder = False,
@@ -103,7 +118,15 @@ def export(  # noqa: PLR0913
         else:
             said = [
                 *(overrides or ()),
-                *_said(max_shard, dtype=dtype, format=format_, outtype=outtype, llama_cpp=llama_cpp),
+                *_said(
+                    max_shard,
+                    dtype=dtype,
+                    quantize=quantize,
+                    format=format_,
+                    outtype=outtype,
+                    llama_cpp=llama_cpp,
+                    push=push,
+                ),
             ]
             options = ExportOptions(to=to, data=data, proof=proof, overwrite=overwrite)
             console = output.console

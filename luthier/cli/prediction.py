@@ -117,6 +117,9 @@ def predict(  # noqa: PLR0913
                 f"{first['row']} = {first['train_row']}"
             )
             console.print(f"[yellow]{escape(line)}[/] (metrics.json names them)", highlight=False)
+        for reason, count in found.metrics["unjudged"].items():
+            line = f"{counted(count, 'answer has', 'answers have')} no score of the judge: {reason}"
+            console.print(f"[yellow]{escape(line)}[/]", highlight=False)
         if found.metrics["not_installed"]:
             names = ", ".join(found.metrics["not_installed"])
             console.print(f"[yellow]not measured, as their packages are not installed: {names}[/]")

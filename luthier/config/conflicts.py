@@ -176,6 +176,8 @@ def _generation(draft: Draft) -> Iterator[Problem]:
     if not OBJECTIVES[config.objective.name].has_head:
         what = f"a reward model answers nothing, and {draft.cite('objective.name')} is {config.objective.name}"
         yield draft.problem("eval.generate_rows", what, "remove it")
+    if "judge" in config.eval.metrics and config.judge.url is None:
+        yield draft.problem("eval.metrics", "judge is asked at judge.url, which is not set", "set judge.url")
 
 
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -457,7 +459,7 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("data.eval_split", "data.eval", "data.eval_use"), _eval_split),
     (("data.train", "data.eval"), _counted_rows),
     (("data.eval", "data.eval_use", "data.eval_split", "eval", "train.lr_scheduler_type"), _needs_evaluation),
-    (("data.eval", "data.eval_use", "data.eval_split", "eval.generate_rows", "objective.name"), _generation),
+    (("data.eval", "data.eval_use", "data.eval_split", "eval.generate_rows", "objective.name", "judge"), _generation),
     (("generate",), _generating),
     (("eval", "output.save_strategy", "output.save_steps"), _best_checkpoint),
     (("eval", "objective.name"), _metric),

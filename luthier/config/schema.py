@@ -8,10 +8,11 @@ Names are Hugging Face's where the thing is theirs. `luthier.config.loading.load
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
 from luthier.config.choices import (
     SCHEDULERS,
@@ -272,6 +273,48 @@ class EvalConfig(Section):
     """End with the best checkpoint instead of the last."""
 
 
+JUDGE_PLACES = ("question", "answer", "expected", "low", "high")  # what a prompt of a judge may name in braces
+
+
+class JudgeConfig(Section):
+    """The metric ``judge``: a model behind a server gives answers a score ([predict.md](predict.md#a-judge))."""
+
+    shorthand = "url"
+
+    url: NonEmpty | None = None
+    """The server, which speaks OpenAI's chat interface (``http://localhost:8000``), as vLLM, SGLang, llama.cpp and
+    ``luthier serve`` do. Default: none, and there is no metric ``judge``."""
+    model: NonEmpty | None = None
+    """Name of the model that judges. Default: the first that the server lists."""
+    prompt: NonEmpty | None = None
+    """What the judge is asked. ``{answer}`` has to stand in it; ``{question}``, ``{expected}``, ``{low}`` and
+    ``{high}`` may. A paragraph with ``{expected}`` is left out for a row that holds no answer. Default: the one in
+    [predict.md](predict.md#a-judge)."""
+    low: Signed = 1.0
+    """Lowest score."""
+    high: Signed = 10.0
+    """Highest score. What lies outside of the scale is counted, and is no score."""
+    max_new_tokens: Tokens = 512
+    """Longest reply of the judge, in tokens."""
+    token_env: NonEmpty | None = None
+    """The environment variable that holds the server's token."""
+    timeout: Positive = 60.0
+    """Seconds that a reply may take; an answer whose reply is late is counted, and has no score."""
+    batch_size: Size = 8
+    """Answers that the server is asked about at a time."""
+
+    @model_validator(mode="after")
+    def _a_prompt_and_a_scale(self) -> Self:
+        named = {"answer"} if self.prompt is None else set(re.findall(r"\{([a-z_]+)\}", self.prompt))
+        if strange := sorted(named - set(JUDGE_PLACES)):
+            raise ValueError(f"prompt names {{{strange[0]}}}, which is none of {', '.join(JUDGE_PLACES)}")
+        if "answer" not in named:
+            raise ValueError("prompt has no {answer}, so that every answer would be judged alike")
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low:g} is not below high {self.high:g}")
+        return self
+
+
 class GenerateConfig(Section):
     """How answers are generated; transformers' names. What the model's own ``generation_config.json`` says of sampling,
     penalties and lengths is not followed, only its stop tokens are; a run tells what it passes over."""
@@ -359,10 +402,27 @@ class ExportConfig(Section):
     """Most gigabytes that a file of weights has; a larger model is written as several files."""
     format: Literal["hf", "gguf"] = "hf"
     """``hf``: a folder as transformers and vLLM load it; ``gguf``: one file for llama.cpp."""
+    quantize: Literal["int8", "fp8"] | None = None
+    """Linear layers in 8 bits a weight, by torchao: ``int8`` or ``fp8``, as transformers loads them. Embeddings, the
+    output layer and routers keep ``dtype``. Default: nothing is quantized."""
     outtype: Literal["f32", "f16", "bf16", "q8_0"] = "bf16"
     """Type of the weights in a GGUF file."""
     llama_cpp: PathLike | None = None
     """A clone of llama.cpp with its converter. Default: the converter is fetched once, by pip."""
+    modelfile: bool = False
+    """Write a Modelfile for Ollama beside a GGUF file ([export.md](export.md#ollama))."""
+    push: NonEmpty | None = None
+    """A repository on the Hub (``NAME/MODEL``) that the folder is uploaded to once it is proven and in place."""
+    public: bool = False
+    """Make a repository that is new a public one."""
+
+    @model_validator(mode="after")
+    def _quantized_once(self) -> Self:
+        if self.quantize is not None and self.format != "hf":
+            raise ValueError(f"quantize: {self.quantize} is for format hf; a GGUF file has outtype: q8_0 instead")
+        if self.modelfile and self.format != "gguf":
+            raise ValueError("modelfile: Ollama reads GGUF files; set format: gguf")
+        return self
 
 
 class TrackingConfig(Section):
@@ -410,6 +470,7 @@ class RunConfig(Section):
     adapter: AdapterConfig = AdapterConfig()
     eval: EvalConfig = EvalConfig()
     generate: GenerateConfig = GenerateConfig()
+    judge: JudgeConfig = JudgeConfig()
     serve: ServeConfig = ServeConfig()
     rollout: RolloutConfig = RolloutConfig()
     output: OutputConfig = OutputConfig()

@@ -35,6 +35,10 @@ class ServerUnreachable(UserError):
     """The server did not answer, or not in time."""
 
 
+class ServerLate(ServerUnreachable):
+    """The server was there, and its answer was not whole in time."""
+
+
 class ServerWrong(UserError):
     """The server answered with what is no answer to the question."""
 
@@ -111,13 +115,14 @@ class JsonClient:
             ) from error
         except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
             why = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise ServerUnreachable(
+            is_late = request.is_over or isinstance(why, TimeoutError)
+            raise (ServerLate if is_late else ServerUnreachable)(
                 f"{request.full_url} cannot be reached: {why or type(error).__name__}",
                 hint=f"start the server, or check the address (each answer may take {self.timeout:g} s)",
             ) from error
         if request.is_over:
             what = f"{request.full_url} gave no whole answer within {self.timeout:g} s"
-            raise ServerUnreachable(what, hint="ask for less at once, or give it more time")
+            raise ServerLate(what, hint="ask for less at once, or give it more time")
         try:
             answer = json.loads(raw)
         except (ValueError, RecursionError) as error:
@@ -201,14 +206,14 @@ class _StayHere(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_StayHere, _Http, _Https)
 
 
-def token_from(name: str | None) -> str | None:
+def token_from(name: str | None, option: str = "--token-env") -> str | None:
     """The token in the environment variable ``name``. Raises `UserError` if there is none."""
     if name is None:
         return None
     token = os.environ.get(name, "").strip()
     if not token or not token.isprintable() or not token.isascii():
         raise UserError(
-            f"--token-env {name}: this variable of the environment holds no token",
+            f"{option} {name}: this variable of the environment holds no token",
             hint=f"set it where the command runs: export {name}=…",
         )
     return token

@@ -24,17 +24,9 @@ from numpy.typing import NDArray
 from luthier.check.golden import GoldenContext, Parity, served_otherwise
 from luthier.check.verify.server import TokenServer
 from luthier.errors import ModelError, UserError, install_hint
+from luthier.export.checks import ExportCheck, ExportProof, ExportResult, check_result
 from luthier.export.llama_server import CONTEXT, llama_server
-from luthier.export.proof import (
-    ExportCheck,
-    ExportProof,
-    ExportResult,
-    HeldContext,
-    check_result,
-    compared,
-    hold,
-    template_digest,
-)
+from luthier.export.proof import HeldContext, compared, hold, template_digest
 from luthier.writing import counted, rename
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"

@@ -13,14 +13,16 @@ from pathlib import Path
 import msgspec
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from luthier import __version__
 from luthier.check.golden import PARITY_FILE, PARITY_VERSION, Parity, file_faults, read_parity, write_parity
 from luthier.config.choices import AdapterType, QuantizationType
+from luthier.config.schema import ExportConfig
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import ModelError, UserError
 from luthier.export.bounds import bound_of
+from luthier.export.checks import ExportCheck, ExportProof, check_result
 from luthier.export.gguf import (
     GGUF_BOUNDS,
     check_installed,
@@ -28,14 +30,11 @@ from luthier.export.gguf import (
     converter_folder,
     prove_gguf,
 )
-from luthier.export.proof import (
-    ExportCheck,
-    ExportProof,
-    check_result,
-    prove,
-    template_digest,
-    weight_digests,
-)
+from luthier.export.ollama import MODELFILE, modelfile
+from luthier.export.pictures import golden_pictures
+from luthier.export.proof import prove, template_digest, weight_digests
+from luthier.export.pushing import check_push, push
+from luthier.export.quantizing import QUANTIZED_BOUNDS, QuantizedForm, check_torchao, quantize_folder, quantized_form
 from luthier.export.taken_down import TakenDown, measure, template_now
 from luthier.models.adapter_files import merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
@@ -112,11 +111,7 @@ def export_run(
     opened = open_run(Path(run).expanduser(), overrides)
     settings = opened.config.export
     folder = _target(options, opened)
-    converter = None
-    if settings.format != "hf":
-        converter = converter_folder(settings.llama_cpp)
-        if options.proof:
-            check_installed()
+    converter = _ready(settings, proves=options.proof)
     opened, notes = _with_adapter(opened)
     tell("loading the trained model")
     engine = opened.engine(opened.config.eval.per_device_eval_batch_size)
@@ -127,11 +122,13 @@ def export_run(
         measured = measure(opened, engine, None if options.data is None else str(options.data))
         notes += measured.notes
     parity = _parity(opened, engine, dtype, measured)
+    notes += [] if measured is None else _told_of_media(parity, measured)
     proof = None
     try:
         with replacing(folder) as place:
             tell("merging and writing")
-            staging = place if converter is None else place / WHOLE
+            form = None if settings.quantize is None else quantized_form(base_of(engine.model), settings.quantize)
+            staging = place if converter is None and form is None else place / WHOLE
             notes += _write(opened, engine, staging, dtype)
             digests = None if measured is None else weight_digests(base_of(engine.model), getattr(torch, dtype))
             del engine  # its weights are not held beside those that are loaded again
@@ -141,15 +138,16 @@ def export_run(
                 tell("loading it again and comparing")
                 proof = prove(staging, parity, measured=measured, weights=digests, like=opened.config)
                 _demand(proof)
-            if converter is not None:
-                tell("converting, and having llama.cpp load it" if options.proof else "converting")
-                parity = msgspec.structs.replace(parity, notes=notes, bound=GGUF_BOUNDS[settings.outtype])
-                converted = _converted(opened, place, folder, parity, converter, proves=options.proof)
-                if proof is not None and converted is not None:
-                    proof = ExportProof(results=(*proof.results, *converted.results))
-                    _demand(proof)
+            export = _Export(run=opened, place=place, folder=folder, dtype=dtype, measured=measured, tell=tell)
+            again, more = _in_another_form(export, parity, form, converter, notes)
+            notes += more
+            if proof is not None and again is not None:
+                proof = ExportProof(results=(*proof.results, *again.results))
+                _demand(proof)
     except _NotProven:
         return Exported(folder=None, dtype=dtype, proof=proof, notes=tuple(notes))
+    if settings.push is not None:
+        notes.append(push(folder, settings.push, public=settings.public, with_parity=options.data is not None))
     return Exported(folder=folder, dtype=dtype, proof=proof, notes=tuple(notes))
 
 
@@ -202,6 +200,22 @@ def prove_merged(run: Path) -> str:
     )
 
 
+def _ready(settings: ExportConfig, *, proves: bool) -> Path | None:
+    """The folder of llama.cpp's converter, where it is needed. Raises `UserError` where a package is missing."""
+    if settings.quantize is not None:
+        check_torchao()
+    if settings.push is not None:
+        if not proves:
+            raise UserError("what is not proven is not pushed", hint="remove --no-proof, or --push")
+        check_push(settings.push)
+    if settings.format == "hf":
+        return None
+    converter = converter_folder(settings.llama_cpp)
+    if proves:
+        check_installed()
+    return converter
+
+
 class _NotProven(UserError):
     """Takes what was written away again."""
 
@@ -211,17 +225,69 @@ def _demand(proof: ExportProof) -> None:
         raise _NotProven("the exported model is not the trained one")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Export:
+    """An export whose whole weights are written, in the hidden ``place`` of ``folder``."""
+
+    run: TrainedRun
+    place: Path
+    folder: Path
+    dtype: str
+    measured: TakenDown | None  # None: nothing is proven
+    tell: OnStage
+
+    @property
+    def whole(self) -> Path:
+        """The folder with the whole weights, where another form is made of it."""
+        return self.place / WHOLE
+
+
+def _in_another_form(
+    export: _Export, parity: Parity, form: QuantizedForm | None, converter: Path | None, notes: Sequence[str]
+) -> tuple[ExportProof | None, list[str]]:
+    """Quantized weights or a GGUF file in the place of the whole weights; its proof, and notes."""
+    if form is not None:
+        return _quantized(export, parity, form, notes)
+    if converter is None:
+        return None, []
+    outtype = export.run.config.export.outtype
+    parity = msgspec.structs.replace(parity, bound=GGUF_BOUNDS[outtype])
+    return _converted(export, parity, converter, notes)
+
+
+def _quantized(
+    export: _Export, parity: Parity, form: QuantizedForm, notes: Sequence[str]
+) -> tuple[ExportProof | None, list[str]]:
+    export.tell(f"quantizing to {form.kind}")
+    max_shard_gb = export.run.config.export.max_shard_gb
+    told = [quantize_folder(export.whole, export.place, form, export.dtype, max_shard_gb)]
+    parity = msgspec.structs.replace(
+        parity, quantization=form.kind, bound=QUANTIZED_BOUNDS[form.kind], notes=[*notes, *told]
+    )
+    write_parity(parity, export.place)
+    if export.measured is None:
+        return None, told
+    export.tell("loading the quantized model and comparing")
+    without_modules = replace(export.measured, probes=())
+    return prove(export.place, parity, measured=without_modules, like=export.run.config), told
+
+
 def _converted(
-    run: TrainedRun, place: Path, folder: Path, parity: Parity, converter: Path, *, proves: bool
-) -> ExportProof | None:
-    """One GGUF file in the place of the folder of weights, and its proof."""
-    section = run.config.export
-    model = place / f"{folder.name}-{section.outtype}.gguf"
-    convert(place / WHOLE, model, section.outtype, converter)
-    rename(place / WHOLE / CARD, place / CARD)
-    shutil.rmtree(place / WHOLE)
-    write_parity(parity, place)
-    return prove_gguf(model, parity) if proves else None
+    export: _Export, parity: Parity, converter: Path, notes: Sequence[str]
+) -> tuple[ExportProof | None, list[str]]:
+    proves, section = export.measured is not None, export.run.config.export
+    export.tell("converting, and having llama.cpp load it" if proves else "converting")
+    model, told = export.place / f"{export.folder.name}-{section.outtype}.gguf", list[str]()
+    convert(export.whole, model, section.outtype, converter)
+    if section.modelfile:
+        tokenizer = AutoTokenizer.from_pretrained(str(export.whole), local_files_only=True)
+        text, told = modelfile(model, parity, tokenizer, export.run.config.data.max_length)
+        (export.place / MODELFILE).write_text(text, encoding="utf-8")
+    rename(export.whole / CARD, export.place / CARD)
+    shutil.rmtree(export.whole)
+    parity = msgspec.structs.replace(parity, notes=[*notes, *told])
+    write_parity(parity, export.place)
+    return (prove_gguf(model, parity) if proves else None), told
 
 
 def _target(options: ExportOptions, run: TrainedRun) -> Path:
@@ -273,7 +339,14 @@ def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: TakenDow
         special_ids={name: tokenizer.control_id(token) for name, token in sorted(tokenizer.special_tokens.items())},
         prompts=[] if measured is None else list(measured.prompts),
         contexts=[] if measured is None else measured.goldens,
+        pictures=[] if measured is None else golden_pictures(run, engine, measured),
     )
+
+
+def _told_of_media(parity: Parity, measured: TakenDown) -> list[str]:
+    if parity.pictures or not any(context.media for context in measured.contexts):
+        return []
+    return ["no row with media is a golden case: only small pictures in a plain conversation are"]
 
 
 def _is_of_base(tensor: torch.Tensor) -> bool:
@@ -319,7 +392,7 @@ def _card(run: TrainedRun, dtype: str) -> str:
     if kwargs := run.config.template.kwargs:
         told = json.dumps(kwargs, ensure_ascii=False)
         lines.append(f"Give the chat template these variables, as training did (`chat_template_kwargs`): `{told}`.")
-    lines.append(f"`{PARITY_FILE}` holds golden cases: `luthier export --check DIR` compares this folder with them.")
+    lines.append(f"`{PARITY_FILE}`, if here, holds golden cases: `luthier export --check DIR` compares with them.")
     return text.rstrip("\n") + "\n\n## Export\n\n" + "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,87 +18,22 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from luthier.check.golden import GoldenContext, Parity, file_faults, first_difference
+from luthier.check.golden import GoldenContext, GoldenPictures, Parity, file_faults, first_difference
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import LuthierError, RowError
-from luthier.export.bounds import BOUNDS, CAST, MIN_SAME
+from luthier.export.bounds import BOUNDS, CAST
+from luthier.export.checks import ExportCheck, ExportProof, ExportResult, check_result
+from luthier.export.pictures import picture_faults
 from luthier.export.taken_down import ModuleProbe, TakenContext, TakenDown, logprobs_at, outputs_of, prompt_ids
 from luthier.prediction.trained_run import TrainedRun
 from luthier.training.folder.artifacts import TEMPLATE_FILE
 from luthier.writing import counted
 
-MAX_SHOWN = 5  # findings of a check that are told one by one
 MAX_SLOPE_ERROR = 0.1  # standard error of what is told of a module, above which nothing is told
+_STORED = {"int8": "I8", "fp8": "F8_E4M3"}  # how a quantized weight is called in a file of weights
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-class ExportCheck(StrEnum):
-    """What is proven of an exported folder."""
-
-    FILES = "files"
-    TEMPLATE = "template"
-    STOPS = "stops"
-    SPECIAL_IDS = "special_ids"
-    TOKENS = "tokens"
-    DTYPE = "dtype"
-    LOADS = "loads"
-    WEIGHTS = "weights"
-    MERGED = "merged"
-    DIFFERS = "differs"
-    LOGPROBS = "logprobs"
-    ANSWERS = "answers"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportFinding:
-    """Something that does not hold: where, and the numbers that disagree."""
-
-    where: str
-    what: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportResult:
-    """One check: ``told`` is what was compared, with its numbers."""
-
-    check: ExportCheck
-    told: str
-    findings: tuple[ExportFinding, ...] = ()
-    num_findings: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether it holds."""
-        return not self.num_findings
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportProof:
-    """All checks of a folder."""
-
-    results: tuple[ExportResult, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything holds."""
-        return all(result.ok for result in self.results)
-
-    def to_json(self) -> dict[str, object]:
-        """For programs: the checks by name."""
-        return {
-            "ok": self.ok,
-            "checks": {
-                result.check.value: {
-                    "ok": result.ok,
-                    "told": result.told,
-                    "findings": [{"where": one.where, "what": one.what} for one in result.findings],
-                    "num_findings": result.num_findings,
-                }
-                for result in self.results
-            },
-        }
 
 
 def prove(
@@ -126,14 +60,8 @@ def prove(
     results.append(check_result(ExportCheck.LOADS, f"{type(base_of(loaded.model)).__name__} from the folder alone", []))
     if weights is not None:
         results.append(_weights(base_of(loaded.model), weights, parity))
-    results += list(_behaviour(loaded, parity, measured))
+    results += list(_behaviour(loaded, run, parity, measured))
     return ExportProof(results=tuple(results))
-
-
-def check_result(check: ExportCheck, told: str, faults: Sequence[tuple[str, str]]) -> ExportResult:
-    """A check with the faults that it found, of which the first are told: where, what."""
-    shown = tuple(ExportFinding(where=where, what=what) for where, what in faults[:MAX_SHOWN])
-    return ExportResult(check=check, told=told, findings=shown, num_findings=len(faults))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -280,20 +208,31 @@ def _dtype(folder: Path, parity: Parity) -> ExportResult:
         named = said.get("dtype") or said.get("torch_dtype")
         if named != parity.dtype:
             faults.append(("config.json", f"dtype {named}, exported in {parity.dtype}"))
+        method = (said.get("quantization_config") or {}).get("quant_method")
+        if (method is not None) != bool(parity.quantization):
+            what = f"quantization_config of {method}, exported with {parity.quantization or 'none'}"
+            faults.append(("config.json", what))
     except (OSError, ValueError) as error:
         faults.append(("config.json", _first_line(error)))
-    count = 0
+    count, quantized = 0, 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     count += 1
                     kind = file.get_slice(name).get_dtype()
+                    quantized += kind == _STORED.get(parity.quantization) and name.endswith("_weight_qdata")
+                    if parity.quantization and name.endswith("_weight_scale"):
+                        continue  # one for each row of a quantized weight, in float32
                     if kind in _DTYPES and _DTYPES[kind] != parity.dtype:
                         faults.append((f"{path.name}:{name}", f"{_DTYPES[kind]}, exported in {parity.dtype}"))
         except (OSError, SafetensorError) as error:
             faults.append((path.name, _first_line(error)))
-    return check_result(ExportCheck.DTYPE, f"{counted(count, 'tensor')} in {parity.dtype}", faults)
+    told = f"{counted(count, 'tensor')} in {parity.dtype}"
+    if parity.quantization:
+        told += f", but for {counted(quantized, 'weight')} in {parity.quantization}"
+        faults += [] if quantized else [("*.safetensors", f"no weight is in {parity.quantization}")]
+    return check_result(ExportCheck.DTYPE, told, faults)
 
 
 def _loaded(run: TrainedRun) -> LocalEngine | ExportResult:
@@ -346,7 +285,9 @@ class HeldContext:
         return self.golden.greedy_from is not None
 
 
-def _behaviour(engine: LocalEngine, parity: Parity, measured: TakenDown | None) -> Iterator[ExportResult]:
+def _behaviour(
+    engine: LocalEngine, run: TrainedRun, parity: Parity, measured: TakenDown | None
+) -> Iterator[ExportResult]:
     merged = None
     if measured is not None and measured.probes:
         merged = _merged(base_of(engine.model), measured.probes)
@@ -358,6 +299,16 @@ def _behaviour(engine: LocalEngine, parity: Parity, measured: TakenDown | None) 
             yield _differs(held, merged)
     else:
         held = [_hold(engine, golden, parity.bound, None) for golden in parity.contexts]
+    if parity.pictures:
+        seen, faults = list[HeldContext](), list[tuple[str, str]]()
+        for golden in parity.pictures:
+            try:
+                seen.append(_hold_pictures(engine, run, golden, parity.bound, faults))
+            except RowError as error:
+                faults.append((golden.row, f"it is refused: {error.reason}"))
+        told = f"{counted(len(parity.pictures), 'prompt')} with pictures: the same ids and pixel values"
+        yield check_result(ExportCheck.PICTURES, told, faults)
+        held += seen if measured is None else []
     contexts, answers = [one for one in held if not one.is_answer], [one for one in held if one.is_answer]
     yield compared(ExportCheck.LOGPROBS, contexts, parity.bound)
     yield compared(ExportCheck.ANSWERS, answers, parity.bound)
@@ -367,6 +318,16 @@ def _hold(engine: LocalEngine, golden: GoldenContext, bound: str, context: Taken
     media, start = ((), golden.places[0]) if context is None else (context.media, context.answer_from)
     found_NV = logprobs_at(engine, np.asarray(golden.ids, np.int32), media, golden.places, start)
     return hold(golden, lambda ids_NK: np.take_along_axis(found_NV, ids_NK, axis=1), found_NV, bound, context)
+
+
+def _hold_pictures(
+    engine: LocalEngine, run: TrainedRun, golden: GoldenPictures, bound: str, faults: list[tuple[str, str]]
+) -> HeldContext:
+    sample, found = picture_faults(engine, run, golden)
+    faults += found
+    context = golden.context
+    found_NV = logprobs_at(engine, np.asarray(context.ids, np.int32), sample.media, context.places, context.places[0])
+    return hold(context, lambda ids_NK: np.take_along_axis(found_NV, ids_NK, axis=1), found_NV, bound)
 
 
 def hold(
@@ -430,8 +391,9 @@ def compared(check: ExportCheck, held: Sequence[HeldContext], bound: str) -> Exp
             faults.append((where, f"KL {one_kl:.2g} at one token, at most {allowed.kl_at_one:g} is rounding"))
     if not kl <= allowed.kl:
         faults.append(("all contexts", f"KL {kl:.2g} a token, at most {allowed.kl:g} is rounding"))
-    if (~same_N).sum() > max(1, (1 - MIN_SAME) * places):  # of few places one says little
-        faults.append(("all contexts", f"{same:.1%} with the same likeliest token, at least {MIN_SAME:.0%} should be"))
+    if (~same_N).sum() > max(1, (1 - allowed.same) * places):  # of few places one says little
+        what = f"{same:.1%} with the same likeliest token, at least {allowed.same:.0%} should be"
+        faults.append(("all contexts", what))
     return check_result(check, told, faults)
 
 

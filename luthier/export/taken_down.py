@@ -168,7 +168,7 @@ def golden_prompts(run: TrainedRun, rows: Iterable[EncodedRow]) -> tuple[list[Go
     judge.chat_template = tokenizer.files.chat_template
     found, unlike = [], 0
     for each in rows:
-        history = _history(each.row)
+        history = history_of(each.row)
         if history is None:
             continue
         texts = [part.text for message in history.messages for part in message.parts if isinstance(part, Text)]
@@ -183,7 +183,7 @@ def golden_prompts(run: TrainedRun, rows: Iterable[EncodedRow]) -> tuple[list[Go
     return found, unlike
 
 
-def _history(row: Row) -> Conversation | None:
+def history_of(row: Row) -> Conversation | None:
     """What is before a row's last answer."""
     if isinstance(row, Document | Tokenized):
         return None
@@ -244,6 +244,14 @@ def prompt_ids(tokenizer: Any, golden: GoldenPrompt, kwargs: dict[str, Any], now
 # Contexts and answers.
 
 
+def media_arrays(engine: LocalEngine, ids: Ids, media: Sequence[MediaItem]) -> dict[str, NDArray[Any]]:
+    """What the model is given of media beside the ids; nothing for a model of text. Raises `RowError` for media that
+    are gone."""
+    if engine.media is None:
+        return {}
+    return engine.media.of_prompts(np.asarray(ids, np.int64)[None], [engine.media.features(media)])
+
+
 @torch.no_grad()
 def logprobs_at(
     engine: LocalEngine, ids: Ids, media: Sequence[MediaItem], places: Sequence[int], answer_from: int
@@ -254,8 +262,7 @@ def logprobs_at(
     """
     ids_BT = np.asarray(ids, np.int64)[None]
     arrays: dict[str, NDArray[Any]] = {"input_ids": ids_BT, "attention_mask": np.ones_like(ids_BT)}
-    if engine.media is not None:
-        arrays |= engine.media.of_prompts(ids_BT, [engine.media.features(media)])
+    arrays |= media_arrays(engine, ids, media)
     if PREFIX_TYPES in arrays:
         arrays[PREFIX_TYPES][:, answer_from:] = 1  # the answer does not see itself both ways
     device = next(engine.model.parameters()).device

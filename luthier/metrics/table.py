@@ -32,6 +32,7 @@ class RowLoss:
     targets: int
 
 
+JUDGE = "judge"
 OfLosses = Callable[[Sequence[RowLoss]], CorpusScore]
 
 
@@ -40,7 +41,8 @@ class Metric:
     """One of four functions: ``of_row(expected, generated)`` gives a number for each answer, whose mean is told, or
     None where the row has no say; ``of_message(expected, generated)`` does so for answers read back as messages;
     ``of_corpus(all expected, all generated)`` gives one for all of them; ``of_losses`` one for the losses of the rows'
-    own answers, for which nothing is generated.
+    own answers, for which nothing is generated. Or it is what a judge has said (``is_judged``), which stands with the
+    answers.
     ``with_argument`` makes the metric that a name with an argument means: ``regex:PATTERN``. ``package`` is what it
     needs beside Luthier, which ``extra`` of Luthier installs."""
 
@@ -48,6 +50,7 @@ class Metric:
     of_message: OfMessage | None = None
     of_corpus: OfCorpus | None = None
     of_losses: OfLosses | None = None
+    is_judged: bool = False
     with_argument: Callable[[str], Metric] | None = None
     package: str | None = None
     extra: str | None = None
@@ -60,12 +63,13 @@ class Metric:
     @property
     def is_whole(self) -> bool:
         """Whether it can be measured without an argument."""
-        return any(of is not None for of in (self.of_row, self.of_message, self.of_corpus, self.of_losses))
+        functions = (self.of_row, self.of_message, self.of_corpus, self.of_losses)
+        return self.is_judged or any(of is not None for of in functions)
 
     @property
     def is_of_rows(self) -> bool:
         """Whether it gives a number for each answer."""
-        return self.of_row is not None or self.of_message is not None
+        return self.is_judged or self.of_row is not None or self.of_message is not None
 
 
 def _bleu_by(tokenize: str) -> Metric:
@@ -102,6 +106,7 @@ METRICS: Table[Metric] = Table(
         "bleu": Metric(of_corpus=texts.bleu, with_argument=_bleu_by, package="sacrebleu", extra="metrics"),
         "chrf": Metric(of_corpus=texts.chrf, package="sacrebleu", extra="metrics"),
         "perplexity": Metric(of_losses=_perplexity),
+        JUDGE: Metric(is_judged=True),
     },
 )
 
@@ -173,14 +178,16 @@ def _asked_for(name: str) -> Metric:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """The answers to one question, a sample each, and the row that the question is of. ``message`` and ``messages``
-    are the same read back, None where they cannot be."""
+    """The answers to one question, a sample each, and the row that the question is of. ``expected`` is None where the
+    row holds no answer. ``message`` and ``messages`` are the same read back, None where they cannot be. ``scores``:
+    what a judge gave the samples, None where it gave nothing."""
 
     row: str
-    expected: str
+    expected: str | None
     generated: tuple[str, ...]
     message: MessageDict | None = None
     messages: tuple[MessageDict | None, ...] = ()
+    scores: tuple[float | None, ...] = ()
 
 
 def measured(
@@ -207,13 +214,15 @@ def measured(
 
 def _of_all(metric: Metric, answers: Sequence[Answered]) -> dict[str, object]:
     assert metric.of_corpus is not None, "a metric has one of the functions"
-    found, rows = _corpus(metric.of_corpus, answers)
-    return _whole(found, rows)
+    if all(one.expected is None for one in answers):
+        return {}
+    return _whole(*_corpus(metric.of_corpus, answers))
 
 
 def _corpus(of_corpus: OfCorpus, answers: Sequence[Answered]) -> tuple[CorpusScore, list[str]]:
     """The score of all samples, and the row of each."""
-    pairs = [(one.row, one.expected, sample) for one in answers for sample in one.generated]
+    compared = [(one.row, one.expected, one.generated) for one in answers if one.expected is not None]
+    pairs = [(row, expected, sample) for row, expected, samples in compared for sample in samples]
     rows, expected, generated = (list(column) for column in zip(*pairs, strict=True))
     return of_corpus(expected, generated), rows
 
@@ -229,7 +238,9 @@ def values_of(metric: Metric, answers: Sequence[Answered]) -> list[list[float]]:
     """The values of each question's samples; none where the row has no say."""
     values: list[list[float | None]] = []
     for one in answers:
-        if metric.of_row is not None:
+        if metric.is_judged:
+            values.append(list(one.scores))
+        elif metric.of_row is not None and one.expected is not None:
             values.append([metric.of_row(one.expected, sample) for sample in one.generated])
         elif metric.of_message is not None and one.message is not None:
             read = [message for message in one.messages if message is not None]
@@ -242,7 +253,7 @@ def values_of(metric: Metric, answers: Sequence[Answered]) -> list[list[float]]:
 def _of_rows(metric: Metric, answers: Sequence[Answered]) -> dict[str, object]:
     values = values_of(metric, answers)
     told, counted = told_of_values(values, [one.row for one in answers]), sum(map(len, values))
-    if 0 < counted < sum(len(one.generated) for one in answers):
+    if 0 < counted < sum(len(one.generated) for one in answers if metric.is_judged or one.expected is not None):
         told["counted"] = counted
     return told
 
@@ -275,11 +286,11 @@ def parts_of(
     where nothing is measured, or where a score has no such parts."""
     if metric.of_losses is not None:
         found, rows = (metric.of_losses(losses), [each.row for each in losses]) if losses else (None, [])
-    elif not answers:
-        return None
     elif metric.is_of_rows:
         values = values_of(metric, answers)
         return (_sums_and_counts(values), [one.row for one in answers], mean_of) if any(values) else None
+    elif all(one.expected is None for one in answers):
+        return None
     else:
         assert metric.of_corpus is not None, "a metric has one of the functions"
         found, rows = _corpus(metric.of_corpus, answers)

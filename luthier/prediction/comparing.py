@@ -16,10 +16,11 @@ import msgspec
 from luthier.check.show.html import render
 from luthier.errors import UserError
 from luthier.metrics.bootstrap import paired, sums_by_row
-from luthier.metrics.table import Answered, Metric, RowLoss, chosen_metrics, parts_of, values_of
+from luthier.metrics.table import JUDGE, Answered, Metric, RowLoss, chosen_metrics, parts_of, values_of
 from luthier.metrics.texts import is_unspaced
+from luthier.prediction.judgements import AnswerPlace, Judgements, kept_judgements
 from luthier.prediction.likelihood import kept_losses
-from luthier.prediction.predicting import METRICS_FILE, PREDICTIONS_FILE, compared_lines, read_lines
+from luthier.prediction.predicting import METRICS_FILE, PREDICTIONS_FILE, answers_in, read_lines
 from luthier.writing import counted, printable
 
 MOST_NAMED = 3  # of the questions that differ
@@ -82,7 +83,6 @@ class PredictionComparison:
         return sum(not pair.is_same for pair in self.pairs)
 
 
-AnswerPlace = tuple[str, int, int]  # row, turn, sample
 AnswerLine = Mapping[str, Any]
 
 
@@ -101,7 +101,9 @@ def compare_predictions(
     _check_questions(lines_a, lines_b, any_prompt=any_prompt)
     refused = {place[:2] for lines in (lines_a, lines_b) for place, line in lines.items() if "refused" in line}
     both = [place for place in lines_a if place[:2] not in refused]
-    answers_a, answers_b = (compared_lines([lines[place] for place in both]) for lines in (lines_a, lines_b))
+    judged_a, judged_b = _judged_alike(folders, is_asked=metrics is not None and JUDGE in metrics)
+    answers_a = answers_in([lines_a[place] for place in both], judged_a)
+    answers_b = answers_in([lines_b[place] for place in both], judged_b)
     losses_a, losses_b = _same_rows(*(kept_losses(folder) or [] for folder in folders))
     verdicts: dict[str, list[str]] = {}
     found: list[MetricComparison] = []
@@ -114,7 +116,7 @@ def compare_predictions(
             better, worse, equal = (verdicts[name].count(what) for what in ("better", "worse", "equal"))
             told = replace(told, better=better, worse=worse, equal=equal)
         found.append(told)
-    questions = dict.fromkeys((row, turn) for row, turn, _ in both if lines_a[row, turn, _]["expected"] is not None)
+    questions = dict.fromkeys(place[:2] for place in both)
     of_question = {place: {name: each[n] for name, each in verdicts.items()} for n, place in enumerate(questions)}
     return PredictionComparison(
         a=str(a),
@@ -172,6 +174,19 @@ def _named(places: Sequence[tuple[str, int]]) -> str:
 def _same_rows(a: list[RowLoss], b: list[RowLoss]) -> tuple[list[RowLoss], list[RowLoss]]:
     """Losses of both, or none where they are not of the same rows in the same order."""
     return (a, b) if [each.row for each in a] == [each.row for each in b] else ([], [])
+
+
+def _judged_alike(folders: tuple[Path, Path], *, is_asked: bool) -> tuple[Judgements, Judgements]:
+    """What a judge said of the answers of both, or nothing where it was not the same judge. Raises `UserError` where
+    its scores are asked for and are not there."""
+    (by_a, of_a), (by_b, of_b) = (kept_judgements(folder) for folder in folders)
+    if by_a is not None and by_a == by_b:
+        return of_a, of_b
+    if is_asked:
+        lacking = " and ".join(str(folder) for folder, by in zip(folders, (by_a, by_b), strict=True) if by is None)
+        what = f"{lacking} has no scores of a judge" if lacking else "the two were judged by other settings of judge"
+        raise UserError(what, hint="predict both again with the same judge.url, judge.prompt and scale")
+    return {}, {}
 
 
 def _compared(

@@ -4,6 +4,7 @@ OUT/prediction.json         what is predicted; another prediction is not mixed w
 OUT/answers.partial.jsonl   the answers so far, a line for each batch of questions that are answered together
 OUT/predictions.jsonl       all of them, once they are complete, one answer a line
 OUT/losses.jsonl            the loss of each row's own answers, by the pass of training
+OUT/judgements.jsonl        what a judge said of each answer, where one was asked
 OUT/metrics.json            how good they are
 """
 
@@ -28,23 +29,22 @@ from luthier.check.plan.contamination import contamination
 from luthier.config.choices import RowKind
 from luthier.config.schema import SourceConfig
 from luthier.encoding.interface import as_prompt
-from luthier.encoding.replies import parse_reply
-from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Engine, Ids, Refusal, before_stop
+from luthier.engines.engine import Completion, Engine, Refusal
 from luthier.engines.http import HttpEngine
 from luthier.engines.json_client import SERVER_TOKEN, token_from
-from luthier.errors import RowError, TemplateError, UserError
+from luthier.engines.judge import AnswerScorer
+from luthier.errors import RowError, UserError
 from luthier.loader.settings import load_rows
 from luthier.metrics.table import Answered, RowLoss, chosen_metrics, measured
+from luthier.prediction.judgements import JUDGEMENTS_FILE, Judgements, asks_judge, judgements, place_of
 from luthier.prediction.likelihood import LOSSES_FILE, keep_losses, kept_losses, row_losses
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.records import Address, Conversation, Feedback, Preference, Row, Sample, Segment
 from luthier.sources import open_sources, resolve_sources
-from luthier.sources.formats.turns import message_row
 from luthier.store.store import MANIFEST, store_folder
 from luthier.training.assemble import RunModel
 from luthier.training.folder.staging import FILES
-from luthier.training.generate import Question, questions_of, shown, wanted
+from luthier.training.generate import Question, questions_of, read_back, shown, wanted
 from luthier.writing import to_json, write_text
 
 WINDOW = 64  # questions that are sorted by their length before they are divided into batches
@@ -149,12 +149,9 @@ def predict(
         token = token_from(SERVER_TOKEN) if SERVER_TOKEN in os.environ else None
         engine = HttpEngine(engine, opened.encoder.tokenizer, token=token)
     chosen, absent = chosen_metrics(options.metrics)
+    judge = AnswerScorer(opened.config.judge) if asks_judge(opened.config.judge, options.metrics) else None
     settings = opened.settings
-    if samples > 1 and not settings.do_sample:
-        hint = "set generate.do_sample=true, and perhaps generate.temperature"
-        raise UserError(f"all samples of a row ({samples}) are the same while the likeliest token is taken", hint=hint)
-    if samples < 1:
-        raise UserError(f"samples is {samples}; at least one answer is given to each row")
+    _check_samples(samples, is_drawn=settings.do_sample)
     rows = _rows(opened, None if data is None else str(data), options.turns)
     name = "eval" if data is None else Path(str(data).replace(":", "_")).stem
     folder = opened.folder / PREDICTIONS / name if options.out is None else Path(options.out).expanduser()
@@ -181,9 +178,20 @@ def predict(
     losses: list[RowLoss] = []
     if engine is None and any(metric.of_losses is not None for metric in chosen.values()):
         losses = _losses(opened, loaded, rows, folder, lines)
-    found = _metrics(lines, rows, measured(chosen, compared_lines(lines), losses), absent, _contamination(opened, rows))
+    judged = judgements(judge, lines, folder, opened.encoder.tokenizer.control) if judge is not None else {}
+    measures = measured(chosen, answers_in(lines, judged), losses)
+    found = _metrics(lines, rows, measures, absent, _contamination(opened, rows))
+    found["unjudged"] = dict(Counter(one.reason for one in judged.values() if one.score is None))
     write_text(folder / METRICS_FILE, to_json(found) + "\n")
     return Predicted(folder=folder, metrics=found)
+
+
+def _check_samples(samples: int, *, is_drawn: bool) -> None:
+    if samples > 1 and not is_drawn:
+        hint = "set generate.do_sample=true, and perhaps generate.temperature"
+        raise UserError(f"all samples of a row ({samples}) are the same while the likeliest token is taken", hint=hint)
+    if samples < 1:
+        raise UserError(f"samples is {samples}; at least one answer is given to each row")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -293,7 +301,7 @@ def _begin(folder: Path, told: dict[str, Any], *, overwrite: bool) -> None:
             return
         hint = "choose another folder (--out), or replace it with --overwrite"
         raise UserError(f"{folder} holds another prediction: {', '.join(differing)} differ", hint=hint)
-    for stale in (ANSWERS_FILE, PREDICTIONS_FILE, LOSSES_FILE, METRICS_FILE):
+    for stale in (ANSWERS_FILE, PREDICTIONS_FILE, LOSSES_FILE, JUDGEMENTS_FILE, METRICS_FILE):
         (folder / stale).unlink(missing_ok=True)
     write_text(path, to_json(told) + "\n")
 
@@ -368,25 +376,16 @@ def _answers(run: TrainedRun, engine: Engine, asked: Mapping[int, _RowQuestion],
                     "ids": answer.ids.tolist(),
                     "finish": str(answer.finish),
                     "logprob": float(answer.logprobs.astype(np.float64).sum()),
-                    "message": _message(one, answer.ids, tokenizer, settings.stop_strings),
-                    "expected_message": _message(one, one.question.answer, tokenizer) if one.has_answer else None,
+                    "message": read_back(one.question.prompt, answer.ids, tokenizer, settings.stop_strings, one.tools),
+                    "expected_message": None,
                 }
+                if one.has_answer:
+                    expected = one.question.answer
+                    line["expected_message"] = read_back(one.question.prompt, expected, tokenizer, tools=one.tools)
             case Refusal():
                 line["refused"] = {"reason": answer.reason, "detail": answer.detail}
         found.append(line)
     return found
-
-
-def _message(
-    one: _RowQuestion, ids: Ids, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()
-) -> dict[str, object] | None:
-    """An answer read back as a message; None where the template's answers cannot be read back."""
-    try:
-        message = parse_reply(ids, tokenizer, tools=one.tools or None, prompt=one.question.prompt)
-    except TemplateError:
-        return None
-    found = message_row(message)
-    return {key: before_stop(told, stop_strings) if isinstance(told, str) else told for key, told in found.items()}
 
 
 def _contamination(run: TrainedRun, rows: _Questions) -> dict[str, object] | None:
@@ -423,11 +422,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def compared_lines(lines: Sequence[Mapping[str, Any]]) -> list[Answered]:
-    """The answers to each question that has one to compare with."""
+def answers_in(lines: Sequence[Mapping[str, Any]], judged: Judgements | None = None) -> list[Answered]:
+    """The answers to each question, with what a judge has said of them."""
     questions: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
-        if "refused" not in line and line["expected"] is not None:
+        if "refused" not in line:
             questions[line["row"], line["turn"]].append(line)
     return [
         Answered(
@@ -436,6 +435,7 @@ def compared_lines(lines: Sequence[Mapping[str, Any]]) -> list[Answered]:
             generated=tuple(line["generated"] for line in some),
             message=some[0].get("expected_message"),
             messages=tuple(line.get("message") for line in some),
+            scores=tuple(judged[place_of(line)].score for line in some) if judged else (),
         )
         for (row, _), some in questions.items()
     ]

@@ -57,6 +57,12 @@ class ControlTokens:
     def _stems(self) -> frozenset[str]:
         return frozenset(token[:2] for token in self.tokens)
 
+    def without(self, text: str) -> str:
+        """The text with no control string left in it."""
+        while (found := self._pattern.sub("", text)) != text:  # what is left may come together to another one
+            text = found
+        return text
+
     def find(self, text: str, start: int = 0) -> Iterator[tuple[int, int, str]]:
         """Every control string in a text from ``start`` on: where it begins, where it ends, and the token."""
         return ((*match.span(), match.group()) for match in self._pattern.finditer(text, start))

@@ -19,12 +19,13 @@ from transformers.utils import logging as transformers_logging
 from luthier.config.schema import Packing, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines.judge import AnswerScorer
 from luthier.errors import SamplerLost, UserError
 from luthier.loader.feed import FeedReader
 from luthier.loader.settings import media_of
 from luthier.loader.stream_state import LoaderState
 from luthier.media.families.family import PackingSupport
-from luthier.metrics.table import metrics_of_answers
+from luthier.metrics.table import JUDGE, metrics_of_answers
 from luthier.models import adapter_files
 from luthier.models.model import run_device
 from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
@@ -50,7 +51,7 @@ from luthier.training.folder.checkpoint import (
     set_aside_broken,
     taking_over,
 )
-from luthier.training.generate import Question, answer_all, answering, choose_questions, passed_over_by
+from luthier.training.generate import AnswerMeasures, Question, answer_all, answering, choose_questions, passed_over_by
 from luthier.training.numerics import own_numerics
 from luthier.training.outcome import Run, result_of
 from luthier.training.ranks import naming_lost_ranks
@@ -346,6 +347,9 @@ def _held_out_talks(run: Run, held_out: Segments) -> HeldOutTalks | None:
     rollouts, config = run.trainer.parts.stream.rollouts, run.config
     if not isinstance(rollouts, Rollouts) or rollouts.talks is None:
         return None
+    if JUDGE in config.eval.metrics:
+        what = "eval.metrics: answers of several turns are not judged by the metric judge"
+        raise UserError(what, hint="remove it: the run's rewards judge them", key="eval.metrics")
     told: set[str] = set()
 
     def note(what: str, _: int) -> None:
@@ -368,11 +372,11 @@ def _answer(run: Run, questions: list[Question] | HeldOutTalks) -> None:
     """Answer the questions on the main process; the others wait at the next step they share. A sharded model has to run
     on all of them at once, so that all answer the same."""
     if questions and (run.is_main or is_sharded(run.run_model.model)):
-        step, metrics = run.trainer.state.global_step, metrics_of_answers(run.config.eval.metrics)
+        step, measures = run.trainer.state.global_step, _measures(run)
         rollouts = run.trainer.parts.stream.rollouts
         if isinstance(questions, HeldOutTalks):
             assert isinstance(rollouts, Rollouts), "they are what leads conversations"
-            answers = questions.answer_all(step, rollouts, metrics)
+            answers = questions.answer_all(step, rollouts, measures.metrics)
         else:
             answers = answer_all(
                 run.run_model.model,
@@ -382,13 +386,23 @@ def _answer(run: Run, questions: list[Question] | HeldOutTalks) -> None:
                 batch_size=run.config.eval.per_device_eval_batch_size,
                 settings=answering(run.config),
                 media=run.run_model.media,
-                metrics=metrics,
+                measures=measures,
             )
             if isinstance(rollouts, Rollouts):
                 answers = with_rewards(answers, questions, rollouts, answering(run.config))
         give_up_gathered(run.run_model.model)
         run.hooks.tell(answers)
+        if unjudged := answers.unjudged:
+            told = "; ".join(f"{reason}: {count}" for reason, count in unjudged.items())
+            count = counted(sum(unjudged.values()), "answer has", "answers have")
+            run.hooks.tell(Note(text=f"{count} no score of the judge: {told}"))
     run.trainer.accelerator.wait_for_everyone()
+
+
+def _measures(run: Run) -> AnswerMeasures:
+    names = run.config.eval.metrics
+    judge = AnswerScorer(run.config.judge) if run.is_main and JUDGE in names else None
+    return AnswerMeasures(metrics=metrics_of_answers(names), judge=judge)
 
 
 def _save(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,17 @@ from transformers import PreTrainedModel
 
 from luthier.collation import MediaInputs
 from luthier.config.schema import GenerateConfig, RunConfig
+from luthier.encoding.replies import parse_reply
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Finish, Ids, Refusal, Request
+from luthier.engines.engine import Completion, Finish, Ids, Refusal, Request, before_stop
+from luthier.engines.judge import AnswerScorer, JudgedAnswer, Judgement, as_read
 from luthier.engines.local import LocalEngine, base_of
+from luthier.errors import TemplateError, UserError
 from luthier.metrics.table import Answered, Metric, measured
 from luthier.packing import Segments, UnitKind
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
+from luthier.sources.formats.turns import message_row
 from luthier.training.report.result import GenerationRecord, GenerationRound
 
 ROWS_LOOKED_AT = 1000
@@ -134,6 +139,14 @@ def wanted(segments: Segments) -> Sequence[int]:
             raise AssertionError(segments.units)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AnswerMeasures:
+    """What is measured of answers: metrics by name, and who judges for the metric ``judge``."""
+
+    metrics: Mapping[str, Metric]
+    judge: AnswerScorer | None = None
+
+
 def answer_all(
     model: PreTrainedModel | PeftModel,
     questions: Sequence[Question],
@@ -143,36 +156,81 @@ def answer_all(
     batch_size: int,
     settings: GenerateConfig,
     media: MediaInputs | None = None,
-    metrics: Mapping[str, Metric] | None = None,
+    measures: AnswerMeasures | None = None,
 ) -> GenerationRound:
     """Answer ``batch_size`` questions at a time (`LocalEngine`), and measure the answers.
 
     ``media`` makes the inputs of questions with images, videos or audio. One whose media cannot be had any more is
-    not answered: its record says why.
+    not answered: its record says why. Before the first step (``step`` 0) a judge has to be there; later on answers that
+    it cannot be asked about have no score.
     """
     begun = time.perf_counter()
+    judge = None if measures is None else measures.judge
     engine = LocalEngine(model, tokenizer, media=media, batch_size=batch_size)
     requests = [question.request(number, settings) for number, question in enumerate(questions)]
     texts: dict[int, str] = {}
+    read: dict[int, dict[str, object] | None] = {}
     answered: dict[int, bool] = {}  # whether the answer is finished
     for answer in engine.generate(requests):
         match answer:
             case Completion():
                 texts[answer.key] = answer.text(tokenizer, settings.stop_strings)
                 answered[answer.key] = answer.finish is Finish.STOP
+                if judge is not None:
+                    prompt = questions[answer.key].prompt
+                    read[answer.key] = read_back(prompt, answer.ids, tokenizer, settings.stop_strings)
             case Refusal():
                 texts[answer.key] = f"no answer: {answer.reason}: {answer.detail}"
     records = tuple(
         _record(question, texts[number], tokenizer, answered.get(number)) for number, question in enumerate(questions)
     )
-    pairs = [records[number] for number in sorted(answered)]
-    compared = [Answered(row=one.address, expected=one.expected, generated=(one.generated,)) for one in pairs]
+    judged: dict[int, Judgement] = {}
+    if judge is not None:
+        asked = {
+            number: _judged(questions[number], records[number], message, tokenizer)
+            for number, message in sorted(read.items())
+        }
+        judged = dict(zip(asked, _judgements(judge, list(asked.values()), may_fail=step > 0), strict=True))
+    compared = [
+        Answered(
+            row=records[number].address,
+            expected=records[number].expected,
+            generated=(records[number].generated,),
+            scores=(judged[number].score,) if number in judged else (),
+        )
+        for number in sorted(answered)
+    ]
     return GenerationRound(
         step=step,
         records=records,
         seconds=time.perf_counter() - begun,
-        metrics=measured(metrics or {}, compared),
+        metrics=measured({} if measures is None else measures.metrics, compared),
+        unjudged=dict(Counter(one.reason for one in judged.values() if one.score is None)),
     )
+
+
+def _judged(
+    question: Question, record: GenerationRecord, message: Mapping[str, Any] | None, tokenizer: Tokenizer
+) -> JudgedAnswer:
+    expected, control = question.expected(tokenizer), tokenizer.control
+    return JudgedAnswer(
+        question=as_read(record.prompt, None, control),
+        answer=as_read(record.generated, message, control),
+        expected=None if expected is None else as_read(expected, None, control),
+    )
+
+
+def _judgements(judge: AnswerScorer, asked: Sequence[JudgedAnswer], *, may_fail: bool) -> list[Judgement]:
+    found: list[Judgement] = []
+    try:
+        found.extend(judge.judge(asked))
+    except UserError as error:
+        if not may_fail:
+            raise
+        found += [Judgement(score=None, reason=f"the judge cannot be asked: {error.message}")] * (
+            len(asked) - len(found)
+        )
+    return found
 
 
 def answering(config: RunConfig) -> GenerateConfig:
@@ -196,6 +254,22 @@ _SETTINGS = (
     "repetition_penalty", "no_repeat_ngram_size", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
     "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "guidance_scale",
 )  # fmt: skip
+
+
+def read_back(
+    prompt: Ids,
+    ids: Ids,
+    tokenizer: Tokenizer,
+    stop_strings: Sequence[str] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, object] | None:
+    """An answer read back as a message; None where the template's answers cannot be read back."""
+    try:
+        message = parse_reply(ids, tokenizer, tools=tools or None, prompt=prompt)
+    except TemplateError:
+        return None
+    found = message_row(message)
+    return {key: before_stop(told, stop_strings) if isinstance(told, str) else told for key, told in found.items()}
 
 
 def _record(question: Question, generated: str, tokenizer: Tokenizer, finished: bool | None) -> GenerationRecord:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,10 +22,11 @@ import luthier
 from luthier import ExportCheck, ExportOptions, ExportProof
 from luthier.check.golden import PARITY_FILE, Parity, file_faults, read_parity, write_parity
 from luthier.cli.main import run as run_command
-from luthier.errors import CheckpointError, ModelError, UserError
-from luthier.export import model_folder, taken_down
+from luthier.errors import CheckpointError, ConfigError, ModelError, UserError
+from luthier.export import model_folder, quantizing, taken_down
 from luthier.export.proof import prove
 from luthier.training.folder.staging import RunFiles
+from tests.conftest import refused
 
 WEIGHTS = "model.safetensors"
 
@@ -269,6 +271,40 @@ def test_a_type_of_16_bits_and_small_files_are_proven_by_their_own_bounds(world:
     assert luthier.check_export(tmp_path / "small").ok
     shutil.copyfile(world.base / WEIGHTS, tmp_path / "small" / "model-99999-of-99999.safetensors")
     assert failed(luthier.check_export(tmp_path / "small")) >= {C.FILES}, "a stray file of weights"
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantized_layers_are_proven_by_the_bounds_of_their_kind(kind: str, world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    done = luthier.export_run(world.run, ExportOptions(to=folder), overrides=[f"export.quantize={kind}"])
+    assert done.ok and done.proof is not None, done.proof
+    assert [result.check for result in done.proof.results].count(C.LOGPROBS) == 2, "whole, and quantized"
+    assert read_parity(folder).quantization == kind and not (folder / "model").exists()
+    weights = load_file(folder / WEIGHTS)
+    stored = {name: tensor for name, tensor in weights.items() if name.endswith("_weight_qdata")}
+    assert len(stored) == 14 and {tensor.element_size() for tensor in stored.values()} == {1}
+    assert weights["model.embed_tokens.weight"].dtype == torch.float32
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(loaded.model.layers[0].self_attn.q_proj.weight) is not torch.nn.Parameter, "it stays in 8 bits"
+    assert luthier.check_export(folder).ok
+    if kind == "int8":
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            metadata = file.metadata()
+        save_file({name: t * (3 if name.endswith("_scale") else 1) for name, t in weights.items()}, folder / WEIGHTS,
+                  metadata=metadata)  # fmt: skip
+        assert failed(luthier.check_export(folder)) >= {C.FILES, C.LOGPROBS}
+        change_json(folder / "config.json", quantization_config=None)
+        assert failed(luthier.check_export(folder)) >= {C.FILES, C.DTYPE}
+
+
+def test_quantized_weights_are_of_folders_alone_and_need_their_package(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refused(ConfigError, "int8", "q8_0"):
+        luthier.export_run(world.run, overrides=["export.format=gguf", "export.quantize=int8"])
+    monkeypatch.setattr(quantizing.importlib.util, "find_spec", lambda name: None)
+    with refused(UserError, "torchao"):
+        luthier.export_run(world.run, ExportOptions(to=tmp_path / "x"), overrides=["export.quantize=int8"])
 
 
 def test_an_export_that_is_not_what_was_trained_is_not_put_in_place(

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import luthier
 from luthier import ExportCheck, Exported, ExportOptions
+from luthier.check.golden import read_parity, write_parity
 from luthier.export import taken_down
 from luthier.models.adapter_files import quiet_peft
 from luthier.presets import tokenizer_folder
@@ -128,7 +130,34 @@ def test_an_export_of_each_family_and_kind_is_proven(
     held = {result.check for result in done.proof.results}
     assert held >= {ExportCheck.WEIGHTS, ExportCheck.LOGPROBS, ExportCheck.TOKENS, ExportCheck.STOPS}
     assert (held >= {ExportCheck.MERGED, ExportCheck.DIFFERS}) == (kind in ADAPTED)
+    assert (ExportCheck.PICTURES in held) == family.endswith(PICTURES)
     assert not any("no context" in result.told for result in done.proof.results if result.check is ExportCheck.LOGPROBS)
+    if family.endswith(PICTURES) and kind == "full":
+        _pictures_are_checked_later(tmp_path / "exported")
+
+
+def _pictures_are_checked_later(folder: Path) -> None:
+    """By the folder alone; a processor that makes other pixels, another picture and a lost slot are found."""
+
+    def failed() -> set[ExportCheck]:
+        return {result.check for result in luthier.check_export(folder).results if not result.ok}
+
+    parity = read_parity(folder)
+    assert parity.pictures and not failed()
+    (path,) = [
+        file for name in ("processor_config.json", "preprocessor_config.json") if (file := folder / name).is_file()
+    ]
+    said = path.read_text(encoding="utf-8")
+    settings = json.loads(said)
+    of_images = settings.get("image_processor", settings)
+    of_images["image_mean"] = [value + 0.1 for value in of_images.get("image_mean", [0.5] * 3)]
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    assert failed() >= {ExportCheck.FILES, ExportCheck.PICTURES}
+    path.write_text(said, encoding="utf-8")
+    golden = parity.pictures[0]
+    shorter = msgspec.structs.replace(golden, prompt=golden.prompt[:-1])
+    write_parity(msgspec.structs.replace(parity, pictures=[shorter]), folder)
+    assert failed() == {ExportCheck.PICTURES}
 
 
 def test_the_page_lists_what_is_proven_here() -> None:

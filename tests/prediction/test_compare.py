@@ -48,6 +48,15 @@ def answers(*right: bool) -> list[Answer]:
     return [(f"question {n}", f"answer {n}", f"answer {n}" if one else f"no {n}") for n, one in enumerate(right)]
 
 
+def test_the_page_says_so_where_a_filter_leaves_nothing(tmp_path: Path) -> None:
+    a = prediction(tmp_path / "a", answers(True, True))
+    b = prediction(tmp_path / "b", answers(True, False))
+    page = comparison_page(compare(a, b, metrics=["contains", "exact"]))
+    assert re.findall(r'<p class="none (\S+)"', page) == ["none-0-better", "none-1-better"]
+    alike = comparison_page(compare(a, a, metrics=["exact"]))
+    assert re.findall(r'<p class="none (\S+)"', alike) == ["none-0-better", "none-0-worse", "none-different"]
+
+
 def test_what_is_better_worse_and_equal_adds_up_to_the_difference(tmp_path: Path) -> None:
     a = prediction(tmp_path / "a", answers(True, False, False, True, False), [1.0, 2.0, 2.0, 1.0, 1.0])
     b = prediction(tmp_path / "b", answers(True, True, True, False, False), [1.0, 1.0, 2.0, 1.0, 1.0])

@@ -121,6 +121,7 @@ class GenerationRound:
     records: tuple[GenerationRecord, ...]
     seconds: float
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)  # of `eval.metrics`, as `metrics.json` has them
+    unjudged: dict[str, int] = field(default_factory=dict)  # why a judge gave answers no score, and how often
 
     @property
     def scores(self) -> dict[str, float]:

@@ -1,0 +1,194 @@
+"""A Modelfile has a TEMPLATE only where it makes the golden prompts; a folder is pushed without rows nobody chose."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import huggingface_hub
+import msgspec
+import pytest
+from transformers import AutoTokenizer
+
+from luthier.check.golden import GoldenPrompt, Parity
+from luthier.errors import ConfigError, UserError
+from luthier.export.ollama import modelfile
+from luthier.export.pushing import check_push, push
+from luthier.presets import tokenizer_folder
+from tests.conftest import refused
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IN_GO = (
+    '{{ range .Messages }}{{ if eq .Role "system" }}<|im_start|>system\n{{ .Content }}<|im_end|>\n'
+    '{{ else if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n'
+    '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n'
+    "{{ end }}{{ end }}<|im_start|>assistant\n"
+)
+HISTORY = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Up?"},
+    {"role": "assistant", "content": "North."},
+    {"role": "user", "content": "Down?"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(str(tokenizer_folder("tiny")))
+
+
+def parity(tokenizer: Any, *histories: list[dict[str, Any]], **more: Any) -> Parity:
+    """Golden prompts of these histories under the tokenizer's template."""
+    made = [tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in histories]
+    prompts = [
+        GoldenPrompt(row=f"rows.jsonl:{number}", messages=messages, tools=[], ids=list(ids))
+        for number, (messages, ids) in enumerate(zip(histories, made, strict=True), start=1)
+    ]
+    said: dict[str, Any] = {"version": 1, "luthier": "", "source": "", "dtype": "float32", "bound": "exact"}
+    said |= {"template_kwargs": {}, "template_now": "", "template_sha256": "", "special_ids": {}, "contexts": []}
+    return Parity(**said, stops=[tokenizer.convert_tokens_to_ids("<|im_end|>")], prompts=prompts, **more)
+
+
+def test_a_template_of_texts_around_messages_is_written_in_ollamas_language(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    text, notes = modelfile(Path("/x/some.gguf"), parity(tokenizer, HISTORY, HISTORY[1:2]), tokenizer, 4096)
+    assert text == (f'FROM ./some.gguf\nPARAMETER stop "<|im_end|>"\nPARAMETER num_ctx 4096\nTEMPLATE """{IN_GO}"""\n')
+    assert len(notes) == 1 and "2" in notes[0]
+
+
+@pytest.mark.parametrize("template", [
+    CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"),
+    CHATML.replace("{% for", "{% if messages[0].role != 'system' %}<|im_start|>system\nHi<|im_end|>{% endif %}{% for"),
+    CHATML.replace("{{ m.content }}", "{{ m.content | trim }}"),
+    CHATML.replace("<|im_end|>\n{% endfor %}", "{{ loop.index }}{% endfor %}"),
+    CHATML.replace("{{ m.role }}", "{{ '{{' }}{{ m.role }}"),
+    "{{ raise_exception('no') if messages[0].role == 'system' }}" + CHATML,
+])  # fmt: skip
+def test_a_template_that_does_more_is_left_out_and_that_is_said(template: str, tokenizer: Any) -> None:
+    """It changes texts, adds a message, takes blanks away, counts, writes Ollama's own signs, or takes no system."""
+    tokenizer.chat_template = template
+    asked = [{"role": "user", "content": " Up? "}]
+    text, notes = modelfile(Path("some.gguf"), parity(tokenizer, asked), tokenizer, 64)
+    assert "TEMPLATE" not in text and text.startswith("FROM ./some.gguf\n") and "TEMPLATE" in notes[0]
+
+
+def test_without_golden_prompts_or_with_tools_there_is_no_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    one = parity(tokenizer, HISTORY)
+    tools = msgspec.structs.replace(one.prompts[0], tools=[{"type": "function"}])
+    for prompts in ([], [tools]):
+        text, _ = modelfile(Path("some.gguf"), msgspec.structs.replace(one, prompts=prompts), tokenizer, 64)
+        assert "TEMPLATE" not in text
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hub as an upload asks: who asks, a repository, which files are large, and a commit."""
+
+    seen: dict[str, Any] = {}  # noqa: RUF012  of each test its own
+
+    def do_GET(self) -> None:
+        known = self.headers.get("Authorization") == "Bearer hf_right"
+        self.tell(200 if known else 401, {"name": "ada", "type": "user"} if known else {"error": "no"})
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length")
+        raw = self.rfile.read(int(length)) if length else self.chunks()
+        if self.path == "/api/repos/create":
+            self.seen["repo"] = json.loads(raw)
+            self.tell(200, {"url": "http://127.0.0.1/ada/model", "id": "1"})
+        elif self.path == "/api/validate-yaml":
+            self.tell(200, {"errors": [], "warnings": []})
+        elif self.path.endswith("/preupload/main"):
+            files = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                     for one in json.loads(raw)["files"]]  # fmt: skip
+            self.tell(200, {"files": files})
+        elif self.path.endswith("/commit/main") and self.seen.get("fails"):
+            self.tell(403, {"error": "not yours"})
+        elif self.path.endswith("/commit/main"):
+            told = [json.loads(line) for line in raw.splitlines()]
+            files = [one["value"] for one in told if one["key"] == "file"]
+            self.seen["files"] = {one["path"]: base64.b64decode(one["content"]) for one in files}
+            url = "http://127.0.0.1/ada/model/commit/0123"
+            self.tell(200, {"commitUrl": url, "commitOid": "0123", "hookOutput": "", "success": True})
+        else:
+            self.tell(404, {"error": self.path})
+
+    def chunks(self) -> bytes:
+        found = b""
+        while size := int(self.rfile.readline(), 16):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return found
+
+    def tell(self, status: int, told: object) -> None:
+        raw = json.dumps(told).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=lambda: server.serve_forever(0.05), daemon=True).start()
+    Hub.seen = {}
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    yield Hub.seen
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("README.md", "parity.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(name.encode())
+    return tmp_path
+
+
+def test_a_folder_is_pushed_to_a_private_repository_without_rows_that_nobody_chose(
+    folder: Path, hub: dict[str, Any]
+) -> None:
+    check_push("ada/model")
+    told = push(folder, "ada/model", public=False, with_parity=False)
+    assert hub["repo"]["name"] == "model" and hub["repo"]["organization"] == "ada"
+    assert hub["repo"]["visibility"] == "private"
+    assert hub["files"] == {name: name.encode() for name in ("README.md", "model.safetensors")}
+    assert "parity.json" in told
+    push(folder, "ada/model", public=True, with_parity=True)
+    assert "parity.json" in hub["files"] and hub["repo"].get("visibility") != "private"
+
+
+def test_what_cannot_be_pushed_is_told_before_the_export_or_with_what_is_left(
+    folder: Path, hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refused(UserError, "export.push", "NAME/MODEL"):
+        check_push("ada/my/model")
+    hub["fails"] = True
+    with refused(UserError, "ada/model", str(folder)):
+        push(folder, "ada/model", public=False, with_parity=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with refused(UserError, "export.push", "HF_TOKEN"):
+        check_push("ada/model")
+
+
+def test_options_that_contradict_are_refused() -> None:
+    from luthier.config.loading import load_config
+
+    with refused(ConfigError, "export", "gguf"):
+        load_config({"model": "preset:tiny-qwen3", "data": {"train": "preset:skills"}, "export": {"modelfile": True}})
