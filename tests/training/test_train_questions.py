@@ -117,23 +117,27 @@ def test_a_format_of_prompts_is_refused_for_other_objectives(tmp_path: Path) -> 
 
 
 def test_questions_are_verified_and_a_wrong_token_is_found(encoder: Encoder) -> None:
-    verifier = RowVerifier(encoder)
+    verifier, judged = RowVerifier(encoder), 0
     for row in [*ROWS, *CHATS]:
         record = record_of(row)
         sample = encoder.encode(record)
-        assert not verifier.verify(record, sample).violations
+        found = verifier.verify(record, sample)
+        assert not found.violations
         if sample.target.any():
             continue
         ids = sample.input_ids.copy()
         ids[3] += 1
         changed = Sample(input_ids=ids, target=sample.target, branches=sample.branches, for_rewards=sample.for_rewards)
-        assert {one.check for one in verifier.verify(record, changed).violations} >= {Check.PROMPT_TOKENS}
+        by_template = {Check.HUGGING_FACE} & found.applied  # of text alone that holds no control string
+        judged += len(by_template)
+        assert {one.check for one in verifier.verify(record, changed).violations} >= {Check.PROMPT_TOKENS, *by_template}
         learned = sample.target.copy()
         learned[3] = True
         changed = Sample(
             input_ids=sample.input_ids, target=learned, branches=sample.branches, for_rewards=sample.for_rewards
         )
         assert {one.check for one in verifier.verify(record, changed).violations} == {Check.NOTHING_SUPPLIED_TRAINED}
+    assert judged > 0
 
 
 def record_of(row: dict[str, Any]) -> Row:

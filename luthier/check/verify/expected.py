@@ -195,15 +195,16 @@ def expected_prompt(
     tokenizer: ReferenceTokenizer,
     run_policy: RunPolicy,
     reader: MediaReader | None = None,
-) -> tuple[Ids, Method]:
-    """What inference shows of a conversation that ends before an answer. Raises `RowError` as `expected_row` does."""
+) -> tuple[Ids, NeutralRow]:
+    """What inference shows of a conversation that ends before an answer, and the row as it was rendered for that.
+    Raises `RowError` as `expected_row` does."""
     row = as_rendered(row, own_template, run_policy)
     meant = tokenizer.files.control if row.rendered else run_policy.allowed
     neutral = neutralise(row, own_template, tokenizer, meant=meant)
     media = None if reader is None else _read_media(row, neutral, own_template, reader)
     printer: Printer = own_template if media is None else ExpandedTemplate(own_template, media)
     prompt = RenderedCase(printer, tokenizer, neutral, "").prompt(len(neutral.messages))
-    return tokenizer.encode(neutral.readable([prompt], tokenizer), forged=neutral.forged)[0], neutral.method
+    return tokenizer.encode(neutral.readable([prompt], tokenizer), forged=neutral.forged)[0], neutral
 
 
 def _is_unasked(row: Conversation, index: int) -> bool:

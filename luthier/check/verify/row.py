@@ -217,7 +217,7 @@ class RowVerifier:
             )
         has_media = bool(media_of_messages(row.messages))
         template, reader = (self._media_template, self._reader) if has_media else (self._need_template(), None)
-        expected, method = expected_prompt(row, template, self.tokenizer, self.policy, reader)
+        expected, neutral = expected_prompt(row, template, self.tokenizer, self.policy, reader)
         ids, address = sample.input_ids, str(row.address)
         known = [one for one in token_faults(sample, self.tokenizer) if one.check is not Check.HAS_TARGETS]
         if sample.target.any():
@@ -228,8 +228,17 @@ class RowVerifier:
             at = first_difference(expected, ids)
             known.append(Violation(check=Check.PROMPT_TOKENS, address=address, what=what, run=0, index=at))
         applied = {Check.FINITE_WEIGHTS, Check.IDS_IN_VOCABULARY, Check.BRANCHES}
+        if isinstance(self.judge, HuggingFace) and neutral.method is Method.WHOLE and not has_media:
+            applied.add(Check.HUGGING_FACE)
+            text = self.judge.text(template, neutral.messages, neutral.tools, prompt=True)
+            if not np.array_equal(wanted := np.array(self.judge.ids(text), dtype=np.int32), ids):
+                what = (
+                    f"apply_chat_template gives a prompt of {counted(len(wanted), 'token')}, the sample has {len(ids)}"
+                )
+                at = first_difference(wanted, ids)
+                known.append(Violation(check=Check.HUGGING_FACE, address=address, what=what, run=0, index=at))
         return RowVerdict(
-            method=method,
+            method=neutral.method,
             applied=frozenset(applied | {Check.NOTHING_SUPPLIED_TRAINED, Check.PROMPT_TOKENS}),
             violations=tuple(known),
             longest_run=len(ids),
