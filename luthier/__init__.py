@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from luthier.engines.engine import Refusal as Refusal
     from luthier.engines.engine import Request as Request
     from luthier.engines.engine import Session as Session
+    from luthier.engines.engine import WeightsName as WeightsName
     from luthier.engines.http import HttpEngine as HttpEngine
     from luthier.engines.local import LocalEngine as LocalEngine
     from luthier.errors import BudgetError as BudgetError
