@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from luthier.cli.main import EXIT_USER, run
 from luthier.config.loading import load_config, load_config_text
 from luthier.errors import ConfigError
+from luthier.presets.lookups import DECLARATION
+from luthier.rewards.tool_processes import ToolBox
 from tests.conftest import refused
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +39,20 @@ def test_examples_that_begin_at_another_ones_model_say_so_where_it_is_missing(
         assert "luthier train examples/preferences_sft.yaml" in path.read_text(encoding="utf-8")
         with refused(ConfigError, "model.name_or_path", "preferences_sft"):
             load_config(path)
+
+
+def test_the_example_with_a_tool_begins_at_a_model_that_calls_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")
+    with refused(ConfigError, "model.name_or_path", "tools_sft"):
+        load_config(Path("examples/tools.yaml"))
+    first_model("tools_sft").mkdir(parents=True)
+    config = load_config(Path("examples/tools.yaml"))
+    assert config.model.name_or_path == str(first_model("tools_sft"))
+    with closing(ToolBox(config.rollout.tools)) as tools:
+        assert tools.declarations == [DECLARATION], "it was taught to call this very tool"
 
 
 def first_model(name: str = "preferences_sft") -> Path:

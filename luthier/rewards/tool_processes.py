@@ -25,7 +25,7 @@ class _ToolProcess(UserProcess):
 
 
 class ToolBox:
-    """The tools of a run, by name. Use it in a ``with`` block, or close it: it ends their processes."""
+    """The tools of a run, by name. `close` ends their processes."""
 
     def __init__(self, configs: Sequence[CodeConfig]) -> None:
         """Start them. Raises `UserError` for one that cannot be loaded, and for two of one name."""
