@@ -117,7 +117,7 @@ class JsonClient:
             why = error.reason if isinstance(error, urllib.error.URLError) else error
             is_late = request.is_over or isinstance(why, TimeoutError)
             raise (ServerLate if is_late else ServerUnreachable)(
-                f"{request.full_url} cannot be reached: {why or type(error).__name__}",
+                f"{request.full_url} cannot be reached: {'timed out' if is_late else why or type(error).__name__}",
                 hint=f"start the server, or check the address (each answer may take {self.timeout:g} s)",
             ) from error
         if request.is_over:

@@ -60,7 +60,7 @@ def test_show_exits_with_three_if_the_store_holds_something_else(
     assert run(["show", str(config), "--json", "-"]) == 3
     out, err = capsys.readouterr()
     (finding,) = json.loads(out[out.index("{") :])["findings"]
-    assert "token 3 is another one" in finding and "token 3 is another one" in err.replace("\n", " ")
+    assert "token 3 is another one" in finding and "token 3 is another one" in " ".join(err.split())
 
 
 def test_diff_exits_with_zero_if_nothing_changes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

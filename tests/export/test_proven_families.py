@@ -26,7 +26,7 @@ from tests.training.tiny_models import MODELS
 from tests.training.tiny_vlm_folders import filled, write_vlm
 
 PAGE = Path(__file__).parents[2] / "docs" / "export.md"
-PICTURES = " (pictures)"
+PICTURES = " (images)"
 ADAPTED = {"LoRA": None, "DoRA": None, "QLoRA nf4": "nf4", "QLoRA int8": "int8"}  # kind -> how its base is quantized
 ALL, SEEING = ("full", "LoRA", "DoRA", "QLoRA nf4"), ("full", "LoRA")
 PROVEN = {

@@ -166,7 +166,7 @@ def test_words_that_look_like_tokens_are_letters(folder: Path) -> None:
     ids=["no picture", "two pictures", "two turns with one each", "two answers", "a system message"],
 )
 def test_rows_that_the_model_cannot_read_are_refused(folder: Path, wrong: dict[str, Any], reason: str) -> None:
-    said = {"media_count": "exactly one picture", "template": "Nemotron-Parse (gives one answer|knows user and)"}
+    said = {"media_count": "exactly one image", "template": "Nemotron-Parse (gives one answer|knows user and)"}
     with pytest.raises(RowError, match=said[reason]) as caught:
         encoded(folder, wrong)
     assert caught.value.reason == reason

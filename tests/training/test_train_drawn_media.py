@@ -14,7 +14,6 @@ import pytest
 import tiny_nemotron_parse
 import torch
 import transformers as hf
-from luthier.loader.run_settings import media_of
 from PIL import Image
 from tiny_rollouts import evenness, ids, losses, rollouts
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -26,6 +25,7 @@ from luthier.engines.answering import Answerer
 from luthier.engines.engine import Completion, Refusal, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import ConfigError, TrainingError
+from luthier.loader.settings import media_of
 from luthier.media.files.decoding import DecodedImage
 from luthier.metrics.table import METRICS, Metric
 from luthier.preparation.prepare import prepare

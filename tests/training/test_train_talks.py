@@ -314,10 +314,11 @@ def run(folder: Path, code: Path, **rollout: Any) -> list[list[dict[str, Any]]]:
             "runtime": {"threads": 1},
         }
     )
-    files = sorted((folder / FOLDER).iterdir())
+    files = sorted((folder / FOLDER).glob("*.jsonl"))
     steps = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     for answer in (answer for step in steps for answer in step):
         answer["logprob"] = round(answer["logprob"], 3)  # a batch of another size is rounded otherwise
+        answer["row"] = Path(answer["row"]).name
     return steps
 
 
@@ -328,14 +329,16 @@ def test_conversations_do_not_depend_on_their_batch_and_go_on_after_a_kill(
     whole = run(tmp_path / "whole", code, max_turns=2)
     assert [len(step) for step in whole] == [4, 4, 4]
     assert all(len(answer["messages"]) == 5 for step in whole for answer in step)
-    run(tmp_path / "parts", code, max_turns=2, batch_size=1)
-    for path in (tmp_path / "parts").iterdir():  # as if it had been killed in its second step
+    parts = tmp_path / "moved" / "parts"  # beside a copy of the data of its own
+    parts.parent.mkdir()
+    run(parts, code, max_turns=2, batch_size=1)
+    for path in parts.iterdir():  # as if it had been killed in its second step
         if path.is_dir() and path.name not in ("checkpoint-1", FOLDER):
             shutil.rmtree(path)
-    (tmp_path / "parts" / "result.json").unlink()
-    for file in sorted((tmp_path / "parts" / FOLDER).iterdir())[1:]:
+    (parts / "result.json").unlink()
+    for file in sorted((parts / FOLDER).iterdir())[2:]:
         file.unlink()
-    assert run(tmp_path / "parts", code, max_turns=2, batch_size=1) == whole
+    assert run(parts, code, max_turns=2, batch_size=1) == whole
 
 
 def _stops_after_three(add: Any) -> Any:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import PurePath
 from typing import Any
 
 from luthier.config.rollout import RolloutConfig
@@ -271,8 +272,11 @@ def question_of_row(row: object) -> tuple[Conversation, str]:
 
 
 def draw_number(step: int, address: Address, *more: int | str) -> int:
-    """The number by which an answer is drawn: of a question in a step, and of a turn of one answer."""
-    name = "\0".join(map(str, (step, address, *more)))
+    """The number by which an answer is drawn: of a question in a step, and of a turn of one answer.
+
+    A file counts by its name, so that a run whose data are moved to another folder draws the same answers.
+    """
+    name = "\0".join(map(str, (step, f"{PurePath(address.file).name}:{address.row}", *more)))
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
