@@ -563,14 +563,11 @@ class Targets:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTargets:
-    """Of answers that the model drew: K targets in S answers, judged by F rewards.
+    """Of answers that the model drew: K targets in S answers.
 
     behaviour_K   float32: the log-probability of each target when it was drawn
     answers_K     int64: the answer that each target belongs to; those of one answer need not be in one segment
     advantages_S  float32: how much better each answer is than the others of its prompt
-    rewards_S     float32
-    values_SF     float32: each reward before its weight; nan where it had no opinion
-    finished_S    bool: whether the answer ends with a stop token
     groups_S      int64: which of the batch's prompts it answers
     order_K       int64: the targets as they were drawn, answer by answer
     age           how many steps before this one they were drawn
@@ -582,9 +579,6 @@ class PolicyTargets:
     behaviour_K: torch.Tensor
     answers_K: torch.Tensor
     advantages_S: torch.Tensor
-    rewards_S: torch.Tensor
-    values_SF: torch.Tensor
-    finished_S: torch.Tensor
     groups_S: torch.Tensor
     order_K: torch.Tensor
     age: int = 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tiny_rollouts import losses
 from tiny_runs import make_data, make_segments
 from typer.testing import CliRunner
 
@@ -74,9 +75,19 @@ def test_the_terminal_and_the_page_say_the_same_and_the_page_escapes_it(tmp_path
     with console.capture() as captured:
         console.print(groups_text(groups))
     page = groups_page(groups, title="run")
-    for words in ("Which?", "advantage +0.70", "-9.0 nats", "3 tokens stop", "mean reward 0.5"):
+    for words in ("Which?", "advantage +0.70", "-9.0 nats", "3 tokens · stop", "mean reward 0.5"):
         assert words in captured.get() and words in page, words
     assert "<b>that" not in page and "&lt;b&gt;that" in page
+
+
+def test_answers_that_are_alike_stand_once_with_their_number(tmp_path: Path) -> None:
+    sure = {**GOOD, "logprob": -0.01}
+    write(tmp_path, 1, BAD, sure, BAD, sure, sure, {**sure, "finish": "length"})
+    (group,) = chosen_groups(tmp_path)
+    assert [[one.sample for one in alike] for alike in group.alike] == [[1, 3, 4], [5], [0, 2]]
+    page = groups_page([group], title="run")
+    assert "#1 and 2 like it" in page and "#5 ·" in page and page.count("&lt;b&gt;that") == 1
+    assert "-0.0" not in page
 
 
 def test_the_report_chooses_the_best_the_worst_and_the_most_surprising_of_the_last_steps(tmp_path: Path) -> None:
@@ -104,6 +115,9 @@ def test_a_run_leaves_curves_and_answers_in_its_report(
         data__max_length=64,
     )
     page = write_report(Report(result=run))[0].read_text()
+    first, last = run.steps[0].measures["reward"], run.steps[-1].measures["reward"]
+    assert f"<span>reward</span><strong>{last:.4g}</strong><small>from {first:.4g}" in page and "<title>tokens 6:" in page
+    assert min(losses(run)) < 0 and "logarithmic axis" not in page
     titles = ("reward", "finished", "tokens of an answer", "entropy", "gap of sampler and trainer")
     for title in titles:
         assert f'aria-label="{title}"' in page, title

@@ -336,6 +336,9 @@ def test_groups_whose_answers_are_all_alike_are_kept_or_dropped(
     run = train(make_data(make_segments(12)), train__weight_decay=0.0, **changes)
     assert losses(run) == [0.0] * 4
     assert all(bool(step.target_tokens) is targets for step in run.steps)
+    for step, answers in zip(run.steps, rollouts(Path(run.output_dir)), strict=True):  # it tells of all that were drawn
+        assert step.measures["reward"] == step.measures["reward/same"] == 1
+        assert step.measures["answer_tokens"] == pytest.approx(np.mean([len(answer["ids"]) for answer in answers]))
 
 
 # ------------------------------------------------------------------------------------------------------- descriptions

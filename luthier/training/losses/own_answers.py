@@ -19,7 +19,7 @@ from luthier.objectives.policy_losses import Advantage
 from luthier.records import Batch, DrawnInStep
 from luthier.training.losses.pairs import pair_losses
 from luthier.training.losses.parts import ObjectiveParts
-from luthier.training.losses.policies import FINISHED, LENGTH, REWARD, measures_of_drawing, policy_losses
+from luthier.training.losses.policies import measures_of_drawing, names_of_drawing, policy_losses
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, StepLosses, Tell
 from luthier.training.losses.tokens import TokenLosses, token_losses
@@ -80,11 +80,7 @@ class AnswerFacts:
     @property
     def measured(self) -> tuple[str, ...]:
         """See `StepLosses`."""
-        return (REWARD, *self._each_reward, FINISHED, LENGTH, *self.losses.measured, *self.of_drawing)
-
-    @property
-    def _each_reward(self) -> list[str]:
-        return [f"{REWARD}/{name}" for name in self.rewards]
+        return (*names_of_drawing(self.rewards), *self.losses.measured, *self.of_drawing)
 
     def num_units(self, batch: Batch) -> int:
         """See `StepLosses`."""
@@ -117,20 +113,6 @@ class AnswerFacts:
         self.losses.load_state(state)
 
     def _facts(self, drawn: DrawnInStep | None, device: torch.device) -> Measures:
-        """Of nothing, in micro-batches that do not tell what was drawn."""
-        if drawn is None:
-            nothing_N = torch.zeros(0)
-            drawn = DrawnInStep(
-                rewards_N=nothing_N,
-                values_NF=torch.zeros(0, len(self.rewards)),
-                finished_N=nothing_N,
-                lengths_N=nothing_N,
-            )
-        columns = (drawn.rewards_N, *drawn.values_NF.unbind(1), drawn.finished_N, drawn.lengths_N)
-        names = (REWARD, *self._each_reward, FINISHED, LENGTH)
-        nothing = {name: measure(torch.zeros(0, device=device)) for name in self.of_drawing}
-        of_answers = {
-            name: measure(values_N.to(device), ~values_N.isnan().to(device))
-            for name, values_N in zip(names, columns, strict=True)
-        }
-        return {**of_answers, **nothing, **measures_of_drawing(drawn, device)}
+        names = (*names_of_drawing(self.rewards), *self.of_drawing)
+        nothing = {name: measure(torch.zeros(0, device=device)) for name in names}
+        return {**nothing, **measures_of_drawing(drawn, self.rewards, device)}

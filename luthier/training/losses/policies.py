@@ -101,10 +101,7 @@ class PolicyLosses(Stateless):
         corrected = () if not self.rollout.correction.is_on else (CORRECTION,)
         elsewhere = DRAWING if self.rollout.engine.is_elsewhere else ()
         return (
-            REWARD,
-            *self._each_reward,
-            FINISHED,
-            LENGTH,
+            *names_of_drawing(self._rewards),
             *NUMBERS,
             CLIPPED,
             ENTROPY,
@@ -115,9 +112,8 @@ class PolicyLosses(Stateless):
         )
 
     @property
-    def _each_reward(self) -> list[str]:
-        """The measures of single rewards; where there is one, it is `REWARD` but for its weight."""
-        return [f"{REWARD}/{reward.label}" for reward in self.rollout.rewards]
+    def _rewards(self) -> list[str]:
+        return [reward.label for reward in self.rollout.rewards]
 
     @property
     def divisor(self) -> Divisor:
@@ -126,7 +122,7 @@ class PolicyLosses(Stateless):
 
     def num_units(self, batch: Batch) -> int:
         """Targets or answers, as the loss has it."""
-        answers = 0 if batch.policy is None else len(batch.policy.rewards_S)
+        answers = 0 if batch.policy is None else len(batch.policy.advantages_S)
         return units(self.divisor, num_targets=batch.num_targets, num_answers=answers)
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
@@ -190,7 +186,8 @@ class PolicyLosses(Stateless):
         found, values_K, anchor = self._scored(model, batch)
         policy = batch.policy
         if policy is None:  # nothing was drawn on this rank
-            return MicroLoss(loss_sum=anchor + found.logps_K.sum(), num_units=0, measures=self._nothing())
+            measures = {**self._nothing(), **measures_of_drawing(batch.drawn, self._rewards, anchor.device)}
+            return MicroLoss(loss_sum=anchor + found.logps_K.sum(), num_units=0, measures=measures)
         device, prepared = found.logps_K.device, self._prepared[batch]
         assert len(policy.behaviour_K) == len(found.logps_K), "what was drawn and what is scored are the same tokens"
         scores = PolicyScores(
@@ -198,7 +195,7 @@ class PolicyLosses(Stateless):
             behaviour_K=_behaviour(policy).to(device),
             advantages_K=prepared.advantages_K,
             segments_K=policy.answers_K.to(device),
-            num_answers=len(policy.rewards_S),
+            num_answers=len(policy.advantages_S),
             values_K=values_K,
             expected_K=None if policy.expected_K is None else policy.expected_K.to(device),
             returns_K=prepared.returns_K,
@@ -220,19 +217,12 @@ class PolicyLosses(Stateless):
             num_units=self.num_units(batch),
             measures={
                 **self._nothing(),  # the gap's are those of the whole step
-                REWARD: measure(policy.rewards_S.to(device), ~policy.rewards_S.isnan().to(device)),
-                **{
-                    name: measure(values_S, ~values_S.isnan())
-                    for name, values_S in zip(self._each_reward, policy.values_SF.to(device).unbind(1), strict=True)
-                },
-                FINISHED: measure(policy.finished_S.to(device)),
-                LENGTH: measure(scores.lengths_S),
                 CLIPPED: measure(outside_of_clip(scores, self.numbers)),
                 ENTROPY: measure(found.entropy_K),
                 **({} if not self.rollout.correction.is_on else {CORRECTION: measure(weights_K)}),
                 **self._distance(found.logps_K.detach(), prepared.reference_K),
                 **self._misjudged(scores),
-                **measures_of_drawing(batch.drawn, device),
+                **measures_of_drawing(batch.drawn, self._rewards, device),
             },
         )
 
@@ -282,7 +272,7 @@ class PolicyLosses(Stateless):
             kl = returns_K.new_zeros(())
             if found.reference_K is not None:
                 kl = (_behaviour(batch.policy).to(returns_K.device) - found.reference_K).double().sum()
-            counts = [returns_K.new_tensor(len(batch.policy.rewards_S)), kl, returns_K.new_tensor(len(returns_K))]
+            counts = [returns_K.new_tensor(len(batch.policy.advantages_S)), kl, returns_K.new_tensor(len(returns_K))]
             sums += torch.stack(
                 [*counts, *(one for of in (returns_K, errors_K) for one in (of.sum(), (of * of).sum()))]
             )
@@ -305,10 +295,24 @@ class PolicyLosses(Stateless):
         return {name: measure(torch.zeros(0, device=self.forward.device)) for name in self.measured}
 
 
-def measures_of_drawing(drawn: DrawnInStep | None, device: torch.device) -> Measures:
-    """How the answers of a step were drawn elsewhere; nothing, where this process drew them."""
-    told = {} if drawn is None else drawn.measures
-    return {name: measure(torch.tensor([value], device=device)) for name, value in told.items()}
+def names_of_drawing(rewards: Iterable[str]) -> tuple[str, ...]:
+    """Measures of a step's answers, by the names of its rewards. Where there is one, it is `REWARD` but for its
+    weight."""
+    return (REWARD, *(f"{REWARD}/{name}" for name in rewards), FINISHED, LENGTH)
+
+
+def measures_of_drawing(drawn: DrawnInStep | None, rewards: Iterable[str], device: torch.device) -> Measures:
+    """Of all answers that were drawn for a step, whether they are learned from or not, and how they were drawn
+    elsewhere. The first micro-batch of a step tells of them, the others say nothing."""
+    if drawn is None:
+        return {}
+    columns = (drawn.rewards_N, *drawn.values_NF.unbind(1), drawn.finished_N, drawn.lengths_N)
+    of_answers = {
+        name: measure(values_N.to(device), ~values_N.isnan().to(device))
+        for name, values_N in zip(names_of_drawing(rewards), columns, strict=True)
+    }
+    told = {name: measure(torch.tensor([value], device=device)) for name, value in drawn.measures.items()}
+    return {**of_answers, **told}
 
 
 def _behaviour(policy: PolicyTargets) -> torch.Tensor:

@@ -55,6 +55,15 @@ class LoggedGroup:
         return self.answers[0]
 
     @property
+    def alike(self) -> list[list[LoggedAnswer]]:
+        """The answers in their order, those of the same tokens and the same judgement together."""
+        found: dict[tuple[object, ...], list[LoggedAnswer]] = {}
+        for one in self.answers:
+            key = (*one.ids, one.generated, one.finish, one.reward, one.advantage, *one.rewards.items())
+            found.setdefault(key, []).append(one)
+        return list(found.values())
+
+    @property
     def mean(self) -> float | None:
         """Of the rewards that there are."""
         known = [answer.reward for answer in self.answers if answer.reward is not None]
@@ -173,23 +182,34 @@ def _group_text(group: LoggedGroup) -> Iterator[RenderableType]:
     yield Padding(Text(group.first.prompt, style="blue"), (0, 0, 0, 2))
     if group.first.expected:
         yield Padding(Text.assemble(("expected ", "dim"), group.first.expected), (0, 0, 0, 2))
-    for answer in group.answers:
-        good = answer.advantage is not None and answer.advantage > 0
-        yield Padding(
-            Text.assemble((numbers_of(answer), "dim"), "  ", (answer.generated, "green" if good else "")), (0, 0, 0, 2)
-        )
+    for answers in group.alike:
+        good = answers[0].advantage is not None and answers[0].advantage > 0
+        text = (answers[0].generated, "green" if good else "")
+        yield Padding(Text.assemble((numbers_of(answers), "dim"), "  ", text), (0, 0, 0, 2))
     yield Text("")
 
 
-def numbers_of(answer: LoggedAnswer) -> str:
-    """``#3 reward 1 (exact 1, polite 0) advantage +0.87 -12.3 nats 31 tokens stop``."""
-    parts = [f"#{answer.sample}", "reward " + ("none" if answer.reward is None else f"{answer.reward:.3g}")]
+def numbers_of(answers: Sequence[LoggedAnswer]) -> str:
+    """Of answers that are alike: ``#3 and 2 like it · reward 1 (exact 1, polite 0) · advantage +0.87 · -12.3 nats ·
+    31 tokens · stop``."""
+    answer, others = answers[0], len(answers) - 1
+    reward = "reward " + _number(answer.reward)
     if len(answer.rewards) > 1:
-        each = (f"{name} {'none' if value is None else f'{value:.3g}'}" for name, value in answer.rewards.items())
-        parts.append(f"({', '.join(each)})")
-    if answer.advantage is not None:
-        parts.append(f"advantage {answer.advantage:+.2f}")
-    return " ".join([*parts, f"{answer.logprob:.1f} nats", f"{counted(len(answer.ids), 'token')}", answer.finish])
+        reward += f" ({', '.join(f'{name} {_number(value)}' for name, value in answer.rewards.items())})"
+    return " · ".join(
+        [
+            f"#{answer.sample}" + (f" and {others} like it" if others else ""),
+            reward,
+            *([] if answer.advantage is None else [f"advantage {answer.advantage:+.2f}"]),
+            f"{round(answer.logprob, 1) + 0.0:.1f} nats",  # + 0.0: no -0.0
+            counted(len(answer.ids), "token"),
+            answer.finish,
+        ]
+    )
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
 
 
 def groups_page(groups: Sequence[LoggedGroup], *, title: str) -> str:

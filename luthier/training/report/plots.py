@@ -65,12 +65,12 @@ class Chart:
 
 
 def chart(
-    title: str, curves: Sequence[Curve], *, width: int = 720, height: int = 240, log: bool = False, joined: bool = True
+    title: str, curves: Sequence[Curve], *, width: int = 720, height: int = 240, log: bool = False, over: str = "step"
 ) -> Chart | None:
     """Lay curves out on common axes; values that are no numbers are left out. None if nothing is left.
 
-    ``log``: a tenth of a value is as far below it everywhere; values that are not above 0 are left out. ``joined``:
-    points of a curve are joined by a line.
+    ``log``: a tenth of a value is as far below it everywhere; values that are not above 0 are left out. ``over``:
+    what the horizontal axis counts; points are joined by a line where it is steps.
     """
     finite = [_finite_part(curve, above=0.0 if log else -math.inf) for curve in curves]
     points = [point for curve in finite for point in zip(curve.steps, curve.values, strict=True)]
@@ -94,11 +94,11 @@ def chart(
         thin = _thinned(curve)
         at = [(x_of(step), y_of(value)) for step, value in zip(thin.steps, thin.values, strict=True)]
         dots = tuple(
-            (x, y, f"step {step:g}: {value:.4g}")
+            (x, y, f"{over} {step:g}: {value:.4g}")
             for (x, y), step, value in zip(at, thin.steps, thin.values, strict=True)
             if curve.dots or len(at) == 1
         )
-        path = "M" + "L".join(f"{x:g},{y:g}" for x, y in at) if joined and len(at) > 1 else ""
+        path = "M" + "L".join(f"{x:g},{y:g}" for x, y in at) if over == "step" and len(at) > 1 else ""
         lines.append(Line(name=curve.name, look=curve.look, path=path, dots=dots))
     x_marks = [mark for mark in ticks(x_low, x_high, 7) if x_low <= mark <= x_high and mark.is_integer()]
     return Chart(

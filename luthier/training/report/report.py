@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -336,6 +337,7 @@ def report_page(result: RunResult, told: Mapping[str, object], *, sample: Markup
         starts_with_log=spans_decades(_loss_curves(result)),
         small_charts=[*_drawn_charts(result), *_measure_charts(result), *_small_charts(result)],
         drawn=drawn,
+        mean_rewards=_mean_rewards(result),
         reward_over_length=None if drawn is None else _reward_over_length(drawn),
         numbers_of=numbers_of,
         sources=_sources(result),
@@ -355,11 +357,12 @@ def _time(seconds: float) -> str:
 
 
 def _loss_charts(result: RunResult) -> dict[str, Chart]:
-    """The losses on a linear axis, and on a logarithmic one where there is any value above 0."""
+    """The losses on a linear axis, and on a logarithmic one where some are above 0 and none is below."""
     curves = _loss_curves(result)
+    has_negative = any(value < 0 for curve in curves for value in curve.values)
     charts = {
         name: chart("loss", curves, width=960, height=320, log=name == "logarithmic")
-        for name in ("linear", "logarithmic")
+        for name in ("linear", *(() if has_negative else ("logarithmic",)))
     }
     return {name: drawn for name, drawn in charts.items() if drawn is not None}
 
@@ -421,8 +424,15 @@ def _has_rewards(result: RunResult) -> bool:
 
 def _reward_over_length(drawn: AnswersOfRun) -> Chart | None:
     lengths, rewards = [length for length, _ in drawn.points], [reward for _, reward in drawn.points]
-    curve = Curve(name="", look="raw", steps=lengths, values=rewards, dots=True)
-    return chart("reward over tokens of the answer", [curve], width=380, height=190, joined=False)
+    curve = Curve(name="", look="point", steps=lengths, values=rewards, dots=True)
+    return chart("reward over tokens of the answer", [curve], width=380, height=190, over="tokens")
+
+
+def _mean_rewards(result: RunResult) -> tuple[float, float] | None:
+    """Of the first and the last tenth of the steps. The losses of ``rl`` are around 0 however much is learned."""
+    rewards = [step.measures["reward"] for step in result.steps if "reward" in step.measures]
+    part = max(1, round(len(rewards) / 10))
+    return (fmean(rewards[:part]), fmean(rewards[-part:])) if rewards else None
 
 
 def _measured(result: RunResult, measure: str, look: str, name: str) -> Curve:

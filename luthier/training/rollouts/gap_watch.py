@@ -81,7 +81,7 @@ class GapWatch:
             assert self.canaries.policy is not None, "canaries are answers"
             told, device = self.canaries.policy, self.forward.device
             gaps_K = scored.scores.logps_K - told.behaviour_K.to(device)
-            sums.add(gaps_K, told.answers_K.to(device), len(told.rewards_S))
+            sums.add(gaps_K, told.answers_K.to(device), len(told.advantages_S))
         self.canaries = None
         found = GapSums.numbers(reduce(sums.sums))
         if found is None:
