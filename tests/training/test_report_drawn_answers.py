@@ -116,7 +116,9 @@ def test_a_run_leaves_curves_and_answers_in_its_report(
     )
     page = write_report(Report(result=run))[0].read_text()
     first, last = run.steps[0].measures["reward"], run.steps[-1].measures["reward"]
-    assert f"<span>reward</span><strong>{last:.4g}</strong><small>from {first:.4g}" in page and "<title>tokens 6:" in page
+    assert (
+        f"<span>reward</span><strong>{last:.4g}</strong><small>from {first:.4g}" in page and "<title>tokens 6:" in page
+    )
     assert min(losses(run)) < 0 and "logarithmic axis" not in page
     titles = ("reward", "finished", "tokens of an answer", "entropy", "gap of sampler and trainer")
     for title in titles:
