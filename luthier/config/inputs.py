@@ -227,7 +227,8 @@ class SourceConfig(Section):
     columns: dict[str, str] = {}
     """Our column name -> the file's, such as ``{messages: conversations}``; the others keep their defaults."""
     tags: dict[str, str] = {}
-    """Our tag name -> the file's, such as ``{role_tag: role, user_tag: user}``; the others keep their defaults."""
+    """Our tag name -> the file's, such as ``{role_tag: role, user_tag: user}``; the others keep their defaults.
+    ``train_tag`` names the one key of a message that says whether it is learned."""
     documents: Annotated[Documents | None, as_enum(Documents)] = None
     """Of plain text files: what one document is, with an end token of its own. ``line``; ``paragraph``, with blank
     lines between two; or the whole ``file``. Default: ``file`` for ``.md``, ``line`` for ``.txt``."""
@@ -260,6 +261,9 @@ class SourceConfig(Section):
     """The opening and the closing tag of thinking in an assistant's text."""
     drop_system: bool = False
     """Leave out the system messages of the rows, for a template that takes none."""
+    prompt_format: Annotated[list[NonEmpty], BeforeValidator(as_list)] = []
+    """Of plain text (``format: text``): what stands before it and is not learned, with columns of the row in braces:
+    ``"Question: {question}\\nAnswer: "``. Of several the first is taken whose columns the row has."""
     rendered: bool = False
     """Texts were rendered by a template already: control strings in them are meant as control tokens. Plain text and
     text pairs are taken as they are, nothing put around them."""

@@ -55,6 +55,7 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
         media_root=None if config.media_root is None else str(config.media_root),
         rendered=config.rendered,
         drop_system=config.drop_system,
+        prompt_format=tuple(config.prompt_format),
         same_role=SameRole.KEEP if config.same_role is None else config.same_role,
         text_limit=config.text_limit,
         version=rule.version,

@@ -204,6 +204,11 @@ def rows(entry: str, more: str = "", key: str = "datasets") -> str:
     (rows("path: r.jsonl, type: chat_template, roles_to_train: [gpt]"), "data.train[0].targets", []),
     (rows("path: r.jsonl, type: chat_template, roles_to_train: []"), "data.train[0].train_on", "none"),
     (rows("path: r.jsonl, type: chat_template, train_on_eos: none"), "template.train_stop", False),
+    (rows("path: r.jsonl, type: chat_template, train_on_eos: all"), "template.train_stop", True),
+    (rows("path: r.jsonl, type: chat_template, message_field_training: weight"), "data.train[0].tags",
+     {"train_tag": "weight"}),
+    (rows("path: r.jsonl, type: chat_template, shards: 4"), "data.train[0].weight", 0.25),
+    (rows("path: r.jsonl, type: alpaca, name: default"), "data.train[0].subset", None),
     (rows("path: r.jsonl, type: chat_template, drop_system_message: true"), "data.train[0].drop_system", True),
     (rows("path: r.jsonl, type: alpaca"), "template.chat_template", "alpaca"),
     (rows("path: r.jsonl, type: 'alpaca:chatml'"), "template.chat_template", "chatml"),
@@ -254,19 +259,54 @@ def test_data_sets_become_what_they_mean_here(text: str, ours: str, value: objec
     (rows("path: r.jsonl, type: jeopardy"), "datasets[0].type"),
     (rows("path: r.jsonl, type: stepwise_supervised"), "datasets[0].type"),
     (rows("path: r.jsonl, type: chatml.intel"), "datasets[0].type"),
-    (rows("path: r.jsonl, type: chat_template, shards: 10"), "datasets[0].shards"),
     (rows("path: r.jsonl, type: chat_template, no_such: 10"), "datasets[0].no_such"),
     (rows("path: r.jsonl, type: chat_template, split: 'train[:1%]'"), "datasets[0].split"),
-    (rows("path: r.jsonl, type: chat_template, train_on_eos: last"), "datasets[0].train_on_eos"),
+    (rows("path: r.jsonl, type: chat_template, train_on_eos: first"), "datasets[0].train_on_eos"),
     (rows("path: r.jsonl, type: chat_template, roles: {user: [human, customer]}"), "datasets[0].roles.user"),
     (rows("path: s3://bucket/rows.jsonl, type: chat_template"), "datasets[0].path"),
     (rows("path: owner/rows, data_files: x.jsonl, type: chat_template"), "datasets[0].data_files"),
-    (rows("path: a.jsonl, type: alpaca}\n- {path: b.jsonl, type: chat_template"), "chat_template"),
+    (rows("path: a.jsonl, type: chat_template, chat_template: chatml}\n- {path: b.jsonl, type: chat_template"),
+     "chat_template"),
     (rows("path: a.jsonl, type: {field_prompt: q, rejected_format: 'no {rejected}'}", "rl: dpo\n"),
      "datasets[0].type.rejected_format"),
 ], ids=str)  # fmt: skip
 def test_what_is_wrong_or_missing_is_told_by_their_key_alone(text: str, key: str) -> None:
     assert keys_refused(text) == [key]
+
+
+TWO = rows("path: a.jsonl, type: alpaca}\n- {path: b.jsonl, type: chat_template, chat_template: chatml")
+
+
+def test_rows_of_a_second_form_are_written_out_as_axolotl_writes_them() -> None:
+    run = load_config_text(TWO, "theirs.yml", check_paths=False)
+    written, asked = run.data.train
+    assert (run.template.chat_template, asked.prompt_format) == ("chatml", [])
+    assert (written.format, written.columns) == ("text", {"text": "output"})
+    with_input, without = (pattern.format(instruction="Add.", input="1, 2") for pattern in written.prompt_format)
+    assert with_input.endswith("\n\n### Instruction:\nAdd.\n\n### Input:\n1, 2\n\n### Response:\n")
+    assert without == f"{INTRO}\n\n### Instruction:\nAdd.\n\n### Response:\n"
+
+
+@pytest.mark.parametrize(("kind", "patterns"), [
+    ("{field_instruction: q, field_output: a, system_format: '', format: 'Q: {instruction} {input}', "
+     "no_input_format: 'Q: {instruction}'}",
+     ["{system}Q: {q} {input}", "{system}Q: {q}", "Q: {q} {input}", "Q: {q}"]),
+    ("alpaca_chat.load_no_prompt", ["USER: {instruction}\n{input}\nASSISTANT:", "USER: {instruction}\nASSISTANT:"]),
+    ("alpaca_w_system.load_instruct", [
+        "### System:\n{system}\n\n### Instruction:\n{instruction}\n{input}\n\n### Response:\n",
+        "### System:\n{system}\n\n### Instruction:\n{instruction}\n\n### Response:\n",
+        "### Instruction:\n{instruction}\n{input}\n\n### Response:\n",
+        "### Instruction:\n{instruction}\n\n### Response:\n"]),
+], ids=["written out", "bare chat", "with a system message"])  # fmt: skip
+def test_patterns_of_a_second_form_name_the_columns_of_its_rows(kind: str, patterns: list[str]) -> None:
+    assert value_of(TWO.replace("type: alpaca}", f"type: {kind}}}"), "data.train[0].prompt_format") == patterns
+
+
+@pytest.mark.parametrize("kind", ["{field_system: system, field_instruction: q, field_input: input, field_output: a}"])
+def test_columns_that_a_type_names_and_no_row_has_are_left_out(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "r.jsonl").write_text(json.dumps({"q": "1 + 1?", "a": "2"}), encoding="utf-8")
+    text = rows(f"path: {tmp_path / 'r.jsonl'}, type: {kind}")
+    assert value_of(text, "data.train[0].columns") == {"prompt": "q", "response": "a"}
 
 
 INTRO = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
@@ -357,7 +397,9 @@ TEXT = {"body": "Luthiers build and mend violins, guitars and lutes."}
     ("datasets: [{path: rows.jsonl, type: completion, field: body}]\nsample_packing: true\n", TEXT),
     ("datasets: [{path: rows.jsonl, type: input_output}]\n", SEGMENTS),
     ("datasets: [{path: rows.jsonl, type: 'alpaca:chat'}]\n", {"instruction": "Name an instrument.", "output": "Lute"}),
-], ids=["dpo", "kto", "completion", "input_output", "alpaca:chat"])  # fmt: skip
+    ("datasets: [{path: rows.jsonl, type: alpaca}, {path: preset:skills, type: chat_template}]\n",
+     {"instruction": "Name an instrument.", "input": "of strings", "output": "Lute"}),
+], ids=["dpo", "kto", "completion", "input_output", "alpaca:chat", "two forms"])  # fmt: skip
 def test_objectives_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, row: dict[str, object]) -> None:
     from luthier.library import train
 

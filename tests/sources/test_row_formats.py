@@ -292,3 +292,14 @@ def test_feedback_rows_have_a_prompt_or_messages() -> None:
     assert isinstance(convert({"messages": [USER, ASSISTANT], "label": 1}), Conversation)
     with pytest.raises(RowError, check=reason_is("bad_label")):
         convert({"prompt": "Hi", "completion": "Hello", "label": "good"}, format=Format.FEEDBACK)
+
+
+def test_a_pattern_writes_what_stands_before_a_text_from_the_columns_that_the_row_has() -> None:
+    patterns = ["Q: {q} ({hint}) A: ", "Q: {q} A: "]
+    for row, before in (({"q": "1+1?", "hint": "add", "a": "2"}, "Q: 1+1? (add) A: "),
+                        ({"q": "{hint}?", "hint": "", "a": "2"}, "Q: {hint}? A: ")):  # fmt: skip
+        found = convert(row, format="text", columns={"text": "a"}, prompt_format=patterns)
+        assert found == Document(parts=(Text(text=before, train=False), Text(text="2")), address=ADDRESS)
+    with pytest.raises(RowError) as caught:
+        convert({"a": "2"}, format="text", columns={"text": "a"}, prompt_format=patterns)
+    assert caught.value.reason == "missing_column" and "needs a text in q" in caught.value.detail

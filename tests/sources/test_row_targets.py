@@ -72,6 +72,15 @@ def test_flags_that_are_none_are_refused(fields: dict[str, Any], detail: str) ->
     assert caught.value.reason == "bad_weight" and str(caught.value.field).startswith("messages[1]")
 
 
+def test_one_key_alone_says_whether_a_message_is_learned_where_the_source_names_it() -> None:
+    turns = [{**USER, "weight": 1.0}, {**ASSISTANT, "weight": 0, "train": True}, {**ASSISTANT, "loss": False}]
+    found = convert({"messages": turns}, tags={"train_tag": "weight"})
+    assert isinstance(found, Conversation)
+    assert [(message.train, message.weight) for message in found.messages] == [(True, 1.0), (False, 1.0), (None, 1.0)]
+    with pytest.raises(RowError, check=reason_is("bad_weight")):
+        convert({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, tags={"train_tag": "weight"})
+
+
 def test_parts_of_every_kind_say_their_own() -> None:
     row = chat(
         {"role": "user", "content": [{"type": "text", "text": "<image>?", "weight": 0.5}]},

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config.peers.translation import Translator, names_of
+from luthier.config.peers.trl_rows import columns_of
 
 _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt|md)(\.(gz|zst|bz2|xz))?$")
 _FILE_TYPES = frozenset({"json", "csv", "parquet", "arrow", "text"})
@@ -27,9 +28,9 @@ _FIELDS = {
     "field_output": "response", "field_completion": "response", "field_label": "kto_tag", "field_chosen": "chosen",
     "field_rejected": "rejected",
 }  # fmt: skip
+_MAY_LACK = frozenset({"system", "query", "prompt"})  # columns that a type names and rows may do without
 _KNOWN_NAMES = {
     "field_thinking": {"reasoning_content", "reasoning", "thinking"},
-    "message_field_training": {"train", "training", "loss"},
     "message_field_training_detail": {"train_detail", "training_detail"},
 }
 
@@ -37,7 +38,8 @@ _KNOWN_NAMES = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowType:
     """What a ``type`` says: our format, the text that a row becomes (``template``; None: whatever the chat template
-    says, or none), its default system message, and other names of columns and tags."""
+    says, or none), its default system message, and other names of columns and tags. ``patterns`` write the text before
+    a row's answer where another data set has the run's template."""
 
     format: str
     template: str | None = None
@@ -45,6 +47,7 @@ class RowType:
     columns: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     rendered: bool = False
+    patterns: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,6 +63,7 @@ class RowsRead:
 def read_data(reading: Translator, rows_of: str) -> RowsRead:
     """All data sets of the file; ``rows_of`` is what the run learns from: answers, pairs or verdicts."""
     found = RowsRead()
+    sets: list[tuple[str, _DataSet]] = []
     counts: dict[str, int] = {}
     if not any(
         reading.entries.get(key) is not None and reading.take(key) for key in ("datasets", "pretraining_dataset")
@@ -79,15 +83,37 @@ def read_data(reading: Translator, rows_of: str) -> RowsRead:
                 continue
             if theirs == "pretraining_dataset":
                 entry = {"type": "pretrain", **entry}
-            source = _DataSet(reading=reading, at=at, left=dict(entry), rows_of=rows_of, found=found)
             is_stream = theirs == "pretraining_dataset" or reading.flag("streaming")
-            counts[ours] = source.write(ours, counts.get(ours, 0), is_stream=is_stream)
-    _one_template(reading, found)
+            source = _DataSet(
+                reading=reading, at=at, left=dict(entry), rows_of=rows_of, found=found, is_stream=is_stream
+            )
+            source.ask()
+            sets.append((ours, source))
+    _one_template(reading, found, [source for _, source in sets])
+    for ours, source in sets:
+        counts[ours] = source.write(ours, counts.get(ours, 0))
     return found
 
 
-def _one_template(reading: Translator, found: RowsRead) -> None:
-    """Set the run's template. Data sets that become text in several ways cannot be in one run."""
+def _one_template(reading: Translator, found: RowsRead, sets: list[_DataSet]) -> None:
+    """Set the run's template: that of the first data set with a chat template, else of the first. The rows of others
+    whose text is a pattern are written out."""
+    if len(found.templates) > 1:
+        main = next((source for source in sets if source.template is not None and not source.can_be_text), None)
+        main = main or next(source for source in sets if source.template is not None)
+        for source in sets:
+            if source.can_be_text and source.template != main.template:
+                source.as_text = True
+                reading.told.append(
+                    f"{source.at}.type: its rows are written out as text, as {main.at} has the run's chat template; "
+                    "luthier predict and chat ask by that template"
+                )
+        kept = [source for source in sets if source.template is not None and not source.as_text]
+        found.templates = {str(source.template): source.template_key for source in reversed(kept)}
+        found.templates = dict(reversed(found.templates.items()))
+    for source in sets:
+        if source.kind is not None and source.kind.intro and not source.as_text and source.kind.template is not None:
+            reading.set("template.default_system", str(source.kind.intro), f"{source.at}.type")
     if len(found.templates) > 1:
         (_, first), (_, second), *_ = found.templates.items()
         reading.refuse(second, f"a run has one chat template, and {first} asks for another one",
@@ -109,11 +135,26 @@ class _DataSet:
     found: RowsRead
     columns: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
+    is_stream: bool = False
+    kind: RowType | None = None
+    template: str | None = None  # the one that these rows ask for, by `template_key`; "" is the model's own
+    template_key: str = ""
+    as_text: bool = False
 
-    def write(self, ours: str, index: int, *, is_stream: bool) -> int:
+    @property
+    def can_be_text(self) -> bool:
+        """Whether the text of a row is a pattern with a place for its answer."""
+        return self.kind is not None and bool(self.kind.patterns)
+
+    def ask(self) -> None:
+        """Read what the rows are, and which template they ask for."""
+        self.kind = self._kind()
+        if self.kind is not None and not self.kind.rendered and self.kind.format != "text":
+            self._template(self.kind)
+
+    def write(self, ours: str, index: int) -> int:
         """Set our source, or several of several files; the number of the next one."""
-        kind = self._kind()
-        paths = self._paths()
+        kind, paths = self.kind, self._paths()
         if kind is None or not paths:  # it is refused, and not missing beside that
             self.reading.set(f"{ours}[{index}].path", paths[0] if paths else "refused", f"{self.at}.path")
             return index + 1
@@ -121,14 +162,19 @@ class _DataSet:
         settings: dict[str, tuple[str, object]] = {"format": ("type", kind.format)}
         if kind.rendered:
             settings["rendered"] = ("type", True)
+        elif self.as_text:
+            self._written_out(kind, settings)
         elif kind.format != "text":
-            self._template(kind)
             settings |= self._learned()
-            self._messages(kind)
-        if is_stream and paths[0].startswith("hub:"):
+            self._messages()
+            if kind.template == "alpaca":
+                self.reading.told.append(f"{self.at}.type: an input follows its instruction after a newline, without "
+                                         "axolotl's heading ### Input")  # fmt: skip
+        if self.is_stream and paths[0].startswith("hub:"):
             settings["streaming"] = ("path", True)
         settings |= self._split(paths[0])
-        settings |= self._plain_keys()
+        settings |= self._plain_keys(paths[0])
+        self._drop_absent(paths[0])
         if self.columns:
             settings["columns"] = ("type", self.columns)
         if self.tags:
@@ -142,6 +188,26 @@ class _DataSet:
             index += 1
         self.found.formats.add("segments" if kind.rendered else kind.format)
         return index
+
+    def _written_out(self, kind: RowType, settings: dict[str, tuple[str, object]]) -> None:
+        """Plain text with patterns before it, in place of a chat template."""
+        named = {"instruction": "prompt", "input": "query", "system": "system", "output": "response"}
+        columns = {usual: self.columns.get(ours, usual) for usual, ours in named.items()}
+        patterns = [
+            re.sub(r"\{(instruction|input|system)\}", lambda place: f"{{{columns[place[1]]}}}", pattern)
+            for pattern in kind.patterns
+        ]
+        self.columns, self.tags = {"text": columns["output"]}, {}
+        settings |= {"format": ("type", "text"), "prompt_format": ("type", patterns)}
+        if self.reading.flag("train_on_inputs"):
+            settings["train_on"] = ("type", "all")
+
+    def _drop_absent(self, path: str) -> None:
+        """Columns that the first row of a local file has not are not read, as in axolotl."""
+        rows = None if path.startswith("hub:") else columns_of(path)
+        if rows is not None:
+            self.columns = {ours: theirs for ours, theirs in self.columns.items()
+                            if theirs in rows.names or ours not in _MAY_LACK}  # fmt: skip
 
     def _refuse(self, key: str, what: str, hint: str | None = None) -> None:
         self.reading.refuse(f"{self.at}.{key}", what, hint)
@@ -222,11 +288,11 @@ class _DataSet:
         template = style.get("template")
         if "prompt" in style:
             template = chat_of(style["system"], style["prompt"], "{answer}")
-        if style.get("template") == "alpaca":
-            self.reading.told.append(
-                f"{self.at}.type: an input follows its instruction after a newline, without axolotl's heading ### Input"
-            )
+        patterns = style.get("patterns", ())
+        if "prompt" in style:
+            patterns = _patterns(style["system"], style["prompt"], style.get("intro", ""))
         return RowType(
+            patterns=tuple(patterns) if known["format"] in ("alpaca", "prompt_completion") else (),
             format=known["format"], template=template, intro=style.get("intro"),
             columns=known.get("columns", {}), tags=known.get("tags", {}), rendered=known.get("rendered", False),
         )  # fmt: skip
@@ -264,25 +330,33 @@ class _DataSet:
             if needed not in text and name != "system_format":
                 self._refuse(f"type.{name}", f"the pattern {text!r} has no place for what it writes")
                 return None
+        patterns: tuple[str, ...] = ()
+        if self.rows_of == "answers" and answer == "{answer}":
+            texts = [text for text in (shown["format"], shown["no_input_format"]) if text]
+            intros = [system.replace("{system}", intro or "")] if intro or "{system}" not in system else [system, ""]
+            patterns = tuple(first + str(text) for first in intros for text in texts)
         return RowType(
-            format=fmt["format"], template=chat_of(system, prompt, answer), intro=intro or None, columns=columns
-        )
+            format=fmt["format"], template=chat_of(system, prompt, answer), intro=intro or None, columns=columns,
+            patterns=patterns,
+        )  # fmt: skip
 
     def _template(self, kind: RowType) -> None:
         """The template that these rows ask for: of their type, of the data set, or of the file."""
         name, source = self._take("chat_template"), self._take("chat_template_jinja")
         key = f"{self.at}.chat_template" if name or source else "chat_template"
         if kind.template is not None:
-            self.found.templates.setdefault(kind.template, f"{self.at}.type")
-            if kind.intro:
-                self.reading.set("template.default_system", str(kind.intro), f"{self.at}.type")
+            self._wants(kind.template, f"{self.at}.type")
             return
         if name is None and source is None:
             name, source = self.reading.take("chat_template"), self.reading.take("chat_template_jinja")
         if source and name in (None, "jinja"):
-            self.found.templates.setdefault(str(source), f"{key}_jinja")
+            self._wants(str(source), f"{key}_jinja")
             return
-        self.found.templates.setdefault(self._named(str(name or "tokenizer_default"), key), key)
+        self._wants(self._named(str(name or "tokenizer_default"), key), key)
+
+    def _wants(self, template: str, key: str) -> None:
+        self.template, self.template_key = template, key
+        self.found.templates.setdefault(template, key)
 
     def _named(self, name: str, key: str) -> str:
         table = self.reading.peer.table["templates"]
@@ -301,7 +375,7 @@ class _DataSet:
             self.reading.told += [told] if told not in self.reading.told else []
         return f"own_or_{known[name]}" if known[name] else ""
 
-    def _messages(self, kind: RowType) -> None:
+    def _messages(self) -> None:
         """Names of columns, of a message's keys, and of roles."""
         names = self._mapping("message_property_mappings")
         for key, name in (("message_field_role", "role"), ("message_field_content", "content")):
@@ -313,6 +387,8 @@ class _DataSet:
             elif value != name and str(value) not in _KNOWN_NAMES["field_thinking"]:
                 self._refuse(f"message_property_mappings.{name}", f"the key {value} of a message is not read",
                              f"call it {name} in the rows")  # fmt: skip
+        if (mark := self._take("message_field_training")) is not None:
+            self.tags["train_tag"] = str(mark)
         for key, known in _KNOWN_NAMES.items():
             if (value := self._take(key)) is not None and str(value) not in known:
                 self._refuse(key, f"the key {value} of a message is not read", f"call it {' or '.join(sorted(known))}")
@@ -338,9 +414,11 @@ class _DataSet:
                     pass
                 case "none":
                     self.reading.set("template.train_stop", False, f"{self.at}.{key}")
+                case "all" | "last" as which:
+                    self.reading.told.append(f"{self.at}.{key}: {which}: the stop token is learned of each answer "
+                                             "that is learned, and of no other message")  # fmt: skip
                 case other:
-                    self._refuse(key, f"{other}: the stop token is learned of each answer that is learned, or of none",
-                                 "write turn or none")  # fmt: skip
+                    self._refuse(key, f"{other} is no way", "write turn, all, last or none")
         roles = self._take("roles_to_train")
         if roles is None or self.rows_of != "answers":
             return {}
@@ -353,7 +431,7 @@ class _DataSet:
         rules += [] if "assistant" in wanted else [{"role": "assistant", "train": False}]
         return {"targets": ("roles_to_train", rules)}
 
-    def _plain_keys(self) -> dict[str, tuple[str, object]]:
+    def _plain_keys(self, path: str) -> dict[str, tuple[str, object]]:
         """Keys that are one of ours, that decide nothing here, or that ask for what is not there."""
         table: dict[str, Any] = self.reading.peer.table["source"]
         settings: dict[str, tuple[str, object]] = {}
@@ -362,6 +440,11 @@ class _DataSet:
                 continue
             if key == "drop_system_message":
                 settings["drop_system"] = (key, True)
+            elif key == "shards" and isinstance(value, int) and value > 0:
+                settings["weight"] = (key, round(1 / value, 9))
+                self.reading.told.append(f"{self.at}.shards: one row of {value} is learned, drawn anew in each epoch")
+            elif key in ("name", "revision") and not path.startswith("hub:"):
+                self.reading.passed[f"{self.at}.{key}"] = "a local file has no parts to choose from"
             elif key in table["keys"]:
                 settings[table["keys"][key]] = (key, str(value))
             elif key in table["columns"]:
@@ -391,6 +474,19 @@ def chat_of(system: str, prompt: str, answer: str) -> str:
     }
     cases = "".join(f"{{% if m.role == '{role}' %}}{{{{ {text} }}}}{{% endif %}}" for role, text in pieces.items())
     return f"{{{{ bos_token or '' }}}}{{% for m in messages %}}{cases}{{% endfor %}}"
+
+
+def _patterns(system: str, prompt: str, intro: str) -> tuple[str, ...]:
+    """All ways to write what stands before an answer, with and without a system message and an input.
+
+    >>> _patterns("", "Q: {prompt} A:", "")
+    ('Q: {instruction}\\n{input} A:', 'Q: {instruction} A:')
+    """
+    before = system.replace("{system}", intro) if intro else ""
+    names_system = not intro and system not in ("", "{system}")  # these styles write no system message
+    systems = [system, ""] if names_system else [before]
+    asked = ("{instruction}\n{input}", "{instruction}")
+    return tuple(begin + prompt.replace("{prompt}", question) for begin in systems for question in asked)
 
 
 def _pattern(text: str, place: str) -> str:

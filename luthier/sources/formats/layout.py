@@ -26,19 +26,21 @@ _ROLE_TAGS = {
     "observation_tag": "tool",
     "function_tag": FUNCTION_CALL,
 }
-TAG_NAMES = ("role_tag", "content_tag", *_ROLE_TAGS)
+TAG_NAMES = ("role_tag", "content_tag", "train_tag", *_ROLE_TAGS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tags:
     """How a message is written: the keys of role and content, and the file's role names with our role for each.
 
+    ``train`` is the one key that says whether a message is learned; None: all the usual ones do.
     ``thinking`` are the tags around a thought in an assistant's text; None: there are none, text is text.
     """
 
     role: str
     content: str
     roles: Mapping[str, str]
+    train: str | None = None
     thinking: tuple[str, str] | None = None
 
 
@@ -49,7 +51,7 @@ class Layout:
     ``columns`` maps our column names to the file's; a name that is not there has no column in this source.
     ``train_on`` and ``rules`` are the source's own say on what is learned. ``media_root`` is what relative media paths
     are joined with; None: the folder of the row's file. ``rendered``: texts hold control tokens on purpose.
-    ``drop_system``: system messages are left out.
+    ``drop_system``: system messages are left out. ``prompt_format``: patterns of the text before a plain text.
     ``text_limit``: texts of so many characters or more are refused; None: none is. ``version`` is that of a plugin's
     format; it is part of the key of each row in the store.
     """
@@ -63,6 +65,7 @@ class Layout:
     rendered: bool = False
     same_role: SameRole = SameRole.KEEP
     drop_system: bool = False
+    prompt_format: tuple[str, ...] = ()
     text_limit: int | None = None
     version: str = ""
 
@@ -82,5 +85,6 @@ def build_tags(
         role=overrides.get("role_tag", role),
         content=overrides.get("content_tag", content),
         roles=roles,
+        train=overrides.get("train_tag"),
         thinking=thinking,
     )

@@ -25,6 +25,7 @@ from luthier.sources.rows import RawRow, decode_text, json_kind, refuse_unreadab
 
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
 _SIGNED = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,20})?")
+_PLACE = re.compile(r"\{(\w+)\}")  # of a column in a pattern
 _USUALLY_EXPECTED = ("answer", "solution")
 _OF_THE_CONVERSATION = ("messages", "prompt", "query", "history", "system", "tools", *COLUMN_OF_KIND.values())
 _LABEL_WORDS = {
@@ -118,6 +119,19 @@ class Reading:
                 raise self._no_prompt()
             messages = [*self._history(), Message(role="user", parts=tuple(self.media.split(question)))]
         return self.with_system(messages)
+
+    def formatted_prompt(self) -> str:
+        """What stands before a plain text: the source's first pattern for all of whose columns the row has a text, or
+        the column ``prompt``."""
+        if not self.layout.prompt_format:
+            return self.text("prompt")
+        for pattern in self.layout.prompt_format:
+            values = {name: self.data.get(name) for name in _PLACE.findall(pattern)}
+            if all(type(value) is str and value for value in values.values()):
+                return _PLACE.sub(lambda place: str(self.data[place[1]]), pattern)
+        needed = sorted(set(_PLACE.findall(self.layout.prompt_format[-1])))
+        there = ", ".join(sorted(self.data)[:20])
+        raise RowError("missing_column", f"prompt_format needs a text in {', '.join(needed)}; the row has {there}")
 
     def prompt_field(self) -> str:
         """The file's name of the column that `prompt` reads, if it reads a list of messages."""

@@ -80,7 +80,8 @@ def convert_text(reading: Reading) -> Document:
     if not text:
         raise RowError("empty_text", "nothing to learn", field=reading.field("text"))
     _, spans = read_spans({"spans": reading.column("spans")}, text)
-    before = reading.media.split(reading.text("prompt")) if reading.text("prompt") else []
+    written = reading.formatted_prompt()
+    before = reading.media.split(written) if written else []
     learned = reading.layout.train_on == "all"
     context = [replace(part, train=learned) if isinstance(part, Text) else part for part in before]
     parts = mark_spans(reading.media.split(text), spans)

@@ -53,18 +53,21 @@ def read_flags(item: dict[str, object]) -> tuple[bool | None, float]:
 
 def read_train(item: dict[str, object]) -> bool | None:
     """True or false (or 1 or 0) under one of the names that data sets have for it; None if nothing is said."""
-    said: dict[str, bool] = {}
-    for key in _TRAIN_KEYS:
-        value = item.get(key)
-        if value is None:
-            continue
-        if type(value) not in (bool, int) or value not in (0, 1):
-            shown = f"the number {value}" if type(value) in (int, float) else json_kind(value)
-            raise RowError("bad_weight", f"{key} is true or false, not {shown}", field=key)
-        said[key] = bool(value)
+    said = {key: mark for key in _TRAIN_KEYS if (mark := read_mark(item, key)) is not None}
     if len(set(said.values())) > 1:
         raise RowError("bad_weight", " and ".join(f"{key} is {value}" for key, value in said.items()))
     return next(iter(said.values()), None)
+
+
+def read_mark(item: dict[str, object], key: str) -> bool | None:
+    """True or false (or 1 or 0) under this one key; None where it says nothing. Raises `RowError` (``bad_weight``)."""
+    value = item.get(key)
+    if value is None:
+        return None
+    if type(value) not in (bool, int, float) or value not in (0, 1):
+        shown = f"the number {value}" if type(value) in (int, float) else json_kind(value)
+        raise RowError("bad_weight", f"{key} is true or false, not {shown}", field=key)
+    return bool(value)
 
 
 def read_weight(value: object, *, field: str) -> float:

@@ -14,7 +14,7 @@ from luthier.errors import RowError
 from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
 from luthier.sources.formats.layout import FUNCTION_CALL, Tags
 from luthier.sources.formats.media import MediaQueue, names_media, read_media
-from luthier.sources.formats.targets import mark_spans, read_flags, read_spans
+from luthier.sources.formats.targets import mark_spans, read_flags, read_mark, read_spans
 from luthier.sources.rows import decode_text, json_kind
 
 _STYLES = (("role", "content"), ("from", "value"))
@@ -83,7 +83,7 @@ def _read_full_message(message: dict[str, object], role: str, *, tags: Tags, med
         raise RowError(
             "missing_content", f"the message has no content; its keys are {sorted(message)}", field=tags.content
         )
-    said, weight = read_flags(message)
+    said, weight = read_flags(message) if tags.train is None else (read_mark(message, tags.train), 1.0)
     return Message(
         role=role,
         parts=tuple(parts),
